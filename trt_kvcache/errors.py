@@ -1,0 +1,63 @@
+"""Every error this package raises on purpose.
+
+    TrtKvCacheError
+    ├── ModelError                 the model, as a file or as a graph
+    │   ├── InvalidModelError      not readable as ONNX, or breaks a rule of the ONNX operators
+    │   ├── UnsupportedModelError  legal ONNX whose meaning the target cannot express
+    │   └── AmbiguousRoleError     an input could play several roles, or a role fits several inputs
+    ├── OptionError                an option's value, alone or against the model
+    ├── OutputError                a file that cannot be written
+    ├── BackendError               TensorRT (or TensorRT for RTX) is missing, too old, or failed
+    │   └── BuildError             parsing or building failed; carries TensorRT's own words
+    ├── ManifestError              a manifest that is unreadable, of an unknown schema, or not of this engine
+    └── VerificationError          the rewritten model does not give the original's numbers
+
+Messages say what was found, what is supported, and what to do. The commands print them on one line and exit with 1;
+anything else that escapes is a bug and keeps its trace.
+"""
+
+from __future__ import annotations
+
+
+class TrtKvCacheError(Exception):
+    """Base of every error that this package raises on purpose."""
+
+
+class ModelError(TrtKvCacheError):
+    """The model cannot be used, as a file or as a graph."""
+
+
+class InvalidModelError(ModelError):
+    """Not readable as ONNX, or in conflict with the ONNX operator definitions."""
+
+
+class UnsupportedModelError(ModelError):
+    """Legal ONNX whose meaning cannot be kept on the target."""
+
+
+class AmbiguousRoleError(ModelError):
+    """An input fits several roles, or a role fits several inputs."""
+
+
+class OptionError(TrtKvCacheError):
+    """An option's value is illegal, alone or for this model."""
+
+
+class OutputError(TrtKvCacheError):
+    """An output file cannot be written."""
+
+
+class BackendError(TrtKvCacheError):
+    """The TensorRT backend is missing, too old, or failed."""
+
+
+class BuildError(BackendError):
+    """Parsing or building failed. The message carries TensorRT's own words."""
+
+
+class ManifestError(TrtKvCacheError):
+    """A manifest is unreadable, of an unknown schema version, or belongs to another engine."""
+
+
+class VerificationError(TrtKvCacheError):
+    """The rewritten model does not give the original model's numbers."""

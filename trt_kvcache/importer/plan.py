@@ -1,0 +1,331 @@
+"""What will be done to a model: plain data, printable, JSON in and out.
+
+`CachePlan` is the dry run of a build: the rewrites, the network patch, the manifest and the runtime follow it and never
+decide again. Nothing here imports ONNX or TensorRT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+Dim = int | str
+"""A dimension: a fixed size, or the name of a symbol (``"?"`` where the model gives neither)."""
+
+
+class Target(str, Enum):
+    """The builder that a plan is for."""
+
+    TENSORRT = "tensorrt"
+    TENSORRT_RTX = "tensorrt-rtx"
+
+
+class Route(str, Enum):
+    """How one cache update reaches the engine, what that promises, and who enforces it."""
+
+    NATIVE = "native"
+    """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address; TensorRT enforces it, and the
+    session checks the alias against the manifest. A write outside the capacity is dropped silently by TensorRT, so the
+    runtime checks lengths (and the update's contract, if it has one) before every step."""
+
+    PLUGIN = "plugin"
+    """The project's own kernel. In place: the manifest declares the alias (TensorRT does not report it) and the session
+    binds one address to both sides."""
+
+    FUNCTIONAL = "functional"
+    """Plain ONNX operators. Correct, but writes a whole new cache each step: past and present need two buffers. Chosen
+    only where nothing in-place is possible, always with a warning."""
+
+
+class UpdateMode(str, Enum):
+    """The ``mode`` attribute of ONNX TensorScatter."""
+
+    LINEAR = "linear"
+    CIRCULAR = "circular"
+
+
+class UpdateForm(str, Enum):
+    """The layout of the update: padded ``[B, ..., S_new, ...]``, or packed tokens ``[T, N, H]`` with lengths."""
+
+    PADDED = "padded"
+    PACKED_NHD = "packed_nhd"
+
+
+class CacheLayout(str, Enum):
+    """The option ``--cache-layout``: may a cache change its physical layout?"""
+
+    AUTO = "auto"
+    """Sequence-major caches that only attention reads become ``[B, N, S_max, H]``: no transpose before attention."""
+    PRESERVE = "preserve"
+    """Every cache keeps its byte order."""
+
+
+class PhysicalLayout(str, Enum):
+    """How a cache's bytes lie in the engine, against the model's logical shape."""
+
+    AS_IS = "as-is"
+    """Logical and physical shape are the same."""
+    VIEW = "view"
+    """The same bytes, declared as the 4-D view ``[B, prod(before axis), S_max, prod(after axis)]``."""
+    HEADS_MAJOR = "heads-major"
+    """Bytes reordered: sequence-major ``[B, S_max, N, H]`` or ``[B, S_max, N*H]`` held as ``[B, N, S_max, H]``."""
+
+
+class Fallback(str, Enum):
+    """The option ``--fallback``: what to do where TensorRT's own layer does not know an update."""
+
+    AUTO = "auto"
+    """`PLUGIN` on TensorRT. On TensorRT for RTX, which has no plugins: `CONTRACT` where that is possible, else
+    `FUNCTIONAL`."""
+    CONTRACT = "contract"
+    """Native with a modulo on the write index, under the contract that no update straddles the wrap."""
+    FUNCTIONAL = "functional"
+    """Plain operators, no contract, not in place."""
+
+
+class AttentionKind(str, Enum):
+    """How an Attention node reaches the engine."""
+
+    FUSED = "fused"
+    """IAttention with a dedicated kernel."""
+    DECOMPOSED = "decomposed"
+    """IAttention that no dedicated kernel covers: ``decomposable`` is set on the parsed network."""
+    LOWERED = "lowered"
+    """Plain MatMul, Softmax, MatMul: IAttention cannot express it."""
+
+
+class Role(str, Enum):
+    """The part that an input or output of the model plays in a decode loop."""
+
+    TOKENS = "tokens"
+    POSITIONS = "positions"
+    WRITE_INDICES = "write_indices"
+    VALID_LENGTHS = "valid_lengths"
+    UPDATE_LENGTHS = "update_lengths"
+    MASK = "mask"
+    CACHE = "cache"
+    SPAN = "span"
+    LOGITS = "logits"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class UpdateContract:
+    """What the caller must keep to, because the engine cannot: TensorRT would drop the write silently.
+
+    Attributes:
+        no_straddle: no update may cross the end of the buffer: ``write_index mod capacity + S_new <= capacity``.
+        max_update_length: the most tokens in one update; None until a build bounds it (``--max-chunk``).
+    """
+
+    no_straddle: bool
+    max_update_length: int | None = None
+
+
+@dataclass(frozen=True)
+class CacheUpdate:
+    """One cache written by the model, and how.
+
+    Semantics: https://onnx.ai/onnx/operators/onnx__TensorScatter.html and the TensorRT header of IKVCacheUpdateLayer.
+
+    Attributes:
+        node: name of the node that updates the cache.
+        past, present: names of the cache tensor before and after; the graph's input and output where the route is in
+            place.
+        update: name of the tensor ``[B, ..., S_new, ...]`` that is written (packed: ``[T, N, H]``).
+        write_indices: name of the int64 ``[B]`` tensor of first positions, or None (zeros).
+        update_lengths: packed form only: name of the cumulative lengths ``[B + 1]``.
+        dtype: ONNX name in lower case, such as ``"float16"`` or ``"bfloat16"``.
+        logical_shape: the model's shape of the cache, with the capacity filled in.
+        sequence_axis: index into `logical_shape`, never negative.
+        physical_shape: the shape of the engine's input and output; its sequence axis is `physical_sequence_axis`.
+        update_length: ``S_new``: a size, or a symbol.
+        readers: names of the Attention nodes that read `present`.
+        in_place: past and present are one buffer.
+    """
+
+    node: str
+    past: str
+    present: str
+    update: str
+    write_indices: str | None
+    update_lengths: str | None
+    dtype: str
+    logical_shape: tuple[Dim, ...]
+    sequence_axis: int
+    physical_shape: tuple[Dim, ...]
+    physical_sequence_axis: int
+    layout: PhysicalLayout
+    mode: UpdateMode
+    form: UpdateForm
+    update_length: Dim
+    capacity: int
+    route: Route
+    reason: str
+    contract: UpdateContract | None = None
+    readers: tuple[str, ...] = ()
+
+    @property
+    def in_place(self) -> bool:
+        """Whether past and present are one buffer."""
+        return self.route is not Route.FUNCTIONAL
+
+
+@dataclass(frozen=True)
+class MaskGeometry:
+    """One attention mask, computed once in the graph and shared by every node that names it.
+
+    A key ``j`` is visible to query ``i`` of row ``b`` where every given condition holds: ``j < lengths[b]``; causal:
+    ``j <= i + offset``, ``offset = lengths[b] - S_q`` (0 without lengths); windows: ``i + offset - left <= j <= i +
+    offset + right``; and the model's own mask.
+
+    Attributes:
+        name: name of the mask tensor in the rewritten graph.
+        causal: bottom-right aligned causal frontier.
+        lengths: name of the int64 ``[B]`` tensor of valid keys, or None.
+        left_window, right_window: -1 where unbounded (Attention-25).
+        mask: name of the model's own mask tensor, or None.
+        additive: the result is a float bias; otherwise it is bool, True = visible.
+        span: name of the span input that gives the number of keys, or None (all keys).
+        guarded: rows that see no key are set to zero after attention, as ONNX defines.
+    """
+
+    name: str
+    causal: bool
+    lengths: str | None
+    left_window: int
+    right_window: int
+    mask: str | None
+    additive: bool
+    span: str | None
+    guarded: bool
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """How one Attention node is treated.
+
+    Attributes:
+        caches: names of the past tensors of the caches that it reads.
+        mask: name of the `MaskGeometry`, or None where no mask is needed.
+        keys: ``"span"`` (rows up to the span), ``"mask"`` (as many rows as the model's own, shorter mask has) or ``"all"``.
+    """
+
+    node: str
+    dtype: str
+    query_heads: Dim
+    kv_heads: Dim
+    head_size: Dim
+    value_head_size: Dim
+    kind: AttentionKind
+    reason: str
+    caches: tuple[str, ...] = ()
+    mask: str | None = None
+    keys: str = "all"
+
+
+@dataclass(frozen=True)
+class SpanInput:
+    """An added int64 input ``[span]`` that holds 0, 1, ..., span - 1: its *shape* says how many cache rows are read.
+
+    Any span from the longest valid length in the batch up to the capacity gives the same numbers; the contents never
+    change, so one constant device buffer serves every step, and only its shape is set.
+    """
+
+    name: str
+    symbol: str
+    capacity: int
+    lengths: str
+
+
+@dataclass(frozen=True)
+class TensorRole:
+    """The part that one graph input or output plays.
+
+    Attributes:
+        io: ``"input"`` or ``"output"`` of the rewritten model.
+        shape: of the rewritten model.
+        found_by: what showed it: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
+        axes: for dynamic dimensions, which size of a decode loop each axis is: ``"batch"``, ``"sequence"`` (S_new),
+            ``"span"``, ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask), or ``""`` where it is
+            fixed, or ``"?"`` where nothing says.
+    """
+
+    name: str
+    io: str
+    role: Role
+    dtype: str
+    shape: tuple[Dim, ...]
+    found_by: str
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a caller may decide about a plan.
+
+    Attributes:
+        target: which builder the plan is for; its package need not be installed.
+        capacity: tokens per sequence, for a model whose cache length is symbolic.
+        cache_layout: may caches be reordered physically?
+        attention_span: read only the active rows of the caches (adds an input, see `SpanInput`).
+        fallback: what to do where TensorRT's own layer does not know an update.
+        packed_native: the target knows packed updates natively (TensorRT from 11.0 on, TensorRT for RTX).
+        config: a YAML file with name patterns for roles, used before the shipped ones.
+    """
+
+    target: Target = Target.TENSORRT_RTX
+    capacity: int | None = None
+    cache_layout: CacheLayout = CacheLayout.AUTO
+    attention_span: bool = True
+    fallback: Fallback = Fallback.AUTO
+    packed_native: bool = True
+    config: str | None = None
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """All that is done to one model.
+
+    Attributes:
+        schema_version: of this data, written into JSON.
+        opset: of the model's default domain.
+        warnings: what the user should know before building.
+    """
+
+    options: PlanOptions
+    opset: int
+    caches: tuple[CacheUpdate, ...]
+    attention: tuple[AttentionPlan, ...]
+    masks: tuple[MaskGeometry, ...]
+    spans: tuple[SpanInput, ...]
+    tensors: tuple[TensorRole, ...]
+    warnings: tuple[str, ...] = ()
+    inlined: tuple[str, ...] = ()
+    schema_version: int = field(default=1)
+
+    def cache_bytes(self, batch: int = 1) -> int:
+        """Bytes of all cache buffers for `batch` sequences; caches not in place count twice (past and present)."""
+        return sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches)
+
+    def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
+        """The only tensor with this role, or None. Caches and spans may be several: filter `tensors` for those."""
+        found = [t for t in self.tensors if t.role is role and t.io == io]
+        return found[0] if len(found) == 1 else None
+
+
+_BITS = {
+    "float": 32, "float16": 16, "bfloat16": 16, "double": 64, "int8": 8, "uint8": 8, "bool": 8, "int16": 16,
+    "uint16": 16, "int32": 32, "uint32": 32, "int64": 64, "uint64": 64, "int4": 4, "uint4": 4, "float4e2m1": 4,
+    "float8e4m3fn": 8, "float8e4m3fnuz": 8, "float8e5m2": 8, "float8e5m2fnuz": 8, "float8e8m0": 8,
+    "complex64": 64, "complex128": 128,
+}  # fmt: skip
+
+
+def cache_bytes(cache: CacheUpdate, batch: int) -> int:
+    """Bytes of one buffer of this cache for `batch` sequences (a fixed batch size in the model wins)."""
+    first = cache.physical_shape[0]
+    count = first if isinstance(first, int) else batch
+    for dim in cache.physical_shape[1:]:
+        count *= dim if isinstance(dim, int) else 1
+    return (count * _BITS[cache.dtype] + 7) // 8
