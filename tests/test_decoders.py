@@ -1,0 +1,112 @@
+"""The decoder makers: valid ONNX, runnable, and the same decoder in every form."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from decoders import DTYPES, FORMS, DecoderConfig, main, make_decoder, write_decoder
+
+from trt_kvcache.importer.plan import UpdateMode
+
+
+def run(model: onnx.ModelProto | str, config: DecoderConfig, tokens: int = 5) -> np.ndarray:
+    """Logits of one chunk, written at row 0 of caches full of garbage."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3  # TensorScatter logs a copy per node where past and present are not one buffer
+    source = model if isinstance(model, str) else model.SerializeToString()
+    session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    rng = np.random.default_rng(1)
+    sizes = {config.batch: 2, config.sequence: tokens}
+    feeds: dict[str, np.ndarray] = {
+        "input_ids": rng.integers(0, config.vocab, (2, tokens)),
+        "position_ids": np.tile(np.arange(tokens), (2, 1)),
+        "write_indices": np.zeros(2, np.int64),
+        "nonpad_kv_seqlen": np.full(2, tokens),
+        "attn_mask": np.arange(config.capacity) <= np.arange(tokens)[None, None, :, None].repeat(2, 0),
+    }
+    for value in session.get_inputs():
+        if value.name not in feeds:
+            shape = [sizes.get(d, d) for d in value.shape]
+            feeds[value.name] = (rng.choice([-1e4, 1e4], shape)).astype(DTYPES[config.dtype][1])
+    return session.run(["logits"], {v.name: feeds[v.name] for v in session.get_inputs()})[0]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_every_combination_passes_the_checker(form: str, dtype: str) -> None:
+    for kv_heads, mode, sequence, mask in itertools.product((2, 4), UpdateMode, ("S", 1), ("none", "bool", "float")):
+        config = DecoderConfig(
+            form=form, dtype=dtype, kv_heads=kv_heads, mode=mode.value, sequence=sequence, mask=mask, softcap=5.0,
+            softmax_precision="float32", layers=1,
+        )  # fmt: skip
+        onnx.checker.check_model(make_decoder(config), full_check=True)
+
+
+@pytest.mark.parametrize("mode", ["linear", "circular"])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_all_forms_are_the_same_decoder(kv_heads: int, mode: str) -> None:
+    config = DecoderConfig(kv_heads=kv_heads, mode=mode)
+    logits = [run(make_decoder(dataclasses.replace(config, form=form)), config) for form in FORMS]
+    for form, other in zip(FORMS, logits, strict=True):
+        np.testing.assert_allclose(other, logits[0], rtol=0, atol=1e-4, err_msg=form)
+
+
+def test_float16_follows_float32() -> None:
+    config = DecoderConfig()
+    half = dataclasses.replace(config, dtype="float16")
+    np.testing.assert_allclose(run(make_decoder(half), half), run(make_decoder(config), config), rtol=0, atol=0.05)
+
+
+def test_value_head_size_may_differ() -> None:
+    config = DecoderConfig(value_head_size=24)
+    logits = run(make_decoder(config), config)
+    assert logits.shape == (2, 5, 256)
+    assert np.isfinite(logits).all()
+
+
+def test_seed_decides_the_weights() -> None:
+    one, same, other = (make_decoder(DecoderConfig(seed=seed)).SerializeToString() for seed in (1, 1, 2))
+    assert one == same
+    assert one != other
+
+
+def test_external_weights_are_the_same_weights(tmp_path) -> None:
+    config = DecoderConfig()
+    path = write_decoder(tmp_path / "m.onnx", config, external_threshold=1024)
+    assert path.stat().st_size < 64 << 10
+    tensors = onnx.load(path, load_external_data=False).graph.initializer
+    assert {t.data_location for t in tensors if t.name.endswith("q.weight")} == {onnx.TensorProto.EXTERNAL}
+    np.testing.assert_array_equal(run(str(path), config), run(make_decoder(config), config))
+
+
+def test_symbolic_capacity() -> None:
+    model = make_decoder(DecoderConfig(capacity="max_len"))
+    cache = next(v for v in model.graph.input if v.name == "key_cache.0")
+    assert [d.dim_param or d.dim_value for d in cache.type.tensor_type.shape.dim] == ["batch", "max_len", 32]
+
+
+def test_command_line(tmp_path, capsys) -> None:
+    path = tmp_path / "m.onnx"
+    main([str(path), "--form", "heads-major", "--dtype", "float16", "--capacity", "256", "--no-causal"])
+    assert capsys.readouterr().out.strip() == str(path)
+    cache = next(v for v in onnx.load(path).graph.input if v.name == "key_cache.0")
+    assert [d.dim_param or d.dim_value for d in cache.type.tensor_type.shape.dim] == ["batch", 2, 256, 16]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"form": "paged"}, "form is 'paged'; it must be one of mobius"),
+        ({"kv_heads": 3}, "multiple of kv_heads"),
+        ({"head_size": 15}, "even size"),
+        ({"form": "five-d", "value_head_size": 8}, "one tensor"),
+    ],
+)
+def test_wrong_configs_are_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(**wrong)
