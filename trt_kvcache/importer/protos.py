@@ -1,0 +1,119 @@
+"""Walks over ONNX protos: graphs within graphs, nodes, tensors, shapes. Nothing here touches weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+from onnx import AttributeProto, FunctionProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+Scope = GraphProto | FunctionProto
+"""A list of nodes with names of its own: the main graph, the body of an If, Loop or Scan, or a model-local function."""
+
+Shape = tuple[int | str, ...]
+"""Sizes and symbols; ``"?"`` where the model gives neither."""
+
+DEFAULT_DOMAINS = ("", "ai.onnx")
+"""Both spellings of the ONNX operators' own domain."""
+
+_SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
+
+
+def iter_scopes(model: ModelProto) -> Iterator[Scope]:
+    """The main graph, every model-local function, and every graph held by one of their nodes, outermost first."""
+    for top in (model.graph, *model.functions):
+        yield from nested_scopes(top)
+
+
+def nested_scopes(scope: Scope) -> Iterator[Scope]:
+    """A scope and every graph held by its nodes, outermost first."""
+    yield scope
+    for node in scope.node:
+        for attribute in node.attribute:
+            for graph in attribute_graphs(attribute):
+                yield from nested_scopes(graph)
+
+
+def attribute_graphs(attribute: AttributeProto) -> Iterable[GraphProto]:
+    """The graphs that an attribute holds: the bodies of If, Loop, Scan."""
+    if attribute.type == AttributeProto.GRAPH:
+        return (attribute.g,)
+    return attribute.graphs if attribute.type == AttributeProto.GRAPHS else ()
+
+
+def iter_tensors(model: ModelProto) -> Iterator[TensorProto]:
+    """Every tensor of the model: initializers (sparse ones as values and indices) and tensor attributes, nested too."""
+    for scope in iter_scopes(model):
+        if isinstance(scope, GraphProto):
+            yield from scope.initializer
+            for sparse in scope.sparse_initializer:
+                yield from (sparse.values, sparse.indices)
+        for node in scope.node:
+            for attribute in node.attribute:
+                if attribute.HasField("t"):
+                    yield attribute.t
+                yield from attribute.tensors
+                if attribute.HasField("sparse_tensor"):
+                    yield from (attribute.sparse_tensor.values, attribute.sparse_tensor.indices)
+
+
+def opset_version(model: ModelProto | FunctionProto) -> int | None:
+    """The imported version of the ONNX operators, or None where they are not imported."""
+    versions = [entry.version for entry in model.opset_import if entry.domain in DEFAULT_DOMAINS]
+    return max(versions) if versions else None
+
+
+def is_op(node: NodeProto, op_type: str) -> bool:
+    """Whether the node is this operator of the default domain."""
+    return node.op_type == op_type and node.domain in DEFAULT_DOMAINS
+
+
+def describe(node: NodeProto) -> str:
+    """The node in a message: operator and name, or what it writes where it has no name."""
+    return f"{node.op_type} '{node.name}'" if node.name else f"{node.op_type} writing '{', '.join(node.output)}'"
+
+
+def shape_of(info: ValueInfoProto | None) -> Shape | None:
+    """The shape of a tensor value: sizes, symbols, ``"?"`` for unknown; None where even the rank is unknown.
+
+    Some exporters write a size as a symbol made of digits; it counts as the size it spells.
+    """
+    if info is None or not info.type.HasField("tensor_type") or not info.type.tensor_type.HasField("shape"):
+        return None
+    return tuple(_dim(dim) for dim in info.type.tensor_type.shape.dim)
+
+
+def _dim(dim: onnx.TensorShapeProto.Dimension) -> int | str:
+    if dim.HasField("dim_value"):
+        return int(dim.dim_value)
+    if dim.dim_param.isdecimal():
+        return int(dim.dim_param)
+    return dim.dim_param or "?"
+
+
+def elem_type_of(info: ValueInfoProto | None) -> int:
+    """The element type of a tensor value (``TensorProto.UNDEFINED`` where it is unknown)."""
+    return int(info.type.tensor_type.elem_type) if info is not None else TensorProto.UNDEFINED
+
+
+def dtype_name(elem_type: int) -> str:
+    """The ONNX name of an element type in lower case, such as ``"bfloat16"``."""
+    return str(TensorProto.DataType.Name(elem_type)).lower()
+
+
+def byte_size(tensor: TensorProto) -> int | None:
+    """Bytes of the tensor's data as stored raw, from its dtype and dims alone; None for strings.
+
+    Raises:
+        ValueError: the element type is none of ONNX's, or a dim is negative.
+    """
+    name = TensorProto.DataType.Name(tensor.data_type)
+    if name == "UNDEFINED" or any(dim < 0 for dim in tensor.dims):
+        raise ValueError(f"dtype {name}, dims {list(tensor.dims)}")
+    if name == "STRING":
+        return None
+    bits = _SUB_BYTE_BITS.get(name) or 8 * onnx.helper.tensor_dtype_to_np_dtype(tensor.data_type).itemsize
+    count = 1
+    for dim in tensor.dims:
+        count *= dim
+    return (int(count) * bits + 7) // 8
