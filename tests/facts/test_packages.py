@@ -1,0 +1,86 @@
+"""What the package `tensorrt_rtx` has and lacks, and what its parser does outside caches and attention."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tensorrt_rtx
+import trt
+from cases import HALF, INT64
+from graphs import Graph, scatter_model
+from onnx import TensorProto
+
+
+def test_no_plugins() -> None:
+    assert not [name for name in dir(tensorrt_rtx.INetworkDefinition) if name.startswith("add_plugin")]
+    with pytest.raises(ModuleNotFoundError):
+        __import__("tensorrt_rtx.plugin")
+
+
+def test_cache_layer_attention_and_alias_query_exist() -> None:
+    for name in ("add_kv_cache_update", "add_attention_v2"):
+        assert hasattr(tensorrt_rtx.INetworkDefinition, name), name
+    assert hasattr(tensorrt_rtx.ICudaEngine, "get_aliased_input_tensor")
+
+
+def test_compute_capabilities() -> None:
+    expected = ["NONE", "CURRENT", "SM75", "SM80", "SM86", "SM89", "SM120", "SM121"]
+    assert list(tensorrt_rtx.ComputeCapability.__members__) == expected
+
+
+def test_supports_operator_says_yes_to_what_does_not_parse() -> None:
+    log = trt.Log()
+    network = tensorrt_rtx.Builder(log).create_network(0)
+    assert tensorrt_rtx.OnnxParser(network, log).supports_operator("GroupQueryAttention")
+    graph = Graph()
+    inputs = [graph.input(name, HALF, ["B", "S", width]) for name, width in (("q", 64), ("k", 32), ("v", 32))]
+    inputs += [graph.input(name, HALF, ["B", 2, 16, 16]) for name in ("past_key", "past_value")]
+    inputs += [graph.input("seqlens_k", TensorProto.INT32, ["B"]), graph.input("total", TensorProto.INT32, [])]
+    attrs = {"num_heads": 4, "kv_num_heads": 2, "scale": 0.25}
+    graph.node("GroupQueryAttention", inputs, ["y", "key", "value"], domain="com.microsoft", **attrs)
+    graph.output("y", HALF, ["B", "S", 64])
+    outcome = trt.build(graph.model(domains=["com.microsoft"]))
+    assert outcome.stage == "parse"
+    assert "GroupQueryAttention" in outcome.words
+
+
+def rotary(domain: str, num_heads: int) -> bytes:
+    """A 3-D RotaryEmbedding; with zero heads, the default of the contrib operator, the parser divides by zero."""
+    graph = Graph()
+    data = graph.input("x", HALF, [2, 3, 64])
+    positions = graph.input("positions", INT64, [2, 3])
+    tables = [graph.input(name, HALF, [32, 8]) for name in ("cos", "sin")]
+    inputs = [data, positions, *tables] if domain else [data, *tables, positions]
+    graph.node("RotaryEmbedding", inputs, "y", domain=domain, num_heads=num_heads)
+    graph.output("y", HALF, [2, 3, 64])
+    return graph.model(domains=[domain] if domain else []).SerializeToString()
+
+
+@pytest.mark.parametrize("domain", ["com.microsoft", ""])
+def test_a_model_that_kills_the_process(domain: str, tmp_path: Path) -> None:
+    """Why parsing runs in a child process."""
+    assert trt.build(rotary(domain, num_heads=4)).stage == "built"
+    model = tmp_path / "model.onnx"
+    model.write_bytes(rotary(domain, num_heads=0))
+    code = (
+        "import sys, pathlib, tensorrt_rtx as trt\n"
+        "log = trt.Logger(); network = trt.Builder(log).create_network(0)\n"
+        "trt.OnnxParser(network, log).parse(pathlib.Path(sys.argv[1]).read_bytes())\n"
+    )
+    child = subprocess.run([sys.executable, "-c", code, str(model)], capture_output=True, timeout=120)
+    assert child.returncode == -signal.SIGFPE
+
+
+@pytest.mark.gpu
+def test_engine_reports_the_alias() -> None:
+    """Deserializing needs a driver; the layer's alias is then known to the engine."""
+    parsed = trt.parse(scatter_model((1, 2, 16, 8), length=1))
+    config = parsed.builder.create_builder_config()
+    plan = parsed.builder.build_serialized_network(parsed.network, config)
+    engine = tensorrt_rtx.Runtime(parsed.log).deserialize_cuda_engine(plan)
+    assert engine is not None, parsed.log.errors
+    assert engine.get_aliased_input_tensor("present") == "past"
