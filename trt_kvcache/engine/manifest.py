@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 
+from trt_kvcache.engine.files import FileIdentity, atomic_file, identify
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan
 
+__all__ = [
+    "SCHEMA_VERSION",
+    "FileIdentity",
+    "Manifest",
+    "Profile",
+    "ShapeRange",
+    "check_engine",
+    "encode_manifest",
+    "load_manifest",
+    "manifest_path",
+    "save_manifest",
+]
+
 SCHEMA_VERSION = 1
-
-
-@dataclass(frozen=True)
-class FileIdentity:
-    """A file by name, size in bytes and BLAKE3 digest (hex) of its content."""
-
-    name: str
-    size: int
-    blake3: str
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,7 @@ class Manifest:
         compute_capabilities: those asked for; empty: the backend's default.
         model: the source model and its external data files.
         options: the build options as given, for the audit.
+        warnings: what TensorRT warned about while it built, each once.
     """
 
     created_by: str
@@ -71,4 +78,85 @@ class Manifest:
     model: tuple[FileIdentity, ...]
     engine: FileIdentity
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     schema_version: int = SCHEMA_VERSION
+
+
+@dataclass(frozen=True)
+class _SchemaOnly:
+    """The one field that every schema version has: decoded first, because the rest may have changed."""
+
+    schema_version: int
+
+
+def manifest_path(engine: str | os.PathLike[str]) -> Path:
+    """Where the manifest of this engine is: ``model.engine.json`` for ``model.engine``."""
+    engine = Path(engine)
+    return engine.with_name(engine.name + ".json")
+
+
+def save_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:
+    """Write a manifest, all or nothing.
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    with atomic_file(path) as file:
+        file.write(encode_manifest(manifest))
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """The manifest as indented JSON."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def load_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """Read the manifest of an engine, given the engine or the manifest itself.
+
+    The engine is not looked at: see `check_engine`.
+
+    Raises:
+        ManifestError: there is none, it is not a manifest, or it is of an unknown schema version.
+    """
+    path = Path(path)
+    file = path if path.suffix == ".json" else manifest_path(path)
+    try:
+        data = file.read_bytes()
+    except FileNotFoundError:
+        raise ManifestError(
+            f"{file}: no such file; an engine needs the manifest that 'trt-kvcache build' wrote beside it"
+        ) from None
+    except OSError as error:
+        raise ManifestError(f"{file}: cannot be read: {error.strerror}") from error
+    advice = "build the engine again"
+    try:
+        version = msgspec.json.decode(data, type=_SchemaOnly).schema_version
+        if version != SCHEMA_VERSION:
+            raise ManifestError(
+                f"{file}: manifest schema {version}; this version of trt_kvcache knows schema {SCHEMA_VERSION}: "
+                "use the version of trt_kvcache that built the engine, or build it again"
+            )
+        return msgspec.json.decode(data, type=Manifest)
+    except msgspec.ValidationError as error:
+        raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
+
+
+def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
+    """Make sure that this engine is the one that the manifest describes, by size and BLAKE3 digest of the whole file.
+
+    Raises:
+        ManifestError: it is missing or another.
+    """
+    engine = Path(engine)
+    advice = "the manifest is not of this engine; build again, or put back the pair that was built together"
+    try:
+        size = engine.stat().st_size
+        if size != manifest.engine.size:
+            raise ManifestError(f"{engine}: {size} bytes, its manifest says {manifest.engine.size}; {advice}")
+        digest = identify(engine).blake3
+    except OSError as error:
+        raise ManifestError(f"{engine}: the engine cannot be read: {error.strerror}") from error
+    if digest != manifest.engine.blake3:
+        raise ManifestError(f"{engine}: BLAKE3 {digest}, its manifest says {manifest.engine.blake3}; {advice}")

@@ -1,0 +1,176 @@
+"""Which TensorRT builds the engine, and what it can do.
+
+Nothing here imports TensorRT: that happens in the build process (`trt_kvcache.engine.worker`), so that a parser that
+crashes does not take the caller with it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+from dataclasses import dataclass
+
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.errors import BackendError, OptionError
+from trt_kvcache.importer.plan import Target
+
+
+@dataclass(frozen=True)
+class Package:
+    """How one of the two builders is packaged.
+
+    Attributes:
+        module: the name to import.
+        install: what to give to ``pip install``.
+        floor: the oldest version that has what this package needs.
+        reason: what the floor is for.
+    """
+
+    title: str
+    module: str
+    install: str
+    floor: tuple[int, int]
+    reason: str
+
+
+PACKAGES = {
+    # IKVCacheUpdateLayer exists since 10.15 (its Python bindings were looked at from 10.14 on).
+    Target.TENSORRT: Package(
+        "TensorRT", "tensorrt", "trt-kvcache[tensorrt]", (10, 15), "the KV-cache layer exists since 10.15"
+    ),
+    Target.TENSORRT_RTX: Package(
+        "TensorRT for RTX", "tensorrt_rtx", "tensorrt-rtx-cu13>=1.7,<1.8", (1, 7), "earlier ones were not measured"
+    ),
+}
+
+PACKED_NATIVE_SINCE = (11, 0)
+"""The first TensorRT whose KV-cache layer takes packed updates. TensorRT for RTX does since its floor."""
+
+RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
+"""What ``tensorrt_rtx.ComputeCapability`` lists in 1.7."""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """A builder that is installed.
+
+    Attributes:
+        version: of its package, such as ``"1.7.1.116"``.
+    """
+
+    target: Target
+    version: str
+
+    @property
+    def title(self) -> str:
+        """Name and version, for messages."""
+        return f"{PACKAGES[self.target].title} {self.version}"
+
+    @property
+    def packed_native(self) -> bool:
+        """Whether packed updates need no plugin."""
+        return self.target is Target.TENSORRT_RTX or _release(self.version) >= PACKED_NATIVE_SINCE
+
+
+def installed_version(target: Target) -> str | None:
+    """The version of the package that provides this builder's module, or None where it is not installed."""
+    module = PACKAGES[target].module
+    if importlib.util.find_spec(module) is None:
+        return None
+    for distribution in importlib.metadata.packages_distributions().get(module, ()):
+        return importlib.metadata.version(distribution)
+    # Unpacked from an archive, without package metadata: only the module itself knows.
+    return str(importlib.import_module(module).__version__)
+
+
+def driver_present() -> bool:
+    """Whether an NVIDIA driver with a GPU is there."""
+    from cuda.bindings import driver
+
+    try:
+        (error,) = driver.cuInit(0)
+        if int(error):
+            return False
+        error, count = driver.cuDeviceGetCount()
+    except RuntimeError:  # cuda-python: the driver's library is not on this machine
+        return False
+    return not int(error) and int(count) > 0
+
+
+def choose_backend(choice: str) -> Backend:
+    """The builder for ``"auto"``, ``"tensorrt"`` or ``"tensorrt-rtx"``.
+
+    ``"auto"`` takes TensorRT where it is installed and a GPU driver is there (it cannot build without one), else
+    TensorRT for RTX.
+
+    Raises:
+        BackendError: it is not installed, or too old.
+    """
+    if choice == "auto":
+        full = installed_version(Target.TENSORRT) is not None and driver_present()
+        target = Target.TENSORRT if full else Target.TENSORRT_RTX
+    else:
+        target = Target(choice)
+    package = PACKAGES[target]
+    version = installed_version(target)
+    if version is None:
+        raise BackendError(f"{package.title} is not installed; run: pip install '{package.install}'")
+    if _release(version) < package.floor:
+        floor = ".".join(map(str, package.floor))
+        raise BackendError(
+            f"{package.title} {version} is too old, {floor} or later is needed ({package.reason}); "
+            f"run: pip install -U '{package.install}'"
+        )
+    if target is Target.TENSORRT and not driver_present():
+        raise BackendError(
+            f"{package.title} {version} needs an NVIDIA GPU and driver to build, and none is here; "
+            "build on a machine with a GPU, or with --backend tensorrt-rtx, which needs none"
+        )
+    return Backend(target, version)
+
+
+def check_build_options(backend: Backend, build: BuildOptions) -> None:
+    """Refuse options that this builder does not have, or would ignore.
+
+    Measured on TensorRT for RTX 1.7.1: the timing cache is documented as doing nothing; engines of every optimization
+    level are byte for byte the default's (but for the noise between two equal builds); version-compatible builds fail
+    for want of libnvinfer_lean, which the package does not have; refittable and stripped builds compile on the GPU and
+    fail without a driver.
+
+    Raises:
+        OptionError: such an option is set.
+    """
+    if backend.target is Target.TENSORRT:
+        if build.compute_capabilities:
+            raise OptionError(
+                f"--compute-capabilities {','.join(build.compute_capabilities)} is for TensorRT for RTX; "
+                f"{backend.title} builds for the GPU that it runs on: leave it out, or use --backend tensorrt-rtx"
+            )
+        return
+    unknown = [c for c in build.compute_capabilities if c not in RTX_COMPUTE_CAPABILITIES]
+    if unknown:
+        raise OptionError(
+            f"{backend.title} cannot build for {', '.join(unknown)}; it can for {', '.join(RTX_COMPUTE_CAPABILITIES)}, "
+            "and without --compute-capabilities for every one from sm80 on"
+        )
+    useless = {
+        "--opt-level": (build.opt_level is not None, "gives the same engine at every optimization level"),
+        "--timing-cache": (build.timing_cache is not None, "measures no kernels while building"),
+        "--version-compatible": (build.version_compatible, "comes without the lean runtime that such engines contain"),
+    }
+    for flag, (given, why) in useless.items():
+        if given:
+            raise OptionError(f"{flag} has no use here: {backend.title} {why}; leave it out, or use --backend tensorrt")
+    gpu_only = [flag for flag, given in (("--refit", build.refit), ("--strip-plan", build.strip_plan)) if given]
+    if gpu_only and not driver_present():
+        raise OptionError(
+            f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, and "
+            "none is here; leave it out, or build on a machine with a GPU"
+        )
+
+
+def _release(version: str) -> tuple[int, int]:
+    """Major and minor number."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,0 +1,146 @@
+"""Output files that appear whole or not at all, and the identity of files by content."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from blake3 import blake3
+
+from trt_kvcache.errors import OutputError
+
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """A file by name, size in bytes and BLAKE3 digest (hex) of its content."""
+
+    name: str
+    size: int
+    blake3: str
+
+
+def identify(path: Path, name: str | None = None, cancelled: threading.Event | None = None) -> FileIdentity:
+    """Read a file and return its identity, under `name` if given.
+
+    BLAKE3, because SHA-256 of a multi-gigabyte engine would take a tenth of the time of its build. The file is read
+    block by block, not mapped: mapped pages would count as this process's memory.
+
+    Raises:
+        OSError: the file cannot be read.
+        InterruptedError: `cancelled` was set meanwhile.
+    """
+    digest, size = blake3(), 0
+    buffer = memoryview(bytearray(_BLOCK))
+    with open(path, "rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            size += count
+            if cancelled is not None and cancelled.is_set():
+                raise InterruptedError(f"{path}: no longer wanted")
+    return FileIdentity(path.name if name is None else name, size, digest.hexdigest())
+
+
+def check_output(path: str | os.PathLike[str]) -> Path:
+    """The real path to write to: absolute, symbolic links followed.
+
+    Raises:
+        OutputError: a file cannot be written there, as far as can be known before writing.
+    """
+    real = Path(path).expanduser().resolve()
+    if not real.parent.is_dir():
+        raise OutputError(f"{path}: no such folder: {real.parent}; create it first")
+    if real.exists() and not stat.S_ISREG(real.stat().st_mode):
+        what = "a directory" if real.is_dir() else "not a regular file"
+        raise OutputError(f"{path}: {what}; give the name of a file to write")
+    return real
+
+
+@contextmanager
+def temporary_file(final: Path) -> Iterator[Path]:
+    """A new empty file in the folder of `final`, to be filled and moved there; removed on exit if it still exists.
+
+    In the same folder, because a file can be moved in one step only within a file system.
+
+    Raises:
+        OutputError: it cannot be created.
+    """
+    path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        # Not mkstemp, whose files are private to the user for good.
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    except OSError as error:
+        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_file(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
+    """A binary file that takes the place of `path` when the block ends without an exception.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    final = check_output(path)
+    with temporary_file(final) as temporary:
+        try:
+            with open(temporary, "wb") as file:
+                yield file
+                sync(file)
+        except OSError as error:
+            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+        publish([(temporary, final)])
+
+
+def sync(file: BinaryIO) -> None:
+    """Wait until the content is on disk: a rename may otherwise survive a power cut that the content does not."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def publish(files: Sequence[tuple[Path, Path]]) -> None:
+    """Move finished temporary files to their final names, in order; if one fails, all final names are as before.
+
+    Raises:
+        OutputError: a file cannot be moved.
+    """
+    done: list[tuple[Path, Path | None]] = []
+    try:
+        for temporary, final in files:
+            done.append((final, _keep_aside(final)))
+            temporary.replace(final)
+    except BaseException as error:  # Ctrl-C too
+        for last, backup in reversed(done):
+            if backup is not None:
+                backup.replace(last)
+            else:
+                last.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+        raise
+    for _, backup in done:
+        if backup is not None:
+            backup.unlink()
+
+
+def _keep_aside(final: Path) -> Path | None:
+    """A second name for an existing file, so that it can come back."""
+    if not final.exists():
+        return None
+    backup = final.with_name(f".{final.name}.{secrets.token_hex(4)}.old")
+    try:
+        os.link(final, backup)
+    except OSError:  # a file system without hard links
+        final.replace(backup)
+    return backup

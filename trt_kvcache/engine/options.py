@@ -1,0 +1,131 @@
+"""What a caller may decide about a build, and the parsers of the textual forms."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trt_kvcache.errors import OptionError
+
+BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
+VERBOSITIES = ("none", "layer-names-only", "detailed")
+DEFAULT_CHUNK = 512
+
+Shape = tuple[int, ...]
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    unit: 1024**power
+    for power, letter in enumerate("kmgt", start=1)
+    for unit in (letter, f"{letter}ib")
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class BuildOptions:
+    """What a caller may decide about an engine.
+
+    Attributes:
+        backend: ``"tensorrt"``, ``"tensorrt-rtx"``, or ``"auto"``: TensorRT where it and a GPU driver are installed,
+            else TensorRT for RTX.
+        max_batch: the largest batch. None: the model's own, if it is fixed, else 1.
+        opt_batch: the batch that kernels are chosen for. None: `max_batch`.
+        max_chunk: the longest update in tokens. None: the model's own, if it is fixed, else 512 or the capacity if
+            that is smaller.
+        min_shapes, opt_shapes, max_shapes: shapes by input name, for inputs that `max_batch`, `max_chunk` and the
+            capacity do not determine; see `parse_shapes`.
+        compute_capabilities: GPU architectures to build for, as ``"sm80"``, ``"80"`` or ``"8.0"`` (TensorRT for RTX
+            only). Empty: every one from 8.0 on.
+        workspace: most bytes of GPU scratch memory; see `parse_bytes`. None: TensorRT's default.
+        opt_level: TensorRT's builder optimization level, 0 to 5. None: its default (TensorRT only).
+        timing_cache: file of measured kernel times, read if it exists and written after the build (TensorRT only).
+        version_compatible: the engine runs on later TensorRT versions of the same major version (TensorRT only).
+        strip_plan: leave the weights that can be refitted out of the engine.
+        refit: weights can be changed after the build.
+        profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: what the engine tells about its
+            layers.
+
+    Raises:
+        OptionError: a value is illegal.
+    """
+
+    backend: str = "auto"
+    max_batch: int | None = None
+    opt_batch: int | None = None
+    max_chunk: int | None = None
+    min_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    opt_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    max_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    compute_capabilities: tuple[str, ...] = ()
+    workspace: int | None = None
+    opt_level: int | None = None
+    timing_cache: str | None = None
+    version_compatible: bool = False
+    strip_plan: bool = False
+    refit: bool = False
+    profiling_verbosity: str = "layer-names-only"
+
+    def __post_init__(self) -> None:
+        _one_of("backend", self.backend, BACKENDS)
+        _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
+        for name in ("max_batch", "opt_batch", "max_chunk", "workspace"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} is {value}; it must be at least 1")
+        if self.opt_level is not None and not 0 <= self.opt_level <= 5:
+            raise OptionError(f"opt_level is {self.opt_level}; it must be 0 to 5")
+        capabilities = dict.fromkeys(_compute_capability(c) for c in self.compute_capabilities)
+        object.__setattr__(self, "compute_capabilities", tuple(capabilities))
+        if self.timing_cache is not None:
+            object.__setattr__(self, "timing_cache", str(Path(self.timing_cache).absolute()))
+
+
+def parse_shapes(text: str) -> dict[str, Shape]:
+    """Shapes by input name, from trtexec's form ``name:1x2x3,other:4``.
+
+    Raises:
+        OptionError: not of that form, or a name is given twice.
+    """
+    shapes: dict[str, Shape] = {}
+    for item in text.split(","):
+        name, _, dims = item.strip().rpartition(":")
+        if not name or not re.fullmatch(r"\d+(x\d+)*", dims):
+            raise OptionError(f"shape {item.strip()!r} is not of the form name:1x2x3 (several: name:1x2x3,other:4)")
+        if name in shapes:
+            raise OptionError(f"the shape of {name!r} is given twice: {text!r}")
+        shapes[name] = tuple(int(d) for d in dims.split("x"))
+    return shapes
+
+
+def format_shapes(shapes: Mapping[str, Shape]) -> str:
+    """The inverse of `parse_shapes`."""
+    return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes.items())
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes, from ``"4GiB"``, ``"512M"`` (M, G: binary, as trtexec has them), ``"4GB"`` (decimal) or a plain number.
+
+    Raises:
+        OptionError: not of that form, or less than one byte.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    if match is None or match[2] not in _UNITS:
+        raise OptionError(f"size {text!r} is not a number of bytes such as 4GiB, 512MiB or 1000000")
+    value = int(float(match[1]) * _UNITS[match[2]]) if "." in match[1] else int(match[1]) * _UNITS[match[2]]
+    if value < 1:
+        raise OptionError(f"size {text!r} is less than one byte")
+    return value
+
+
+def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
+    if value not in legal:
+        raise OptionError(f"{name} is {value!r}; it must be one of {', '.join(legal)}")
+
+
+def _compute_capability(text: str) -> str:
+    """``"sm80"`` from ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``."""
+    match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())
+    if match is None:
+        raise OptionError(f"compute capability {text!r} is not of the form sm80, 80 or 8.0")
+    return f"sm{match[1]}{match[2]}"

@@ -1,0 +1,218 @@
+"""Optimization profiles: which shapes an engine takes.
+
+Two of them, because one set of kernels does not fit both phases of a decode loop: ``prefill`` writes up to `max_chunk`
+tokens per sequence and step, ``decode`` exactly one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from trt_kvcache.engine.manifest import Profile, ShapeRange
+from trt_kvcache.engine.options import DEFAULT_CHUNK, BuildOptions, Shape
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import CachePlan, TensorRole
+
+_FLAGS = {"min": "--minShapes", "opt": "--optShapes", "max": "--maxShapes"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The sizes of a decode loop that an engine is built for.
+
+    Attributes:
+        max_chunk: most tokens of one sequence in one step.
+        capacity: rows of the smallest cache.
+    """
+
+    max_batch: int
+    opt_batch: int
+    max_chunk: int
+    capacity: int
+
+
+Range = tuple[int, int, int]
+"""Smallest, typical and largest size of one axis."""
+
+
+def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
+    """What `build` says and the model allows.
+
+    Raises:
+        OptionError: a limit is in conflict with a size that the model fixes, or a chunk is longer than a cache.
+    """
+    if not plan.caches:
+        raise OptionError("the model has no KV cache to build for: no TensorScatter or packed update was found in it")
+    batch = _fixed({c.physical_shape[0] for c in plan.caches}, "batch", "--max-batch", build.max_batch)
+    chunk = _fixed({c.update_length for c in plan.caches}, "update length", "--max-chunk", build.max_chunk)
+    capacity = min(c.capacity for c in plan.caches)
+    max_batch = batch or build.max_batch or 1
+    max_chunk = chunk or build.max_chunk or min(DEFAULT_CHUNK, capacity)
+    opt_batch = build.opt_batch or max_batch
+    if opt_batch > max_batch:
+        raise OptionError(f"--opt-batch is {opt_batch}, more than the largest batch ({max_batch}); raise --max-batch")
+    if max_chunk > capacity:
+        smallest = min(plan.caches, key=lambda c: c.capacity)
+        raise OptionError(
+            f"--max-chunk is {max_chunk}, but cache {smallest.past!r} holds {capacity} tokens; "
+            f"give --max-chunk {capacity} or less, or a larger --capacity if the model leaves it open"
+        )
+    return Limits(max_batch, opt_batch, max_chunk, capacity)
+
+
+def make_profiles(plan: CachePlan, build: BuildOptions, limits: Limits) -> tuple[Profile, ...]:
+    """The profiles for a plan; one where prefill and decode come out the same.
+
+    Raises:
+        OptionError: an axis that nothing determines has no shape from the caller, or a shape from the caller does not
+            fit the model or the limits.
+    """
+    inputs = [t for t in plan.tensors if t.io == "input"]
+    _check_names(inputs, build)
+    prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))
+    decode = Profile("decode", dict(_ranges(plan, inputs, build, limits, 1)))
+    if prefill.shapes == decode.shapes:
+        return (decode if limits.max_chunk == 1 else prefill,)
+    return prefill, decode
+
+
+def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> int | None:
+    """The one size that the model fixes, or None where it is open."""
+    fixed = {s for s in sizes if isinstance(s, int)}
+    if len(fixed) > 1:
+        raise OptionError(f"the model's caches have different fixed {what}s: {', '.join(map(str, sorted(fixed)))}")
+    if fixed and asked is not None and asked not in fixed:
+        (size,) = fixed
+        raise OptionError(f"{flag} is {asked}, but the model's {what} is fixed at {size}; leave {flag} out")
+    return fixed.pop() if fixed else None
+
+
+def _ranges(
+    plan: CachePlan, inputs: list[TensorRole], build: BuildOptions, limits: Limits, chunk: int
+) -> Iterator[tuple[str, ShapeRange]]:
+    """Name and range of every input with a dynamic dimension, for updates of up to `chunk` tokens."""
+    for tensor in inputs:
+        if all(isinstance(d, int) for d in tensor.shape):
+            continue
+        known = [_axis(plan, tensor, i, limits, chunk) for i in range(len(tensor.shape))]
+        yield tensor.name, _with_user_shapes(tensor, known, build, limits, chunk)
+
+
+def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk: int) -> Range | None:
+    """The range of one axis, or None where only the caller can know it."""
+    size = tensor.shape[index]
+    if isinstance(size, int):
+        return size, size, size
+    batch = (1, limits.opt_batch, limits.max_batch)
+    match tensor.axes[index]:
+        case "batch":
+            return batch
+        case "batch+1":
+            return batch[0] + 1, batch[1] + 1, batch[2] + 1
+        case "sequence":
+            return 1, chunk, chunk
+        case "tokens":
+            return 1, limits.opt_batch * chunk, limits.max_batch * chunk
+        case "keys":
+            return _rows(limits.capacity, chunk)
+        case "span":
+            spans = [s.capacity for s in plan.spans if s.name == tensor.name]
+            return _rows(spans[0] if spans else limits.capacity, chunk)
+    return None
+
+
+def _rows(capacity: int, chunk: int) -> Range:
+    """The range of a number of cache rows.
+
+    Kernels are chosen for half the capacity: the mean length of a sequence that grows until its cache is full, and so
+    the step that costs most in sum. A prefill reads at least what it has just written.
+    """
+    return 1, max(capacity // 2, chunk, 1), capacity
+
+
+def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
+    """Refuse shapes for inputs that do not exist, of another rank, or against a fixed dimension."""
+    shapes = {t.name: t.shape for t in inputs}
+    for kind, flag in _FLAGS.items():
+        for name, shape in _user_shapes(build, kind).items():
+            if name not in shapes:
+                raise OptionError(f"{flag} names {name!r}, which is no input of the model; inputs: {', '.join(shapes)}")
+            model = shapes[name]
+            found = f"{flag} gives {name!r} the shape {_text(shape)}; in the model it is {_text(model)}"
+            if len(shape) != len(model):
+                raise OptionError(f"{found}: give it {len(model)} dimensions")
+            for i, (given, size) in enumerate(zip(shape, model, strict=True)):
+                if isinstance(size, int) and given != size:
+                    raise OptionError(f"{found}: dimension {i} is fixed at {size}")
+
+
+def _with_user_shapes(
+    tensor: TensorRole, known: list[Range | None], build: BuildOptions, limits: Limits, chunk: int
+) -> ShapeRange:
+    """The range of one input: what is known of each axis, and what the caller says."""
+    given = {kind: _user_shapes(build, kind).get(tensor.name) for kind in _FLAGS}
+    axes: list[Range] = []
+    for i, axis in enumerate(known):
+        asked = [None if shape is None else shape[i] for shape in given.values()]
+        axes.append(
+            _free_axis(tensor, i, asked) if axis is None else _known_axis(tensor, i, asked, axis, limits, chunk)
+        )
+    low, typical, high = (tuple(column) for column in zip(*axes, strict=True))
+    return ShapeRange(low, typical, high)
+
+
+def _free_axis(tensor: TensorRole, index: int, asked: list[int | None]) -> Range:
+    """The range of an axis that nothing but the caller determines; one flag given stands for those left out."""
+    low, typical, high = asked
+    sizes = [s for s in (typical, high, low) if s is not None]
+    if not sizes:
+        unknown = [str(s) for s, axis in zip(tensor.shape, tensor.axes, strict=True) if axis == "?"]
+        example = "x".join(str(s) if isinstance(s, int) else "1" for s in tensor.shape)
+        raise OptionError(
+            f"input {tensor.name!r} {_text(tensor.shape)}: nothing says how large {', '.join(unknown)} may be; give "
+            f"its shapes with --minShapes, --optShapes and --maxShapes, as in --maxShapes {tensor.name}:{example}"
+        )
+    range_ = (low if low is not None else min(sizes), sizes[0], high if high is not None else max(sizes))
+    return _ordered(tensor, index, range_)
+
+
+def _known_axis(
+    tensor: TensorRole, index: int, asked: list[int | None], known: Range, limits: Limits, chunk: int
+) -> Range:
+    """The range of an axis of the decode loop, narrowed by the caller."""
+    axis = tensor.axes[index]
+    if isinstance(tensor.shape[index], int) or (axis in ("sequence", "tokens") and chunk == 1 != limits.max_chunk):
+        return known  # the decode profile takes one token per sequence, whatever the caller says about prefill
+    low, typical, high = (k if a is None else a for a, k in zip(asked, known, strict=True))
+    if asked[1] is None:  # ours is a default: it gives way
+        typical = min(max(typical, low), high)
+    owner = {"batch": "--max-batch", "batch+1": "--max-batch", "sequence": "--max-chunk", "tokens": "--max-chunk"}
+    if high > known[2] or (axis in owner and high < known[2]):
+        allowed = f"at most {known[2]} (the capacity)" if axis not in owner else f"{known[2]} (from {owner[axis]})"
+        raise OptionError(
+            f"--maxShapes gives {tensor.name!r} {high} in dimension {index} ({axis}); it must be {allowed}"
+        )
+    if low < known[0]:
+        raise OptionError(
+            f"--minShapes gives {tensor.name!r} {low} in dimension {index} ({axis}); it must be at least {known[0]}"
+        )
+    return _ordered(tensor, index, (low, typical, high))
+
+
+def _ordered(tensor: TensorRole, index: int, range_: Range) -> Range:
+    low, typical, high = range_
+    if not low <= typical <= high:
+        raise OptionError(
+            f"the shapes of {tensor.name!r} must grow from --minShapes over --optShapes to --maxShapes; "
+            f"dimension {index} is {low}, {typical}, {high}"
+        )
+    return range_
+
+
+def _user_shapes(build: BuildOptions, kind: str) -> Mapping[str, Shape]:
+    return {"min": build.min_shapes, "opt": build.opt_shapes, "max": build.max_shapes}[kind]
+
+
+def _text(shape: tuple[int | str, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"
