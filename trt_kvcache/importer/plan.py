@@ -141,7 +141,7 @@ class CacheUpdate:
         physical_shape: the shape of the engine's input and output; its sequence axis is `physical_sequence_axis`.
         update_length: ``S_new``: a size, or a symbol.
         readers: names of the Attention nodes that read `present`.
-        in_place: past and present are one buffer.
+        carried: past is an input and present an output of the graph, so the caller keeps it from step to step.
     """
 
     node: str
@@ -164,6 +164,7 @@ class CacheUpdate:
     reason: str
     contract: UpdateContract | None = None
     readers: tuple[str, ...] = ()
+    carried: bool = True
 
     @property
     def in_place(self) -> bool:
@@ -305,8 +306,8 @@ class CachePlan:
     schema_version: int = field(default=1)
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Bytes of all cache buffers for `batch` sequences; caches not in place count twice (past and present)."""
-        return sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches)
+        """Bytes of all carried cache buffers for `batch` sequences; those not in place count twice (past, present)."""
+        return sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
         """The only tensor with this role, or None. Caches and spans may be several: filter `tensors` for those."""

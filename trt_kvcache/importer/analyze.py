@@ -1,0 +1,154 @@
+"""From a prepared graph to the plan: caches, attention, spans, and the role of every input and output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.attention import analyze_attention, read_attention, relaxable_mask
+from trt_kvcache.importer.caches import analyze_caches
+from trt_kvcache.importer.graph import dtype_name, is_op
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, PlanOptions, Role, Route, SpanInput, TensorRole
+from trt_kvcache.importer.roles import GraphFacts, find_roles
+
+
+def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlined: tuple[str, ...]) -> CachePlan:
+    """Plan a prepared model.
+
+    Args:
+        model: the prepared model.
+        graph: the same model as a graph.
+        inlined: what was inlined on the way, for the plan.
+
+    Raises:
+        UnsupportedModelError: the model has no cache update, or one without a route.
+        AmbiguousRoleError: the role of an input cannot be told.
+    """
+    caches = analyze_caches(graph, options)
+    if not caches and not any(is_op(n, "Attention") for n in graph.nodes):
+        raise UnsupportedModelError(_no_cache(graph))
+    attention = analyze_attention(graph, caches, options)
+    roles = find_roles(model, _facts(graph, caches), options.config)
+    relaxed = _relaxed_masks(graph, options)
+    return CachePlan(
+        options=options,
+        opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
+        caches=caches,
+        attention=attention.attention,
+        masks=attention.masks,
+        spans=attention.spans,
+        tensors=_rewritten_roles(roles, caches, attention.spans, relaxed),
+        warnings=(*_cache_warnings(caches), *attention.warnings),
+        inlined=inlined,
+    )
+
+
+def _no_cache(graph: gs.Graph) -> str:
+    """Why a model without TensorScatter is refused, naming what it has instead."""
+    found = [
+        f"{node.op} '{node.name}'"
+        for node in graph.nodes
+        if node.op in ("GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention")
+    ]
+    growing = [
+        f"Concat '{node.name}'"
+        for node in graph.nodes
+        if is_op(node, "Concat") and any(t is i for t in node.inputs[:1] for i in graph.inputs)
+    ]
+    what = (found or growing or ["no cache update at all"])[0]
+    return (
+        f"the model has no TensorScatter cache update (found: {what}); supported are caches updated by TensorScatter: "
+        "export with static caches (opset 24)"
+    )
+
+
+def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...]) -> GraphFacts:
+    lengths: set[str] = set()
+    masks: set[str] = set()
+    for node in graph.nodes:
+        if is_op(node, "Attention"):
+            facts = read_attention(graph, node)
+            lengths |= {facts.lengths.name} if facts.lengths is not None else set()
+            masks |= {facts.mask.name} if facts.mask is not None else set()
+    return GraphFacts(
+        caches={c.past: c.present for c in caches if c.carried},
+        write_indices=frozenset(c.write_indices for c in caches if c.write_indices is not None),
+        update_lengths=frozenset(c.update_lengths for c in caches if c.update_lengths is not None),
+        valid_lengths=frozenset(lengths),
+        masks=frozenset(masks),
+        sequence_axis={c.past: c.sequence_axis for c in caches},
+    )
+
+
+def _relaxed_masks(graph: gs.Graph, options: PlanOptions) -> dict[str, str]:
+    """Mask inputs that may be shorter than the cache, with the symbol of their last dimension."""
+    relaxed: dict[str, str] = {}
+    if options.attention_span:
+        for node in graph.nodes:
+            if is_op(node, "Attention"):
+                facts = read_attention(graph, node)
+                fixed = facts.mask is not None and isinstance((facts.mask.shape or [None])[-1], int)
+                if facts.mask is not None and fixed and relaxable_mask(graph, facts):
+                    relaxed[facts.mask.name] = f"{facts.mask.name}_keys"
+    return relaxed
+
+
+def _rewritten_roles(
+    roles: tuple[TensorRole, ...],
+    caches: tuple[CacheUpdate, ...],
+    spans: tuple[SpanInput, ...],
+    relaxed: dict[str, str],
+) -> tuple[TensorRole, ...]:
+    """Roles of the rewritten model: physical cache shapes, relaxed masks, added span inputs."""
+    physical = {name: c for c in caches if c.carried for name in (c.past, c.present)}
+    result: list[TensorRole] = []
+    for role in roles:
+        cache = physical.get(role.name)
+        if cache is not None:
+            shape: tuple[Dim, ...] = cache.physical_shape
+            axes = tuple("batch" if i == 0 and not isinstance(d, int) else "" for i, d in enumerate(shape))
+            result.append(replace(role, shape=shape, axes=axes))
+        elif role.name in relaxed:
+            result.append(replace(role, shape=(*role.shape[:-1], relaxed[role.name]), axes=(*role.axes[:-1], "keys")))
+        else:
+            result.append(role)
+    added = [TensorRole(s.name, "input", Role.SPAN, "int64", (s.symbol,), "added", ("span",)) for s in spans]
+    inputs = [r for r in result if r.io == "input"]
+    outputs = [r for r in result if r.io != "input"]
+    return (*inputs, *added, *outputs)
+
+
+def _cache_warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
+    warnings: list[str] = []
+    for cache in caches:
+        if cache.route is Route.FUNCTIONAL:
+            warnings.append(
+                f"cache '{cache.past}' is not updated in place, the whole cache is written each step: {cache.reason}"
+            )
+        elif cache.contract is not None:
+            limit = cache.contract.max_update_length
+            most = f" of at most {limit} tokens" if limit else ""
+            warnings.append(
+                f"cache '{cache.past}' is circular: no update{most} may straddle the end of its {cache.capacity} rows "
+                "(TensorRT drops such a write silently); the caller must split it there, or plan with --fallback "
+                "functional"
+            )
+    return warnings
+
+
+def check_unique_outputs(graph: gs.Graph) -> None:
+    """Refuse a graph in which two outputs share a name, which ONNX forbids and TensorRT reports late.
+
+    Raises:
+        InvalidModelError: naming the tensor.
+    """
+    seen: set[str] = set()
+    for tensor in graph.outputs:
+        if tensor.name in seen:
+            raise InvalidModelError(
+                f"the model lists output '{tensor.name}' twice ({dtype_name(tensor)}); export it once"
+            )
+        seen.add(tensor.name)

@@ -1,0 +1,196 @@
+"""Small tools on an onnx-graphsurgeon graph: reading dimensions and constants, and emitting nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+from onnx_graphsurgeon.importers.onnx_importer import OnnxImporter
+from onnx_graphsurgeon.logger import G_LOGGER
+
+from trt_kvcache.importer.plan import Dim
+
+# Every bfloat16 or float8 tensor makes graphsurgeon warn that numpy lacks the type; the type is kept all the same.
+G_LOGGER.severity = G_LOGGER.ERROR
+
+NAME_PREFIX = "trt_kvcache/"
+ONNX_DOMAINS = (None, "", "ai.onnx")
+
+
+def is_op(node: gs.Node, *op_types: str) -> bool:
+    """Whether `node` is one of these operators of the default ONNX domain."""
+    return node.op in op_types and node.domain in ONNX_DOMAINS
+
+
+def elem_type(tensor: gs.Tensor) -> int | None:
+    """The ONNX element type (``onnx.TensorProto.DataType``) of a tensor, or None where the model does not give it."""
+    dtype = tensor.dtype
+    if dtype is None:
+        return None
+    if isinstance(dtype, int):
+        return dtype
+    return int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def dtype_name(tensor: gs.Tensor) -> str:
+    """The element type in lower case, such as ``"float16"``; ``"?"`` where unknown."""
+    code = elem_type(tensor)
+    return "?" if code in (None, 0) else str(onnx.TensorProto.DataType.Name(code)).lower()
+
+
+def dims(tensor: gs.Tensor) -> tuple[Dim, ...] | None:
+    """The shape with ``"?"`` for dimensions that the model leaves open; None where the rank is unknown."""
+    if tensor.shape is None:
+        return None
+    return tuple(d if isinstance(d, int) and d >= 0 else d if isinstance(d, str) and d else "?" for d in tensor.shape)
+
+
+def input_or_none(node: gs.Node, index: int) -> gs.Tensor | None:
+    """Input `index` of a node, or None where it is absent (trailing or empty)."""
+    if index >= len(node.inputs):
+        return None
+    tensor = node.inputs[index]
+    return None if tensor.is_empty() else tensor
+
+
+def producer(tensor: gs.Tensor) -> gs.Node | None:
+    """The node that makes a tensor, or None for graph inputs and weights."""
+    return tensor.inputs[0] if tensor.inputs else None
+
+
+def consumers(tensor: gs.Tensor) -> list[gs.Node]:
+    """The nodes that read a tensor, each once."""
+    seen: dict[int, gs.Node] = {id(node): node for node in tensor.outputs}
+    return list(seen.values())
+
+
+def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
+    """Whether `tensor` itself (not one that compares equal) is in `tensors`."""
+    return any(t is tensor for t in tensors)
+
+
+def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[Any] | None:
+    """The value of a small constant whose data are inside the model; None for anything else. Never loads weights."""
+    if tensor is None:
+        return None
+    node = producer(tensor)
+    if isinstance(tensor, gs.Constant):
+        lazy = tensor._values  # .values would read external data
+        if isinstance(lazy, np.ndarray):
+            return lazy if lazy.size <= limit else None
+        proto = lazy.tensor
+        if proto.data_location == onnx.TensorProto.EXTERNAL or int(np.prod(proto.dims)) > limit:
+            return None
+        return np.asarray(onnx.numpy_helper.to_array(proto))
+    if node is not None and is_op(node, "Constant"):
+        for key in ("value", "value_int", "value_ints", "value_float", "value_floats"):
+            if key in node.attrs:
+                value = node.attrs[key]
+                return small_constant(value, limit) if isinstance(value, gs.Constant) else np.asarray(value)
+    return None
+
+
+def graph_inputs_behind(tensor: gs.Tensor, graph: gs.Graph) -> list[gs.Tensor]:
+    """The graph inputs that a tensor is computed from, nearest first."""
+    found: list[gs.Tensor] = []
+    seen: set[int] = set()
+    queue = [tensor]
+    while queue:
+        current = queue.pop(0)
+        if id(current) in seen or current.is_empty():
+            continue
+        seen.add(id(current))
+        if contains(graph.inputs, current):
+            found.append(current)
+        elif (node := producer(current)) is not None:
+            queue.extend(node.inputs)
+    return found
+
+
+def subgraphs(node: gs.Node) -> Iterator[tuple[str, gs.Graph]]:
+    """The bodies of a control-flow node, by attribute name."""
+    for name, value in node.attrs.items():
+        if isinstance(value, gs.Graph):
+            yield name, value
+
+
+class Emitter:
+    """Adds nodes and constants to a graph; equal constants and equal requests are made once."""
+
+    def __init__(self, graph: gs.Graph) -> None:
+        self.graph = graph
+        self._taken = set(graph.tensors()) | {node.name for node in graph.nodes}
+        self._constants: dict[tuple[int, tuple[int, ...], bytes], gs.Constant] = {}
+        self._made: dict[object, Any] = {}
+
+    def name(self, hint: str) -> str:
+        """A name that nothing in the graph has."""
+        name, count = NAME_PREFIX + hint, 1
+        while name in self._taken:
+            count += 1
+            name = f"{NAME_PREFIX}{hint}_{count}"
+        self._taken.add(name)
+        return name
+
+    def op(
+        self, op: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int | None = None, **attrs: Any
+    ) -> gs.Variable:
+        """Append a node with one output and return that output; its type is the first input's unless given."""
+        output = gs.Variable(self.name(hint), dtype=inputs[0].dtype if dtype is None else dtype)
+        self.graph.nodes.append(gs.Node(op, self.name(f"{hint}:{op}"), attrs, list(inputs), [output]))
+        return output
+
+    def ints(self, values: int | Sequence[int]) -> gs.Constant:
+        """An int64 constant: a scalar for an int, 1-D for a sequence."""
+        return self.constant(np.asarray(values, dtype=np.int64))
+
+    def constant(self, values: npt.NDArray[Any]) -> gs.Constant:
+        """A constant of a numpy array."""
+        return self._constant(onnx.numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape)))
+
+    def scalar(self, value: float, dtype: int) -> gs.Constant:
+        """A rank-0 constant of an ONNX floating-point element type."""
+        return self._constant(onnx.helper.make_tensor("", dtype, [], [value]))
+
+    def _constant(self, proto: onnx.TensorProto) -> gs.Constant:
+        key = (proto.data_type, tuple(proto.dims), proto.SerializeToString())
+        if key not in self._constants:
+            proto.name = self.name("const")
+            self._constants[key] = OnnxImporter.import_tensor(proto)
+        return self._constants[key]
+
+    def once(self, key: object, make: Any) -> Any:
+        """What `make()` returned the first time for this key."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -> None:
+    """Let every reader of `old`, except the nodes in `keep`, read `new`."""
+    for node in consumers(old):
+        if not any(node is kept for kept in keep):
+            node.inputs = [new if t is old else t for t in node.inputs]
+
+
+def fold_identities(graph: gs.Graph) -> None:
+    """Remove Identity nodes, so that a cache is seen where it is: as a graph input, as a graph output, as K or V.
+
+    An Identity from a graph input (or weight) straight to a graph output stays: it is a copy that the caller asked for.
+    """
+    identities = [node for node in graph.nodes if is_op(node, "Identity")]
+    for node in identities:
+        source, target = node.inputs[0], node.outputs[0]
+        if not contains(graph.outputs, target):
+            replace_uses(target, source)
+            node.outputs.clear()
+        elif (maker := producer(source)) is not None and not contains(graph.outputs, source):
+            node.outputs.clear()
+            maker.outputs = [target if t is source else t for t in maker.outputs]
+            replace_uses(source, target)
+    if identities:
+        graph.cleanup(remove_unused_graph_inputs=False)

@@ -1,0 +1,43 @@
+"""What only TensorRT's network can say: set on the parsed network, so that the ONNX model stays standard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.errors import BuildError
+from trt_kvcache.importer.plan import AttentionKind, CachePlan
+
+
+def patch_network(network: Any, plan: CachePlan, trt: Any) -> None:
+    """Let TensorRT decompose the attentions that no fused kernel covers.
+
+    Without it the build fails ("Attention operation was not supported by a dedicated kernel", measured on TensorRT for
+    RTX 1.7.1). The ONNX attribute ``TRT_decomposable`` would do the same, but then other runtimes refuse the model.
+
+    Args:
+        network: a parsed ``INetworkDefinition`` of the rewritten model.
+        trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
+
+    Raises:
+        BuildError: the network lacks an attention layer that the plan names.
+    """
+    wanted = {a.node for a in plan.attention if a.kind is AttentionKind.DECOMPOSED}
+    suffix = (
+        "_AttentionInput"  # the parser names an attention's layers <node>_AttentionInput and <node>_AttentionOutput
+    )
+    found: set[str] = set()
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        if layer.type != trt.LayerType.ATTENTION_INPUT:
+            continue
+        name = layer.name.removesuffix(suffix)
+        found.add(name)
+        if name in wanted:
+            layer.__class__ = trt.IAttentionInputLayer
+            layer.attention.decomposable = True
+    expected = {a.node for a in plan.attention if a.kind is not AttentionKind.LOWERED}
+    if found != expected:
+        raise BuildError(
+            f"the parsed network has attention layers {sorted(found - expected)} that the plan does not name and lacks "
+            f"{sorted(expected - found)}: this TensorRT version names layers differently; please report it"
+        )

@@ -1,0 +1,181 @@
+"""Bring a model into the form that the analysis reads: fixed capacity, flat, named nodes, known shapes.
+
+The result is a working copy. Large inline weights are replaced by empty stand-ins meanwhile (`detach_weights`), so that
+copies, shape inference and graph edits cost the graph's size, not the weights'.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx
+
+from trt_kvcache.errors import InvalidModelError, OptionError
+from trt_kvcache.importer.inline import inline_bodies
+
+UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
+_INLINE_LIMIT = 4096  # bytes; smaller initializers may be shapes or axes, which shape inference reads
+_STAND_IN = "trt_kvcache:detached"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A flat model with a fixed capacity.
+
+    Attributes:
+        model: the working copy; its large inline weights are stand-ins until `attach_weights`.
+        weights: the detached weights by name, as they stand in the source proto (not copied).
+        inlined: names of functions and control-flow nodes that were inlined.
+    """
+
+    model: onnx.ModelProto
+    weights: dict[str, onnx.TensorProto]
+    inlined: tuple[str, ...]
+
+
+def prepare(source: onnx.ModelProto, capacity: int | None) -> Prepared:
+    """Copy `source`, fix digit-string dimensions, inline what hides a cache, bind the capacity, infer shapes.
+
+    Raises:
+        UnsupportedModelError: a cache update sits in a body that cannot be inlined.
+        OptionError: the capacity is missing, not positive, or contradicts the model.
+    """
+    if capacity is not None and capacity < 1:
+        raise OptionError(f"--capacity is {capacity}; it must be at least 1 token")
+    model, weights = detach_weights(source)
+    fix_digit_dims(model.graph)
+    model, inlined = inline_bodies(model)
+    name_nodes(model.graph)
+    bind_capacity(model.graph, capacity)
+    return Prepared(infer_shapes(model), weights, inlined)
+
+
+def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
+    """A copy of `source` in which large inline initializers are stand-ins, and those initializers by name."""
+    model = onnx.ModelProto()
+    for field, value in source.ListFields():
+        if field.name != "graph":
+            _copy_field(model, field.name, value)
+    weights: dict[str, onnx.TensorProto] = {}
+    for field, value in source.graph.ListFields():
+        if field.name != "initializer":
+            _copy_field(model.graph, field.name, value)
+    for tensor in source.graph.initializer:
+        external = tensor.data_location == onnx.TensorProto.EXTERNAL
+        if external or tensor.ByteSize() <= _INLINE_LIMIT:
+            model.graph.initializer.append(tensor)
+            continue
+        weights[tensor.name] = tensor
+        stand_in = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+        stand_in.data_location = onnx.TensorProto.EXTERNAL
+        stand_in.external_data.add(key="location", value=_STAND_IN)
+        model.graph.initializer.append(stand_in)
+    return model, weights
+
+
+def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
+    """Put detached weights back in the place of their stand-ins."""
+    for tensor in model.graph.initializer:
+        if any(e.key == "location" and e.value == _STAND_IN for e in tensor.external_data):
+            tensor.CopyFrom(weights[tensor.name])
+
+
+def _copy_field(target: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -> None:
+    if isinstance(value, (int, float, str, bytes)):
+        setattr(target, name, value)
+    elif hasattr(value, "CopyFrom"):
+        getattr(target, name).CopyFrom(value)
+    else:
+        getattr(target, name).extend(value)
+
+
+def all_values(graph: onnx.GraphProto) -> Iterator[onnx.ValueInfoProto]:
+    """Every typed value of the graph: inputs, outputs, intermediates."""
+    yield from graph.input
+    yield from graph.output
+    yield from graph.value_info
+
+
+def fix_digit_dims(graph: onnx.GraphProto) -> None:
+    """Turn symbols such as ``"2"`` into the number: some exporters write them, and TensorRT reads them as dynamic."""
+    for value in all_values(graph):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
+                dim.dim_value = int(dim.dim_param.strip())
+
+
+def name_nodes(graph: onnx.GraphProto) -> None:
+    """Give every node a name of its own: plans and messages name nodes, TensorRT names layers after them."""
+    taken: set[str] = set()
+    for index, node in enumerate(graph.node):
+        name = node.name or f"{node.op_type}_{index}"
+        while name in taken:
+            name = f"{name}_{index}"
+        node.name = name
+        taken.add(name)
+
+
+def bind_capacity(graph: onnx.GraphProto, capacity: int | None) -> None:
+    """Give every cache a fixed sequence length, which TensorRT needs.
+
+    Raises:
+        OptionError: a cache's length is symbolic and there is no `capacity`, or it is fixed at another value.
+    """
+    inputs = {value.name: value for value in graph.input}
+    outputs = {value.name: value for value in graph.output}
+    fixed: set[int] = set()
+    symbolic: list[tuple[str, str]] = []
+    for node in graph.node:
+        if node.op_type not in UPDATE_OPS or (node.domain not in ("", "ai.onnx") and node.op_type == "TensorScatter"):
+            continue
+        for name in (node.input[0], node.output[0]):
+            value = inputs.get(name) or outputs.get(name)
+            dim = _sequence_dim(value, node) if value is not None else None
+            if dim is None:
+                continue
+            if dim.HasField("dim_value"):
+                fixed.add(dim.dim_value)
+            else:
+                symbolic.append((name, dim.dim_param))
+                if capacity is not None and not dim.dim_param:
+                    dim.dim_value = capacity
+    if symbolic and capacity is None:
+        name, symbol = symbolic[0]
+        raise OptionError(
+            f"the cache '{name}' has a symbolic length ('{symbol or '?'}'), and TensorRT needs a fixed one: "
+            "pass --capacity N, the most tokens that a sequence may have"
+        )
+    if capacity is not None and not symbolic and fixed and fixed != {capacity}:
+        raise OptionError(
+            f"--capacity is {capacity}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
+            "leave the option out, or export with a symbolic length"
+        )
+    symbols = {symbol for _, symbol in symbolic if symbol}
+    for value in all_values(graph):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.HasField("dim_param") and dim.dim_param in symbols:
+                assert capacity is not None
+                dim.dim_value = capacity
+
+
+def _sequence_dim(value: onnx.ValueInfoProto, node: onnx.NodeProto) -> onnx.TensorShapeProto.Dimension | None:
+    shape = value.type.tensor_type.shape.dim
+    axis = next((a.i for a in node.attribute if a.name == "axis"), -2) if node.op_type == "TensorScatter" else -2
+    return shape[axis] if -len(shape) <= axis < len(shape) else None
+
+
+def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the shapes of its intermediates, as far as ONNX shape inference finds them.
+
+    Raises:
+        InvalidModelError: the shapes that the model states contradict each other.
+    """
+    try:
+        return onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError) as error:
+        raise InvalidModelError(f"ONNX shape inference failed: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,116 @@
+"""Rewrite Attention nodes into what IAttention computes with the operator's meaning, or into plain operators.
+
+Attention(Q [B, S, N*H], K, V, -, -, -, lengths; is_causal=1) -> 3 outputs
+becomes
+y = Attention(Q [B, N, S, H], K[:, :, :span], V[:, :, :span], mask)
+y = Where(row sees a key, y, 0), back to [B, S, N*H]
+"""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.attention import AttentionFacts, read_attention, sequence_axis
+from trt_kvcache.importer.graph import Emitter, dims, is_op, producer
+from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan
+from trt_kvcache.importer.rewrite.caches import CacheView
+from trt_kvcache.importer.rewrite.lowered import lower_attention
+from trt_kvcache.importer.rewrite.masks import Mask, build_mask
+
+
+def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views: dict[str, CacheView]) -> None:
+    """Rewrite every Attention node as planned."""
+    nodes = {node.name: node for node in graph.nodes}
+    masks = {mask.name: mask for mask in plan.masks}
+    for item in plan.attention:
+        node = nodes[item.node]
+        facts = read_attention(graph, node)
+        mask = build_mask(graph, emitter, facts, item, masks.get(item.mask or ""))
+        _rewrite(emitter, node, facts, item, mask, views)
+
+
+def _rewrite(
+    emitter: Emitter,
+    node: gs.Node,
+    facts: AttentionFacts,
+    plan: AttentionPlan,
+    mask: Mask,
+    views: dict[str, CacheView],
+) -> None:
+    query = _split_heads(emitter, node.inputs[0], facts.query_heads, facts.head_size, facts.dtype)
+    key = cut(emitter, node.inputs[1], mask.end, views)
+    key = _split_heads(emitter, key, facts.kv_heads, facts.head_size, facts.dtype)
+    value = cut(emitter, node.inputs[2], mask.end, views)
+    value = _split_heads(emitter, value, facts.kv_heads, facts.value_head_size, facts.dtype)
+    target = node.outputs[0]
+    scores = node.outputs[3] if facts.qk_output else None
+    node.outputs.clear()
+    if plan.kind is AttentionKind.LOWERED:
+        result = lower_attention(emitter, facts, query, key, value, mask, scores)
+    else:
+        result = gs.Variable(emitter.name("attention"), dtype=facts.dtype)
+        causal = {"is_causal": 1} if facts.causal and mask.bias is None else {}
+        node.attrs = {"scale": facts.scale, **causal}
+        node.inputs = [query, key, value] + ([mask.bias] if mask.bias is not None else [])
+        node.outputs = [result]
+        if mask.row_visible is not None:
+            zero = emitter.scalar(0.0, facts.dtype)
+            result = emitter.op("Where", [mask.row_visible, result, zero], "attention_guarded", facts.dtype)
+    if facts.rank == 3:
+        width = int(facts.query_heads) * facts.value_head_size
+        result = emitter.op("Transpose", [result], "attention_rows", facts.dtype, perm=[0, 2, 1, 3])
+        result = emitter.op("Reshape", [result, emitter.ints([0, 0, width])], "attention_3d", facts.dtype)
+    maker = result.inputs[0]
+    maker.outputs = [target]
+
+
+def _split_heads(emitter: Emitter, tensor: gs.Tensor, heads: object, size: int, dtype: int) -> gs.Tensor:
+    """``[B, S, N*H]`` -> ``[B, N, S, H]``; 4-D tensors pass."""
+    shape = dims(tensor)
+    if shape is None or len(shape) != 3:
+        return tensor
+    split = emitter.op("Reshape", [tensor, emitter.ints([0, 0, int(str(heads)), size])], "split_heads", dtype)
+    return emitter.op("Transpose", [split], "heads", dtype, perm=[0, 2, 1, 3])
+
+
+def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
+    """Keep the first `end` keys of K or V, cutting the cache itself where only shapes change in between.
+
+    The cut comes before any transpose, so that what is moved follows the active length too. Cuts of one cache are
+    shared by all its readers.
+    """
+    if end is None:
+        return tensor
+    shape, axis = dims(tensor), sequence_axis(tensor)
+    rank = len(shape) if shape is not None else 4
+    transposes: list[list[int]] = []
+    base, base_axis = tensor, axis
+    while base.name not in views and (node := producer(base)) is not None and is_op(node, "Transpose"):
+        perm = list(node.attrs.get("perm") or reversed(range(rank)))
+        transposes.insert(0, perm)
+        base, base_axis = node.inputs[0], perm[base_axis]
+    view = views.get(base.name)
+    if view is None or view.logical_axis != base_axis:
+        return _slice(emitter, tensor, axis, end, shape)
+    result = _slice(emitter, view.present, view.axis, end, dims(view.present))
+    if view.logical is not None:
+        result = emitter.once(
+            ("logical", result.name),
+            lambda: emitter.op("Reshape", [result, emitter.ints(list(view.logical or ()))], f"{result.name}_logical"),
+        )
+    for perm in transposes:
+        result = emitter.op("Transpose", [result], f"{result.name}_transposed", perm=perm)
+    result.shape = [None if d == "?" or i == axis else d for i, d in enumerate(shape or ())] or None
+    return result
+
+
+def _slice(
+    emitter: Emitter, tensor: gs.Tensor, axis: int, end: gs.Tensor, shape: tuple[int | str, ...] | None
+) -> gs.Tensor:
+    def make() -> gs.Tensor:
+        result = emitter.op("Slice", [tensor, emitter.ints([0]), end, emitter.ints([axis])], f"{tensor.name}_active")
+        result.shape = [None if d == "?" or i == axis else d for i, d in enumerate(shape or ())] or None
+        return result
+
+    result: gs.Tensor = emitter.once(("slice", tensor.name, axis, end.name), make)
+    return result

@@ -1,0 +1,153 @@
+"""Rewrite cache updates into the form that IKVCacheUpdateLayer takes: 4-D, axis 2, linear.
+
+view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q], update reshaped, readers get the logical shape back
+heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H], the (small) update transposed instead of the cache
+circular:    TensorScatter(mode=circular, w) -> TensorScatter(w mod S_max)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.caches import split_heads, to_heads_major
+from trt_kvcache.importer.graph import Emitter, consumers, elem_type, is_op, replace_uses
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
+from trt_kvcache.importer.rewrite.functional import rewrite_functional
+from trt_kvcache.importer.rewrite.packed import rewrite_packed
+
+
+@dataclass(frozen=True)
+class CacheView:
+    """A cache as its readers see it, so that a reader can cut the cache first and reshape the (smaller) rest.
+
+    Attributes:
+        present: the updated cache in its physical shape.
+        axis: its sequence axis.
+        logical: shape for a Reshape of any number of rows to the model's logical shape; None where it is the same.
+        logical_axis: the sequence axis there.
+    """
+
+    present: gs.Variable
+    axis: int
+    logical: tuple[int, ...] | None
+    logical_axis: int
+
+
+def rewrite_caches(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
+    """Rewrite every update as planned; returns a view for each tensor that readers may get a cache from."""
+    nodes = {node.name: node for node in graph.nodes}
+    views: dict[str, CacheView] = {}
+    for cache in plan.caches:
+        node = nodes[cache.node]
+        if node.op == "TRT_KVCacheUpdate" and cache.form is UpdateForm.PADDED:
+            _to_tensor_scatter(emitter, node)
+        if cache.form is UpdateForm.PACKED_NHD:
+            rewrite_packed(emitter, node)
+        if cache.route is Route.FUNCTIONAL:
+            rewrite_functional(emitter, node, cache)
+        elif cache.mode is UpdateMode.CIRCULAR and cache.route is Route.NATIVE:
+            _unwrap(emitter, node, cache)
+        if cache.layout is PhysicalLayout.VIEW:
+            name, view = _to_view(emitter, node, cache)
+            views[name] = view
+        elif cache.layout is PhysicalLayout.HEADS_MAJOR:
+            _to_heads_major(emitter, node, cache)
+        axis = cache.physical_sequence_axis
+        views[cache.present] = CacheView(node.outputs[0], axis, None, axis)
+    return views
+
+
+def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
+    """TensorRT's own padded form is TensorScatter, linear, on axis -2, but for int32 indices."""
+    node.op, node.domain, node.attrs = "TensorScatter", None, {"axis": -2}
+    node.inputs = node.inputs[:3]
+    if len(node.inputs) > 2 and elem_type(node.inputs[2]) == onnx.TensorProto.INT32:
+        indices = node.inputs[2]
+        cast = emitter.once(
+            ("int64", indices.name),
+            lambda: emitter.op("Cast", [indices], f"{indices.name}_int64", np.int64, to=onnx.TensorProto.INT64),
+        )
+        node.inputs[2] = cast
+
+
+def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
+    """Circular to linear: exact while no update straddles the wrap, which the plan proved or put into a contract."""
+    node.attrs["mode"] = "linear"
+    if cache.write_indices is None:
+        return
+    indices = node.inputs[2]
+    node.inputs[2] = emitter.once(
+        ("mod", indices.name, cache.capacity),
+        lambda: emitter.op("Mod", [indices, emitter.ints(cache.capacity)], f"{indices.name}_mod", np.int64),
+    )
+
+
+def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, CacheView]:
+    _, before, _, after = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
+    logical = tuple(-1 if i == cache.sequence_axis else 0 if i == 0 else int(d)
+                    for i, d in enumerate(cache.logical_shape))  # fmt: skip
+    rows = cache.update_length if isinstance(cache.update_length, int) else -1
+    update = emitter.op("Reshape", [node.inputs[1], emitter.ints([0, before, rows, after])], f"{cache.past}_update")
+    _retype(node, cache)
+    node.inputs[1] = update
+    node.attrs["axis"] = 2
+    present = node.outputs[0]
+    readers = consumers(present)
+    view = CacheView(present, 2, logical, cache.sequence_axis)
+    whole = emitter.op("Reshape", [present, emitter.ints(logical)], f"{cache.present}_logical", elem_type(present))
+    whole.shape = list(cache.logical_shape)
+    for reader in readers:
+        reader.inputs = [whole if t is present else t for t in reader.inputs]
+    _keep_shape_readers(emitter, node, cache, logical)
+    return whole.name, view
+
+
+def _to_heads_major(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
+    _, heads, _, size = (int(d) if isinstance(d, int) else 0 for d in cache.physical_shape)
+    update = node.inputs[1]
+    if len(cache.logical_shape) == 3:
+        update = emitter.op("Reshape", [update, emitter.ints([0, 0, heads, size])], f"{cache.past}_update_heads")
+    update = emitter.op("Transpose", [update], f"{cache.past}_update", perm=[0, 2, 1, 3])
+    logical_shape = cache.logical_shape
+    _retype(node, cache)
+    node.inputs[1] = update
+    node.attrs["axis"] = 2
+    present = node.outputs[0]
+    for reader in consumers(present):
+        if to_heads_major(reader):
+            _bypass(reader, present)
+        elif split_heads(reader, logical_shape) is not None:
+            for transpose in consumers(reader.outputs[0]):
+                _bypass(transpose, present)
+    _keep_shape_readers(emitter, node, cache, None)
+
+
+def _bypass(node: gs.Node, tensor: gs.Tensor) -> None:
+    """Let the readers of a node's output read `tensor`."""
+    output = node.outputs[0]
+    node.outputs.clear()
+    replace_uses(output, tensor)
+
+
+def _retype(node: gs.Node, cache: CacheUpdate) -> None:
+    """Declare the physical shape on the graph's input and output."""
+    shape = [None if d == "?" else d for d in cache.physical_shape]
+    node.inputs[0].shape = list(shape)
+    node.outputs[0].shape = list(shape)
+
+
+def _keep_shape_readers(emitter: Emitter, node: gs.Node, cache: CacheUpdate, logical: tuple[int, ...] | None) -> None:
+    """Shape nodes that read the past cache go on seeing its logical shape."""
+    past = node.inputs[0]
+    readers = [n for n in consumers(past) if is_op(n, "Shape")]
+    if not readers:
+        return
+    if logical is None:  # heads-major: the batch may be open, everything else is fixed
+        logical = tuple(0 if i == 0 else int(d) for i, d in enumerate(cache.logical_shape))
+    view = emitter.op("Reshape", [past, emitter.ints(logical)], f"{cache.past}_logical", elem_type(past))
+    for reader in readers:
+        reader.inputs = [view if t is past else t for t in reader.inputs]

@@ -1,0 +1,117 @@
+"""Which way a cache update reaches the engine, and why. A pure decision over facts; nothing here reads a graph.
+
+The facts about TensorRT were measured on TensorRT for RTX 1.7.1 (the parser family of TensorRT 11); tests/facts pins them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.plan import Dim, Fallback, PlanOptions, Route, Target, UpdateContract, UpdateForm, UpdateMode
+
+NATIVE_DTYPES = ("float", "float16", "bfloat16")
+"""What IKVCacheUpdateLayer takes."""
+
+PLAIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "bool")
+"""What TensorRT's scatter takes, for plain operators."""
+
+PLUGIN_DTYPES = (*PLAIN_DTYPES, "uint8", "float8e4m3fn", "int4", "float4e2m1")
+"""What TensorRT can hold as a network input at all, so that a plugin could write it."""
+
+
+@dataclass(frozen=True)
+class UpdateFacts:
+    """What the graph says of one update.
+
+    Attributes:
+        obstacle: why the cache cannot be one buffer for past and present, whatever the kernel; empty if it can.
+    """
+
+    node: str
+    past: str
+    dtype: str
+    mode: UpdateMode
+    form: UpdateForm
+    update_length: Dim
+    capacity: int
+    has_write_indices: bool
+    obstacle: str = ""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """A route, its reason, and what it asks of the caller."""
+
+    route: Route
+    reason: str
+    contract: UpdateContract | None = None
+
+
+def decide(facts: UpdateFacts, options: PlanOptions) -> Decision:
+    """Choose the route of one update.
+
+    Raises:
+        UnsupportedModelError: no route keeps the meaning on this target.
+    """
+    if facts.obstacle:
+        _check_dtype(facts, PLAIN_DTYPES)
+        if facts.form is UpdateForm.PACKED_NHD:
+            raise UnsupportedModelError(
+                f"packed update '{facts.node}': {facts.obstacle}; a packed update has no plain form: make the cache an "
+                "input and its update an output of the model"
+            )
+        return Decision(Route.FUNCTIONAL, facts.obstacle)
+    if facts.form is UpdateForm.PACKED_NHD:
+        return _packed(facts, options)
+    if facts.dtype not in NATIVE_DTYPES:
+        return _other_dtype(facts, options)
+    if facts.mode is UpdateMode.LINEAR:
+        return Decision(Route.NATIVE, "linear update")
+    return _circular(facts, options)
+
+
+def _packed(facts: UpdateFacts, options: PlanOptions) -> Decision:
+    _check_dtype(facts, NATIVE_DTYPES if options.target is Target.TENSORRT_RTX else PLUGIN_DTYPES)
+    if options.packed_native and facts.dtype in NATIVE_DTYPES:
+        return Decision(Route.NATIVE, "packed update, native from TensorRT 11.0 on and on TensorRT for RTX")
+    return Decision(Route.PLUGIN, "packed update, which TensorRT before 11.0 does not know")
+
+
+def _other_dtype(facts: UpdateFacts, options: PlanOptions) -> Decision:
+    why = f"IKVCacheUpdateLayer holds float32, float16 and bfloat16, not {facts.dtype}"
+    if options.target is Target.TENSORRT and options.fallback is Fallback.AUTO:
+        _check_dtype(facts, PLUGIN_DTYPES)
+        return Decision(Route.PLUGIN, why)
+    _check_dtype(facts, PLAIN_DTYPES)
+    return Decision(Route.FUNCTIONAL, why)
+
+
+def _circular(facts: UpdateFacts, options: PlanOptions) -> Decision:
+    if facts.update_length == 1:
+        return Decision(Route.NATIVE, "circular update of one token: linear at write index mod capacity")
+    if not facts.has_write_indices:
+        return Decision(Route.NATIVE, "circular update from index 0 never wraps: linear")
+    if options.fallback is Fallback.FUNCTIONAL:
+        return Decision(Route.FUNCTIONAL, "circular update of several tokens, with plain operators as asked")
+    if options.fallback is Fallback.AUTO and options.target is Target.TENSORRT:
+        return Decision(Route.PLUGIN, "circular update of several tokens, which IKVCacheUpdateLayer does not know")
+    length = facts.update_length if isinstance(facts.update_length, int) else None
+    return Decision(
+        Route.NATIVE,
+        "circular update of several tokens: linear at write index mod capacity, under the contract that no update "
+        "straddles the wrap",
+        UpdateContract(no_straddle=True, max_update_length=length),
+    )
+
+
+def _check_dtype(facts: UpdateFacts, supported: tuple[str, ...]) -> None:
+    if facts.dtype in supported:
+        return
+    extra = ""
+    if facts.dtype == "double":
+        extra = " (TensorRT's parser would silently narrow it to float32)"
+    raise UnsupportedModelError(
+        f"cache '{facts.past}' of update '{facts.node}' is {facts.dtype}, which this target cannot hold{extra}; it can "
+        f"hold {', '.join(supported)}: export the cache as float16, bfloat16 or float32"
+    )
