@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.attention import analyze_attention, read_attention, relaxable_mask
 from trt_kvcache.importer.caches import analyze_caches
-from trt_kvcache.importer.graph import dtype_name, is_op
+from trt_kvcache.importer.graph import is_op
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, PlanOptions, Role, Route, SpanInput, TensorRole
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
@@ -21,6 +21,7 @@ def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlin
     Args:
         model: the prepared model.
         graph: the same model as a graph.
+        options: target and choices.
         inlined: what was inlined on the way, for the plan.
 
     Raises:
@@ -148,7 +149,5 @@ def check_unique_outputs(graph: gs.Graph) -> None:
     seen: set[str] = set()
     for tensor in graph.outputs:
         if tensor.name in seen:
-            raise InvalidModelError(
-                f"the model lists output '{tensor.name}' twice ({dtype_name(tensor)}); export it once"
-            )
+            raise InvalidModelError(f"the model lists output '{tensor.name}' twice; export it once")
         seen.add(tensor.name)

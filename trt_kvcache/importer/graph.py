@@ -19,6 +19,9 @@ G_LOGGER.severity = G_LOGGER.ERROR
 
 NAME_PREFIX = "trt_kvcache/"
 ONNX_DOMAINS = (None, "", "ai.onnx")
+BOOL = int(onnx.TensorProto.BOOL)
+INT32 = int(onnx.TensorProto.INT32)
+INT64 = int(onnx.TensorProto.INT64)
 
 
 def is_op(node: gs.Node, *op_types: str) -> bool:

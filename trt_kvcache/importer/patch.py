@@ -16,6 +16,7 @@ def patch_network(network: Any, plan: CachePlan, trt: Any) -> None:
 
     Args:
         network: a parsed ``INetworkDefinition`` of the rewritten model.
+        plan: what was decided for each attention.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
 
     Raises:

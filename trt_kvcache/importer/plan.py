@@ -24,9 +24,9 @@ class Route(str, Enum):
     """How one cache update reaches the engine, what that promises, and who enforces it."""
 
     NATIVE = "native"
-    """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address; TensorRT enforces it, and the
-    session checks the alias against the manifest. A write outside the capacity is dropped silently by TensorRT, so the
-    runtime checks lengths (and the update's contract, if it has one) before every step."""
+    """TensorRT's IKVCacheUpdateLayer. In place: past and present share one device address; TensorRT enforces it, and
+    the session checks the alias against the manifest. A write outside the capacity is dropped silently by TensorRT, so
+    the runtime checks lengths (and the update's contract, if it has one) before every step."""
 
     PLUGIN = "plugin"
     """The project's own kernel. In place: the manifest declares the alias (TensorRT does not report it) and the session
@@ -209,7 +209,8 @@ class AttentionPlan:
     Attributes:
         caches: names of the past tensors of the caches that it reads.
         mask: name of the `MaskGeometry`, or None where no mask is needed.
-        keys: ``"span"`` (rows up to the span), ``"mask"`` (as many rows as the model's own, shorter mask has) or ``"all"``.
+        keys: ``"span"`` (rows up to the span), ``"mask"`` (as many rows as the model's own, shorter mask has) or
+            ``"all"``.
     """
 
     node: str

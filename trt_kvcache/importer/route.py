@@ -1,6 +1,7 @@
 """Which way a cache update reaches the engine, and why. A pure decision over facts; nothing here reads a graph.
 
-The facts about TensorRT were measured on TensorRT for RTX 1.7.1 (the parser family of TensorRT 11); tests/facts pins them.
+The facts about TensorRT were measured on TensorRT for RTX 1.7.1 (the parser family of TensorRT 11); tests/facts pins
+them.
 """
 
 from __future__ import annotations

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.caches import split_heads, to_heads_major
-from trt_kvcache.importer.graph import Emitter, consumers, elem_type, is_op, replace_uses
+from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, is_op, replace_uses
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.rewrite.functional import rewrite_functional
 from trt_kvcache.importer.rewrite.packed import rewrite_packed
@@ -65,11 +63,11 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
     """TensorRT's own padded form is TensorScatter, linear, on axis -2, but for int32 indices."""
     node.op, node.domain, node.attrs = "TensorScatter", None, {"axis": -2}
     node.inputs = node.inputs[:3]
-    if len(node.inputs) > 2 and elem_type(node.inputs[2]) == onnx.TensorProto.INT32:
+    if len(node.inputs) > 2 and elem_type(node.inputs[2]) == INT32:
         indices = node.inputs[2]
         cast = emitter.once(
             ("int64", indices.name),
-            lambda: emitter.op("Cast", [indices], f"{indices.name}_int64", np.int64, to=onnx.TensorProto.INT64),
+            lambda: emitter.op("Cast", [indices], f"{indices.name}_int64", INT64, to=INT64),
         )
         node.inputs[2] = cast
 
@@ -82,7 +80,7 @@ def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
     indices = node.inputs[2]
     node.inputs[2] = emitter.once(
         ("mod", indices.name, cache.capacity),
-        lambda: emitter.op("Mod", [indices, emitter.ints(cache.capacity)], f"{indices.name}_mod", np.int64),
+        lambda: emitter.op("Mod", [indices, emitter.ints(cache.capacity)], f"{indices.name}_mod", INT64),
     )
 
 

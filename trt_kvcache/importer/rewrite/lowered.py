@@ -13,13 +13,12 @@ from __future__ import annotations
 
 import math
 
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.attention import AttentionFacts
-from trt_kvcache.importer.graph import Emitter, elem_type
-from trt_kvcache.importer.rewrite.masks import INT64, Mask
+from trt_kvcache.importer.graph import BOOL, INT64, Emitter, elem_type
+from trt_kvcache.importer.rewrite.masks import Mask
 
 
 def lower_attention(
@@ -89,7 +88,7 @@ def lower_attention(
 def _masked(emitter: Emitter, scores: gs.Variable, mask: Mask, dtype: int) -> gs.Variable:
     if mask.bias is None:
         return scores
-    if elem_type(mask.bias) == onnx.TensorProto.BOOL:
+    if elem_type(mask.bias) == BOOL:
         hidden = emitter.scalar(float("-inf"), dtype)
         return emitter.op("Where", [mask.bias, scores, hidden], "masked", dtype)
     return emitter.op("Add", [scores, mask.bias], "masked", dtype)

@@ -13,15 +13,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.attention import AttentionFacts, sequence_axis, sequence_source
-from trt_kvcache.importer.graph import Emitter, dims
+from trt_kvcache.importer.graph import BOOL, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
-
-BOOL = onnx.TensorProto.BOOL
-INT64 = onnx.TensorProto.INT64
 
 
 @dataclass(frozen=True)
@@ -191,6 +187,6 @@ def _row_visible(emitter: Emitter, bias: gs.Tensor, geometry: MaskGeometry, dtyp
     if geometry.additive:
         best = emitter.op("ReduceMax", [bias, emitter.ints([-1])], "best", dtype, keepdims=1)
         return emitter.op("Greater", [best, emitter.scalar(float("-inf"), dtype)], "row_visible", BOOL)
-    flags = emitter.op("Cast", [bias], "flags", onnx.TensorProto.INT32, to=onnx.TensorProto.INT32)
-    best = emitter.op("ReduceMax", [flags, emitter.ints([-1])], "best", onnx.TensorProto.INT32, keepdims=1)
+    flags = emitter.op("Cast", [bias], "flags", INT32, to=INT32)
+    best = emitter.op("ReduceMax", [flags, emitter.ints([-1])], "best", INT32, keepdims=1)
     return emitter.op("Cast", [best], "row_visible", BOOL, to=BOOL)

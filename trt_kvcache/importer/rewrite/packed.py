@@ -12,7 +12,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import helper
 
-from trt_kvcache.importer.graph import Emitter, input_or_none
+from trt_kvcache.importer.graph import INT64, Emitter, input_or_none
 
 DOMAIN = "trt_kvcache"
 OP = "TRT_KVCacheUpdate"
@@ -24,8 +24,8 @@ def rewrite_packed(emitter: Emitter, node: gs.Node) -> None:
     node.attrs = {"update_form": "packed_nhd"}
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
-        batch = emitter.op("Shape", [past], f"{past.name}_batch", np.int64, start=0, end=1)
-        node.inputs[2] = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", np.int64)
+        batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
+        node.inputs[2] = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", INT64)
 
 
 def add_packed_function(model: onnx.ModelProto) -> None:
