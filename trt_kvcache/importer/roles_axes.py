@@ -1,0 +1,85 @@
+"""What each dynamic size of the graph inputs and outputs is: batch, tokens of this step, keys, and so on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.protos import Shape, is_op
+from trt_kvcache.importer.roles_graph import GraphFacts, GraphIndex
+
+_UNKNOWN = "?"
+
+
+def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts) -> tuple[TensorRole, ...]:
+    """Fill in `TensorRole.axes`.
+
+    A size that the model gives a symbol means the same wherever the symbol stands; what each symbol means comes from
+    the tensors whose layout is known by their role. Those layouts also name the sizes that have no symbol.
+    """
+    symbols: dict[str, str] = {}
+
+    def learn(shape: Shape | None, meanings: Iterable[str]) -> None:
+        for dim, meaning in zip(shape or (), meanings, strict=False):
+            if isinstance(dim, str) and dim != "?" and meaning != _UNKNOWN:
+                symbols.setdefault(dim, meaning)
+
+    layouts = [_layout(role, facts, {}) for role in roles]
+    order = (Role.CACHE, Role.UPDATE_LENGTHS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS)
+    for wanted in order:
+        for role, layout in zip(roles, layouts, strict=True):
+            if role.role is wanted:
+                learn(role.shape, layout)
+    for node in index.nodes:
+        if is_op(node, "TensorScatter") and node.input[0] in facts.sequence_axis:
+            shape = index.shape(node.input[1])
+            axis = facts.sequence_axis[node.input[0]]
+            learn(shape, ["batch", *(["?"] * (axis - 1)), "sequence"])
+    # The rest may be laid out in more than one way; the symbols known so far say which.
+    for role in roles:
+        learn(role.shape, _layout(role, facts, symbols))
+    return tuple(replace(role, axes=_axes(role, _layout(role, facts, symbols), symbols)) for role in roles)
+
+
+def _axes(role: TensorRole, layout: Sequence[str], symbols: dict[str, str]) -> tuple[str, ...]:
+    return tuple(
+        "" if isinstance(dim, int) else symbols.get(dim, meaning)
+        for dim, meaning in zip(role.shape, layout, strict=True)
+    )
+
+
+def _layout(role: TensorRole, facts: GraphFacts, symbols: dict[str, str]) -> list[str]:
+    """What each axis of a tensor is by its role, ``"?"`` where that says nothing."""
+    rank = len(role.shape)
+    packed = bool(facts.update_lengths)
+    first = symbols.get(str(role.shape[0])) if rank else None
+    row = first or ("tokens" if packed else "sequence")
+    known: list[str]
+    match role.role:
+        case Role.CACHE | Role.WRITE_INDICES | Role.VALID_LENGTHS:
+            known = ["batch"]
+        case Role.UPDATE_LENGTHS:
+            known = ["batch+1"]
+        case Role.TOKENS | Role.POSITIONS | Role.LOGITS:
+            indexed = rank if "int" in role.dtype else rank - 1
+            if role.role is Role.POSITIONS and rank == 3:  # several positions per token: [kinds, B, S]
+                known = ["?", "batch", "sequence"]
+            elif role.role is Role.LOGITS:  # of all tokens of the step, or of the last one: only a symbol tells
+                known = [first or ("tokens" if packed and rank == 2 else "batch")]
+            else:
+                known = [row] if indexed == 1 else ["batch", "sequence"]
+        case Role.MASK:
+            known = _mask_layout(role, facts, first)
+        case _:
+            known = []
+    return (known + [_UNKNOWN] * rank)[:rank]
+
+
+def _mask_layout(role: TensorRole, facts: GraphFacts, first: str | None) -> list[str]:
+    """Attention's own mask broadcasts to ``[B, N, S, keys]`` from the right; one that is computed on starts with B."""
+    rank = len(role.shape)
+    if rank == 2:
+        direct = role.name in facts.masks
+        return [first or ("sequence" if direct else "batch"), "keys"]
+    return ["batch", *(["?"] * (rank - 3)), "sequence", "keys"] if rank > 3 else [first or "?", "sequence", "keys"]

@@ -1,0 +1,92 @@
+"""Name patterns for roles, from YAML: the shipped ones in ``configs/``, and the user's own (``--config``).
+
+A file looks like this; every pattern is a regular expression that must match a whole name::
+
+    roles:
+      tokens: input_ids
+      positions: [position_ids, cache_position]
+      logits: (lm_)?logits
+
+Caches are not named: which inputs and outputs are caches is a fact of the graph.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import Role
+from trt_kvcache.resources import resource_dir
+
+NAMED_ROLES = tuple(role for role in Role if role not in (Role.CACHE, Role.SPAN))
+"""The roles that a pattern can give. `Role.OTHER` says that a tensor has none, against what the graph suggests."""
+
+EXAMPLE = "roles: {tokens: input_ids, write_indices: write_indices}"
+
+
+@dataclass(frozen=True)
+class NamePattern:
+    """One pattern for one role.
+
+    Attributes:
+        source: name of the file, for messages.
+    """
+
+    role: Role
+    regex: re.Pattern[str]
+    source: str
+
+    def matches(self, name: str, io: str) -> bool:
+        """Whether the pattern gives its role to the graph input or output of this name."""
+        fits_io = self.role is Role.OTHER or (io == "output") == (self.role is Role.LOGITS)
+        return fits_io and self.regex.fullmatch(name) is not None
+
+
+@cache
+def shipped_patterns() -> tuple[NamePattern, ...]:
+    """The patterns of all files in ``configs/`` that have any."""
+    files = sorted(resource_dir("configs").glob("*.yaml"))
+    return tuple(pattern for file in files for pattern in load_patterns(file))
+
+
+def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
+    """Read one file.
+
+    Raises:
+        OptionError: the file is missing, not YAML, or not of the form in this module's docstring.
+    """
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{path}: the role config cannot be read ({error.strerror}); give a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"{path}: the role config is not YAML: {' '.join(str(error).split())}") from None
+    roles = content.get("roles") if isinstance(content, dict) else None
+    if not isinstance(roles, dict) or set(content) - {"roles"}:
+        raise OptionError(f"{path}: a role config is one mapping under the key 'roles', such as {EXAMPLE}")
+    return tuple(pattern for key, value in roles.items() for pattern in _patterns(key, value, path))
+
+
+def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
+    """The patterns of one role."""
+    if key not in [role.value for role in NAMED_ROLES]:
+        what = "caches are found in the graph, not by name" if key == Role.CACHE.value else "there is no such role"
+        known = ", ".join(role.value for role in NAMED_ROLES)
+        raise OptionError(f"{path}: role '{key}': {what}; known are {known}")
+    texts = value if isinstance(value, list) else [value]
+    patterns = []
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise OptionError(f"{path}: role '{key}' has the pattern {text!r}; give a name or a list of names, as text")
+        try:
+            patterns.append(NamePattern(Role(key), re.compile(text), path.name))
+        except re.error as error:
+            raise OptionError(f"{path}: role '{key}' has '{text}', which is no regular expression: {error}") from None
+    return patterns

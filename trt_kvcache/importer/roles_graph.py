@@ -1,0 +1,369 @@
+"""What the graph itself says about the parts that its inputs and outputs play. Names are not looked at.
+
+The method: find the places whose meaning is defined (the index of a Gather on the embedding table, the position input
+of RotaryEmbedding, the tensors that the cache updates and Attention nodes name), and walk back from each to the graph
+inputs. What matters is what happens to the values on the way: an input that arrives unchanged *is* the tensor of that
+role; one that others are added to only takes part in computing it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+
+from trt_kvcache.importer.plan import Role
+from trt_kvcache.importer.protos import attribute_graphs, elem_type_of, is_op, nested_scopes, shape_of
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """What the analysis of cache updates and attention knows, as tensor names.
+
+    Attributes:
+        caches: past -> present, graph inputs and outputs.
+        write_indices: used as TensorScatter's write indices.
+        update_lengths: cumulative lengths ``[B + 1]`` of packed updates.
+        valid_lengths: used as Attention's nonpad_kv_seqlen.
+        masks: used as Attention's attn_mask.
+        sequence_axis: past -> axis of its sequence, never negative.
+    """
+
+    caches: dict[str, str]
+    write_indices: frozenset[str]
+    update_lengths: frozenset[str]
+    valid_lengths: frozenset[str]
+    masks: frozenset[str]
+    sequence_axis: dict[str, int]
+
+
+class Strength(IntEnum):
+    """How much a piece of evidence says."""
+
+    HINT = 1
+    """The values of that role are computed from the input, among others or with an offset."""
+    LIKELY = 2
+    """The input belongs to that role, but its values are changed on the way or its use fits only by its form."""
+    EXACT = 3
+    """The values arrive unchanged where the role's meaning is defined."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """One reason to give an input or output a role."""
+
+    role: Role
+    strength: Strength
+    reason: str
+
+
+_INTEGERS = {TensorProto.INT64, TensorProto.INT32}
+_FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
+
+# The first input's values pass unchanged; the other inputs are shapes, axes and bounds.
+_PRESERVING = {
+    "Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Transpose", "Clip",
+}  # fmt: skip
+_ORDERING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
+_PRODUCTS = {"MatMul", "Gemm", "MatMulNBits", "MatMulInteger", "MatMulBnb4", "FusedMatMul"}
+
+Follow = Callable[[NodeProto], Iterable[tuple[str, bool]]]
+"""For a node on the way back: the inputs to go on with, and whether their values come through unchanged."""
+
+
+class GraphIndex:
+    """Lookups in a model whose graph is read many times."""
+
+    def __init__(self, model: ModelProto) -> None:
+        graph = model.graph
+        self.nodes = [node for scope in nested_scopes(graph) for node in scope.node]
+        self.constants = {
+            tensor.name: tensor
+            for scope in nested_scopes(graph)
+            if isinstance(scope, GraphProto)
+            for tensor in scope.initializer
+        }
+        self.inputs = {info.name: info for info in graph.input if info.name not in self.constants}
+        self.outputs = {info.name: info for info in graph.output}
+        self.infos = {info.name: info for info in (*graph.value_info, *graph.input, *graph.output)}
+        self.producers = {name: node for node in self.nodes for name in node.output if name}
+        self.readers: dict[str, list[tuple[NodeProto, int]]] = {}
+        for node in self.nodes:
+            for i, name in enumerate(node.input):
+                self.readers.setdefault(name, []).append((node, i))
+        self._fixed: set[str] = set(self.constants)
+        self._valueless: set[str] = set(self.constants)
+        for node in self.nodes:
+            self._classify(node)
+
+    def _classify(self, node: NodeProto) -> None:
+        names = [name for name in node.input if name]
+        has_body = any(True for attribute in node.attribute for _ in attribute_graphs(attribute))
+        if not has_body and all(name in self._fixed for name in names):
+            self._fixed.update(node.output)
+        if is_op(node, "Shape") or is_op(node, "Size") or (not has_body and all(n in self._valueless for n in names)):
+            self._valueless.update(node.output)
+
+    def is_fixed(self, name: str) -> bool:
+        """Whether the tensor is a constant, or computed from constants alone."""
+        return name in self._fixed
+
+    def is_valueless(self, name: str) -> bool:
+        """Whether no input's values reach the tensor: constants, and what is computed from shapes, such as a Range."""
+        return not name or name in self._valueless
+
+    def shape(self, name: str) -> tuple[int | str, ...] | None:
+        """The shape of a tensor as far as it is known."""
+        if name in self.constants:
+            return tuple(int(dim) for dim in self.constants[name].dims)
+        return shape_of(self.infos.get(name))
+
+    def elem_type(self, name: str) -> int:
+        """The element type, ``UNDEFINED`` where unknown."""
+        if name in self.constants:
+            return int(self.constants[name].data_type)
+        return elem_type_of(self.infos.get(name))
+
+    def weight(self, name: str) -> str | None:
+        """The initializer that a tensor is, or is made of by reordering, casting or dequantizing it."""
+        while name not in self.constants:
+            node = self.producers.get(name)
+            if node is None or node.op_type not in {*_PRESERVING, "DequantizeLinear"} or not node.input:
+                return None
+            name = node.input[0]
+        return name
+
+    def sources(self, tensor: str, follow: Follow) -> dict[str, bool]:
+        """The graph inputs behind a tensor; True where one path leaves the values unchanged."""
+        found: dict[str, bool] = {}
+        seen: set[tuple[str, bool]] = set()
+        stack = [(tensor, True)]
+        while stack:
+            state = stack.pop()
+            name, unchanged = state
+            if state in seen or self.is_valueless(name):
+                continue
+            seen.add(state)
+            if name in self.inputs:
+                found[name] = found.get(name, False) or unchanged
+            elif (node := self.producers.get(name)) is not None:
+                stack.extend((before, unchanged and same) for before, same in follow(node))
+        return found
+
+    def follow_values(self, node: NodeProto) -> Iterator[tuple[str, bool]]:
+        """Step back over any operator. Modulo, minimum and maximum with a constant count as unchanged: a bound."""
+        first_only = node.op_type in _PRESERVING
+        bounded = node.op_type in {"Mod", "Min", "Max"} and sum(not self.is_fixed(name) for name in node.input) == 1
+        for name in node.input[:1] if first_only else node.input:
+            yield name, first_only or bounded
+        yield from ((name, False) for name in _outer_reads(node))
+
+    def follow_positions(self, node: NodeProto) -> Iterator[tuple[str, bool]]:
+        """Step back as `follow_values`, over a constant offset, table lookups and products with frequencies as well."""
+        if is_op(node, "Gather") and self.is_valueless(node.input[0]):
+            yield node.input[1], True
+        elif node.op_type in {"Add", "Sub"} and any(self._is_fixed_scalar(name) for name in node.input):
+            yield from ((name, True) for name in node.input)
+        elif node.op_type in {"Mul", "MatMul", "Div", "Einsum", "Cos", "Sin"}:
+            one_source = sum(not self.is_valueless(name) for name in node.input) == 1
+            yield from ((name, one_source) for name in node.input)
+        elif is_op(node, "Concat") and len(set(node.input)) == 1:
+            yield node.input[0], True
+        else:
+            yield from self.follow_values(node)
+
+    def follow_mask(self, node: NodeProto) -> Iterator[tuple[str, bool]]:
+        """Step back as `follow_values`, but not over comparisons: what is compared with keys are positions."""
+        if node.op_type not in _ORDERING or any(self._is_fixed_scalar(name) for name in node.input):
+            yield from self.follow_values(node)
+
+    def _is_fixed_scalar(self, name: str) -> bool:
+        shape = self.shape(name)
+        return self.is_fixed(name) and shape is not None and all(dim == 1 for dim in shape)
+
+
+def _outer_reads(node: NodeProto) -> Iterator[str]:
+    """The tensors that the bodies of a control-flow node read, their own included."""
+    for attribute in node.attribute:
+        for body in attribute_graphs(attribute):
+            for scope in nested_scopes(body):
+                yield from (name for inner in scope.node for name in inner.input)
+            yield from (info.name for info in body.output)
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A lookup ``table[index]`` with a constant 2-D float table."""
+
+    index: str
+    rows: int
+    columns: int
+    rotary: bool
+
+
+def collect_evidence(index: GraphIndex, facts: GraphFacts, capacity: int | None) -> dict[str, list[Evidence]]:
+    """Everything that the graph says, by name of the graph input or output. Caches are left to the caller.
+
+    Args:
+        index: of the prepared model.
+        facts: what is known of its caches and attention.
+        capacity: rows of the longest cache, if they are static.
+    """
+    found: dict[str, list[Evidence]] = {}
+
+    def add(name: str, role: Role, strength: Strength, reason: str) -> None:
+        if name not in facts.caches and _fits(index.infos[name], role):
+            found.setdefault(name, []).append(Evidence(role, strength, reason))
+
+    def add_sources(tensor: str, role: Role, follow: Follow, changed: Strength, reason: str) -> None:
+        for name, unchanged in index.sources(tensor, follow).items():
+            strength = Strength.EXACT if unchanged else changed
+            add(name, role, strength, reason if unchanged else f"takes part in: {reason}")
+
+    for names, role, reason in (
+        (facts.write_indices, Role.WRITE_INDICES, "write_indices of TensorScatter"),
+        (facts.valid_lengths, Role.VALID_LENGTHS, "nonpad_kv_seqlen of Attention"),
+        (facts.update_lengths, Role.UPDATE_LENGTHS, "lengths of a packed update"),
+    ):
+        for tensor in sorted(names):
+            add_sources(tensor, role, index.follow_values, Strength.HINT, reason)
+    for tensor in sorted(facts.masks):
+        add_sources(tensor, Role.MASK, index.follow_mask, Strength.LIKELY, "attn_mask of Attention")
+    for tensor in sorted(facts.valid_lengths):
+        for name in index.sources(tensor, index.follow_values):
+            add(name, Role.MASK, Strength.LIKELY, "valid lengths are counted from it")
+
+    width, hidden = _add_logits(index, facts, add)
+    tables = _tables(index)
+    tokens = _token_tables(tables, width, hidden)
+    for table in tables:
+        if table in tokens:
+            size = f"the embedding table [{table.rows}, {table.columns}]"
+            add_sources(table.index, Role.TOKENS, index.follow_values, Strength.LIKELY, f"index into {size}")
+        elif not table.rotary and (capacity is None or table.rows >= capacity):
+            reason = f"index into a table of {table.rows} positions"
+            for name in index.sources(table.index, index.follow_positions):
+                add(name, Role.POSITIONS, Strength.LIKELY, reason)
+    for tensor in _rotary_angles(index):
+        add_sources(tensor, Role.POSITIONS, index.follow_positions, Strength.HINT, "positions of the rotary embedding")
+    if hidden is not None and not tokens:
+        for name, info in index.inputs.items():
+            shape = shape_of(info)
+            if shape is not None and len(shape) in (2, 3) and shape[-1] == hidden and elem_type_of(info) in _FLOATS:
+                add(name, Role.TOKENS, Strength.LIKELY, f"embeddings of width {hidden}, and no token ids")
+    return found
+
+
+def _fits(info: ValueInfoProto, role: Role) -> bool:
+    """Whether dtype and rank are such that the tensor can play the role at all."""
+    shape, elem_type = shape_of(info), elem_type_of(info)
+    if shape is None:
+        return False
+    if role is Role.MASK:
+        return len(shape) >= 2
+    if role is Role.TOKENS:
+        return len(shape) in (1, 2) if elem_type in _INTEGERS else elem_type in _FLOATS and len(shape) in (2, 3)
+    if role is Role.LOGITS:
+        return elem_type in _FLOATS and len(shape) in (2, 3)
+    if role is Role.POSITIONS:
+        return elem_type in _INTEGERS and len(shape) <= 3
+    per_row = len(shape) <= 1 or (len(shape) == 2 and 1 in shape)
+    return elem_type in _INTEGERS and per_row
+
+
+def _add_logits(
+    index: GraphIndex, facts: GraphFacts, add: Callable[[str, Role, Strength, str], None]
+) -> tuple[int | None, int | None]:
+    """Find outputs made by a product with a weight that widens; returns vocabulary and hidden size of the widest."""
+    widest: tuple[int, int] | None = None
+    presents = set(facts.caches.values())
+    found: list[tuple[int, str]] = []
+    for name in index.outputs:
+        if name in presents or not (made := _widening_product(index, name)):
+            continue
+        found.append((made[0], name))
+        widest = max(widest or made, made)
+    for size, name in found:
+        if widest is not None and size == widest[0]:
+            add(name, Role.LOGITS, Strength.LIKELY, f"made by a product that widens {widest[1]} to {size}")
+    return widest or (None, None)
+
+
+def _widening_product(index: GraphIndex, output: str) -> tuple[int, int] | None:
+    """(width, hidden size) of an output that a product with a larger weight makes, apart from scaling and capping."""
+    shape, name = index.shape(output), output
+    if not shape or not isinstance(shape[-1], int):
+        return None
+    capping = {*_PRESERVING, "Mul", "Div", "Add", "Tanh", "Slice", "Gather", "LogSoftmax"}
+    while (node := index.producers.get(name)) is not None:
+        if node.op_type in _PRODUCTS:
+            before = index.shape(node.input[0])
+            is_weight = any(index.weight(operand) for operand in node.input[1:])
+            if not is_weight or not before or not isinstance(before[-1], int) or before[-1] >= shape[-1]:
+                return None
+            return shape[-1], before[-1]
+        values = [operand for operand in node.input if not index.is_valueless(operand)]
+        if node.op_type not in capping or len(values) != 1:
+            return None
+        name = values[0]
+    return None
+
+
+def _tables(index: GraphIndex) -> list[_Table]:
+    """Every lookup in a constant 2-D float table whose index comes from graph inputs."""
+    rotary = {name for tensor in _rotary_angles(index) for name in _lookups_behind(index, tensor)}
+    tables = []
+    for node in index.nodes:
+        if node.op_type not in {"Gather", "GatherBlockQuantized"} or index.is_valueless(node.input[1]):
+            continue
+        weight = index.weight(node.input[0])
+        shape = index.shape(node.input[0]) or (index.shape(weight) if weight else None)
+        is_float = weight is not None and index.elem_type(node.output[0]) in {*_FLOATS, TensorProto.UNDEFINED}
+        if is_float and shape is not None and len(shape) == 2 and all(isinstance(dim, int) for dim in shape):
+            tables.append(_Table(node.input[1], int(shape[0]), int(shape[1]), node.output[0] in rotary))
+    return tables
+
+
+def _token_tables(tables: list[_Table], vocabulary: int | None, hidden: int | None) -> list[_Table]:
+    """Token embeddings: as many rows as the logits are wide, else as wide as the hidden state, else widest."""
+    candidates = [table for table in tables if not table.rotary]
+    for fits in (
+        [table for table in candidates if table.rows == vocabulary],
+        [table for table in candidates if table.columns == hidden],
+        candidates if hidden is None else [],
+    ):
+        if fits:
+            largest = max((table.columns, table.rows) for table in fits)
+            return [table for table in fits if (table.columns, table.rows) == largest or table.rows == vocabulary]
+    return []
+
+
+def _rotary_angles(index: GraphIndex) -> list[str]:
+    """The tensors that hold rotary positions or angles: of RotaryEmbedding in either domain, and of Cos and Sin."""
+    found: dict[str, None] = {}
+    for node in index.nodes:
+        if node.op_type == "RotaryEmbedding":
+            inputs = node.input[1:4]  # cos, sin, positions; in the com.microsoft domain positions come first
+        elif is_op(node, "Cos") or is_op(node, "Sin"):
+            inputs = node.input[:1]
+        else:
+            continue
+        found.update(dict.fromkeys(name for name in inputs if not index.is_valueless(name)))
+    return list(found)
+
+
+def _lookups_behind(index: GraphIndex, tensor: str) -> Iterator[str]:
+    """Outputs of the Gather nodes on the way back from a tensor."""
+    seen: set[str] = set()
+    stack = [tensor]
+    while stack:
+        name = stack.pop()
+        node = index.producers.get(name)
+        if node is None or name in seen:
+            continue
+        seen.add(name)
+        if is_op(node, "Gather"):
+            yield name
+        stack.extend(before for before, _ in index.follow_positions(node))
