@@ -1,0 +1,94 @@
+"""Our own errors are one line and exit code 1; Ctrl-C is one line and 130; bugs keep their trace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import trt_kvcache
+from trt_kvcache.cli.app import app
+from trt_kvcache.errors import BuildError
+
+run = CliRunner().invoke
+
+COMMANDS = [
+    ["plan", "missing.onnx"],
+    ["rewrite", "missing.onnx", "-o", "out.onnx"],
+    ["build", "missing.onnx", "-o", "out.engine"],
+    ["verify", "missing.onnx"],
+    ["inspect", "missing.engine"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
+def test_a_missing_file_is_one_line(
+    command: list[str], extra: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if command[0] == "rewrite" and extra:
+        pytest.skip("rewrite prints no table")
+    monkeypatch.chdir(tmp_path)
+    result = run(app, command + extra)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(r"error: [^\n]*missing[^\n]*\n", result.stderr)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", COMMANDS[:4], ids=lambda command: command[0])
+def test_a_file_that_is_not_onnx_is_one_line(
+    command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "missing.onnx"
+    model.write_bytes(b"this is no model")
+    result = run(app, command)
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: [^\n]*missing.onnx[^\n]*\n", result.stderr)
+    assert list(tmp_path.iterdir()) == [model]
+
+
+def test_several_lines_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise BuildError("the build failed:\n  [E] first\n  [E] second")
+
+    monkeypatch.setattr(trt_kvcache, "plan_model", fail)
+    result = run(app, ["plan", "model.onnx"])
+    assert (result.exit_code, result.stderr) == (1, "error: the build failed: [E] first [E] second\n")
+
+
+def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(trt_kvcache, "plan_model", interrupt)
+    result = run(app, ["plan", "model.onnx"])
+    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
+
+
+def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(trt_kvcache, "plan_model", bug)
+    with pytest.raises(ZeroDivisionError):
+        run(app, ["plan", "model.onnx"], catch_exceptions=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "m.onnx", "-o", "e", "--minShapes", "x"], "name:1x2x3"),
+        (["build", "m.onnx", "-o", "e", "--workspace", "much"], "'much'"),
+        (["build", "m.onnx", "-o", "e", "--compute-capabilities", "hopper"], "'hopper'"),
+        (["verify", "m.onnx", "--chunks", "5,x"], "'5,x'"),
+        (["verify", "m.onnx", "--batch", "0"], "batch is 0"),
+    ],
+)
+def test_illegal_option_values_are_one_line(arguments: list[str], message: str) -> None:
+    result = run(app, arguments)
+    assert result.exit_code == 1
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)

@@ -1,0 +1,72 @@
+"""`--help` and `import trt_kvcache` load nothing heavy: that is what makes them quick."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import trt_kvcache
+
+HEAVY = ("onnx", "onnx_graphsurgeon", "numpy", "onnxruntime", "polygraphy", "tensorrt_rtx", "tensorrt", "cuda", "yaml")
+LOADED = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
+
+
+def run_python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+
+
+@pytest.mark.parametrize("command", ["", "plan", "rewrite", "build", "verify", "inspect", "doctor"])
+def test_help_loads_nothing_heavy(command: str) -> None:
+    arguments = [command, "--help"] if command else ["--help"]
+    code = f"""
+import contextlib, io
+from trt_kvcache.cli.app import app
+out = io.StringIO()
+with contextlib.redirect_stdout(out):
+    try:
+        app({arguments}, prog_name="trt-kvcache")
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+assert "Usage: trt-kvcache {command}" in out.getvalue(), out.getvalue()
+{LOADED}
+"""
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_import_loads_nothing_heavy() -> None:
+    assert run_python(f"import trt_kvcache; trt_kvcache.TrtKvCacheError; {LOADED}").stdout.strip() == "[]"
+
+
+def test_data_classes_load_nothing_heavy() -> None:
+    """A program that only reads plans and manifests needs no ONNX."""
+    code = f"import trt_kvcache; trt_kvcache.CachePlan, trt_kvcache.Manifest; {LOADED}"
+    assert run_python(code).stdout.strip() == "[]"
+
+
+def test_imports_without_tensorrt_and_cuda() -> None:
+    blocked = (
+        f"import sys; sys.modules.update(dict.fromkeys({HEAVY})); import trt_kvcache; print(trt_kvcache.__version__)"
+    )
+    assert run_python(blocked).stdout.strip() == trt_kvcache.__version__
+
+
+def test_every_public_name_loads_and_is_typed() -> None:
+    for name in trt_kvcache.__all__:
+        assert getattr(trt_kvcache, name) is not None
+    tree = ast.parse(Path(trt_kvcache.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {alias.name for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert typed | {"__version__"} == set(trt_kvcache.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        trt_kvcache.nothing  # noqa: B018
+
+
+def test_version() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trt_kvcache", "--version"], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == f"trt-kvcache {trt_kvcache.__version__}\n"

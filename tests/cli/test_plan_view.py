@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import msgspec
+import pytest
+from rich.console import Console
+from sample_plans import cache_update, sample_plan, with_contract
+
+from trt_kvcache.cli.output import console, human_bytes
+from trt_kvcache.cli.plan_view import batch_of, bytes_of, mask_text, plan_data, print_plan
+from trt_kvcache.importer.plan import AttentionKind, CachePlan, MaskGeometry, Route
+
+
+def shown(plan: CachePlan, *, width: int | None = None, every_row: bool = False, batch: int = 4) -> str:
+    out = io.StringIO()
+    where = console(out) if width is None else Console(file=out, width=width, highlight=False, markup=False)
+    print_plan(where, "model.onnx", plan, batch, every_row=every_row)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_32_layers_are_readable(width: int) -> None:
+    text = shown(sample_plan(32), width=width)
+    lines = text.splitlines()
+    assert len(lines) < 60
+    assert max(map(len, lines)) <= width
+    for part in (
+        "model.onnx: opset 24, target tensorrt-rtx, 64 of 64 caches in place",
+        "key_cache.0..31 ",
+        "updated_value_cache.0..31 ",
+        "[batch, 256, 256]",
+        "[batch, 4, 256, 64]",
+        "native x32",
+        "native: linear update of a float16 cache",
+        "/layers.0..31/Attention",
+        "fused x32",
+        "fused: float16, head size 64",
+        "cache memory: 8.0 MiB per sequence, 32.0 MiB for a batch of 4",
+    ):
+        assert part in text
+
+
+def test_nothing_is_cut_or_folded_when_piped() -> None:
+    name = "past_" + "very_" * 60 + "long"
+    plan = sample_plan(1)
+    plan = replace(plan, caches=(replace(plan.caches[0], past=name),))
+    assert name in shown(plan)
+
+
+def test_nothing_is_cut_in_a_narrow_window() -> None:
+    name = "past_" + "very_" * 60 + "long"
+    plan = sample_plan(1)
+    plan = replace(plan, caches=(replace(plan.caches[0], past=name),), tensors=())
+    text = shown(plan, width=80)
+    assert "…" not in text
+    assert text.count("very_") + text.count("ver\n") >= 50
+
+
+def test_every_row_is_shown_on_request() -> None:
+    text = shown(sample_plan(3), every_row=True)
+    for layer in range(3):
+        assert f"key_cache.{layer} " in text
+    assert "graph: indices of the embedding" in text
+    assert "0..2" not in text
+
+
+def test_functional_caches_count_twice_and_say_why() -> None:
+    plan = sample_plan(1)
+    first = replace(plan.caches[0], route=Route.FUNCTIONAL, reason="circular update of 4 tokens")
+    text = shown(replace(plan, caches=(first, plan.caches[1])), batch=1)
+    assert "1 of 2 caches in place" in text
+    assert "functional (key_cache.0): circular update of 4 tokens" in text
+    assert "native (value_cache.0): linear update of a float16 cache" in text
+    assert bytes_of(replace(plan, caches=(first,)), 1) == (2 * 4 * 256 * 64 * 2,) * 2
+
+
+def test_the_contract_is_named() -> None:
+    plan = sample_plan(1)
+    text = shown(replace(plan, caches=(with_contract(plan.caches[0]),)))
+    assert "contract: no update may straddle the wrap, at most 16 tokens per update" in text
+
+
+def test_unequal_head_sizes_are_shown() -> None:
+    plan = sample_plan(1)
+    node = replace(plan.attention[0], value_head_size=32, kind=AttentionKind.LOWERED, reason="unequal head sizes")
+    text = shown(replace(plan, attention=(node,)))
+    assert "64, values 32" in text
+    assert "lowered: unequal head sizes" in text
+
+
+def test_a_fixed_batch_wins() -> None:
+    plan = sample_plan(1)
+    fixed = tuple(replace(c, logical_shape=(2, 256, 256), physical_shape=(2, 4, 256, 64)) for c in plan.caches)
+    fixed_plan = replace(plan, caches=fixed)
+    assert batch_of(fixed_plan, 8) == 2
+    assert batch_of(plan, 8) == 8
+    assert bytes_of(fixed_plan, 2)[0] == bytes_of(plan, 1)[0]
+
+
+def test_a_model_without_caches() -> None:
+    plan = replace(sample_plan(1), caches=(), attention=(), masks=(), spans=())
+    text = shown(plan)
+    assert "no caches" in text
+    assert "cache memory" not in text
+
+
+def test_json_decodes_as_the_plan() -> None:
+    plan = replace(sample_plan(2), caches=(with_contract(cache_update(0)),))
+    data = msgspec.json.encode(plan_data(plan, 4))
+    assert msgspec.json.decode(data, type=CachePlan) == plan
+    counted = msgspec.json.decode(data)["cache_bytes"]
+    assert counted == {"per_sequence": 131072, "batch": 4, "total": 524288}
+
+
+@pytest.mark.parametrize(
+    ("mask", "text"),
+    [
+        (MaskGeometry("m", True, None, -1, -1, None, False, None, False), "j <= i"),
+        (MaskGeometry("m", True, "n", -1, -1, None, False, "span", True),
+         "j < n, and j <= i + n - S_q; over the rows of span; rows that see no key give zero"),
+        (MaskGeometry("m", False, "n", 7, 0, None, False, None, False),
+         "j < n, and j >= i + n - S_q - 7, and j <= i + n - S_q + 0"),
+        (MaskGeometry("m", True, None, -1, -1, "bias", True, None, False), "j <= i, and bias is added"),
+        (MaskGeometry("m", False, None, -1, -1, "keep", False, None, False), "keep allows it"),
+    ],
+)  # fmt: skip
+def test_masks_in_words(mask: MaskGeometry, text: str) -> None:
+    assert mask_text(mask) == text
+
+
+def test_human_bytes() -> None:
+    assert [human_bytes(n) for n in (0, 1023, 1024, 1536 * 1024, 5 << 30, 3 << 50)] == [
+        "0 B", "1023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB", "3072.0 TiB",
+    ]  # fmt: skip

@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import sys
+import types
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from trt_kvcache.cli.app import app
+from trt_kvcache.engine import doctor
+from trt_kvcache.engine.doctor import Diagnosis, Gpu, diagnose, find_gpus
+from trt_kvcache.importer.plan import Route
+
+
+def available(diagnosis: Diagnosis) -> dict[tuple[Route, str], bool]:
+    return {(route.route, route.form): route.available for route in diagnosis.routes}
+
+
+def test_this_machine_can_build_natively_with_tensorrt_for_rtx() -> None:
+    diagnosis = diagnose()
+    backend = {b.name: b for b in diagnosis.backends}["tensorrt-rtx"]
+    assert backend.importable
+    assert backend.version is not None
+    assert backend.version.startswith("1.7")
+    assert (backend.native, backend.packed_native, backend.plugins) == (True, True, False)
+    assert available(diagnosis) == {
+        (Route.NATIVE, "padded"): True,
+        (Route.NATIVE, "packed"): True,
+        (Route.PLUGIN, "any"): False,
+        (Route.FUNCTIONAL, "any"): True,
+    }
+    assert all(package.version for package in diagnosis.packages if package.name != "mobius-onnx")
+
+
+def test_no_driver_is_said_not_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    def missing(_: int) -> None:
+        raise DynamicLibNotFoundError("no libcuda")
+
+    monkeypatch.setattr("cuda.bindings.driver.cuInit", missing)
+    assert find_gpus() == (None, (), "no NVIDIA driver that works: no libcuda")
+    assert any("an NVIDIA GPU and its driver" in line for line in diagnose().advice)
+
+
+def test_a_driver_that_fails_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    monkeypatch.setattr(driver, "cuInit", lambda _: (driver.CUresult.CUDA_ERROR_NO_DEVICE,))
+    assert find_gpus()[2] == "no NVIDIA driver that works: CUDA_ERROR_NO_DEVICE from the CUDA driver"
+
+
+def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver
+
+    attribute = driver.CUdevice_attribute
+    ok = driver.CUresult.CUDA_SUCCESS
+    numbers = {
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: 8,
+        attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: 9,
+    }
+    answers = {
+        "cuInit": lambda _: (ok,),
+        "cuDriverGetVersion": lambda: (ok, 13020),
+        "cuDeviceGetCount": lambda: (ok, 1),
+        "cuDeviceGet": lambda index: (ok, index),
+        "cuDeviceGetName": lambda length, _: (ok, b"NVIDIA L4".ljust(length, b"\0")),
+        "cuDeviceGetAttribute": lambda which, _: (ok, numbers[which]),
+        "cuDeviceTotalMem": lambda _: (ok, 24 << 30),
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(driver, name, answer)
+    assert find_gpus() == ("13.2", (Gpu("NVIDIA L4", "8.9", 24 << 30),), "")
+    result = CliRunner().invoke(app, ["doctor"])
+    assert "GPU: NVIDIA L4, compute capability 8.9, 24.0 GiB, driver for CUDA 13.2" in result.stdout
+
+
+def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_rtx", None)
+    diagnosis = diagnose()
+    assert not any(available(diagnosis).values())
+    assert "pip install tensorrt-rtx-cu13" in " ".join(diagnosis.advice)
+
+
+def test_a_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> None:
+        raise OSError("libnvinfer.so.10: cannot open\nshared object file")
+
+    monkeypatch.setattr(doctor.importlib, "import_module", broken)
+    assert {b.problem for b in diagnose().backends} == {"libnvinfer.so.10: cannot open shared object file"}
+
+
+def test_an_old_tensorrt_has_no_native_route(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = types.SimpleNamespace(__version__="10.14.1", INetworkDefinition=type("N", (), {"add_plugin_v3": None}))
+    monkeypatch.setitem(sys.modules, "tensorrt", old)  # type: ignore[arg-type]
+    diagnosis = diagnose()
+    backend = {b.name: b for b in diagnosis.backends}["tensorrt"]
+    assert (backend.version, backend.native, backend.packed_native, backend.plugins) == ("10.14.1", False, False, True)
+    assert any("tensorrt>=10.15" in line for line in diagnosis.advice)
+
+
+def test_the_command_prints_tables_and_json() -> None:
+    text = CliRunner().invoke(app, ["doctor"])
+    assert text.exit_code == 0
+    for part in ("tensorrt-rtx", "native", "packed", "functional", "this version of trt-kvcache has no plugin yet"):
+        assert part in text.stdout
+    data = CliRunner().invoke(app, ["doctor", "--json"])
+    assert msgspec.json.decode(data.stdout, type=Diagnosis) == diagnose()

@@ -1,0 +1,54 @@
+"""The root command: puts the commands together, and turns our own errors into one line."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from trt_kvcache import __version__
+from trt_kvcache.cli.build import build
+from trt_kvcache.cli.doctor import doctor
+from trt_kvcache.cli.inspect import inspect
+from trt_kvcache.cli.output import print_error
+from trt_kvcache.cli.plan import plan
+from trt_kvcache.cli.rewrite import rewrite
+from trt_kvcache.cli.verify import verify
+from trt_kvcache.errors import TrtKvCacheError
+
+
+class _Commands(TyperGroup):
+    """Turns the errors we raise on purpose into one line and an exit code; bugs keep their trace."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except TrtKvCacheError as error:
+            print_error(str(error))
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            print_error("interrupted")
+            raise typer.Exit(130) from None
+
+
+app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"trt-kvcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
+
+
+for _command in (plan, rewrite, build, verify, inspect, doctor):
+    app.command()(_command)

@@ -1,0 +1,62 @@
+"""Rows that differ only in a layer's number, shown as one: ``key.0`` and ``key.1`` become ``key.0..1``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+_NUMBER = re.compile(r"(\d+)")
+
+
+def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[str, ...], int]]:
+    """Merge rows that are equal but for one number in their names.
+
+    Args:
+        rows: cells, all rows of one length.
+        names: how many leading cells are names; the cells after them must be equal for rows to merge.
+
+    Returns:
+        Rows in the order of their first appearance, each with the count of rows that it stands for.
+    """
+    alike: dict[object, list[tuple[tuple[str, ...], list[int]]]] = {}
+    for row in rows:
+        split = [_NUMBER.split(cell) for cell in row[:names]]
+        words = tuple(tuple(parts[::2]) for parts in split)
+        numbers = [int(number) for parts in split for number in parts[1::2]]
+        alike.setdefault((words, tuple(row[names:])), []).append((tuple(row), numbers))
+    grouped = []
+    for members in alike.values():
+        merged = _merge(members, names)
+        grouped += [(merged, len(members))] if merged else [(row, 1) for row, _ in members]
+    return grouped
+
+
+def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
+    """Return the one row for these members, or None where more than one number runs through them."""
+    first, first_numbers = members[0]
+    if len(members) == 1:
+        return first
+    running = [at for at, number in enumerate(first_numbers) if any(m[at] != number for _, m in members)]
+    if not running or any(len({numbers[at] for at in running}) > 1 for _, numbers in members):
+        return None
+    layers = [numbers[running[0]] for _, numbers in members]
+    position = iter(range(len(first_numbers)))
+    text = ranges(layers)
+    cells = [_NUMBER.sub(lambda m: text if next(position) in running else m[0], cell) for cell in first[:names]]
+    return (*cells, *first[names:])
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Return numbers as ``0..3,8,10..11``; an even step of 2 or more over at least three is ``0..30 step 2``."""
+    ordered = sorted(set(numbers))
+    step = ordered[1] - ordered[0] if len(ordered) > 2 else 1
+    if step > 1 and all(b - a == step for a, b in pairwise(ordered)):
+        return f"{ordered[0]}..{ordered[-1]} step {step}"
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}..{run[-1]}" for run in runs)

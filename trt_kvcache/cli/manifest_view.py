@@ -1,0 +1,50 @@
+"""A `Manifest` as text and tables."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from trt_kvcache.cli.grouping import group_rows
+from trt_kvcache.cli.output import human_bytes, shape_text, table
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trt_kvcache.engine.manifest import FileIdentity, Manifest
+
+
+def print_manifest(out: Console, manifest: Manifest) -> None:
+    """Print what was built from what, with what, and the profiles; the plan is printed apart."""
+    built_for = ", ".join(manifest.compute_capabilities) or "the backend's default"
+    out.print(f"created by  {manifest.created_by}")
+    out.print(f"backend     {manifest.backend} {manifest.backend_version}, compute capabilities: {built_for}")
+    for title, file in [("engine", manifest.engine), *(("model", file) for file in manifest.model)]:
+        out.print(f"{title:12}{file_text(file)}")
+    out.print(f"batch       up to {manifest.max_batch} sequences")
+    out.print(f"chunk       up to {manifest.max_chunk} tokens per update")
+    out.print(f"buffers     {len(manifest.aliases)} shared by past and present, {len(manifest.double_buffered)} double")
+    given = {name: value for name, value in manifest.options.items() if value is not None}
+    if given:
+        out.print(f"options     {', '.join(f'{name}={value}' for name, value in given.items())}")
+    print_profiles(out, manifest)
+
+
+def print_profiles(out: Console, manifest: Manifest) -> None:
+    """Print one table of all profiles: the shapes of each input that has a dynamic dimension."""
+    rows = [
+        (name, profile.name, shape_text(shapes.min), shape_text(shapes.opt), shape_text(shapes.max))
+        for profile in manifest.profiles
+        for name, shapes in profile.shapes.items()
+    ]
+    if not rows:
+        return
+    grid = table("profile", "input", "smallest", "typical", "largest", title="Profiles")
+    for (name, profile_name, *shapes), _ in group_rows(rows, 1):
+        grid.add_row(profile_name, name, *shapes)
+    out.print()
+    out.print(grid)
+
+
+def file_text(file: FileIdentity) -> str:
+    """Return a file's name, size and the start of its digest."""
+    return f"{file.name}  {human_bytes(file.size)}  blake3 {file.blake3[:16]}"

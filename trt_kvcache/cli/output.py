@@ -1,0 +1,82 @@
+"""What the commands print, and where: results on stdout; progress, warnings and errors on stderr."""
+
+from __future__ import annotations
+
+import sys
+from typing import IO, TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from rich.console import Console
+    from rich.table import Table
+
+_PIPED_WIDTH = 1000
+"""Columns where nobody looks at a window: wide enough that no name is ever folded."""
+
+
+def console(stream: IO[str] | None = None) -> Console:
+    """Return a Rich console for `stream` (default: stdout) that prints text as it is: no markup, no guessed colors."""
+    from rich.console import Console
+
+    stream = stream or sys.stdout
+    width = None if stream.isatty() else _PIPED_WIDTH
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+
+
+def table(*columns: str, title: str = "") -> Table:
+    """Return an empty table: a line under its header, cells folded, never cut."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(
+        box=box.SIMPLE_HEAD,
+        title=Text(title, style="bold") if title else None,
+        title_justify="left",
+        header_style="bold",
+        pad_edge=False,
+        show_edge=False,
+        padding=(0, 1, 0, 0),
+    )
+    for column in columns:
+        made.add_column(column, overflow="fold")
+    return made
+
+
+def print_json(data: Any) -> None:
+    """Write `data` (dataclasses, enums and plain values) to stdout as indented JSON, and nothing else."""
+    import msgspec
+
+    sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+
+
+def print_error(message: str) -> None:
+    """Write one line, ``error: ...``, to stderr."""
+    print(f"error: {one_line(message)}", file=sys.stderr)  # noqa: T201
+
+
+def print_warnings(messages: Iterable[str]) -> None:
+    """Write one line, ``warning: ...``, to stderr for each message."""
+    for message in messages:
+        print(f"warning: {one_line(message)}", file=sys.stderr)  # noqa: T201
+
+
+def one_line(message: str) -> str:
+    """Join the lines of a message (TensorRT's own words come in several) into one."""
+    return " ".join(message.split())
+
+
+def human_bytes(count: int) -> str:
+    """Return ``count`` bytes in the largest binary unit that leaves at least 1: ``"1.5 GiB"``."""
+    size = float(count)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def shape_text(shape: Iterable[int | str]) -> str:
+    """Return a shape as ``[batch, 8, 256, 64]``."""
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,194 @@
+"""A `CachePlan` as tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trt_kvcache.cli.grouping import group_rows
+from trt_kvcache.cli.output import human_bytes, shape_text, table
+from trt_kvcache.importer.plan import (
+    AttentionPlan,
+    CachePlan,
+    CacheUpdate,
+    MaskGeometry,
+    Role,
+    TensorRole,
+    UpdateForm,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Grouped = list[tuple[tuple[str, ...], int]]
+Group = Callable[[Iterable[Sequence[str]], int], Grouped]
+
+
+def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_row: bool = False) -> None:
+    """Print a plan: caches, attention, masks, spans, inputs and outputs, and the bytes that the caches take.
+
+    Args:
+        out: where to.
+        model: the model's name, for the first line.
+        plan: what to print.
+        batch: sequences to count cache bytes for.
+        every_row: one row per cache and node, instead of one per group of layers, and in full what showed each role.
+    """
+
+    def group(rows: Iterable[Sequence[str]], names: int) -> Grouped:
+        return [(tuple(row), 1) for row in rows] if every_row else group_rows(rows, names)
+
+    out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {in_place_text(plan)}")
+    if plan.inlined:
+        out.print(f"inlined: {', '.join(plan.inlined)}")
+    _print_caches(out, plan, group)
+    _print_attention(out, plan, group)
+    _print_masks(out, plan)
+    _print_spans(out, plan)
+    _print_tensors(out, plan, group, in_full=every_row)
+    if plan.caches:
+        sequence, total = bytes_of(plan, batch)
+        out.print(f"\ncache memory: {human_bytes(sequence)} per sequence, {human_bytes(total)} for a batch of {batch}")
+
+
+def plan_data(plan: CachePlan, batch: int) -> dict[str, Any]:
+    """Return the plan as plain data (it decodes as `CachePlan`), with the cache bytes beside its fields."""
+    import msgspec
+
+    sequence, total = bytes_of(plan, batch)
+    return {
+        **msgspec.to_builtins(plan),
+        "cache_bytes": {"per_sequence": sequence, "batch": batch, "total": total},
+    }
+
+
+def batch_of(plan: CachePlan, asked: int) -> int:
+    """Return the batch size that the model fixes, else the one asked for."""
+    fixed = [c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)]
+    return fixed[0] if fixed and len(fixed) == len(plan.caches) else asked
+
+
+def bytes_of(plan: CachePlan, batch: int) -> tuple[int, int]:
+    """Return the bytes of all cache buffers per sequence, and for `batch` sequences."""
+    total = plan.cache_bytes(batch)
+    return total // batch, total
+
+
+def in_place_text(plan: CachePlan) -> str:
+    """Return how many caches are updated in place: ``"64 of 64 caches in place"``."""
+    count = sum(cache.in_place for cache in plan.caches)
+    return f"{count} of {len(plan.caches)} caches in place" if plan.caches else "no caches"
+
+
+def _print_caches(out: Console, plan: CachePlan, group: Group) -> None:
+    if not plan.caches:
+        return
+    rows = group([_cache_row(cache) for cache in plan.caches], 3)
+    grid = table("past\npresent", "shape\nin the engine", "dtype\nmode", "route\nlayout", title="Caches")
+    for (past, present, _, logical, physical, dtype, mode, layout, route), count in rows:
+        many = f" x{count}" if count > 1 else ""
+        grid.add_row(f"{past}\n{present}", f"{logical}\n{physical}", f"{dtype}\n{mode}", f"{route}{many}\n{layout}")
+    out.print()
+    out.print(grid)
+    _print_notes(out, [(row[8], row[0], row[2]) for row, _ in rows])
+
+
+def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
+    mode = cache.mode.value + (", packed" if cache.form is UpdateForm.PACKED_NHD else "")
+    return (
+        cache.past,
+        cache.present,
+        cache.reason + contract_text(cache),
+        shape_text(cache.logical_shape),
+        shape_text(cache.physical_shape),
+        cache.dtype,
+        mode,
+        cache.layout.value,
+        cache.route.value,
+    )
+
+
+def contract_text(cache: CacheUpdate) -> str:
+    """Return what the caller must keep to for this cache, as the end of a sentence; empty where nothing."""
+    if cache.contract is None:
+        return ""
+    terms = ["no update may straddle the wrap"] if cache.contract.no_straddle else []
+    if cache.contract.max_update_length is not None:
+        terms.append(f"at most {cache.contract.max_update_length} tokens per update")
+    return f"; contract: {', '.join(terms)}" if terms else ""
+
+
+def _print_attention(out: Console, plan: CachePlan, group: Group) -> None:
+    if not plan.attention:
+        return
+    rows = group([_attention_row(node) for node in plan.attention], 2)
+    grid = table("attention", "dtype", "heads", "size", "kind", "keys", "mask", title="Attention")
+    for (node, _, dtype, heads, size, keys, mask, kind), count in rows:
+        grid.add_row(node, dtype, heads, size, kind + (f" x{count}" if count > 1 else ""), keys, mask)
+    out.print()
+    out.print(grid)
+    _print_notes(out, [(row[7], row[0], row[1]) for row, _ in rows])
+
+
+def _attention_row(node: AttentionPlan) -> tuple[str, ...]:
+    heads = str(node.query_heads) if node.query_heads == node.kv_heads else f"{node.query_heads}/{node.kv_heads}"
+    same = node.head_size == node.value_head_size
+    size = str(node.head_size) if same else f"{node.head_size}, values {node.value_head_size}"
+    return node.node, node.reason, node.dtype, heads, size, node.keys, node.mask or "none", node.kind.value
+
+
+def _print_notes(out: Console, notes: list[tuple[str, str, str]]) -> None:
+    """Print each distinct reason once, under the names that it is given for."""
+    names_of: dict[tuple[str, str], list[str]] = {}
+    for kind, name, reason in notes:
+        names_of.setdefault((kind, reason), []).append(name)
+    for (kind, reason), names in names_of.items():
+        whose = "" if len(names_of) == 1 else f" ({', '.join(names)})"
+        out.print(f"  {kind}{whose}: {reason}")
+
+
+def _print_masks(out: Console, plan: CachePlan) -> None:
+    if not plan.masks:
+        return
+    grid = table("mask", "holds", "a key is visible where", title="Masks")
+    for mask in plan.masks:
+        grid.add_row(mask.name, "float" if mask.additive else "bool", mask_text(mask))
+    out.print()
+    out.print(grid)
+
+
+def mask_text(mask: MaskGeometry) -> str:
+    """Return the conditions of a mask in words, over key j and query i."""
+    offset = f" + {mask.lengths} - S_q" if mask.lengths else ""
+    terms = [f"j < {mask.lengths}"] if mask.lengths else []
+    terms += [f"j <= i{offset}"] if mask.causal else []
+    terms += [f"j >= i{offset} - {mask.left_window}"] if mask.left_window >= 0 else []
+    terms += [f"j <= i{offset} + {mask.right_window}"] if mask.right_window >= 0 else []
+    terms += [f"{mask.mask} allows it" if not mask.additive else f"{mask.mask} is added"] if mask.mask else []
+    text = ", and ".join(terms) or "always"
+    text += f"; over the rows of {mask.span}" if mask.span else ""
+    return text + ("; rows that see no key give zero" if mask.guarded else "")
+
+
+def _print_spans(out: Console, plan: CachePlan) -> None:
+    for span in plan.spans:
+        out.print(
+            f"\nspan: the added input {span.name} [{span.symbol}] holds 0, 1, 2, ...; its shape says how many of the "
+            f"{span.capacity} cache rows a step reads: at least the largest of {span.lengths}"
+        )
+
+
+def _print_tensors(out: Console, plan: CachePlan, group: Group, *, in_full: bool) -> None:
+    for io, title in (("input", "Inputs"), ("output", "Outputs")):
+        rows = group([_tensor_row(tensor, in_full) for tensor in plan.tensors if tensor.io == io], 2)
+        grid = table("name", "role", "dtype", "shape", "found by", title=title)
+        for (name, found_by, role, dtype, shape), _ in rows:
+            grid.add_row(name, role, dtype, shape, found_by)
+        out.print()
+        out.print(grid)
+
+
+def _tensor_row(tensor: TensorRole, in_full: bool) -> tuple[str, ...]:
+    role = "" if tensor.role is Role.OTHER else tensor.role.value
+    found_by = tensor.found_by if in_full else tensor.found_by.partition(":")[0]
+    return tensor.name, found_by, role, tensor.dtype, shape_text(tensor.shape)

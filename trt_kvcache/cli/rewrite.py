@@ -1,0 +1,55 @@
+"""``trt-kvcache rewrite``: the rewritten model alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.options import (
+    CacheLayoutOption,
+    CapacityOption,
+    ConfigOption,
+    FallbackOption,
+    ModelArgument,
+    PackedOption,
+    SpanOption,
+    Switch,
+    TargetOption,
+    plan_options,
+)
+from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
+
+
+def rewrite(
+    model: ModelArgument,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.onnx", help="The rewritten model.")],
+    target: TargetOption = Target.TENSORRT_RTX,
+    capacity: CapacityOption = None,
+    cache_layout: CacheLayoutOption = CacheLayout.AUTO,
+    attention_span: SpanOption = Switch.ON,
+    fallback: FallbackOption = Fallback.AUTO,
+    packed_native: PackedOption = Switch.ON,
+    config: ConfigOption = None,
+) -> None:
+    """Write the rewritten model alone, for trtexec and others. It is standard ONNX; weights stay where they are."""
+    from trt_kvcache import rewrite_model
+    from trt_kvcache.cli.output import console, print_warnings
+    from trt_kvcache.cli.plan_view import in_place_text
+
+    made = rewrite_model(
+        model,
+        output,
+        plan_options(
+            target=target,
+            capacity=capacity,
+            cache_layout=cache_layout,
+            attention_span=attention_span,
+            fallback=fallback,
+            packed_native=packed_native,
+            config=config,
+        ),
+    )
+    print_warnings(made.warnings)
+    console().print(f"{output}: {in_place_text(made)}")

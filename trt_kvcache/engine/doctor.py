@@ -1,0 +1,225 @@
+"""What this machine can do: packages, TensorRT backends, GPU and driver, cache routes, and what to install for more."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+from dataclasses import dataclass
+from types import ModuleType
+
+from trt_kvcache import __version__
+from trt_kvcache.importer.plan import Route
+
+_PACKAGES = {
+    "onnx": "reading and rewriting models",
+    "onnx-graphsurgeon": "rewriting models",
+    "onnxruntime": "verify",
+    "polygraphy": "build",
+    "numpy": "verify",
+    "cuda-python": "GPU and driver",
+    "mobius-onnx": "exporting decoders with static caches",
+}
+_BACKENDS = {
+    "tensorrt-rtx": ("tensorrt_rtx", ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx")),
+    "tensorrt": ("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")),
+}
+
+
+@dataclass(frozen=True)
+class PackageStatus:
+    """One Python package that the project uses.
+
+    Attributes:
+        version: as installed, or None.
+        used_for: what needs it.
+    """
+
+    name: str
+    version: str | None
+    used_for: str
+
+
+@dataclass(frozen=True)
+class BackendStatus:
+    """One TensorRT package.
+
+    Attributes:
+        name: ``"tensorrt-rtx"`` or ``"tensorrt"``.
+        version: of the importable module, else of the installed package, else None.
+        importable: whether the module loads here.
+        problem: why it does not; empty where it does.
+        native, packed_native, plugins: whether it has the cache update layer, its packed form, and plugins.
+    """
+
+    name: str
+    version: str | None
+    importable: bool
+    problem: str
+    native: bool
+    packed_native: bool
+    plugins: bool
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One NVIDIA GPU; `memory` is in bytes, `compute_capability` as ``"9.0"``."""
+
+    name: str
+    compute_capability: str
+    memory: int
+
+
+@dataclass(frozen=True)
+class RouteStatus:
+    """Whether a cache route can be built here, and what says so. `form` tells packed updates from padded ones."""
+
+    route: Route
+    form: str
+    available: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """What this machine can do.
+
+    Attributes:
+        driver: the newest CUDA version that the driver supports, as ``"13.0"``, or None.
+        gpu_problem: why no GPU can be used; empty where one can.
+        advice: what to install for more.
+    """
+
+    version: str
+    python: str
+    system: str
+    packages: tuple[PackageStatus, ...]
+    backends: tuple[BackendStatus, ...]
+    driver: str | None
+    gpus: tuple[Gpu, ...]
+    gpu_problem: str
+    routes: tuple[RouteStatus, ...]
+    advice: tuple[str, ...]
+
+
+def diagnose() -> Diagnosis:
+    """Look at this machine. Never raises for what is missing: that is the answer."""
+    packages = tuple(PackageStatus(name, _version(name), use) for name, use in _PACKAGES.items())
+    backends = tuple(_backend(name) for name in _BACKENDS)
+    driver, gpus, problem = find_gpus()
+    return Diagnosis(
+        version=__version__,
+        python=platform.python_version(),
+        system=f"{platform.system()} {platform.machine()}",
+        packages=packages,
+        backends=backends,
+        driver=driver,
+        gpus=gpus,
+        gpu_problem=problem,
+        routes=_routes(backends),
+        advice=_advice(packages, backends, problem),
+    )
+
+
+def find_gpus() -> tuple[str | None, tuple[Gpu, ...], str]:
+    """Return the driver's CUDA version, the GPUs, and why there are none (empty where there are some)."""
+    try:
+        from cuda.bindings import driver
+
+        _checked(driver.cuInit(0))
+        version = int(_checked(driver.cuDriverGetVersion()))
+        text = f"{version // 1000}.{version % 1000 // 10}"
+        gpus = tuple(_gpu(driver, index) for index in range(int(_checked(driver.cuDeviceGetCount()))))
+        return text, gpus, "" if gpus else "the driver finds no GPU"
+    except ImportError as error:
+        return None, (), f"cuda-python does not import: {error}"
+    except RuntimeError as error:  # cuda.pathfinder.DynamicLibNotFoundError where there is no driver library
+        return None, (), f"no NVIDIA driver that works: {_line(error)}"
+
+
+def _gpu(driver: ModuleType, index: int) -> Gpu:
+    device = _checked(driver.cuDeviceGet(index))
+    attribute = driver.CUdevice_attribute
+    major = _checked(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device))
+    minor = _checked(driver.cuDeviceGetAttribute(attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
+    name = _checked(driver.cuDeviceGetName(128, device)).split(b"\0")[0].decode()
+    return Gpu(name, f"{major}.{minor}", int(_checked(driver.cuDeviceTotalMem(device))))
+
+
+def _checked(result: tuple[object, ...]) -> object:
+    """Return what a driver call gave, or raise `RuntimeError` with the name of its error."""
+    status, *values = result
+    if int(status):  # type: ignore[call-overload]
+        raise RuntimeError(f"{getattr(status, 'name', status)} from the CUDA driver")
+    return values[0] if values else None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _backend(name: str) -> BackendStatus:
+    module_name, packages = _BACKENDS[name]
+    installed = next((version for package in packages if (version := _version(package))), None)
+    try:
+        trt = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        problem = "not installed" if error.name == module_name and installed is None else _line(error)
+        return BackendStatus(name, installed, False, problem, False, False, False)
+    except Exception as error:  # noqa: BLE001  a package without its libraries raises whatever its loader does
+        return BackendStatus(name, installed, False, _line(error), False, False, False)
+    layer = getattr(trt, "IKVCacheUpdateLayer", None)
+    return BackendStatus(
+        name=name,
+        version=str(trt.__version__),
+        importable=True,
+        problem="",
+        native=layer is not None,
+        packed_native=hasattr(layer, "update_form"),
+        plugins=hasattr(trt.INetworkDefinition, "add_plugin_v3"),
+    )
+
+
+def _routes(backends: tuple[BackendStatus, ...]) -> tuple[RouteStatus, ...]:
+    padded = [b.name for b in backends if b.native]
+    packed = [b.name for b in backends if b.packed_native]
+    anything = [b.name for b in backends if b.importable]
+
+    def status(route: Route, form: str, having: list[str], missing: str) -> RouteStatus:
+        return RouteStatus(route, form, bool(having), f"with {', '.join(having)}" if having else missing)
+
+    return (
+        status(Route.NATIVE, "padded", padded, "needs TensorRT for RTX, or TensorRT 10.15 or later"),
+        status(Route.NATIVE, "packed", packed, "needs TensorRT for RTX, or TensorRT 11.0 or later"),
+        RouteStatus(Route.PLUGIN, "any", False, "this version of trt-kvcache has no plugin yet"),
+        status(Route.FUNCTIONAL, "any", anything, "needs TensorRT for RTX, or TensorRT"),
+    )
+
+
+def _advice(
+    packages: tuple[PackageStatus, ...], backends: tuple[BackendStatus, ...], gpu_problem: str
+) -> tuple[str, ...]:
+    advice = []
+    missing = {package.name for package in packages if package.version is None}
+    optional = "mobius-onnx"
+    if required := sorted(missing - {optional}):
+        advice.append(f"pip install {' '.join(required)}: these come with trt-kvcache; the installation is incomplete")
+    by_name = {backend.name: backend for backend in backends}
+    if not by_name["tensorrt-rtx"].importable:
+        advice.append("pip install tensorrt-rtx-cu13: builds engines on any machine, with or without a GPU")
+    if not by_name["tensorrt"].importable:
+        advice.append("pip install 'trt-kvcache[tensorrt]': datacenter GPUs; several gigabytes, a GPU to build")
+    elif not by_name["tensorrt"].native:
+        advice.append("pip install 'tensorrt>=10.15': the first version with the cache update layer")
+    if gpu_problem:
+        advice.append("an NVIDIA GPU and its driver: to run engines; TensorRT for RTX builds them without")
+    if optional in missing:
+        advice.append("pip install 'trt-kvcache[exporters]': mobius-onnx, to export decoders with static caches")
+    return tuple(advice)
+
+
+def _line(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

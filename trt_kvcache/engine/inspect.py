@@ -1,0 +1,183 @@
+"""A built engine against its manifest."""
+
+from __future__ import annotations
+
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, load_manifest
+from trt_kvcache.errors import ManifestError
+from trt_kvcache.importer.plan import Route, TensorRole
+
+# TensorRT's DataType against the names of ONNX, where they differ by more than case.
+_DTYPES = {"half": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn", "fp4": "float4e2m1"}
+
+
+@dataclass(frozen=True)
+class EngineTensor:
+    """One input or output as the engine itself has it; -1 in `shape` where it is dynamic."""
+
+    name: str
+    io: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class EngineView:
+    """What an opened engine says about itself.
+
+    Attributes:
+        aliases: output -> input of one buffer, for TensorRT's own layers. It does not report those of plugins.
+        profiles: per profile, the shapes of the inputs.
+    """
+
+    tensors: tuple[EngineTensor, ...]
+    aliases: dict[str, str]
+    profiles: tuple[dict[str, ShapeRange], ...]
+
+
+@dataclass(frozen=True)
+class EngineReport:
+    """A built engine: its manifest, whose hash is the engine's, and what the engine says where it could be opened.
+
+    Attributes:
+        view: None where the engine was not opened.
+        not_opened: why; empty where it was, and then `view` agrees with `manifest`.
+    """
+
+    engine: str
+    manifest: Manifest
+    view: EngineView | None
+    not_opened: str
+
+
+def inspect_engine(engine: str | Path) -> EngineReport:
+    """Read an engine's manifest, check the engine's hash against it, and where a GPU is, the engine itself.
+
+    Args:
+        engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
+
+    Raises:
+        ManifestError: the manifest is missing, unreadable, of an unknown schema or of another engine; or the engine,
+            opened, has other inputs, outputs, profiles or aliases than the manifest says.
+    """
+    path = Path(engine)
+    manifest = load_manifest(path)
+    view, not_opened = _open(path, manifest.backend)
+    if view is not None and (differences := reconcile(manifest, view)):
+        raise ManifestError(
+            f"{path}: the engine and its manifest differ: {'; '.join(differences)}. Do not run it: build it again"
+        )
+    return EngineReport(str(path), manifest, view, not_opened)
+
+
+def reconcile(manifest: Manifest, view: EngineView) -> tuple[str, ...]:
+    """Return what the engine has and the manifest does not say, and the reverse, in words; empty where they agree."""
+    return (
+        *_compare_tensors(manifest.plan.tensors, view.tensors),
+        *_compare_aliases(manifest, view.aliases),
+        *_compare_profiles(manifest.profiles, view.profiles),
+    )
+
+
+def _compare_tensors(planned: tuple[TensorRole, ...], found: tuple[EngineTensor, ...]) -> list[str]:
+    expected = {(tensor.io, tensor.name): tensor for tensor in planned}
+    actual = {(tensor.io, tensor.name): tensor for tensor in found}
+    differences = [f"{io} {name} is only in the manifest" for io, name in expected if (io, name) not in actual]
+    differences += [f"{io} {name} is only in the engine" for io, name in actual if (io, name) not in expected]
+    for key, tensor in actual.items():
+        if key not in expected:
+            continue
+        plan = expected[key]
+        if tensor.dtype != plan.dtype:
+            differences.append(f"{tensor.io} {tensor.name} is {tensor.dtype}, in the manifest {plan.dtype}")
+        if not _same_shape(tensor, plan):
+            shapes = f"{list(tensor.shape)}, in the manifest {list(plan.shape)}"
+            differences.append(f"{tensor.io} {tensor.name} has the shape {shapes}")
+    return differences
+
+
+def _same_shape(tensor: EngineTensor, plan: TensorRole) -> bool:
+    """An engine may know a size that the model names by a symbol; of an output it may know less than the model."""
+    if len(tensor.shape) != len(plan.shape):
+        return False
+    for actual, expected in zip(tensor.shape, plan.shape, strict=True):
+        if isinstance(expected, int) and actual != expected and (tensor.io == "input" or actual != -1):
+            return False
+    return True
+
+
+def _compare_aliases(manifest: Manifest, found: dict[str, str]) -> list[str]:
+    unreported = {cache.present for cache in manifest.plan.caches if cache.route is Route.PLUGIN}
+    differences = []
+    for present in sorted({*found, *manifest.aliases}):
+        actual, expected = found.get(present), manifest.aliases.get(present)
+        if actual != expected and not (actual is None and present in unreported):
+            differences.append(
+                f"{present} shares the buffer of {actual or 'nothing'}, in the manifest of {expected or 'nothing'}"
+            )
+    return differences
+
+
+def _compare_profiles(planned: tuple[Profile, ...], found: tuple[dict[str, ShapeRange], ...]) -> list[str]:
+    if len(planned) != len(found):
+        return [f"the engine has {len(found)} profiles, the manifest {len(planned)}"]
+    differences = []
+    for profile, shapes in zip(planned, found, strict=True):
+        for name, expected in profile.shapes.items():
+            actual = shapes.get(name)
+            if actual is not None and actual != expected:
+                differences.append(f"profile {profile.name}: {name} is {actual}, in the manifest {expected}")
+    return differences
+
+
+def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
+    """Return what the engine says, or None and why it was not opened."""
+    _, gpus, problem = find_gpus()
+    if not gpus:
+        return None, problem
+    try:
+        trt: Any = __import__({"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}[backend])
+    except ImportError as error:
+        return None, f"{backend} does not import: {error}"
+
+    words: list[str] = []
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity <= trt.ILogger.Severity.ERROR:
+                words.append(message)
+
+    runtime = trt.Runtime(Logger())
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        engine = runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            return None, f"{backend} cannot open it on this {gpus[0].name}: {' '.join(words) or 'no reason given'}"
+        return view_of(engine), ""
+
+
+def view_of(engine: Any) -> EngineView:
+    """Return what an opened ``ICudaEngine`` says about itself."""
+    tensors = []
+    aliases = {}
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    for name in names:
+        io = engine.get_tensor_mode(name).name.lower()
+        dtype = engine.get_tensor_dtype(name).name.lower()
+        shape = tuple(engine.get_tensor_shape(name))
+        tensors.append(EngineTensor(name, io, _DTYPES.get(dtype, dtype), shape))
+        if io == "output" and (past := engine.get_aliased_input_tensor(name)):
+            aliases[name] = past
+    inputs = [tensor.name for tensor in tensors if tensor.io == "input"]
+    profiles = tuple(
+        {name: ShapeRange(*(tuple(shape) for shape in engine.get_tensor_profile_shape(name, index))) for name in inputs}
+        for index in range(engine.num_optimization_profiles)
+    )
+    return EngineView(tuple(tensors), aliases, profiles)
