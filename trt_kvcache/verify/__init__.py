@@ -1,0 +1,55 @@
+"""Verification: the original model against the rewritten one, over a multi-step decode on the CPU."""
+
+from __future__ import annotations
+
+import os
+
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.verify.decode import verify_import
+from trt_kvcache.verify.report import OutputDifference, VerifyOptions, VerifyReport, VerifyStep
+
+__all__ = [
+    "OutputDifference",
+    "VerifyOptions",
+    "VerifyReport",
+    "VerifyStep",
+    "verify_import",
+    "verify_model",
+]
+
+_PLAN = PlanOptions()
+_VERIFY = VerifyOptions()
+
+
+def verify_model(
+    model: str | os.PathLike[str],
+    options: PlanOptions = _PLAN,
+    verify: VerifyOptions = _VERIFY,
+) -> VerifyReport:
+    """Runs a model and its rewritten form side by side and reports how far their outputs are apart.
+
+    Both get the same tokens, positions, indices, lengths and masks over several episodes: prefill in chunks and then
+    single tokens from ragged starts, up to the last row of linear caches, over the wrap of circular ones, and with rows
+    whose valid length is shorter than the update. Cache rows that no token has been written to hold large finite
+    garbage. Each side carries its own caches from step to step, in its own layout. The span inputs of the rewritten
+    model take a tight, a bucketed and the full value in turn.
+
+    ONNX Runtime runs both sides; where it cannot (opsets newer than it knows, windows, short masks), ONNX's reference
+    evaluator runs small models. bfloat16 models are compared as their float32 twins. The report says which.
+
+    Args:
+        model: path of an ONNX model with TensorScatter caches.
+        options: what to plan; the original runs with the same capacity.
+        verify: what to run.
+
+    Returns:
+        The report, also where the verification failed: `VerifyReport.check` raises then.
+
+    Raises:
+        ModelError: the model cannot be planned, or neither engine runs the original, or the rewritten model has nodes
+            that only TensorRT knows.
+        OptionError: an option does not fit the model; an input's values cannot be guessed.
+        OutputError: no room for the float32 twin of a bfloat16 model.
+    """
+    return verify_import(import_model(model, options), verify)

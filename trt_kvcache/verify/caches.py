@@ -1,0 +1,133 @@
+"""Cache contents: first values, and the way between the model's layout and the rewritten model's."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Role, TensorRole, UpdateMode
+from trt_kvcache.verify.dtypes import numpy_dtype
+
+Array = npt.NDArray[Any]
+
+_BLOCK = 1 << 20  # random values; larger caches repeat them
+
+
+@dataclass(frozen=True)
+class CacheTensor:
+    """One cache as the caller sees it: a graph input, and the graph output that becomes the next step's input.
+
+    Attributes:
+        output: None where no output carries this input on: it keeps its first value.
+        update: how it is written; None where no single update says.
+    """
+
+    role: TensorRole
+    output: str | None
+    update: CacheUpdate | None
+
+    def logical_shape(self, batch: int) -> tuple[int, ...]:
+        """Shape in the original model, for `batch` rows."""
+        shape = self.role.shape if self.update is None else self.update.logical_shape
+        return tuple(dim if isinstance(dim, int) else batch for dim in shape)
+
+    def to_physical(self, logical: Array) -> Array:
+        """The original model's array as the rewritten model takes it."""
+        cache = self.update
+        if cache is None or cache.layout is PhysicalLayout.AS_IS:
+            return logical
+        shape = (len(logical), *(dim for dim in cache.physical_shape[1:] if isinstance(dim, int)))
+        if cache.layout is PhysicalLayout.VIEW:
+            return logical.reshape(shape)
+        _, heads, rows, size = shape
+        return np.ascontiguousarray(logical.reshape(-1, rows, heads, size).transpose(0, 2, 1, 3))
+
+    def to_logical(self, physical: Array) -> Array:
+        """The rewritten model's array as the original model has it."""
+        cache = self.update
+        if cache is None or cache.layout is PhysicalLayout.AS_IS:
+            return physical
+        if cache.layout is PhysicalLayout.HEADS_MAJOR:
+            physical = physical.transpose(0, 2, 1, 3)
+        return physical.reshape(self.logical_shape(len(physical)))
+
+    def rows(self, logical: Array) -> Array:
+        """The same values as ``[B, S_max, everything else]``: one entry per row of the cache."""
+        if self.update is None:
+            return logical.reshape(len(logical), 1, -1)
+        moved = np.moveaxis(logical, self.update.sequence_axis, 1)
+        return moved.reshape(*moved.shape[:2], -1)
+
+
+def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
+    """Every cache input with the output that carries it on."""
+    inputs = [t for t in plan.tensors if t.role is Role.CACHE and t.io == "input"]
+    outputs = {t.name: t for t in plan.tensors if t.role is Role.CACHE and t.io == "output"}
+    updates = {c.past: c for c in plan.caches}
+    found: list[CacheTensor] = []
+    for tensor in inputs:
+        update = updates.get(tensor.name)
+        last = update
+        while last is not None and last.present not in outputs:  # chained updates of one cache
+            last = updates.get(last.present)
+        found.append(CacheTensor(tensor, last.present if last is not None else None, update))
+    taken = {c.output for c in found}
+    free = [t for name, t in outputs.items() if name not in taken]
+    for i, cache in enumerate(found):
+        # Views between the graph's input or output and the update hide the names: inputs and outputs keep their order.
+        match = next((t for t in free if cache.output is None and t.shape == cache.role.shape), None)
+        if match is not None:
+            free.remove(match)
+            found[i] = CacheTensor(cache.role, match.name, cache.update)
+    return tuple(found)
+
+
+def cache_bytes(caches: Sequence[CacheTensor], batch: int, *, twin: bool) -> int:
+    """Bytes of one copy of all caches."""
+    return sum(math.prod(c.logical_shape(batch)) * numpy_dtype(c.role.dtype, twin=twin).itemsize for c in caches)
+
+
+def first_contents(
+    cache: CacheTensor, histories: Sequence[int], garbage: float, rng: np.random.Generator, *, twin: bool
+) -> Array:
+    """Logical contents before the first step: values of a plausible size where history lies, garbage elsewhere.
+
+    Args:
+        cache: the cache.
+        histories: tokens written to each row of the batch so far.
+        garbage: magnitude; its signs are random. Finite: ONNX's own Attention makes NaN of a masked NaN.
+        rng: of contents and signs.
+        twin: bfloat16 is held as float32.
+    """
+    dtype = numpy_dtype(cache.role.dtype, twin=twin)
+    shape = cache.logical_shape(len(histories))
+    plausible = _values(shape, dtype, rng, lambda n: rng.uniform(-1, 1, n))
+    if cache.update is None:
+        return plausible
+    contents = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
+    axis, capacity = cache.update.sequence_axis, cache.update.capacity
+    for row, tokens in enumerate(histories):
+        # Linear caches never hold more tokens than rows; circular ones keep the newest.
+        rows = slice(0, min(tokens, capacity))
+        np.moveaxis(contents, axis, 1)[row, rows] = np.moveaxis(plausible, axis, 1)[row, rows]
+    return contents
+
+
+def _values(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator, draw: Any) -> Array:
+    count = math.prod(shape)
+    if dtype.kind in "iub":  # quantized and raw bytes: the whole range is both plausible and garbage
+        low, high = (0, 2) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
+        block = rng.integers(low, high, min(count, _BLOCK), dtype=np.int8 if dtype.kind == "b" else dtype)
+    else:
+        block = draw(min(count, _BLOCK))
+    return np.resize(block.astype(dtype), shape)
+
+
+def is_circular(cache: CacheTensor) -> bool:
+    """Whether the cache wraps."""
+    return cache.update is not None and cache.update.mode is UpdateMode.CIRCULAR

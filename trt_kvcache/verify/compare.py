@@ -1,0 +1,134 @@
+"""Comparing the outputs of both models, step by step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.verify.caches import CacheTensor
+from trt_kvcache.verify.dtypes import tolerance
+from trt_kvcache.verify.report import OutputDifference
+
+Array = npt.NDArray[Any]
+
+_BEYOND = float("inf")  # not comparable: worse than any number
+
+
+@dataclass
+class _Worst:
+    dtype: str = "?"
+    tolerance: float = 0.0
+    absolute: float = 0.0
+    relative: float = 0.0
+    step: int | None = None
+    span: int | None = None
+    stale: int = 0
+
+
+class Comparison:
+    """Collects the worst difference of each output.
+
+    Args:
+        roles: role of each output by name.
+        override: tolerance for every output, or None: by dtype.
+    """
+
+    def __init__(self, roles: dict[str, str], override: float | None) -> None:
+        self._roles = roles
+        self._override = override
+        self._worst = {name: _Worst() for name in roles}
+
+    def plain(self, name: str, original: Array, rewritten: Array, step: int, span: int | None) -> None:
+        """Compares an output as it is."""
+        self._note(name, original, *difference(original, rewritten), 0, step, span)
+
+    def cache(
+        self, cache: CacheTensor, past: tuple[Array, Array], present: tuple[Array, Array], step: int, span: int | None
+    ) -> None:
+        """Compares a cache: rows that the original wrote as numbers, rows that it left alone bit for bit.
+
+        Args:
+            cache: the cache.
+            past: the original's and the rewritten model's array before the step, both in the original's layout.
+            present: the same after the step.
+            step: index of the step.
+            span: of the rewritten model's run.
+        """
+        name = str(cache.output)
+        if past[0].shape != present[0].shape or present[0].shape != present[1].shape:
+            self._note(name, present[0], _BEYOND, _BEYOND, 0, step, span)
+            return
+        before, after = ([cache.rows(a) for a in side] for side in (past, present))
+        written = ~_same_bits(before[0], after[0])
+        stale = ~written & ~_same_bits(before[1], after[1])
+        numbers = difference(after[0][written], after[1][written])
+        self._note(name, present[0], *numbers, int(stale.sum()), step, span)
+
+    def _note(
+        self, name: str, like: Array, absolute: float, relative: float, stale: int, step: int, span: int | None
+    ) -> None:
+        worst = self._worst[name]
+        worst.dtype = like.dtype.name
+        worst.tolerance = tolerance(like.dtype) if self._override is None else self._override
+        if (relative, stale) > (worst.relative, worst.stale) or (stale > worst.stale and relative <= worst.tolerance):
+            worst.step, worst.span = step, span
+        worst.absolute, worst.relative = max(worst.absolute, absolute), max(worst.relative, relative)
+        worst.stale = max(worst.stale, stale)
+
+    def results(self) -> tuple[OutputDifference, ...]:
+        """One entry per output."""
+        return tuple(
+            OutputDifference(
+                name=name,
+                role=self._roles[name],
+                dtype=w.dtype,
+                max_absolute=_number(w.absolute),
+                max_relative=_number(w.relative),
+                tolerance=w.tolerance,
+                step=w.step,
+                span=w.span,
+                exact=w.absolute == 0 and w.stale == 0,
+                stale_rows_changed=w.stale,
+                passed=w.relative <= w.tolerance and w.stale == 0,
+            )
+            for name, w in self._worst.items()
+        )
+
+
+def difference(original: Array, rewritten: Array) -> tuple[float, float]:
+    """The largest difference, and its share of the original's largest magnitude.
+
+    Both are infinite where shapes or dtypes differ, or where one side is not finite and the other is not the same.
+    """
+    if original.shape != rewritten.shape or original.dtype != rewritten.dtype:
+        return _BEYOND, _BEYOND
+    if not original.size:
+        return 0.0, 0.0
+    if original.dtype.kind not in "fiub":
+        return (0.0, 0.0) if np.array_equal(original, rewritten) else (_BEYOND, _BEYOND)
+    a, b = original.astype(np.float64), rewritten.astype(np.float64)
+    finite = np.isfinite(a)
+    if not np.array_equal(a[~finite], b[~finite], equal_nan=True) or not np.isfinite(b[finite]).all():
+        return _BEYOND, _BEYOND
+    absolute = float(np.abs(a[finite] - b[finite]).max(initial=0.0))
+    scale = float(np.abs(a[finite]).max(initial=0.0))
+    if absolute == 0:
+        return 0.0, 0.0
+    return absolute, absolute / scale if scale else _BEYOND
+
+
+def _same_bits(a: Array, b: Array) -> npt.NDArray[np.bool_]:
+    """Per row ``[B, S_max]`` of ``[B, S_max, ...]``: do both arrays hold the same bytes?"""
+    as_bytes = np.dtype(f"u{a.dtype.itemsize}")
+    equal: npt.NDArray[np.bool_] = (
+        np.ascontiguousarray(a).view(as_bytes) == np.ascontiguousarray(b).view(as_bytes)
+    ).all(axis=-1)
+    return equal
+
+
+def _number(value: float) -> float | None:
+    """JSON has no infinity."""
+    return value if np.isfinite(value) else None

@@ -1,0 +1,201 @@
+"""Values for every input of a step other than the caches, from the role that each plays."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import CachePlan, Role, SpanInput, TensorRole, UpdateMode
+from trt_kvcache.verify.dtypes import numpy_dtype
+from trt_kvcache.verify.schedule import Step
+from trt_kvcache.verify.tables import IndexLimits
+
+Array = npt.NDArray[Any]
+
+_DRIVEN = (Role.CACHE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
+_HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
+
+
+class StepInputs:
+    """Fills the inputs of one step.
+
+    Args:
+        plan: of the model.
+        limits: of token ids and positions.
+        given: values for inputs by name, used before any role.
+        rng: of tokens, masks and unexplained inputs.
+        twin: bfloat16 is held as float32.
+    """
+
+    def __init__(
+        self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array], rng: np.random.Generator, *, twin: bool
+    ) -> None:
+        self._plan = plan
+        self._limits = limits
+        self._given = given
+        self._rng = rng
+        self._twin = twin
+        self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in (Role.CACHE, Role.SPAN)]
+        self._check_given()
+
+    def _check_given(self) -> None:
+        roles = {t.name: t.role for t in self._plan.tensors if t.io == "input"}
+        for name in self._given:
+            if name not in roles:
+                raise OptionError(
+                    f"values are given for '{name}', which is no input of the model; inputs are {', '.join(roles)}"
+                )
+            if roles[name] in _DRIVEN:
+                raise OptionError(
+                    f"values are given for '{name}' ({roles[name].value}), which verification sets itself"
+                )
+
+    def shared(self, step: Step) -> dict[str, Array]:
+        """The inputs that both models take, by name."""
+        sizes = {
+            "batch": len(step.starts), "sequence": step.length, "tokens": len(step.starts) * step.length,
+            "batch+1": len(step.starts) + 1,
+        }  # fmt: skip
+        return {t.name: self._fill(t, step, sizes | {"keys": self._capacity(t.name)}) for t in self._inputs}
+
+    def spans(self, step: Step, kind: str) -> dict[str, Array]:
+        """The rewritten model's span inputs: ``"tight"``, ``"bucketed"`` (the next multiple of 16) or ``"full"``."""
+        return {span.name: np.arange(_span(span, step, kind)) for span in self._plan.spans}
+
+    def _fill(self, tensor: TensorRole, step: Step, sizes: Mapping[str, int]) -> Array:
+        shape = tuple(
+            dim if isinstance(dim, int) else self._size(tensor, axis, sizes) for axis, dim in enumerate(tensor.shape)
+        )
+        dtype = numpy_dtype(tensor.dtype, twin=self._twin)
+        if tensor.name in self._given:
+            return self._cut(tensor, shape).astype(dtype)
+        starts, after = np.array(step.starts), np.array(step.valid)
+        names: tuple[str, ...]
+        match tensor.role:
+            case Role.TOKENS if dtype.kind in "iu":
+                return self._rng.integers(0, self._limits.tokens.get(tensor.name, 2), shape).astype(dtype)
+            case Role.POSITIONS:
+                positions = starts[:, None] + np.arange(step.length)
+                limit = self._limits.positions.get(tensor.name)
+                values, names = positions if limit is None else positions % limit, ("batch", "sequence")
+                if "tokens" in tensor.axes:
+                    values, names = values.reshape(-1), ("tokens",)
+            case Role.WRITE_INDICES:
+                values, names = starts, ("batch",)
+            case Role.VALID_LENGTHS:
+                values, names = np.minimum(after, self._capacity(tensor.name)), ("batch",)
+            case Role.UPDATE_LENGTHS:
+                values, names = np.arange(len(starts) + 1) * step.length, ("batch+1",)
+            case Role.MASK:
+                return self._mask(tensor, step, shape, dtype)
+            case _:
+                return self._anything(shape, dtype)
+        return arrange(values, names, shape, tensor.axes).astype(dtype)
+
+    def _size(self, tensor: TensorRole, axis: int, sizes: Mapping[str, int]) -> int:
+        meaning = tensor.axes[axis]
+        if tensor.name in self._given and meaning not in sizes:
+            given = self._given[tensor.name].shape
+            return given[axis] if axis < len(given) else 1
+        if meaning not in sizes:
+            raise OptionError(
+                f"nothing says how long axis {axis} of input '{tensor.name}' {list(tensor.shape)} is; give values for "
+                "it in an .npz file (VerifyOptions.inputs), or name its role in a config"
+            )
+        return sizes[meaning]
+
+    def _cut(self, tensor: TensorRole, shape: tuple[int, ...]) -> Array:
+        given = self._given[tensor.name]
+        if given.ndim != len(shape) or any(have < need for have, need in zip(given.shape, shape, strict=True)):
+            raise OptionError(
+                f"the values given for '{tensor.name}' have shape {list(given.shape)}, and a step needs {list(shape)}"
+            )
+        return given[tuple(slice(0, size) for size in shape)]
+
+    def _capacity(self, name: str) -> int:
+        """Rows of the smallest cache that attention reads under this input (lengths or mask)."""
+        geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
+        read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
+        capacities = [c.capacity for c in self._plan.caches if c.past in read]
+        return min(capacities or [c.capacity for c in self._plan.caches])
+
+    def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """A causal mask over the newest token of each cache row, with a share of the visible keys hidden."""
+        keys = shape[-1] if shape else 1
+        starts, after = np.array(step.starts)[:, None, None], np.array(step.starts)[:, None, None] + step.length
+        query = starts + np.arange(step.length)[None, :, None]
+        # The newest token that lies in row j of a cache of `keys` rows; for linear caches that is j itself.
+        newest = after - 1 - (after - 1 - np.arange(keys)) % keys
+        written = newest >= 0
+        if not self._wraps(keys):
+            newest, written = np.arange(keys)[None, None, :], np.arange(keys)[None, None, :] < after
+        hidden = self._rng.random((len(step.starts), step.length, keys)) < _HIDDEN_SHARE
+        visible = written & (newest <= query) & (~hidden | (newest == query))
+        placed = arrange(visible, ("batch", "sequence", "keys"), shape, tensor.axes)
+        if dtype.kind != "f":
+            return placed.astype(dtype)
+        bias = self._rng.uniform(-1, 1, shape)
+        return np.where(placed, bias, np.finfo(dtype).min).astype(dtype)
+
+    def _wraps(self, keys: int) -> bool:
+        return any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches)
+
+    def _anything(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        if dtype.kind == "f":
+            return self._rng.normal(0, 0.5, shape).astype(dtype)
+        return self._rng.integers(0, 2, shape).astype(dtype)
+
+
+def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:
+    """Values with named axes, as a tensor of `shape` whose axes are called `axes`.
+
+    Axes of the tensor without a name take the first name left whose size fits; axes that no name explains repeat the
+    values. Names that the tensor has no axis for are reduced: `sequence` to its last entry, others to their first.
+    """
+    sizes = dict(zip(names, values.shape, strict=True))
+    order: list[str | None] = [axis if axis in names else None for axis in axes]
+    if "keys" in names and order and "keys" not in order:
+        order[-1] = "keys"
+    for place, size in enumerate(shape):
+        if order[place] is None and not (axes[place] and axes[place] != "?"):
+            order[place] = next((n for n in names if n not in order and sizes[n] == size), None)
+    for name in names:
+        if name not in order:
+            values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
+    kept = [n for n in order if n is not None]
+    dropped = [i for i, n in enumerate(names) if n not in kept]
+    values = values.squeeze(tuple(dropped))
+    left = [n for n in names if n in kept]
+    values = values.transpose([left.index(n) for n in kept])
+    spread = values.reshape([sizes[n] if n is not None else 1 for n in order])
+    return np.ascontiguousarray(np.broadcast_to(spread, shape))
+
+
+def longest(span: SpanInput, step: Step) -> int:
+    """The fewest rows that the span may have in this step."""
+    return max(1, min(max(step.valid), span.capacity))
+
+
+def _span(span: SpanInput, step: Step, kind: str) -> int:
+    tight = longest(span, step)
+    return {"tight": tight, "bucketed": min(-(-tight // 16) * 16, span.capacity), "full": span.capacity}[kind]
+
+
+def load_inputs(path: str | None) -> dict[str, Array]:
+    """Values by name from an ``.npz`` file.
+
+    Raises:
+        OptionError: the file cannot be read as one.
+    """
+    if path is None:
+        return {}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except (OSError, ValueError, zipfile.BadZipFile, AttributeError) as error:
+        raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({error})") from None

@@ -1,0 +1,147 @@
+"""What a verification is asked for, and what it found: plain data, JSON in and out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache.errors import OptionError, VerificationError
+
+
+@dataclass(frozen=True)
+class VerifyOptions:
+    """What a caller may decide about a verification.
+
+    Attributes:
+        batch: rows per step, each with its own length; a fixed batch size in the model wins.
+        chunks: lengths of the prefill chunks, in tokens; a fixed update length in the model wins.
+        tokens: single-token steps after the chunks.
+        tolerance: largest difference allowed, as a share of the output's largest magnitude; None: by dtype.
+        seed: of tokens, cache contents and garbage.
+        inputs: path of an ``.npz`` file with values, by name, for inputs that no role explains. Axes that vary from
+            step to step are cut to size.
+
+    Raises:
+        OptionError: a value is out of range.
+    """
+
+    batch: int = 3
+    chunks: tuple[int, ...] = (5, 3)
+    tokens: int = 4
+    tolerance: float | None = None
+    seed: int = 0
+    inputs: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise OptionError(f"the verification batch is {self.batch}; it must be at least 1")
+        if any(chunk < 1 for chunk in self.chunks):
+            raise OptionError(f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token")
+        if self.tokens < 0 or self.tokens + len(self.chunks) < 1:
+            raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
+        if self.tolerance is not None and not 0 <= self.tolerance < 1:
+            raise OptionError(f"the tolerance is {self.tolerance}; it is a share of the output's scale, from 0 to 1")
+
+
+@dataclass(frozen=True)
+class VerifyStep:
+    """One step that both models ran.
+
+    Attributes:
+        episode: ``"decode"`` (from short histories), ``"full"`` (up to the last row of linear caches), ``"wrap"``
+            (over the end of circular ones), ``"short"`` (rows with fewer valid tokens than the update, idle rows too)
+            or ``"padded"`` (an update whose last tokens are not valid).
+        length: tokens of the update.
+        starts: per row, tokens before the step; its write index.
+        valid: per row, valid tokens after the step.
+        spans: the spans that the rewritten model ran with, one run each; empty without span inputs.
+    """
+
+    episode: str
+    length: int
+    starts: tuple[int, ...]
+    valid: tuple[int, ...]
+    spans: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OutputDifference:
+    """The largest difference found in one output, over all steps.
+
+    Attributes:
+        dtype: as compared.
+        max_absolute: None where one side is not finite and the other is, or shapes differ.
+        max_relative: as a share of the original's largest magnitude in that step; None as above.
+        tolerance: largest `max_relative` allowed.
+        step: index into `VerifyReport.steps` of the worst step, or None where no step showed any difference.
+        span: the span of that run, or None.
+        exact: no step showed any difference.
+        stale_rows_changed: caches: rows that the original left alone and the rewritten model changed, at the most in
+            one step.
+    """
+
+    name: str
+    role: str
+    dtype: str
+    max_absolute: float | None
+    max_relative: float | None
+    tolerance: float
+    step: int | None
+    span: int | None
+    exact: bool
+    stale_rows_changed: int
+    passed: bool
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """What the verification of one model found.
+
+    Attributes:
+        original_engine, rewritten_engine: what ran each side, such as ``"ONNX Runtime 1.31.1"``.
+        float32_twin: the model is bfloat16 and was compared as its float32 twin on both sides.
+        garbage: magnitude of the values in cache rows that no token has been written to.
+        failure: why the rewritten model could not be run to the end, or None.
+        notes: what else the reader should know.
+    """
+
+    model: str
+    passed: bool
+    original_engine: str
+    rewritten_engine: str
+    float32_twin: bool
+    garbage: float
+    outputs: tuple[OutputDifference, ...]
+    steps: tuple[VerifyStep, ...]
+    notes: tuple[str, ...] = ()
+    failure: str | None = None
+
+    def check(self) -> None:
+        """Does nothing where the verification passed.
+
+        Raises:
+            VerificationError: it failed; the message names the worst output.
+        """
+        if self.passed:
+            return
+        if self.failure is not None:
+            raise VerificationError(f"{self.model}: {self.failure}")
+        failed = [o for o in self.outputs if not o.passed]
+        worst = max(failed, key=lambda o: float("inf") if o.max_relative is None else o.max_relative)
+        step = "" if worst.step is None else f" at step {worst.step} ({_describe(self.steps[worst.step], worst.span)})"
+        raise VerificationError(
+            f"{self.model}: the rewritten model does not give the original's numbers: output '{worst.name}' "
+            f"{_what(worst)}{step}; {len(failed)} of {len(self.outputs)} outputs fail"
+        )
+
+
+def _what(output: OutputDifference) -> str:
+    if output.max_relative is None:
+        return "has another shape, or is not finite where the original is"
+    if output.max_relative > output.tolerance:
+        return f"differs by {output.max_relative:.2g} of its scale (allowed: {output.tolerance:g})"
+    return f"changes {output.stale_rows_changed} cache rows that the original leaves alone"
+
+
+def _describe(step: VerifyStep, span: int | None) -> str:
+    text = f"{step.episode}: {step.length} tokens at {list(step.starts)}, valid {list(step.valid)}"
+    return text if span is None else f"{text}, span {span}"

@@ -1,0 +1,154 @@
+"""Which steps a verification runs: pure arithmetic on lengths.
+
+All rows of a step have one update length, as in the operators; what is ragged is where each row starts. Right padding
+of a row (fewer valid tokens than the update) shifts the causal frontier of that row (offset = valid - S_q), so it is a
+case of its own here and not a way to prefill (https://onnx.ai/onnx/operators/onnx__Attention.html).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import CachePlan, Role, UpdateMode
+from trt_kvcache.verify.report import VerifyOptions
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: `length` tokens per row, written from `starts`; `valid` tokens per row count afterwards."""
+
+    length: int
+    starts: tuple[int, ...]
+    valid: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Steps over one set of caches; each step starts where the one before ended."""
+
+    name: str
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a model allows.
+
+    Attributes:
+        batch: rows.
+        length: the fixed update length, or None.
+        longest: the longest update.
+        linear: the shortest linear cache, or None.
+        circular: capacities of the circular caches.
+        no_straddle: capacities of the circular caches whose contract forbids updates across the wrap.
+        indexed: rows are written at an index; otherwise always from row 0.
+        ragged: rows may start at different places.
+        lengths: valid lengths are an input.
+    """
+
+    batch: int
+    length: int | None
+    longest: int
+    linear: int | None
+    circular: tuple[int, ...]
+    no_straddle: tuple[int, ...]
+    indexed: bool
+    ragged: bool
+    lengths: bool
+
+
+def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
+    """What the model allows.
+
+    Raises:
+        OptionError: the model has no cache.
+    """
+    if not plan.caches:
+        raise OptionError("the model has no cache update: there is no decode to verify")
+    fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
+    batch = min(fixed_batches, default=options.batch)
+    fixed_lengths = {c.update_length for c in plan.caches if isinstance(c.update_length, int)}
+    contracts = [c.contract for c in plan.caches if c.contract is not None]
+    bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
+    driven = [t for t in plan.tensors if t.io == "input" and t.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)]
+    return Limits(
+        batch=batch,
+        length=min(fixed_lengths, default=None),
+        longest=min([c.capacity for c in plan.caches] + bounds),
+        linear=min((c.capacity for c in plan.caches if c.mode is UpdateMode.LINEAR), default=None),
+        circular=tuple(sorted({c.capacity for c in plan.caches if c.mode is UpdateMode.CIRCULAR})),
+        no_straddle=tuple(sorted({c.capacity for c in plan.caches if c.contract and c.contract.no_straddle})),
+        indexed=any(c.write_indices is not None for c in plan.caches),
+        ragged=all("batch" in t.axes or batch in t.shape for t in driven),
+        lengths=any(t.role is Role.VALID_LENGTHS for t in driven),
+    )
+
+
+def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]:
+    """All episodes of a verification."""
+    wanted = [*options.chunks, *([1] * options.tokens)]
+    if limits.length is not None:
+        wanted = [limits.length] * len(wanted)
+    lengths = [min(length, limits.longest) for length in wanted]
+    if not limits.indexed:
+        return _from_row_zero(limits, lengths)
+    while limits.linear is not None and sum(lengths) > limits.linear:
+        lengths.pop()
+    total = sum(lengths)
+    room = None if limits.linear is None else limits.linear - total
+    episodes = [Episode("decode", _steps(limits, lengths, _starts(limits, 0, 5, room)))]
+    if room:
+        episodes.append(Episode("full", _steps(limits, lengths, _starts(limits, room, -3, room))))
+    for capacity in limits.circular:
+        # Two rows before the end; a fixed length under a contract must fit before it.
+        starts = _starts(limits, capacity - (limits.length or 2), capacity + (limits.length or 3), room)
+        episodes.append(Episode("wrap", _steps(limits, lengths, starts)))
+    if limits.lengths:
+        episodes += _short(limits)
+    return tuple(episodes)
+
+
+def _starts(limits: Limits, first: int, stride: int, room: int | None) -> tuple[int, ...]:
+    """One start per row, within the room that linear caches leave."""
+    rows = [max(first + (stride * row if limits.ragged else 0), 0) for row in range(limits.batch)]
+    return tuple(rows if room is None else (start if start <= room else start % (room + 1) for start in rows))
+
+
+def _steps(limits: Limits, lengths: list[int], starts: tuple[int, ...]) -> tuple[Step, ...]:
+    """Consecutive steps; an update that would straddle a wrap where a contract forbids it is split there."""
+    steps: list[Step] = []
+    for wanted in lengths:
+        left = wanted
+        while left:
+            ends = [capacity - start % capacity for capacity in limits.no_straddle for start in starts]
+            length = min([left, *ends])
+            if limits.length is not None and length != limits.length:
+                return tuple(steps)  # the update length is fixed: the next update would break the contract
+            valid = tuple(start + length for start in starts)
+            steps.append(Step(length, starts, valid))
+            starts, left = valid, left - length
+    return tuple(steps)
+
+
+def _from_row_zero(limits: Limits, lengths: list[int]) -> tuple[Episode, ...]:
+    """Every update overwrites the rows from 0 on, as TensorScatter without write indices does."""
+    zeros = (0,) * limits.batch
+    steps = tuple(Step(length, zeros, (length,) * limits.batch) for length in lengths)
+    return (Episode("decode", steps), *(_short(limits) if limits.lengths else ()))
+
+
+def _short(limits: Limits) -> list[Episode]:
+    """Rows with fewer valid tokens than the update has: their first queries see no key at all; and an idle row."""
+    length = limits.length or min(4, limits.longest)
+    zeros = (0,) * limits.batch
+    if not limits.ragged:
+        return [Episode("short", (Step(length, zeros, (max(length - 2, 0),) * limits.batch),))]
+    pattern = (max(length - 2, 0), length, 0)
+    short = Step(length, zeros, tuple(pattern[row % 3] for row in range(limits.batch)))
+    room = min(c for c in (limits.linear, *limits.circular) if c is not None) - length
+    if not limits.indexed or room < 1:
+        return [Episode("short", (short,))]
+    starts = tuple(1 + (4 * row) % room for row in range(limits.batch))
+    padded = Step(length, starts, tuple(s + max(length - 1 - row % 3, 0) for row, s in enumerate(starts)))
+    return [Episode("short", (short,)), Episode("padded", (padded,))]

@@ -1,0 +1,146 @@
+"""What runs a model on the CPU: ONNX Runtime, or ONNX's own reference evaluator where ONNX Runtime cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from onnx import ModelProto
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from trt_kvcache.importer.protos import byte_size, iter_tensors
+
+Array = npt.NDArray[Any]
+
+_REFERENCE_LIMIT = 64 << 20  # bytes of weights; the reference evaluator is plain numpy and holds them all
+_UNOPTIMIZED = 512 << 20  # bytes of weights, from which ONNX Runtime must not copy them for faster kernels
+_ORT_ERRORS = (
+    ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
+)  # fmt: skip
+_REFERENCE_ERRORS = (
+    AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError, ImportError,
+)  # fmt: skip
+
+
+class EngineError(Exception):
+    """An engine refused a model or a step; the text is the engine's own, on one line."""
+
+
+class Session(Protocol):
+    """A loaded model."""
+
+    engine: str
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name.
+
+        Raises:
+            EngineError: the engine cannot run the step.
+        """
+        ...
+
+
+class OrtSession:
+    """ONNX Runtime on the CPU. Weights are mapped from their files where they are large.
+
+    Args:
+        model: path of a model, or a model whose external data are in `folder`.
+        folder: of the external data.
+        weights: bytes of all weights.
+    """
+
+    def __init__(self, model: Path | ModelProto, folder: Path, weights: int) -> None:
+        self.engine = f"ONNX Runtime {ort.__version__}"
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # TensorScatter warns per node and step that past and present are two buffers
+        if weights > _UNOPTIMIZED:
+            # Measured on 1.31.1 with 1.4 GB of float16: optimization packs and converts all weights (12 s, 3.5 GB);
+            # without it the session opens in 0.02 s on mapped files.
+            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        source: str | bytes = str(model)
+        if isinstance(model, ModelProto):
+            options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+            source = model.SerializeToString()
+        try:
+            self._session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+        except _ORT_ERRORS as error:
+            raise EngineError(one_line(error)) from None
+        self._outputs = [output.name for output in self._session.get_outputs()]
+        self._run_options = ort.RunOptions()
+        self._run_options.log_severity_level = 4
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name."""
+        try:
+            values = self._session.run(self._outputs, dict(feeds), self._run_options)
+        except _ORT_ERRORS as error:
+            raise EngineError(one_line(error)) from None
+        return dict(zip(self._outputs, values, strict=True))
+
+
+class ReferenceSession:
+    """ONNX's reference evaluator (https://onnx.ai/onnx/api/reference.html): slow, and right by definition."""
+
+    def __init__(self, model: ModelProto, folder: Path) -> None:
+        # Imported here: it loads every operator of ONNX, and few models need it.
+        from onnx.reference import ReferenceEvaluator
+
+        self.engine = f"ONNX reference evaluator {onnx.__version__}"
+        loaded = ModelProto()
+        loaded.CopyFrom(model)
+        onnx.load_external_data_for_model(loaded, str(folder))
+        try:
+            self._evaluator = ReferenceEvaluator(loaded)
+        except _REFERENCE_ERRORS as error:
+            raise EngineError(one_line(error)) from None
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """All outputs by name."""
+        try:
+            values = self._evaluator.run(None, dict(feeds))
+        except _REFERENCE_ERRORS as error:
+            raise EngineError(one_line(error)) from None
+        return dict(zip(self._evaluator.output_names, values, strict=True))
+
+
+def open_session(
+    model: ModelProto, folder: Path, trial: Mapping[str, Array], path: Path | None = None
+) -> tuple[Session, str | None]:
+    """The first engine that runs the trial step, and why ONNX Runtime was not it.
+
+    Args:
+        model: the model.
+        folder: of its external data.
+        trial: feeds of one step.
+        path: of the same model as a file, which ONNX Runtime then reads by itself.
+
+    Raises:
+        EngineError: no engine runs it; the text is ONNX Runtime's.
+    """
+    weights = sum(byte_size(t) or 0 for t in iter_tensors(model))
+    try:
+        session = OrtSession(path or model, folder, weights)
+        session.run(trial)
+    except EngineError as error:
+        if weights > _REFERENCE_LIMIT:
+            raise
+        refusal = error
+    else:
+        return session, None
+    try:
+        reference = ReferenceSession(model, folder)
+        reference.run(trial)
+    except EngineError as error:
+        raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None
+    return reference, str(refusal)
+
+
+def one_line(error: Exception) -> str:
+    """The error's text on one line, cut to a readable length."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -1,0 +1,153 @@
+"""The float32 twin of a bfloat16 model: ONNX Runtime has no bfloat16 kernels for MatMul, Add or Softmax on the CPU.
+
+Every bfloat16 tensor, cast and declaration becomes float32; nothing else changes. What the twin cannot show is
+bfloat16 rounding; structure, masks, indices and layouts are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, TypeProto, external_data_helper, numpy_helper
+
+from trt_kvcache.errors import OutputError
+from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+
+_DATA = "float32-twin.data"
+_BLOCK = 1 << 25  # bytes read at a time
+_SMALL = 1024  # bytes; smaller tensors stay in the proto, where shape inference can read them
+_DTYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type"})
+
+
+def has_bfloat16(model: ModelProto) -> bool:
+    """Whether any tensor or declared value of the model is bfloat16."""
+    return any(t.data_type == TensorProto.BFLOAT16 for t in iter_tensors(model)) or any(
+        t.tensor_type.elem_type == TensorProto.BFLOAT16 for t in _types(model)
+    )
+
+
+class TwinFolder:
+    """Makes twins of models that share their weights; each weight is converted once, block by block, into one file.
+
+    Args:
+        folder: an existing folder that takes the file.
+        source: folder of the models' external data.
+    """
+
+    def __init__(self, folder: Path, source: Path) -> None:
+        self.folder = folder
+        self._source = source
+        self._written: dict[tuple[object, ...], tuple[int, int]] = {}
+
+    def twin(self, model: ModelProto) -> ModelProto:
+        """The float32 twin; its external data are in `folder`.
+
+        Raises:
+            OutputError: the folder has no room for the float32 weights.
+        """
+        twin = ModelProto()
+        twin.CopyFrom(model)
+        self._check_room(twin)
+        for scope in iter_scopes(twin):
+            for node in scope.node:
+                for attribute in node.attribute:
+                    if (
+                        attribute.name in _DTYPE_ATTRIBUTES
+                        and attribute.type == AttributeProto.INT
+                        and attribute.i == TensorProto.BFLOAT16
+                    ):
+                        attribute.i = TensorProto.FLOAT
+        for kind in _types(twin):
+            if kind.tensor_type.elem_type == TensorProto.BFLOAT16:
+                kind.tensor_type.elem_type = TensorProto.FLOAT
+        initializers = {t.name for s in iter_scopes(twin) if isinstance(s, GraphProto) for t in s.initializer}
+        with (self.folder / _DATA).open("ab") as data:
+            for tensor in iter_tensors(twin):
+                self._convert(tensor, data, tensor.name in initializers)
+        return twin
+
+    def _check_room(self, model: ModelProto) -> None:
+        needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(model)) if not self._written else 0
+        free = shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise OutputError(
+                f"the float32 twin of this bfloat16 model takes up to {needed / 1e9:.1f} GB, and {self.folder} has "
+                f"{free / 1e9:.1f} GB free: set TMPDIR to a folder with room"
+            )
+
+    def _convert(self, tensor: TensorProto, data: BinaryIO, initializer: bool) -> None:
+        external = tensor.data_location == TensorProto.EXTERNAL
+        bfloat16 = tensor.data_type == TensorProto.BFLOAT16
+        if not external and not bfloat16:
+            return
+        if not external and (not initializer or (byte_size(tensor) or 0) <= _SMALL):
+            values = numpy_helper.to_array(tensor).astype(np.float32)
+            name = tensor.name
+            tensor.CopyFrom(numpy_helper.from_array(values, name))
+            return
+        key, blocks = self._blocks(tensor, external)
+        if key not in self._written:
+            self._written[key] = _append(data, blocks, bfloat16)
+        offset, length = self._written[key]
+        twin = TensorProto(
+            name=tensor.name, dims=tensor.dims, data_type=TensorProto.FLOAT if bfloat16 else tensor.data_type
+        )
+        twin.data_location = TensorProto.EXTERNAL
+        for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):
+            twin.external_data.add(key=entry, value=value)
+        tensor.CopyFrom(twin)
+
+    def _blocks(self, tensor: TensorProto, external: bool) -> tuple[tuple[object, ...], Iterator[bytes]]:
+        """What identifies the tensor's bytes, and the bytes."""
+        if not external:
+            raw = numpy_helper.to_array(tensor).tobytes()
+            return (tensor.name, len(raw), hash(raw)), iter([raw])
+        info = external_data_helper.ExternalDataInfo(tensor)
+        offset, length = info.offset or 0, byte_size(tensor) or 0
+        return (info.location, offset, length), _read(self._source / info.location, offset, length)
+
+
+def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        file.seek(offset)
+        while length > 0:
+            block = file.read(min(length, _BLOCK))
+            yield block
+            length -= len(block)
+
+
+def _append(data: BinaryIO, blocks: Iterator[bytes], bfloat16: bool) -> tuple[int, int]:
+    """Appends one tensor to the file; returns offset and length."""
+    data.seek(0, os.SEEK_END)
+    data.write(bytes(-data.tell() % 4096))  # page-aligned, so that ONNX Runtime maps it instead of reading it
+    offset = data.tell()
+    for block in blocks:
+        # bfloat16 is the upper half of a float32.
+        data.write((np.frombuffer(block, "<u2").astype("<u4") << 16).tobytes() if bfloat16 else block)
+    return offset, data.tell() - offset
+
+
+def _types(model: ModelProto) -> Iterator[TypeProto]:
+    """Every type declared anywhere in the model that can hold an element type."""
+    for scope in iter_scopes(model):
+        infos = list(scope.value_info)
+        if isinstance(scope, GraphProto):
+            infos += [*scope.input, *scope.output]
+        for info in infos:
+            yield from _nested(info.type)
+        for node in scope.node:
+            for attribute in node.attribute:
+                if attribute.HasField("tp"):
+                    yield from _nested(attribute.tp)
+
+
+def _nested(kind: TypeProto) -> Iterator[TypeProto]:
+    yield kind
+    for field in ("sequence_type", "optional_type"):
+        if kind.HasField(field):
+            yield from _nested(getattr(kind, field).elem_type)
