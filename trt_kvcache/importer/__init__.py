@@ -1,122 +1,27 @@
 """ONNX decoder -> plan -> rewritten model. Nothing here imports TensorRT or ONNX Runtime.
 
-load_source     read the file, check it
-prepare         fixed capacity, flat, shapes known
-analyze         -> CachePlan
-rewrite_graph   the graph as the plan says
-patch_network   what only TensorRT's parsed network can say
+    load_source     read the file, check it
+    prepare         fixed capacity, flat, shapes known
+    analyze         -> CachePlan
+    rewrite_graph   the graph as the plan says
+    patch_network   what only TensorRT's parsed network can say
+
+Names load on first use: the data classes in `trt_kvcache.importer.plan`, and manifests with them, need no ONNX.
 """
 
 from __future__ import annotations
 
-import os
-from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-import onnx
-import onnx_graphsurgeon as gs
-
-from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.importer.analyze import analyze, check_unique_outputs
-from trt_kvcache.importer.graph import fold_identities
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
-from trt_kvcache.importer.rewrite import rewrite_graph
-from trt_kvcache.importer.rewrite.packed import DOMAIN, add_packed_function
-from trt_kvcache.importer.source import SourceModel, load_source, save_model
+if TYPE_CHECKING:
+    from trt_kvcache.importer.pipeline import ImportedModel, import_model, import_source, plan_model, rewrite_model
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
 
-_DEFAULTS = PlanOptions()
 
-
-@dataclass(frozen=True)
-class ImportedModel:
-    """A model, its plan and its rewritten form.
-
-    Attributes:
-        model: the rewritten model; external-data references are relative to ``source.path.parent`` and not loaded.
-    """
-
-    source: SourceModel
-    plan: CachePlan
-    model: onnx.ModelProto
-
-
-def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> CachePlan:
-    """Say what would be done to a model: the dry run of `rewrite_model` and of a build.
-
-    Neither TensorRT nor the weights are needed.
-
-    Args:
-        model: path of the ``.onnx`` file.
-        options: target and choices.
-
-    Raises:
-        ModelError: the model is unreadable, illegal or unsupported.
-        OptionError: an option does not fit the model.
-    """
-    source = load_source(model)
-    prepared, graph = _prepare(source, options)
-    return analyze(prepared.model, graph, options, prepared.inlined)
-
-
-def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> ImportedModel:
-    """Plan and rewrite a model in memory.
-
-    Raises:
-        ModelError, OptionError: see `plan_model`.
-    """
-    return import_source(load_source(model), options)
-
-
-def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> ImportedModel:
-    """Plan and rewrite a model that was already read. `source` is not changed."""
-    prepared, graph = _prepare(source, options)
-    plan = analyze(prepared.model, graph, options, prepared.inlined)
-    rewrite_graph(graph, plan)
-    return ImportedModel(source, plan, _export(source.proto, prepared, graph))
-
-
-def rewrite_model(
-    model: str | os.PathLike[str], output: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
-) -> CachePlan:
-    """Write the rewritten model: standard ONNX that TensorRT builds with the original's meaning.
-
-    External data are left where they are if `output` lies in the model's folder, else copied beside it.
-
-    Returns:
-        The plan that was followed.
-
-    Raises:
-        ModelError, OptionError: see `plan_model`.
-        OutputError: `output` cannot be written.
-    """
-    imported = import_model(model, options)
-    save_model(imported.model, output, imported.source)
-    return imported.plan
-
-
-def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Graph]:
-    prepared = prepare(source.proto, options.capacity)
-    try:
-        graph = gs.import_onnx(prepared.model)
-    except Exception as error:  # graphsurgeon has no exceptions of its own
-        raise InvalidModelError(f"{source.path}: the graph cannot be read: {error}") from error
-    check_unique_outputs(graph)
-    fold_identities(graph)
-    return prepared, graph
-
-
-def _export(source: onnx.ModelProto, prepared: Prepared, graph: gs.Graph) -> onnx.ModelProto:
-    model: onnx.ModelProto = gs.export_onnx(graph)
-    del model.graph.value_info[:]  # intermediates changed shape; whoever needs them infers them
-    model.ir_version = max(source.ir_version, 10)
-    for field in ("producer_name", "producer_version", "domain", "model_version", "doc_string"):
-        setattr(model, field, getattr(source, field))
-    model.graph.doc_string = source.graph.doc_string
-    del model.metadata_props[:]
-    model.metadata_props.extend(source.metadata_props)
-    attach_weights(model, prepared.weights)
-    if any(node.domain == DOMAIN for node in model.graph.node) and not model.functions:
-        add_packed_function(model)
-    return model
+def __getattr__(name: str) -> object:
+    """Load a public name on first use."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("trt_kvcache.importer.pipeline"), name)
