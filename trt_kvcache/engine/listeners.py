@@ -1,0 +1,102 @@
+"""What TensorRT calls back while it parses and builds: its log, its progress, and the writer of the engine.
+
+Their base classes belong to the TensorRT module in use, so that the classes are made once it is imported.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, BinaryIO
+
+from blake3 import blake3
+
+from trt_kvcache.engine.protocol import Log, Node, Progress, ProgressEvent, Send
+
+# Parsing every node is announced at verbose severity ("Parsing node: name [Op]"); measured on TensorRT for RTX 1.7.1.
+_NODE = "arsing node: "
+
+# Log lines that say nothing about this build: every int64 input is announced as a warning (the manifest has the
+# dtypes), and a machine without a driver is asked for its GPU in passing.
+_NOISE = ("has Int64 binding", "CUDA driver version is insufficient")
+
+
+def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:
+    """A logger that passes on warnings, errors and the node being parsed, and a progress monitor.
+
+    The logger's method `words` gives the errors so far on one line.
+    """
+
+    class Logger(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: dict[str, None] = {}
+            self.warnings: dict[str, None] = {}
+
+        def log(self, severity: Any, message: str) -> None:
+            if severity == trt.ILogger.VERBOSE:
+                if _NODE in message:
+                    send(Node(message.partition(_NODE)[2]))
+                return
+            if severity == trt.ILogger.INFO or any(noise in message for noise in _NOISE):
+                return
+            message = " ".join(message.split())
+            error = severity != trt.ILogger.WARNING
+            seen = self.errors if error else self.warnings
+            if message not in seen:
+                seen[message] = None
+                send(Log(error, message))
+
+        def words(self) -> str:
+            return "; ".join(self.errors) or "it gives no reason"
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self.phases: dict[str, tuple[str | None, int]] = {}
+            self.lock = threading.Lock()
+
+        def phase_start(self, phase: str, parent: str | None, steps: int) -> None:
+            with self.lock:
+                self.phases[phase] = (parent, steps)
+            send(Progress(ProgressEvent(phase, parent, 0, steps)))
+
+        def step_complete(self, phase: str, step: int) -> bool:
+            parent, steps = self.phases.get(phase, (None, step + 1))
+            send(Progress(ProgressEvent(phase, parent, step + 1, steps)))
+            return True
+
+        def phase_finish(self, phase: str) -> None:
+            with self.lock:
+                parent, steps = self.phases.pop(phase, (None, 0))
+            send(Progress(ProgressEvent(phase, parent, steps, steps, finished=True)))
+
+    return Logger(), Monitor()
+
+
+def make_writer(trt: Any, file: BinaryIO) -> Any:
+    """A stream writer that hashes while it writes.
+
+    Its `error` must be looked at after the build: TensorRT for RTX 1.7.1 reports success even where a write came back
+    short, and prints exceptions away.
+    """
+
+    class Writer(trt.IStreamWriter):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.IStreamWriter.__init__(self)
+            self.size = 0
+            self.digest = blake3(max_threads=blake3.AUTO)
+            self.error: OSError | None = None
+
+        def write(self, data: bytes) -> int:
+            if self.error is not None:
+                return 0
+            try:
+                file.write(data)
+            except OSError as error:
+                self.error = error
+                return 0
+            self.digest.update(data)
+            self.size += len(data)
+            return len(data)
+
+    return Writer()

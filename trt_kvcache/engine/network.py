@@ -1,0 +1,89 @@
+"""Is the parsed network what the plan says? Looked at before building, because TensorRT drops what it does not know."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+from trt_kvcache.errors import BuildError
+from trt_kvcache.importer.plan import CachePlan, Dim, Route, TensorRole
+
+_DTYPES = {
+    "float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int8": "INT8", "uint8": "UINT8", "int32": "INT32",
+    "int64": "INT64", "bool": "BOOL", "float8e4m3fn": "FP8", "int4": "INT4", "float4e2m1": "FP4",
+}  # fmt: skip
+
+
+def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
+    """Compare the network's KV-cache layers, inputs and outputs with the plan's.
+
+    Raises:
+        BuildError: they differ; an engine would not do what its manifest says.
+    """
+    _check_updates(network, plan, trt)
+    for io, count, tensor in (
+        ("input", network.num_inputs, network.get_input),
+        ("output", network.num_outputs, network.get_output),
+    ):
+        _check_tensors(io, [tensor(i) for i in range(count)], [t for t in plan.tensors if t.io == io])
+
+
+def _check_updates(network: Any, plan: CachePlan, trt: Any) -> None:
+    """Every native update is a KV-cache layer from the cache's input to its output, and there is no other."""
+    planned = Counter((c.past, c.present) for c in plan.caches if c.route is Route.NATIVE)
+    found: Counter[tuple[str, str]] = Counter()
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        if layer.type == trt.LayerType.KV_CACHE_UPDATE:
+            found[layer.get_input(0).name, layer.get_output(0).name] += 1
+    if missing := planned - found:
+        pairs = ", ".join(f"{past} -> {present}" for past, present in missing)
+        raise BuildError(
+            f"the parsed network has {found.total()} KV-cache layers, the plan {planned.total()}; missing: {pairs}. "
+            "The engine would not update them in place; this is a fault in trt_kvcache, please report it with the model"
+        )
+    if surplus := found - planned:
+        pairs = ", ".join(f"{past} -> {present}" for past, present in surplus)
+        raise BuildError(
+            f"the parsed network has KV-cache layers that the plan does not know: {pairs}. "
+            "This is a fault in trt_kvcache, please report it with the model"
+        )
+
+
+def _check_tensors(io: str, found: list[Any], planned: list[TensorRole]) -> None:
+    """Names, dtypes and shapes of the network's inputs or outputs."""
+    expected = {t.name: t for t in planned}
+    names = [t.name for t in found]
+    if set(names) != set(expected):
+        raise BuildError(
+            f"the parsed network's {io}s differ from the plan's: "
+            f"missing {sorted(set(expected) - set(names))}, unknown {sorted(set(names) - set(expected))}"
+        )
+    for tensor in found:
+        role = expected[tensor.name]
+        dtype = tensor.dtype.name
+        if dtype != _DTYPES.get(role.dtype):
+            # float64 becomes fp32 without a word; measured on TensorRT for RTX 1.7.1.
+            raise BuildError(f"TensorRT gives {io} {role.name!r} the dtype {dtype}, the model says {role.dtype}")
+        if not _same_shape(tuple(tensor.shape), role.shape, exact=io == "input"):
+            raise BuildError(
+                f"TensorRT gives {io} {role.name!r} the shape {list(tensor.shape)}, the plan says {list(role.shape)}"
+            )
+        if io == "input" and tensor.is_shape_tensor:
+            raise BuildError(
+                f"input {role.name!r} decides shapes by its values (TensorRT reads it on the CPU before every step), "
+                "which is not supported; export the model so that it takes this size from the shape of an input"
+            )
+
+
+def _same_shape(found: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
+    """-1 is TensorRT's dynamic size. Of an output it may know more or less than the model says."""
+    if len(found) != len(planned):
+        return False
+    for size, dim in zip(found, planned, strict=True):
+        if isinstance(dim, int):
+            if size != dim and (exact or size != -1):
+                return False
+        elif exact and size != -1:
+            return False
+    return True

@@ -1,0 +1,170 @@
+"""The caller's side of the build process: start it, feed it, listen to it, and end it whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+import msgspec
+
+import trt_kvcache
+from trt_kvcache import errors
+from trt_kvcache.engine.protocol import (
+    STAGES,
+    Bug,
+    Done,
+    Event,
+    Failed,
+    Job,
+    Log,
+    Node,
+    Progress,
+    ProgressEvent,
+    Stage,
+)
+from trt_kvcache.errors import BuildError, TrtKvCacheError
+
+WORKER = (sys.executable, "-m", "trt_kvcache.engine.worker")
+"""The command of the build process."""
+
+_GRACE = 3.0  # seconds for the child to end by itself, once nobody listens
+_ROOT = Path(trt_kvcache.__file__).parents[1]
+
+
+@dataclass
+class _Heard:
+    """What the child has said so far: what is left to tell about it if it dies."""
+
+    stage: str = STAGES[0]
+    node: str | None = None
+    errors: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def run_worker(
+    job: Job,
+    model: Callable[[], bytes],
+    progress: Callable[[ProgressEvent], None] | None = None,
+    command: Sequence[str] = WORKER,
+) -> tuple[Done, tuple[str, ...]]:
+    """Do a job in a child process.
+
+    Args:
+        job: what to build.
+        model: gives the rewritten model; called once, so that its bytes are not held while the child works.
+        progress: called in this thread for every event; an exception from it (as from Ctrl-C) ends the child.
+        command: the child's command line.
+
+    Returns:
+        What was built, and TensorRT's warnings.
+
+    Raises:
+        BuildError: TensorRT refused the model, or its process died.
+        OutputError: the engine could not be written.
+    """
+    with tempfile.TemporaryFile() as stderr:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            cwd=_ROOT,  # where python -m finds this very package
+            process_group=0,  # Ctrl-C at a terminal reaches this process only, which then ends the child
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        heard = _Heard()
+        outcome: Done | None = None
+        try:
+            _feed(child.stdin, job, model)
+            outcome = _listen(child.stdout, heard, progress)
+        finally:
+            _end(child)
+        if outcome is None:
+            raise BuildError(_death_message(job, heard, child.returncode, stderr))
+    return outcome, tuple(heard.warnings)
+
+
+def _feed(stdin: IO[bytes], job: Job, model: Callable[[], bytes]) -> None:
+    data = model()
+    with contextlib.suppress(BrokenPipeError):  # it died early: how will show
+        stdin.write(msgspec.json.encode(job) + b"\n%d\n" % len(data))
+        stdin.write(data)
+        stdin.flush()
+
+
+def _listen(stdout: IO[bytes], heard: _Heard, progress: Callable[[ProgressEvent], None] | None) -> Done | None:
+    """Follow the child to its end: what it has built, or None if it died without a word."""
+    decoder = msgspec.json.Decoder(Event)
+
+    def report(event: ProgressEvent) -> None:
+        if progress is not None:
+            progress(event)
+
+    for line in stdout:
+        if not line.startswith(b"{"):
+            continue  # printed while Python started, before the child could divert it
+        match decoder.decode(line):
+            case Stage(name):
+                if name != heard.stage:
+                    report(ProgressEvent(heard.stage, None, 1, 1, finished=True))
+                heard.stage = name
+                report(ProgressEvent(name, None, 0, 1))
+            case Node(name):
+                heard.node = name
+            case Progress(event):
+                report(event)
+            case Log(error, message):
+                (heard.errors if error else heard.warnings).append(message)
+            case Failed(kind, message):
+                error_class = getattr(errors, kind)
+                assert issubclass(error_class, TrtKvCacheError)
+                raise error_class(message)
+            case Bug(traceback):
+                raise RuntimeError(f"the build process failed:\n{traceback}")
+            case Done() as done:
+                report(ProgressEvent(heard.stage, None, 1, 1, finished=True))
+                return done
+    return None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Close the child's stdin, which makes it leave nothing behind and end; insist if it does not."""
+    assert child.stdin is not None
+    assert child.stdout is not None
+    with contextlib.suppress(BrokenPipeError):
+        child.stdin.close()
+    try:
+        child.wait(_GRACE)
+    except BaseException as error:  # a second Ctrl-C too
+        child.kill()
+        child.wait()
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+    finally:
+        child.stdout.close()
+
+
+def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> str:
+    """What is known about a child that died without saying why."""
+    stderr.seek(0)
+    lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
+    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    where = f"while {heard.stage}"
+    if heard.stage == STAGES[1] and heard.node is not None:
+        where += f", at node {heard.node}"
+    words = "; ".join([*heard.errors[-3:], *lines[-2:]])
+    if -status == signal.SIGKILL:
+        advice = "; it was probably out of memory: free some, or build on a larger machine"
+    elif status < 0:
+        advice = "; that is a crash inside TensorRT: change this part of the model, or try another version of TensorRT"
+    else:
+        advice = ""
+    return f"the process of {job.title} {how} {where}{advice}{f' (its last words: {words})' if words else ''}"

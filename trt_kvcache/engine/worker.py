@@ -1,0 +1,141 @@
+"""The build process: parses, patches, checks and builds, and writes the engine while TensorRT hands it over.
+
+A process of its own, because some models kill TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
+contrib RotaryEmbedding), and because memory that TensorRT has used goes back to the system only with its process.
+Run as ``python -m trt_kvcache.engine.worker`` by `trt_kvcache.engine.process`.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import threading
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+
+from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Send, Stage
+from trt_kvcache.errors import BuildError, OutputError, TrtKvCacheError
+from trt_kvcache.importer.plan import Target
+
+
+def main() -> None:
+    """Do one job from stdin; ends the process, without unwinding TensorRT."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash would leave gigabytes behind
+    send = _event_sender()
+    job, model = _read_job(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, args=(Path(job.engine),), daemon=True).start()
+    try:
+        send(_build(job, model, send))
+    except TrtKvCacheError as error:
+        send(Failed(type(error).__name__, str(error)))
+    except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
+        send(Bug(traceback.format_exc()))
+    # All is written and synced. Taking TensorRT's objects apart takes time, and could still crash.
+    os._exit(0)
+
+
+def _event_sender() -> Send:
+    """Keep stdout for events. What TensorRT's libraries print there goes to stderr."""
+    events = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    encoder, lock = msgspec.json.Encoder(), threading.Lock()
+
+    def send(event: Event) -> None:
+        line = encoder.encode(event) + b"\n"
+        with lock:  # TensorRT reports progress from several threads
+            events.write(line)
+
+    return send
+
+
+def _read_job(stdin: BinaryIO) -> tuple[Job, list[bytes]]:
+    """The job and the model; the model in a list, for the parser to take out and let go."""
+    job = msgspec.json.decode(stdin.readline(), type=Job)
+    return job, [stdin.read(int(stdin.readline()))]
+
+
+def _end_with_parent(engine: Path) -> None:
+    """Wait for the caller's end of stdin to close, and leave nothing behind when it does, however the caller died."""
+    while os.read(0, 1):
+        pass
+    engine.unlink(missing_ok=True)
+    os._exit(1)
+
+
+def _build(job: Job, model: list[bytes], send: Send) -> Done:
+    """Everything from importing TensorRT to the engine on disk."""
+    send(Stage(STAGES[0]))
+    trt = _import_tensorrt(job.target)
+    from trt_kvcache.engine.config import create_config
+    from trt_kvcache.engine.listeners import make_listeners, make_writer
+    from trt_kvcache.engine.network import check_network
+    from trt_kvcache.importer.patch import patch_network
+
+    logger, monitor = make_listeners(trt, send)
+    builder = trt.Builder(logger)
+    # TensorRT 10 would otherwise be free to change precisions; 11 and TensorRT for RTX always keep them.
+    typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if job.target is Target.TENSORRT else 0
+    network = builder.create_network(typed)
+
+    send(Stage(STAGES[1]))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse(model.pop(), job.model):
+        raise BuildError(_parser_message(job, parser))
+
+    send(Stage(STAGES[2]))
+    patch_network(network, job.plan, trt)
+    check_network(network, job.plan, trt)
+
+    send(Stage(STAGES[3]))
+    config = create_config(trt, builder, network, job, monitor)
+    with open(job.engine, "wb") as file:
+        writer = make_writer(trt, file)
+        # Handing the engine over in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
+        built = builder.build_serialized_network_to_stream(network, config, writer)
+        if writer.error is not None:
+            raise OutputError(f"the engine cannot be written: {writer.error.strerror}") from writer.error
+        if not built or not writer.size:
+            raise BuildError(f"{job.title} cannot build the engine: {logger.words()}")
+        try:
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:
+            raise OutputError(f"the engine cannot be written: {error.strerror}") from error
+    if job.build.timing_cache is not None:
+        from trt_kvcache.engine.config import save_timing_cache
+
+        save_timing_cache(config, Path(job.build.timing_cache))
+    return Done(trt.__version__, writer.size, writer.digest.hexdigest())
+
+
+def _import_tensorrt(target: Target) -> Any:
+    """The builder's module, for this process and for Polygraphy, which looks at the variable when it is imported."""
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target is Target.TENSORRT_RTX else "0"
+    try:
+        if target is Target.TENSORRT_RTX:
+            import tensorrt_rtx as trt
+        else:
+            import tensorrt as trt
+    except ImportError as error:
+        raise BuildError(f"{target.value} is installed but cannot be imported: {error}") from error
+    if not hasattr(trt.INetworkDefinition, "add_kv_cache_update"):
+        raise BuildError(f"{target.value} {trt.__version__} has no KV-cache layer (IKVCacheUpdateLayer); update it")
+    return trt
+
+
+def _parser_message(job: Job, parser: Any) -> str:
+    """What the parser could not take: node, operator and its own words, for every error."""
+    found = []
+    for i in range(parser.num_errors):
+        error = parser.get_error(i)
+        node = f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_operator() else ""
+        found.append(f"{node}{' '.join(error.desc().split())}")
+    return f"{job.title} cannot parse the model: {'; '.join(dict.fromkeys(found)) or 'it gives no reason'}"
+
+
+if __name__ == "__main__":
+    main()
