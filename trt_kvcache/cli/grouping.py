@@ -9,7 +9,7 @@ from itertools import pairwise
 _NUMBER = re.compile(r"(\d+)")
 
 
-def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[str, ...], int]]:
+def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[str, ...], list[int]]]:
     """Merge rows that are equal but for one number in their names.
 
     Args:
@@ -17,18 +17,19 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
         names: how many leading cells are names; the cells after them must be equal for rows to merge.
 
     Returns:
-        Rows in the order of their first appearance, each with the count of rows that it stands for.
+        Rows in the order of their first appearance, each with the positions of the rows that it stands for.
     """
-    alike: dict[object, list[tuple[tuple[str, ...], list[int]]]] = {}
-    for row in rows:
+    alike: dict[object, list[tuple[int, tuple[str, ...], list[int]]]] = {}
+    for at, row in enumerate(rows):
         split = [_NUMBER.split(cell) for cell in row[:names]]
         words = tuple(tuple(parts[::2]) for parts in split)
         numbers = [int(number) for parts in split for number in parts[1::2]]
-        alike.setdefault((words, tuple(row[names:])), []).append((tuple(row), numbers))
+        alike.setdefault((words, tuple(row[names:])), []).append((at, tuple(row), numbers))
     grouped = []
     for members in alike.values():
-        merged = _merge(members, names)
-        grouped += [(merged, len(members))] if merged else [(row, 1) for row, _ in members]
+        merged = _merge([(row, numbers) for _, row, numbers in members], names)
+        positions = [at for at, _, _ in members]
+        grouped += [(merged, positions)] if merged else [(row, [at]) for at, row, _ in members]
     return grouped
 
 

@@ -7,12 +7,12 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import JsonOption
+from trt_kvcache.cli.options import AllOption, JsonOption
 
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine; its manifest lies beside it.")],
-    every_row: Annotated[bool, typer.Option("--all", help="One row per cache and node, nothing shortened.")] = False,
+    every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show an engine's manifest and check it: the engine's hash, and with a GPU the engine's own I/O and aliases."""

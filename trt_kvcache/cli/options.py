@@ -40,6 +40,7 @@ class Verbosity(str, Enum):
 _PLAN = "How the model is planned"
 
 ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX decoder, opset 24 or later.")]
+AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 CapacityOption = Annotated[
     int | None,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.options import (
+    AllOption,
     CacheLayoutOption,
     CapacityOption,
     ConfigOption,
@@ -32,7 +33,7 @@ def plan(
     packed_native: PackedOption = Switch.ON,
     config: ConfigOption = None,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences to count cache bytes for.")] = 1,
-    every_row: Annotated[bool, typer.Option("--all", help="One row per cache and node, nothing shortened.")] = False,
+    every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show what a build will do to every cache and every attention, without doing it."""

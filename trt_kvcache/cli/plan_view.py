@@ -20,7 +20,7 @@ from trt_kvcache.importer.plan import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-Grouped = list[tuple[tuple[str, ...], int]]
+Grouped = list[tuple[tuple[str, ...], list[int]]]
 Group = Callable[[Iterable[Sequence[str]], int], Grouped]
 
 
@@ -36,7 +36,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_r
     """
 
     def group(rows: Iterable[Sequence[str]], names: int) -> Grouped:
-        return [(tuple(row), 1) for row in rows] if every_row else group_rows(rows, names)
+        return [(tuple(row), [at]) for at, row in enumerate(rows)] if every_row else group_rows(rows, names)
 
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {in_place_text(plan)}")
     if plan.inlined:
@@ -85,8 +85,8 @@ def _print_caches(out: Console, plan: CachePlan, group: Group) -> None:
         return
     rows = group([_cache_row(cache) for cache in plan.caches], 3)
     grid = table("past\npresent", "shape\nin the engine", "dtype\nmode", "route\nlayout", title="Caches")
-    for (past, present, _, logical, physical, dtype, mode, layout, route), count in rows:
-        many = f" x{count}" if count > 1 else ""
+    for (past, present, _, logical, physical, dtype, mode, layout, route), layers in rows:
+        many = f" x{len(layers)}" if len(layers) > 1 else ""
         grid.add_row(f"{past}\n{present}", f"{logical}\n{physical}", f"{dtype}\n{mode}", f"{route}{many}\n{layout}")
     out.print()
     out.print(grid)
@@ -123,8 +123,9 @@ def _print_attention(out: Console, plan: CachePlan, group: Group) -> None:
         return
     rows = group([_attention_row(node) for node in plan.attention], 2)
     grid = table("attention", "dtype", "heads", "size", "kind", "keys", "mask", title="Attention")
-    for (node, _, dtype, heads, size, keys, mask, kind), count in rows:
-        grid.add_row(node, dtype, heads, size, kind + (f" x{count}" if count > 1 else ""), keys, mask)
+    for (node, _, dtype, heads, size, keys, mask, kind), layers in rows:
+        many = f" x{len(layers)}" if len(layers) > 1 else ""
+        grid.add_row(node, dtype, heads, size, kind + many, keys, mask)
     out.print()
     out.print(grid)
     _print_notes(out, [(row[7], row[0], row[1]) for row, _ in rows])

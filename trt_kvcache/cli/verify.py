@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.options import (
+    AllOption,
     CacheLayoutOption,
     CapacityOption,
     ConfigOption,
@@ -23,6 +24,8 @@ from trt_kvcache.cli.options import (
 from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from trt_kvcache.verify import VerifyReport
 
 
@@ -46,6 +49,7 @@ def verify(
     fallback: FallbackOption = Fallback.AUTO,
     packed_native: PackedOption = Switch.ON,
     config: ConfigOption = None,
+    every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
     """Run the original and the rewritten model side by side on ONNX Runtime over a decode; fail where they differ."""
@@ -79,11 +83,11 @@ def verify(
     if json:
         print_json(report)
     else:
-        _print(report)
+        _print(report, every_row=every_row)
     report.check()
 
 
-def _print(report: VerifyReport) -> None:
+def _print(report: VerifyReport, *, every_row: bool) -> None:
     from trt_kvcache.cli.grouping import group_rows
     from trt_kvcache.cli.output import console, table
 
@@ -94,20 +98,12 @@ def _print(report: VerifyReport) -> None:
     runs = sum(max(1, len(step.spans)) for step in report.steps)
     out.print(f"{report.model}: original against rewritten on {engines}, {len(report.steps)} steps, {runs} runs")
     grid = table("output", "role", "dtype", "largest difference", "of its scale", "allowed", "")
-    rows = [
-        (
-            output.name,
-            output.role,
-            output.dtype,
-            _number(output.max_absolute),
-            _number(output.max_relative),
-            f"{output.tolerance:.1g}",
-            "same bits" if output.exact else "ok" if output.passed else "FAILED",
-        )
-        for output in report.outputs
-    ]
-    for row, _ in group_rows(rows, 1):
-        grid.add_row(*row)
+    keys = [(o.name, o.role, o.dtype, f"{o.tolerance:.1g}", str(o.passed)) for o in report.outputs]
+    for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):
+        outputs = [report.outputs[at] for at in members]
+        verdict = "FAILED" if not outputs[0].passed else "same bits" if all(o.exact for o in outputs) else "ok"
+        absolute, relative = _largest(o.max_absolute for o in outputs), _largest(o.max_relative for o in outputs)
+        grid.add_row(*row[:3], absolute, relative, row[3], verdict)
     out.print()
     out.print(grid)
     out.print()
@@ -116,5 +112,6 @@ def _print(report: VerifyReport) -> None:
     out.print("the rewritten model gives the original's numbers" if report.passed else "FAILED")
 
 
-def _number(value: float | None) -> str:
-    return "not comparable" if value is None else f"{value:.2g}"
+def _largest(differences: Iterable[float | None]) -> str:
+    known = list(differences)
+    return "not comparable" if None in known else f"{max(d for d in known if d is not None):.2g}"

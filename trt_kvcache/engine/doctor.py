@@ -7,6 +7,7 @@ import importlib.metadata
 import platform
 from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 from trt_kvcache import __version__
 from trt_kvcache.importer.plan import Route
@@ -146,10 +147,10 @@ def _gpu(driver: ModuleType, index: int) -> Gpu:
     return Gpu(name, f"{major}.{minor}", int(_checked(driver.cuDeviceTotalMem(device))))
 
 
-def _checked(result: tuple[object, ...]) -> object:
+def _checked(result: tuple[Any, ...]) -> Any:
     """Return what a driver call gave, or raise `RuntimeError` with the name of its error."""
     status, *values = result
-    if int(status):  # type: ignore[call-overload]
+    if int(status):
         raise RuntimeError(f"{getattr(status, 'name', status)} from the CUDA driver")
     return values[0] if values else None
 
