@@ -161,13 +161,13 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
     spans: dict[tuple[int, str], SpanInput] = {}
     warnings: list[str] = []
     for node in [n for n in graph.nodes if is_op(n, "Attention")]:
+        facts = read_attention(graph, node)
         for extra in node.outputs[1:3]:
             if _used(graph, extra):
                 raise UnsupportedModelError(
                     f"Attention '{node.name}' gives its present key or value as '{extra.name}' without a past: only "
                     "caches updated by TensorScatter are supported"
                 )
-        facts = read_attention(graph, node)
         kind, reason = _kind(facts)
         read = tuple(c.past for t in node.inputs[1:3] if (c := _cache_behind(t, present)) is not None)
         span = _span(graph, facts, read, caches, options, spans, warnings)
