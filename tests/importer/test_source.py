@@ -1,0 +1,446 @@
+"""Every way in which a model file can be bad is refused by name; what is written appears whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import onnx
+import pytest
+from graphs import Graph, scatter_model
+from onnx import TensorProto, helper
+
+from trt_kvcache.errors import InvalidModelError, OutputError
+from trt_kvcache.importer.save import save_model
+from trt_kvcache.importer.source import load_source
+
+
+def write(path: Path, model: onnx.ModelProto) -> Path:
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def refusal(path: Path) -> str:
+    """The message with which a file is refused: one line that names the file first."""
+    with pytest.raises(InvalidModelError) as caught:
+        load_source(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.startswith(f"{path}: ")
+    return message.removeprefix(f"{path}: ")
+
+
+def external_model(**reference: object) -> onnx.ModelProto:
+    """A model with one float weight ``[4, 8]`` (128 bytes) in external data."""
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, ["B", 4])
+    weight = TensorProto(name="w", data_type=TensorProto.FLOAT, dims=[4, 8], data_location=TensorProto.EXTERNAL)
+    for key, value in reference.items():
+        weight.external_data.add(key=key, value=str(value))
+    graph.initializers.append(weight)
+    graph.node("MatMul", ["x", "w"], "y")
+    graph.output("y", TensorProto.FLOAT, ["B", 8])
+    return graph.model()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A legal model with external data, in a folder of its own."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "weights").mkdir()
+    (folder / "weights" / "a.bin").write_bytes(bytes(range(128)))
+    return write(folder / "model.onnx", external_model(location="weights/a.bin", offset=0, length=128))
+
+
+# --- the file itself
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "no.onnx") == "no such file; give the path of an .onnx file"
+
+
+def test_directory(tmp_path: Path) -> None:
+    assert refusal(tmp_path).startswith("a directory;")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "an empty file"),
+        (b"hello, I am a model\n", "text, not a binary ONNX model"),
+        ("Grüße, ich bin ein Modell: ".encode() + b"x" * 484 + "é".encode(), "text, not a binary ONNX model"),
+        (b'{"irVersion": "11", "graph": {}}', "JSON, not a binary ONNX model"),
+        (b"GGUF\x03\0\0\0\0\0", "a GGUF file"),
+        ((64).to_bytes(8, "little") + b'{"__metadata__": {}}' + b" " * 44, "a safetensors file"),
+        (b"ftrt\0\0\0\0\x02\0\0\0", "a TensorRT engine"),
+        (b"vtrt\0\0\0\0\x02\0\0\0", "a TensorRT engine"),
+        (b"PK\x03\x04\0\0\0\0", "a zip archive"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 3\n", "a Git LFS pointer"),
+        (b"\x10\0\0\0ORTM\0\0", "ONNX Runtime's own format"),
+        (b"\x0a\xff\xff\xff\xff", "not an ONNX model, or truncated (5 bytes do not decode)"),
+        (b"`\xf8T", "not an ONNX model, or truncated (no graph and no opset import)"),
+    ],
+)
+def test_not_onnx(tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(content)
+    assert said in refusal(path)
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    content = scatter_model().SerializeToString()
+    path = tmp_path / "model.onnx"
+    for length in range(len(content)):
+        path.write_bytes(content[:length])
+        assert refusal(path)
+    path.write_bytes(content)
+    assert load_source(path).proto == scatter_model()
+
+
+def test_more_than_two_gib_in_one_file_is_refused_unread(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", scatter_model())
+    os.truncate(path, 3 << 30)
+    assert "cannot be longer than 2 GiB; export the model with external data" in refusal(path)
+
+
+def test_names_that_are_not_text(tmp_path: Path) -> None:
+    path = tmp_path / "model.onnx"
+    path.write_bytes(scatter_model().SerializeToString().replace(b"present", b"pres\xffnt"))
+    assert "is not text: b'" in refusal(path)
+
+
+def test_checker_words_are_one_line(tmp_path: Path) -> None:
+    model = scatter_model()
+    del model.graph.node[0].input[1:]
+    assert "not valid ONNX: Node" in refusal(write(tmp_path / "model.onnx", model))
+
+
+@pytest.mark.parametrize(
+    ("width", "said"),
+    [(8, "raw_data size (100 bytes) is too small"), (1000, "100 bytes of data where its dtype and shape need 16000")],
+)
+def test_inline_weight_shorter_than_its_shape(tmp_path: Path, width: int, said: str) -> None:
+    model = external_model()
+    weight = model.graph.initializer[0]
+    weight.ClearField("data_location")
+    weight.dims[1] = model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = width
+    weight.raw_data = bytes(100)
+    assert said in refusal(write(tmp_path / "model.onnx", model))
+
+
+def test_operators_that_runtimes_keep_in_the_onnx_domain_pass(tmp_path: Path) -> None:
+    graph = Graph()
+    graph.input("past", TensorProto.FLOAT16, ["B", 2, 16, 8])
+    graph.input("update", TensorProto.FLOAT16, ["T", 2, 8])
+    graph.input("indices", TensorProto.INT64, ["B"])
+    graph.input("lengths", TensorProto.INT32, ["B1"])
+    inputs = ["past", "update", "indices", "lengths"]
+    graph.node("TRT_KVCacheUpdate", inputs, "present", update_form="packed_nhd")
+    graph.output("present", TensorProto.FLOAT16, ["B", 2, 16, 8])
+    model = graph.model()
+    assert load_source(write(tmp_path / "model.onnx", model)).proto == model
+
+
+# --- external data
+
+
+def test_external_files_are_listed_and_not_read(tmp_path: Path) -> None:
+    model = external_model(location="w.bin", offset=0, length=2**36)
+    model.graph.initializer[0].dims[:] = [2**17, 2**17]
+    del model.graph.node[:]
+    model.graph.node.append(helper.make_node("Identity", ["x"], ["y"]))
+    model.graph.output[0].CopyFrom(helper.make_tensor_value_info("y", TensorProto.FLOAT, ["B", 4]))
+    with (tmp_path / "w.bin").open("wb") as file:
+        file.truncate(2**36)  # 64 GiB of nothing: whoever reads it does not come back
+    source = load_source(write(tmp_path / "model.onnx", model))
+    assert source.external_files == (tmp_path / "w.bin",)
+    assert source.proto.graph.initializer[0].data_location == TensorProto.EXTERNAL
+    assert not source.proto.graph.initializer[0].HasField("raw_data")
+
+
+def test_paths_are_absolute(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(stored.parent)
+    source = load_source("model.onnx")
+    assert source.path == stored
+    assert source.external_files == (stored.parent / "weights" / "a.bin",)
+
+
+@pytest.mark.parametrize(
+    ("reference", "said"),
+    [
+        ({"location": "no.bin"}, "are in no.bin, which is missing"),
+        ({}, "are external, but no file is named"),
+        ({"location": "/etc/passwd"}, "lie outside the model's folder ('/etc/passwd')"),
+        ({"location": "../a.bin"}, "lie outside the model's folder ('../a.bin')"),
+        ({"location": "x/../a.bin"}, "lie outside the model's folder"),
+        ({"location": "out.bin"}, "lie outside the model's folder ('out.bin' is a link to "),
+        ({"location": "sub"}, "are in sub, which is not a regular file"),
+        ({"location": "a\0b"}, "cannot be read"),
+        ({"location": "a.bin", "offset": 64, "length": 128}, "end at byte 192 of a.bin, which has only 128 bytes"),
+        ({"location": "a.bin", "offset": 64}, "end at byte 192 of a.bin"),
+        ({"location": "a.bin", "length": 64}, "are 64 bytes of a.bin, but its dtype and shape need 128"),
+        ({"location": "a.bin", "offset": -1}, "have offset '-1'"),
+        ({"location": "a.bin", "offset": "x"}, "have offset 'x'"),
+    ],
+)
+def test_bad_external_data(tmp_path: Path, reference: dict[str, object], said: str) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (tmp_path / "a.bin").write_bytes(bytes(128))
+    (folder / "a.bin").write_bytes(bytes(128))
+    (folder / "out.bin").symlink_to(tmp_path / "a.bin")
+    assert said in refusal(write(folder / "model.onnx", external_model(**reference)))
+
+
+def test_external_data_of_a_constant_in_a_body_are_checked(tmp_path: Path) -> None:
+    weight = external_model(location="no.bin").graph.initializer[0]
+    bodies = []
+    for _ in range(2):
+        body = Graph()
+        body.node("Constant", [], f"c{len(bodies)}", value=weight)
+        body.output(f"c{len(bodies)}", TensorProto.FLOAT, [4, 8])
+        bodies.append(body.model().graph)
+    graph = Graph()
+    graph.input("c", TensorProto.BOOL, [])
+    graph.node("If", ["c"], "y", then_branch=bodies[0], else_branch=bodies[1])
+    graph.output("y", TensorProto.FLOAT, [4, 8])
+    path = write(tmp_path / "model.onnx", graph.model())
+    assert "are in no.bin, which is missing" in refusal(path)
+    (tmp_path / "no.bin").write_bytes(bytes(128))
+    assert load_source(path).external_files == (tmp_path / "no.bin",)
+
+
+def test_linked_model_with_data_beside_the_real_file(tmp_path: Path) -> None:
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshot"
+    blobs.mkdir()
+    snapshot.mkdir()
+    write(blobs / "0001", external_model(location="w.bin"))
+    (blobs / "0002").write_bytes(bytes(128))
+    (snapshot / "model.onnx").symlink_to(blobs / "0001")
+    (snapshot / "w.bin").symlink_to(blobs / "0002")
+    assert load_source(snapshot / "model.onnx").external_files == (snapshot / "w.bin",)
+
+
+# --- the graph
+
+
+def edited(edit: Callable[[onnx.GraphProto], object], **options: object) -> onnx.ModelProto:
+    model = scatter_model(**options)  # type: ignore[arg-type]
+    edit(model.graph)
+    return model
+
+
+def dim(graph: onnx.GraphProto, value: int, axis: int) -> onnx.TensorShapeProto.Dimension:
+    return graph.input[value].type.tensor_type.shape.dim[axis]
+
+
+def set_type(graph: onnx.GraphProto, value: int, elem_type: int) -> None:
+    graph.input[value].type.tensor_type.elem_type = elem_type
+
+
+BAD_SCATTERS = [
+    (scatter_model(opset=23), "needs opset 24, but the model imports opset 23; export it again with opset 24"),
+    (scatter_model(axis=0), "has axis 0 on a cache of rank 4 (shape [B, 2, 16, 8]); legal are -3 to 3 except 0"),
+    (edited(lambda g: g.node[0].attribute.append(helper.make_attribute("axis", 4))), "has axis 4 on a cache of rank 4"),
+    (edited(lambda g: g.node[0].attribute.append(helper.make_attribute("axis", -4))), "has axis -4 on a cache"),
+    (scatter_model(mode="ring"), "has mode 'ring'; ONNX defines 'linear' and 'circular'"),
+    (scatter_model(length=17), "writes an update of 17 tokens into a cache of 16"),
+    (scatter_model(length=17, mode="circular"), "writes an update of 17 tokens into a cache of 16"),
+    (
+        edited(lambda g: setattr(dim(g, 1, 1), "dim_value", 3)),
+        "an update of shape [B, 3, S, 8] into a cache of shape [B, 2, 16, 8]: they differ on axis 1",
+    ),
+    (edited(lambda g: g.input[1].type.tensor_type.shape.dim.pop()), "an update of rank 3"),
+    (edited(lambda g: setattr(dim(g, 1, 0), "dim_value", 3), shape=(2, 2, 16, 8)), "they differ on axis 0"),
+    (edited(lambda g: set_type(g, 1, TensorProto.FLOAT)), "writes a float update into a float16 cache"),
+    (edited(lambda g: set_type(g, 2, TensorProto.INT32)), "has int32 write_indices; ONNX defines int64"),
+    (
+        edited(lambda g: g.input[2].type.tensor_type.shape.dim.add(dim_value=1)),
+        "has write_indices of shape [B, 1]; one index per row is needed: [B]",
+    ),
+    (edited(lambda g: setattr(dim(g, 2, 0), "dim_value", 3), shape=(2, 2, 16, 8)), "write_indices of shape [3]"),
+    (
+        edited(lambda g: setattr(g.output[0].type.tensor_type.shape.dim[1], "dim_value", 3)),
+        "makes a cache of shape [B, 3, 16, 8] from one of shape [B, 2, 16, 8]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "said"), BAD_SCATTERS, ids=[said[:30] for _, said in BAD_SCATTERS])
+def test_bad_tensor_scatter(tmp_path: Path, model: onnx.ModelProto, said: str) -> None:
+    message = refusal(write(tmp_path / "model.onnx", model))
+    assert message.startswith("TensorScatter 'node_present' ")
+    assert said in message
+
+
+def test_digit_symbols_are_sizes(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", scatter_model(("B", "3", "16", 8), length="17"))
+    assert "writes an update of 17 tokens into a cache of 16" in refusal(path)
+
+
+def test_scatter_in_a_body_reads_outer_shapes(tmp_path: Path) -> None:
+    body, other = Graph(), Graph()
+    body.node("TensorScatter", ["past", "copy", "write_indices"], "updated", axis=1)
+    body.output("updated", TensorProto.FLOAT, ["B", 16, 2])
+    other.node("Identity", ["past"], "kept")
+    other.output("kept", TensorProto.FLOAT, ["B", 16, 2])
+    graph = Graph()
+    graph.input("past", TensorProto.FLOAT, ["B", 16, 2])
+    graph.input("update", TensorProto.FLOAT, ["B", 1, 3])
+    graph.input("write_indices", TensorProto.INT64, ["B"])
+    graph.input("c", TensorProto.BOOL, [])
+    graph.node("Identity", ["update"], "copy")
+    graph.node("If", ["c"], "present", then_branch=body.model().graph, else_branch=other.model().graph)
+    graph.output("present", TensorProto.FLOAT, ["B", 16, 2])
+    assert "'node_updated' writes an update of shape [B, 1, 3]" in refusal(write(tmp_path / "m.onnx", graph.model()))
+
+
+@pytest.mark.parametrize(
+    ("opset", "axis", "said"), [(24, 3, "has axis 3 on a cache of rank 3"), (23, 1, "imports opset 23")]
+)
+def test_scatter_in_a_function(tmp_path: Path, opset: int, axis: int, said: str) -> None:
+    node = helper.make_node("TensorScatter", ["p", "u", "w"], ["y"], axis=axis)
+    function = helper.make_function("own", "Update", ["p", "u", "w"], ["y"], [node], [helper.make_opsetid("", opset)])
+    graph = Graph()
+    inputs = [
+        graph.input("past", TensorProto.FLOAT, ["B", 16, 2]),
+        graph.input("update", TensorProto.FLOAT, ["B", 1, 2]),
+        graph.input("write_indices", TensorProto.INT64, ["B"]),
+    ]
+    graph.node("Update", inputs, "present", domain="own")
+    graph.output("present", TensorProto.FLOAT, ["B", 16, 2])
+    model = graph.model(domains=["own"], functions=[function])
+    assert said in refusal(write(tmp_path / "model.onnx", model))
+
+
+@pytest.mark.parametrize("axis", [1, 2, 3, -1, -2, -3])
+def test_legal_axes_load(tmp_path: Path, axis: int) -> None:
+    load_source(write(tmp_path / "model.onnx", scatter_model(("B", 16, 16, 16), axis=axis)))
+
+
+# --- writing
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_save_beside_the_source_copies_nothing(stored: Path) -> None:
+    source = load_source(stored)
+    before = listing(stored.parent)
+    save_model(source.proto, stored.parent / "out.onnx", source)
+    assert listing(stored.parent) == {**before, "out.onnx": before["model.onnx"]}
+    assert load_source(stored.parent / "out.onnx").external_files == source.external_files
+
+
+def test_save_elsewhere_takes_the_data_along(stored: Path, tmp_path: Path) -> None:
+    source = load_source(stored)
+    target = tmp_path / "target"
+    target.mkdir()
+    save_model(source.proto, target / "out.onnx", source)
+    assert listing(target) == {"out.onnx": stored.read_bytes(), "weights/a.bin": bytes(range(128))}
+    save_model(source.proto, target / "out.onnx", source)  # equal files that are there already are fine
+    onnx.checker.check_model(str(target / "out.onnx"))
+    assert (target / "out.onnx").stat().st_mode == stored.stat().st_mode
+
+
+def test_save_refuses_to_replace_a_different_data_file(stored: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    (target / "weights").mkdir(parents=True)
+    (target / "weights" / "a.bin").write_bytes(bytes(128))
+    source = load_source(stored)
+    with pytest.raises(OutputError, match="another file stands where a data file must be copied"):
+        save_model(source.proto, target / "out.onnx", source)
+    assert listing(target) == {"weights/a.bin": bytes(128)}
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("source/model.onnx", "belongs to the source model"),
+        ("source/weights/a.bin", "belongs to the source model"),
+        ("link.onnx", "belongs to the source model"),
+        ("source", "is a directory"),
+        ("no/out.onnx", "its folder does not exist; create"),
+    ],
+)
+def test_save_refuses_the_target(stored: Path, tmp_path: Path, output: str, said: str) -> None:
+    (tmp_path / "link.onnx").symlink_to(stored)
+    before = listing(tmp_path)
+    source = load_source(stored)
+    with pytest.raises(OutputError, match=said):
+        save_model(source.proto, tmp_path / output, source)
+    assert listing(tmp_path) == before
+
+
+def test_save_refuses_the_name_of_a_data_file(tmp_path: Path) -> None:
+    (tmp_path / "w.bin").write_bytes(bytes(128))
+    source = load_source(write(tmp_path / "model.onnx", external_model(location="w.bin")))
+    (tmp_path / "target").mkdir()
+    with pytest.raises(OutputError, match="a data file of the model has this name"):
+        save_model(source.proto, tmp_path / "target" / "w.bin", source)
+
+
+def no_space(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "disk")
+
+
+def interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("name", "failure", "error"),
+    [
+        ("shutil.copyfile", no_space, OutputError),
+        ("shutil.copyfile", interrupt, KeyboardInterrupt),
+        ("os.fsync", no_space, OutputError),
+        ("os.fsync", interrupt, KeyboardInterrupt),
+    ],
+)
+def test_failed_save_leaves_nothing(
+    stored: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    failure: Callable[..., NoReturn],
+    error: type[BaseException],
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "out.onnx").write_bytes(b"precious")
+    source = load_source(stored)
+    monkeypatch.setattr(name, failure)
+    with pytest.raises(error):
+        save_model(source.proto, target / "out.onnx", source)
+    assert [str(p.relative_to(target)) for p in target.rglob("*")] == ["out.onnx"]
+    assert (target / "out.onnx").read_bytes() == b"precious"
+
+
+def test_failed_rename_takes_back_the_earlier_ones(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    source = load_source(stored)
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda a, b: no_space() if b.name == "out.onnx" else replace(a, b))
+    with pytest.raises(OutputError, match="No space left"):
+        save_model(source.proto, target / "out.onnx", source)
+    assert list(target.rglob("*")) == []
+
+
+def test_save_copies_through_the_operating_system(
+    stored: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights do not pass through Python: no `read` of a data file."""
+    source = load_source(stored)
+    (tmp_path / "target").mkdir()
+    monkeypatch.setattr(shutil, "copyfileobj", interrupt)
+    save_model(source.proto, tmp_path / "target" / "out.onnx", source)
+    assert (tmp_path / "target" / "weights" / "a.bin").read_bytes() == bytes(range(128))
