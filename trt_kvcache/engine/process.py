@@ -85,6 +85,8 @@ def run_worker(
         try:
             _feed(child.stdin, job, model)
             outcome = _listen(child.stdout, heard, progress)
+            if outcome is not None:
+                _take_over(child.stdin)
         finally:
             _end(child)
         if outcome is None:
@@ -97,6 +99,13 @@ def _feed(stdin: IO[bytes], job: Job, model: Callable[[], bytes]) -> None:
     with contextlib.suppress(BrokenPipeError):  # it died early: how will show
         stdin.write(msgspec.json.encode(job) + b"\n%d\n" % len(data))
         stdin.write(data)
+        stdin.flush()
+
+
+def _take_over(stdin: IO[bytes]) -> None:
+    """Tell the child to leave the engine where it is."""
+    with contextlib.suppress(BrokenPipeError):
+        stdin.write(b"+")
         stdin.flush()
 
 

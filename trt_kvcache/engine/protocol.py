@@ -1,8 +1,8 @@
 """What the caller's process and the build process say to each other.
 
 Caller to child, on its stdin: one line of JSON (`Job`), one line with the length of the rewritten model, and that many
-bytes. The pipe then stays open for as long as the caller lives. Child to caller, on what was its stdout: one line of
-JSON per `Event`.
+bytes. The pipe then stays open for as long as the caller lives; a last byte takes over the finished engine, and closing
+it without one makes the child remove its file. Child to caller, on what was its stdout: one line of JSON per `Event`.
 """
 
 from __future__ import annotations

@@ -23,19 +23,20 @@ from trt_kvcache.importer.plan import Target
 
 
 def main() -> None:
-    """Do one job from stdin; ends the process, without unwinding TensorRT."""
+    """Do one job from stdin, and end the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash would leave gigabytes behind
     send = _event_sender()
     job, model = _read_job(sys.stdin.buffer)
-    threading.Thread(target=_end_with_parent, args=(Path(job.engine),), daemon=True).start()
+    watcher = threading.Thread(target=_end_with_parent, args=(Path(job.engine),), daemon=True)
+    watcher.start()
     try:
         send(_build(job, model, send))
+        watcher.join()
     except TrtKvCacheError as error:
         send(Failed(type(error).__name__, str(error)))
     except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
         send(Bug(traceback.format_exc()))
-    # All is written and synced. Taking TensorRT's objects apart takes time, and could still crash.
-    os._exit(0)
+    os._exit(1)
 
 
 def _event_sender() -> Send:
@@ -59,11 +60,17 @@ def _read_job(stdin: BinaryIO) -> tuple[Job, list[bytes]]:
 
 
 def _end_with_parent(engine: Path) -> None:
-    """Wait for the caller's end of stdin to close, and leave nothing behind when it does, however the caller died."""
-    while os.read(0, 1):
-        pass
-    engine.unlink(missing_ok=True)
-    os._exit(1)
+    """Wait for the caller's end of stdin to close, however the caller ended, and end too.
+
+    The engine stays only if the caller has said, by any byte, that it has taken it over.
+    """
+    taken = b""
+    while byte := os.read(0, 1):
+        taken = byte
+    if not taken:
+        engine.unlink(missing_ok=True)
+    # Without unwinding: taking TensorRT's objects apart takes time, and could still crash.
+    os._exit(0 if taken else 1)
 
 
 def _build(job: Job, model: list[bytes], send: Send) -> Done:
