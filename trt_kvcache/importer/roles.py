@@ -20,7 +20,7 @@ from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 from trt_kvcache.importer.roles_axes import name_axes
-from trt_kvcache.importer.roles_config import NamePattern, load_patterns, shipped_patterns
+from trt_kvcache.importer.roles_config import NamePattern, example, load_patterns, shipped_patterns
 from trt_kvcache.importer.roles_graph import Evidence, GraphFacts, GraphIndex, Strength, collect_evidence
 
 __all__ = ["GraphFacts", "find_roles"]
@@ -88,7 +88,7 @@ def _decide(name: str, io: str, facts: GraphFacts, evidence: list[Evidence], use
     if len(best) > 1 and best[0].strength > Strength.HINT and (shipped is None or shipped.role not in _roles(best)):
         raise AmbiguousRoleError(
             f"{io} '{name}' could be {_list([f'{e.role.value} ({e.reason})' for e in best])}; "
-            f"say which with --config, a YAML file such as 'roles: {{{best[0].role.value}: {name}}}'"
+            f"say which with --config, a YAML file such as: {example(best[0].role, name)}"
         )
     if shipped is not None:
         return _Finding(shipped.role, f"config: {shipped.source}")
@@ -120,7 +120,10 @@ def _strongest(evidence: list[Evidence]) -> list[Evidence]:
     if not evidence:
         return []
     strength = max(e.strength for e in evidence)
-    best = {e.role: e for e in reversed(evidence) if e.strength == strength}
+    best: dict[Role, Evidence] = {}
+    for piece in evidence:
+        if piece.strength == strength:
+            best.setdefault(piece.role, piece)
     if Role.WRITE_INDICES in best:
         best.pop(Role.POSITIONS, None)
     return list(best.values())
@@ -146,7 +149,7 @@ def _settle_single_roles(tensors: list[tuple[ValueInfoProto, str]], findings: li
             names = [f"'{tensors[i][0].name}' ({findings[i].found_by})" for i in claims]
             raise AmbiguousRoleError(
                 f"the role '{role.value}' is claimed by {_list(names)}; say which has it with --config, "
-                f"a YAML file such as 'roles: {{{role.value}: {tensors[claims[0]][0].name}}}'"
+                f"a YAML file such as: {example(role, tensors[claims[0]][0].name)}"
             )
         for i in set(claims) - set(chosen):
             settled[i] = _Finding(

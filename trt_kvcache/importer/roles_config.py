@@ -27,8 +27,6 @@ from trt_kvcache.resources import resource_dir
 NAMED_ROLES = tuple(role for role in Role if role not in (Role.CACHE, Role.SPAN))
 """The roles that a pattern can give. `Role.OTHER` says that a tensor has none, against what the graph suggests."""
 
-EXAMPLE = "roles: {tokens: input_ids, write_indices: write_indices}"
-
 
 @dataclass(frozen=True)
 class NamePattern:
@@ -48,9 +46,16 @@ class NamePattern:
         return fits_io and self.regex.fullmatch(name) is not None
 
 
+def example(role: Role, name: str) -> str:
+    """A config, on one line, that gives a role to the tensor of this name."""
+    plain = re.fullmatch(r"[A-Za-z_][\w.]*", name) is not None and yaml.safe_load(name) == name
+    pattern = name if plain else "'" + re.escape(name).replace("'", "''") + "'"
+    return f"roles: {{{role.value}: {pattern}}}"
+
+
 @cache
 def shipped_patterns() -> tuple[NamePattern, ...]:
-    """The patterns of all files in ``configs/`` that have any."""
+    """The patterns of all files in ``configs/``."""
     files = sorted(resource_dir("configs").glob("*.yaml"))
     return tuple(pattern for file in files for pattern in load_patterns(file))
 
@@ -70,7 +75,9 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
         raise OptionError(f"{path}: the role config is not YAML: {' '.join(str(error).split())}") from None
     roles = content.get("roles") if isinstance(content, dict) else None
     if not isinstance(roles, dict) or set(content) - {"roles"}:
-        raise OptionError(f"{path}: a role config is one mapping under the key 'roles', such as {EXAMPLE}")
+        raise OptionError(
+            f"{path}: a role config is one mapping under the key 'roles', such as: {example(Role.TOKENS, 'input_ids')}"
+        )
     return tuple(pattern for key, value in roles.items() for pattern in _patterns(key, value, path))
 
 
