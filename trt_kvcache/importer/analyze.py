@@ -10,7 +10,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.attention import analyze_attention, read_attention, relaxable_mask
 from trt_kvcache.importer.caches import analyze_caches
-from trt_kvcache.importer.graph import is_op
+from trt_kvcache.importer.graph import contains, dims, is_op, producer
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, PlanOptions, Role, Route, SpanInput, TensorRole
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
@@ -29,8 +29,12 @@ def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlin
         AmbiguousRoleError: the role of an input cannot be told.
     """
     caches = analyze_caches(graph, options)
-    if not caches and not any(is_op(n, "Attention") for n in graph.nodes):
-        raise UnsupportedModelError(_no_cache(graph))
+    foreign = _foreign_cache(graph) if not caches else ""
+    if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
+        raise UnsupportedModelError(
+            f"the model has no TensorScatter cache update (found: {foreign or 'no cache at all'}); supported are "
+            "caches updated by TensorScatter: export with static caches (opset 24)"
+        )
     attention = analyze_attention(graph, caches, options)
     roles = find_roles(model, _facts(graph, caches), options.config)
     relaxed = _relaxed_masks(graph, options)
@@ -42,28 +46,26 @@ def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlin
         masks=attention.masks,
         spans=attention.spans,
         tensors=_rewritten_roles(roles, caches, attention.spans, relaxed),
-        warnings=(*_cache_warnings(caches), *attention.warnings),
+        warnings=(*_warnings(caches), *attention.warnings),
         inlined=inlined,
     )
 
 
-def _no_cache(graph: gs.Graph) -> str:
-    """Why a model without TensorScatter is refused, naming what it has instead."""
-    found = [
-        f"{node.op} '{node.name}'"
-        for node in graph.nodes
-        if node.op in ("GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention")
-    ]
-    growing = [
-        f"Concat '{node.name}'"
-        for node in graph.nodes
-        if is_op(node, "Concat") and any(t is i for t in node.inputs[:1] for i in graph.inputs)
-    ]
-    what = (found or growing or ["no cache update at all"])[0]
-    return (
-        f"the model has no TensorScatter cache update (found: {what}); supported are caches updated by TensorScatter: "
-        "export with static caches (opset 24)"
-    )
+def _foreign_cache(graph: gs.Graph) -> str:
+    """The first sign of a cache that is written some other way, or an empty string."""
+    for node in graph.nodes:
+        if node.op in ("GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention"):
+            return f"{node.op} '{node.name}'"
+        if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
+            return f"{node.op} '{node.name}' on '{past}'"
+    return ""
+
+
+def _input_behind(graph: gs.Graph, tensor: gs.Tensor) -> str:
+    """The name of the graph input of rank 3 or more that `tensor` is a view of, or an empty string."""
+    while (node := producer(tensor)) is not None and is_op(node, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
+        tensor = node.inputs[0]
+    return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
 
 
 def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...]) -> GraphFacts:
@@ -122,8 +124,8 @@ def _rewritten_roles(
     return (*inputs, *added, *outputs)
 
 
-def _cache_warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
-    warnings: list[str] = []
+def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
+    warnings = [] if caches else ["the model updates no cache: only its attention is made right"]
     for cache in caches:
         if cache.route is Route.FUNCTIONAL:
             warnings.append(

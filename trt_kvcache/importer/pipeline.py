@@ -15,6 +15,7 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewrite.packed import DOMAIN, add_packed_function
+from trt_kvcache.importer.rewritten import record_plan, recorded_plan
 from trt_kvcache.importer.source import SourceModel, load_source, save_model
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
@@ -49,6 +50,9 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
         OptionError: an option does not fit the model.
     """
     source = load_source(model)
+    recorded = recorded_plan(source.proto, options)
+    if recorded is not None:
+        return recorded
     prepared, graph = _prepare(source, options)
     return analyze(prepared.model, graph, options, prepared.inlined)
 
@@ -63,11 +67,19 @@ def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
 
 
 def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> ImportedModel:
-    """Plan and rewrite a model that was already read. `source` is not changed."""
+    """Plan and rewrite a model that was already read. `source` is not changed.
+
+    A model that `rewrite_model` wrote is taken as it is, with the plan that it carries.
+    """
+    recorded = recorded_plan(source.proto, options)
+    if recorded is not None:
+        return ImportedModel(source, recorded, source.proto)
     prepared, graph = _prepare(source, options)
     plan = analyze(prepared.model, graph, options, prepared.inlined)
     rewrite_graph(graph, plan)
-    return ImportedModel(source, plan, _export(source.proto, prepared, graph))
+    rewritten = _export(source.proto, prepared, graph)
+    record_plan(rewritten, plan)
+    return ImportedModel(source, plan, rewritten)
 
 
 def rewrite_model(
