@@ -39,7 +39,7 @@ class Comparison:
     def __init__(self, roles: dict[str, str], override: float | None) -> None:
         self._roles = roles
         self._override = override
-        self._worst = {name: _Worst() for name in roles}
+        self._worst: dict[str, _Worst] = {}
 
     def plain(self, name: str, original: Array, rewritten: Array, step: int, span: int | None) -> None:
         """Compares an output as it is."""
@@ -70,7 +70,7 @@ class Comparison:
     def _note(
         self, name: str, like: Array, absolute: float, relative: float, stale: int, step: int, span: int | None
     ) -> None:
-        worst = self._worst[name]
+        worst = self._worst.setdefault(name, _Worst())
         worst.dtype = like.dtype.name
         worst.tolerance = tolerance(like.dtype) if self._override is None else self._override
         if (relative, stale) > (worst.relative, worst.stale) or (stale > worst.stale and relative <= worst.tolerance):
@@ -79,7 +79,7 @@ class Comparison:
         worst.stale = max(worst.stale, stale)
 
     def results(self) -> tuple[OutputDifference, ...]:
-        """One entry per output."""
+        """One entry per output that was compared at least once."""
         return tuple(
             OutputDifference(
                 name=name,

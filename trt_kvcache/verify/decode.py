@@ -143,7 +143,7 @@ class _Verification:
         trial = {**self.inputs.shared(first), **self._contents(first, 0.0)}
         try:
             path = self.path if self.models[0] is self.source.proto else None
-            original, refusal = open_session(self.models[0], self.folder, trial, path)
+            original, refusal = open_session(self.models[0], self.folder, trial, path=path)
         except EngineError as error:
             raise UnsupportedModelError(f"{self.path}: no engine here runs the original model: {error}") from None
         if refusal:
@@ -156,8 +156,13 @@ class _Verification:
         engine = "none"
         try:
             physical = self._to_physical({c.role.name: trial[c.role.name] for c in self.caches})
+            # A rewritten model must run wherever the original does, so only an original that ONNX Runtime refuses
+            # lets the reference evaluator run both.
             rewritten, refusal = open_session(
-                self.models[1], self.folder, {**trial, **physical, **self.inputs.spans(first, "full")}
+                self.models[1],
+                self.folder,
+                {**trial, **physical, **self.inputs.spans(first, "full")},
+                reference=refusal is not None,
             )
             engine = rewritten.engine
             if refusal:

@@ -23,7 +23,8 @@ _ORT_ERRORS = (
     ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
 )  # fmt: skip
 _REFERENCE_ERRORS = (
-    AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError, ImportError,
+    AssertionError, AttributeError, ImportError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError,
+    ValueError,
 )  # fmt: skip
 
 
@@ -109,7 +110,7 @@ class ReferenceSession:
 
 
 def open_session(
-    model: ModelProto, folder: Path, trial: Mapping[str, Array], path: Path | None = None
+    model: ModelProto, folder: Path, trial: Mapping[str, Array], *, path: Path | None = None, reference: bool = True
 ) -> tuple[Session, str | None]:
     """The first engine that runs the trial step, and why ONNX Runtime was not it.
 
@@ -118,6 +119,7 @@ def open_session(
         folder: of its external data.
         trial: feeds of one step.
         path: of the same model as a file, which ONNX Runtime then reads by itself.
+        reference: the reference evaluator may run it.
 
     Raises:
         EngineError: no engine runs it; the text is ONNX Runtime's.
@@ -127,20 +129,21 @@ def open_session(
         session = OrtSession(path or model, folder, weights)
         session.run(trial)
     except EngineError as error:
-        if weights > _REFERENCE_LIMIT:
+        if not reference or weights > _REFERENCE_LIMIT:
             raise
         refusal = error
     else:
         return session, None
     try:
-        reference = ReferenceSession(model, folder)
-        reference.run(trial)
+        evaluator = ReferenceSession(model, folder)
+        evaluator.run(trial)
     except EngineError as error:
         raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None
-    return reference, str(refusal)
+    return evaluator, str(refusal)
 
 
 def one_line(error: Exception) -> str:
     """The error's text on one line, cut to a readable length."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]}..."
+    # ONNX Runtime names the node first, then its own source file and C++ signature, then what is wrong.
+    return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"
