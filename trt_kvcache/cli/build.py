@@ -141,7 +141,7 @@ def build(
     with build_progress() as report:
         manifest = build_engine(model, output, options=plan, build=options, progress=report)
     seconds = time.perf_counter() - start
-    print_warnings(manifest.plan.warnings)
+    print_warnings((*manifest.plan.warnings, *manifest.warnings))
     if json:
         print_json(manifest)
     else:

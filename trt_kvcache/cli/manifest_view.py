@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from trt_kvcache.cli.grouping import group_rows
-from trt_kvcache.cli.output import human_bytes, shape_text, table
+from trt_kvcache.cli.output import human_bytes, table
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,8 +22,8 @@ def print_manifest(out: Console, manifest: Manifest) -> None:
         out.print(f"{title:12}{file_text(file)}")
     out.print(f"batch       up to {manifest.max_batch} sequences")
     out.print(f"chunk       up to {manifest.max_chunk} tokens per update")
-    out.print(f"buffers     {len(manifest.aliases)} shared by past and present, {len(manifest.double_buffered)} double")
-    given = {name: value for name, value in manifest.options.items() if value is not None}
+    out.print(f"caches      {len(manifest.aliases)} with one buffer, {len(manifest.double_buffered)} with two")
+    given = {name: value for name, value in manifest.options.items() if value not in (None, "", False)}
     if given:
         out.print(f"options     {', '.join(f'{name}={value}' for name, value in given.items())}")
     print_profiles(out, manifest)
@@ -31,16 +31,16 @@ def print_manifest(out: Console, manifest: Manifest) -> None:
 
 def print_profiles(out: Console, manifest: Manifest) -> None:
     """Print one table of all profiles: the shapes of each input that has a dynamic dimension."""
-    rows = [
-        (name, profile.name, shape_text(shapes.min), shape_text(shapes.opt), shape_text(shapes.max))
-        for profile in manifest.profiles
-        for name, shapes in profile.shapes.items()
-    ]
-    if not rows:
+    profiles_of: dict[tuple[str, ...], list[str]] = {}
+    for profile in manifest.profiles:
+        for name, shapes in profile.shapes.items():
+            sizes = ("x".join(map(str, shape)) or "scalar" for shape in (shapes.min, shapes.opt, shapes.max))
+            profiles_of.setdefault((name, *sizes), []).append(profile.name)
+    if not profiles_of:
         return
-    grid = table("profile", "input", "smallest", "typical", "largest", title="Profiles")
-    for (name, profile_name, *shapes), _ in group_rows(rows, 1):
-        grid.add_row(profile_name, name, *shapes)
+    grid = table("input", "smallest", "typical", "largest", "profile", title="Profiles")
+    for cells, _ in group_rows([(*row, ", ".join(names)) for row, names in profiles_of.items()], 1):
+        grid.add_row(*cells)
     out.print()
     out.print(grid)
 

@@ -21,28 +21,28 @@ def build_progress() -> Iterator[Callable[[ProgressEvent], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
         yield ProgressBars(progress).show
 
 
 class ProgressBars:
-    """One bar per phase that is under way; a phase inside another is indented under it and goes when it is done."""
+    """One bar per phase that is under way, indented under the phase that it is part of."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._tasks: dict[str, TaskID] = {}
-        self._depth: dict[str, int] = {}
+        self._tasks: dict[str, tuple[TaskID, int]] = {}
 
     def show(self, event: ProgressEvent) -> None:
-        """Move the bar of the event's phase, and make it first where it is new."""
+        """Move the bar of the event's phase: new ones appear, finished ones go."""
+        if event.finished:
+            if event.phase in self._tasks:
+                self._progress.remove_task(self._tasks.pop(event.phase)[0])
+            return
+        total = event.steps if event.steps > 1 else None  # of one step there is nothing to tell but that it runs
         if event.phase not in self._tasks:
-            depth = self._depth.get(event.parent, -1) + 1 if event.parent else 0
-            self._depth[event.phase] = depth
-            self._tasks[event.phase] = self._progress.add_task("  " * depth + event.phase, total=event.steps)
-        task = self._tasks[event.phase]
-        self._progress.update(task, completed=event.step, total=event.steps)
-        if event.step >= event.steps and self._depth[event.phase]:
-            self._progress.remove_task(self._tasks.pop(event.phase))
+            depth = self._tasks[event.parent][1] + 1 if event.parent in self._tasks else 0
+            self._tasks[event.phase] = (self._progress.add_task("  " * depth + event.phase, total=total), depth)
+        self._progress.update(self._tasks[event.phase][0], completed=event.step)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.engine.doctor import find_gpus
-from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, load_manifest
+from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import Route, TensorRole
 
@@ -67,6 +67,7 @@ def inspect_engine(engine: str | Path) -> EngineReport:
     """
     path = Path(engine)
     manifest = load_manifest(path)
+    check_engine(manifest, path)
     view, not_opened = _open(path, manifest.backend)
     if view is not None and (differences := reconcile(manifest, view)):
         raise ManifestError(

@@ -1,0 +1,161 @@
+"""Every command on a small decoder, from end to end: what is on stdout, and that it says what the API says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import onnx
+import pytest
+from decoders import DecoderConfig, write_decoder
+from typer.testing import CliRunner, Result
+
+from trt_kvcache import (
+    BuildOptions,
+    CachePlan,
+    EngineReport,
+    Manifest,
+    PlanOptions,
+    VerifyReport,
+    plan_model,
+    verify_model,
+)
+from trt_kvcache.cli.app import app
+from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Target
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig(layers=2, capacity=64))
+
+
+def run(*arguments: object) -> Result:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exception is None, result.stderr or result.exception
+    assert result.exit_code == 0
+    return result
+
+
+def test_plan(model: Path) -> None:
+    text = run("plan", model, "--max-batch", 4).stdout
+    for part in ("4 of 4 caches in place", "key_cache.0..1", "native x2", "write_indices", "for a batch of 4"):
+        assert part in text
+    assert "…" not in text
+    data = run("plan", model, "--json").stdout
+    assert msgspec.json.decode(data, type=CachePlan) == plan_model(model)
+
+
+def test_plan_options_reach_the_plan(model: Path) -> None:
+    data = run("plan", model, "--json", "--target", "tensorrt", "--cache-layout", "preserve", "--attention-span", "off",
+               "--fallback", "functional", "--packed-native", "off").stdout  # fmt: skip
+    plan = msgspec.json.decode(data, type=CachePlan)
+    assert plan.options.target is Target.TENSORRT
+    assert plan.options.cache_layout is CacheLayout.PRESERVE
+    assert not plan.options.attention_span
+    assert plan.options.fallback.value == "functional"
+    assert not plan.options.packed_native
+    assert not plan.spans
+    assert all(cache.layout is not PhysicalLayout.HEADS_MAJOR for cache in plan.caches)
+
+
+def test_capacity(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "symbolic.onnx", DecoderConfig(layers=1, capacity="max_seq"))
+    result = CliRunner().invoke(app, ["plan", str(model)])
+    assert result.exit_code == 1
+    assert "--capacity" in result.stderr
+    plan = msgspec.json.decode(run("plan", model, "--capacity", 96, "--json").stdout, type=CachePlan)
+    assert {cache.capacity for cache in plan.caches} == {96}
+
+
+def test_config_reaches_the_roles(model: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["plan", str(model), "--config", str(tmp_path / "none.yaml")])
+    assert result.exit_code == 1
+    assert "none.yaml" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_rewrite(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "rewritten.onnx"
+    assert run("rewrite", model, "-o", output).stdout == f"{output}: 4 of 4 caches in place\n"
+    onnx.checker.check_model(onnx.load(output), full_check=True)
+
+
+def test_build_and_inspect(model: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "model.engine"
+    result = run("build", model, "-o", engine, "--max-batch", 4, "--max-chunk", 16, "--backend", "tensorrt-rtx")
+    for part in ("model.engine: ", "with tensorrt-rtx", "its manifest", "4 of 4 caches in place", "4x16", "prefill"):
+        assert part in result.stdout
+    assert result.stderr == ""
+    manifest = load_manifest(engine)
+    assert (manifest.max_batch, manifest.max_chunk, len(manifest.aliases)) == (4, 16, 4)
+    report = msgspec.json.decode(run("inspect", engine, "--json").stdout, type=EngineReport)
+    assert report.manifest == manifest
+    assert {path.name for path in tmp_path.iterdir()} == {"model.engine", "model.engine.json"}
+
+
+def test_build_json_is_the_manifest(model: Path, tmp_path: Path) -> None:
+    engine = tmp_path / "model.engine"
+    data = run("build", model, "-o", engine, "--json", "--backend", "tensorrt-rtx").stdout
+    assert msgspec.json.decode(data, type=Manifest) == load_manifest(engine)
+
+
+def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[object] = []
+
+    def build_engine(model: Path, output: Path, *, options: PlanOptions, build: BuildOptions, progress: object) -> None:
+        given.extend((options, build))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trt_kvcache.build_engine", build_engine)
+    CliRunner().invoke(
+        app,
+        f"build {model} -o {tmp_path}/e --max-batch 8 --opt-batch 2 --max-chunk 32 --minShapes a:1x2,b:3 "
+        "--optShapes a:2x2 --maxShapes a:3x2 --backend tensorrt --compute-capabilities 8.0,sm89 --workspace 1GiB "
+        "--opt-level 4 --timing-cache times --version-compatible --strip-plan --refit --profiling-verbosity detailed "
+        "--capacity 48 --cache-layout preserve --attention-span off --fallback contract --config mine.yaml",
+    )
+    options, build = given
+    assert build == BuildOptions(
+        backend="tensorrt", max_batch=8, opt_batch=2, max_chunk=32, min_shapes={"a": (1, 2), "b": (3,)},
+        opt_shapes={"a": (2, 2)}, max_shapes={"a": (3, 2)}, compute_capabilities=("sm80", "sm89"), workspace=1 << 30,
+        opt_level=4, timing_cache="times", version_compatible=True, strip_plan=True, refit=True,
+        profiling_verbosity="detailed",
+    )  # fmt: skip
+    assert isinstance(options, PlanOptions)
+    assert (options.capacity, options.cache_layout, options.attention_span, options.fallback.value, options.config) == (
+        48, CacheLayout.PRESERVE, False, "contract", "mine.yaml",
+    )  # fmt: skip
+
+
+def test_verify(model: Path) -> None:
+    text = run("verify", model).stdout
+    for part in ("logits", "updated_key_cache.0..1", "largest difference", "gives the original's numbers"):
+        assert part in text
+    every = run("verify", model, "--all").stdout
+    assert "updated_key_cache.1 " in every
+    data = run("verify", model, "--json", "--batch", 2, "--chunks", "4", "--tokens", 1, "--seed", 3).stdout
+    assert msgspec.json.decode(data, type=VerifyReport).passed
+
+
+def test_verify_fails_above_the_tolerance(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*arguments: object) -> VerifyReport:
+        report = verify_model(model)
+        worst = replace(report.outputs[0], passed=False, exact=False, max_absolute=3.0, max_relative=0.5, step=0)
+        return replace(report, passed=False, outputs=(worst, *report.outputs[1:]))
+
+    monkeypatch.setattr("trt_kvcache.verify_model", wrong)
+    result = CliRunner().invoke(app, ["verify", str(model)])
+    assert result.exit_code == 1
+    assert "FAILED" in result.stdout
+    assert result.stderr.startswith("error: ")
+    assert "'logits' differs by 0.5 of its scale" in result.stderr
+
+
+def test_warnings_go_to_stderr(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    warned = replace(plan_model(model), warnings=("mind the\ngap",))
+    monkeypatch.setattr("trt_kvcache.plan_model", lambda *_: warned)
+    result = run("plan", model, "--json")
+    assert result.stderr == "warning: mind the gap\n"
+    assert msgspec.json.decode(result.stdout, type=CachePlan) == warned

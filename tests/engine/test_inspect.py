@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from sample_plans import sample_manifest, sample_plan
+from typer.testing import CliRunner
+
+import trt_kvcache.engine.inspect as inspect_module
+from trt_kvcache.cli.app import app
+from trt_kvcache.engine.files import identify
+from trt_kvcache.engine.inspect import (
+    EngineReport,
+    EngineTensor,
+    EngineView,
+    inspect_engine,
+    reconcile,
+    view_of,
+)
+from trt_kvcache.engine.manifest import FileIdentity, Manifest, ShapeRange, manifest_path, save_manifest
+from trt_kvcache.errors import ManifestError
+from trt_kvcache.importer.plan import Route
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    """A file that stands for an engine, with its manifest."""
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"engine" * 100)
+    save_manifest(sample_manifest(sample_plan(2), identify(path)), manifest_path(path))
+    return path
+
+
+def agreeing_view(manifest: Manifest) -> EngineView:
+    tensors = tuple(
+        EngineTensor(t.name, t.io, t.dtype, tuple(d if isinstance(d, int) else -1 for d in t.shape))
+        for t in manifest.plan.tensors
+    )
+    return EngineView(tensors, dict(manifest.aliases), tuple(dict(p.shapes) for p in manifest.profiles))
+
+
+@pytest.fixture
+def manifest() -> Manifest:
+    return sample_manifest(sample_plan(1), FileIdentity("e", 1, "00"))
+
+
+def test_agreement(manifest: Manifest) -> None:
+    assert reconcile(manifest, agreeing_view(manifest)) == ()
+
+
+def test_tensors_only_on_one_side(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    extra = EngineTensor("surprise", "input", "int64", (1,))
+    changed = replace(view, tensors=(*view.tensors[1:], extra))
+    assert reconcile(manifest, changed) == (
+        "input input_ids is only in the manifest",
+        "input surprise is only in the engine",
+    )
+
+
+def test_another_dtype_or_shape(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    tensors = tuple(
+        replace(t, dtype="float32", shape=(-1, 4, 512, 64)) if t.name == "key_cache.0" else t for t in view.tensors
+    )
+    first, second = reconcile(manifest, replace(view, tensors=tensors))
+    assert first == "input key_cache.0 is float32, in the manifest float16"
+    assert second == "input key_cache.0 has the shape [-1, 4, 512, 64], in the manifest ['batch', 4, 256, 64]"
+
+
+def test_a_fixed_input_that_the_engine_has_dynamic(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    tensors = tuple(replace(t, shape=(-1, 4, -1, 64)) if t.name == "key_cache.0" else t for t in view.tensors)
+    assert len(reconcile(manifest, replace(view, tensors=tensors))) == 1
+
+
+def test_an_output_of_which_the_engine_knows_less(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    tensors = tuple(replace(t, shape=(-1, -1, -1)) if t.name == "logits" else t for t in view.tensors)
+    assert reconcile(manifest, replace(view, tensors=tensors)) == ()
+
+
+def test_an_alias_only_in_the_manifest(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    del view.aliases["updated_key_cache.0"]
+    assert reconcile(manifest, view) == (
+        "updated_key_cache.0 shares the buffer of nothing, in the manifest of key_cache.0",
+    )
+
+
+def test_an_alias_only_in_the_engine(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    view.aliases["logits"] = "key_cache.0"
+    assert reconcile(manifest, view) == ("logits shares the buffer of key_cache.0, in the manifest of nothing",)
+
+
+def test_an_alias_to_another_input(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    view.aliases["updated_key_cache.0"] = "value_cache.0"
+    assert "shares the buffer of value_cache.0, in the manifest of key_cache.0" in reconcile(manifest, view)[0]
+
+
+def test_plugin_aliases_are_not_reported_by_tensorrt(manifest: Manifest) -> None:
+    caches = tuple(replace(cache, route=Route.PLUGIN) for cache in manifest.plan.caches)
+    manifest = replace(manifest, plan=replace(manifest.plan, caches=caches))
+    assert reconcile(manifest, replace(agreeing_view(manifest), aliases={})) == ()
+
+
+def test_profiles(manifest: Manifest) -> None:
+    view = agreeing_view(manifest)
+    assert reconcile(manifest, replace(view, profiles=())) == ("the engine has 0 profiles, the manifest 1",)
+    view.profiles[0]["input_ids"] = ShapeRange((1, 1), (1, 1), (8, 1))
+    (difference,) = reconcile(manifest, view)
+    assert difference.startswith("profile decode: input_ids is ShapeRange(min=(1, 1), opt=(1, 1), max=(8, 1))")
+
+
+def test_view_of_reads_what_the_engine_says() -> None:
+    class Engine:
+        num_io_tensors = 2
+        num_optimization_profiles = 1
+        names = ("past", "present")
+
+        def get_tensor_name(self, index: int) -> str:
+            return self.names[index]
+
+        def get_tensor_mode(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(name="INPUT" if name == "past" else "OUTPUT")
+
+        def get_tensor_dtype(self, name: str) -> SimpleNamespace:
+            return SimpleNamespace(name="HALF")
+
+        def get_tensor_shape(self, name: str) -> tuple[int, ...]:
+            return (-1, 4)
+
+        def get_aliased_input_tensor(self, name: str) -> str | None:
+            return "past" if name == "present" else None
+
+        def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
+            return [(1, 4), (2, 4), (3, 4)]
+
+    assert view_of(Engine()) == EngineView(
+        (EngineTensor("past", "input", "float16", (-1, 4)), EngineTensor("present", "output", "float16", (-1, 4))),
+        {"present": "past"},
+        ({"past": ShapeRange((1, 4), (2, 4), (3, 4))},),
+    )
+
+
+def test_without_a_gpu_says_why_the_engine_was_not_opened(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect_module, "find_gpus", lambda: (None, (), "no NVIDIA driver that works: gone"))
+    report = inspect_engine(engine)
+    assert (report.view, report.not_opened) == (None, "no NVIDIA driver that works: gone")
+    result = CliRunner().invoke(app, ["inspect", str(engine)])
+    assert result.exit_code == 0
+    assert "the engine itself was not opened: no NVIDIA driver that works: gone" in result.stdout
+    assert "the engine's hash is the manifest's" in result.stdout
+    for part in ("tensorrt-rtx 1.7.1.116", "key_cache.0..1", "4 with one buffer, 0 with two", "decode", "4x1"):
+        assert part in result.stdout
+    data = CliRunner().invoke(app, ["inspect", str(engine), "--json"])
+    assert msgspec.json.decode(data.stdout, type=EngineReport) == report
+
+
+def test_with_a_gpu_a_difference_is_an_error(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = inspect_module.load_manifest(engine)
+    view = agreeing_view(manifest)
+    monkeypatch.setattr(inspect_module, "_open", lambda path, backend: (view, ""))
+    assert inspect_engine(engine).view == view
+    view.aliases.clear()
+    with pytest.raises(ManifestError, match="updated_key_cache.0 shares the buffer of nothing"):
+        inspect_engine(engine)
+
+
+def test_another_engine_is_refused(engine: Path) -> None:
+    engine.write_bytes(b"enginf" + engine.read_bytes()[6:])
+    result = CliRunner().invoke(app, ["inspect", str(engine)])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(r"error: [^\n]*BLAKE3[^\n]*\n", result.stderr)
+
+
+def test_an_unknown_schema_is_refused(engine: Path) -> None:
+    path = manifest_path(engine)
+    path.write_text(path.read_text().replace('"schema_version": 1\n}', '"schema_version": 999\n}'))
+    result = CliRunner().invoke(app, ["inspect", str(engine)])
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: [^\n]*999[^\n]*\n", result.stderr)
