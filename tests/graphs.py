@@ -90,11 +90,15 @@ def attention_model(
     past: Dim | None = None,
     nonpad: bool = False,
     outputs: int = 1,
+    scores: bool = False,
     rank: int = 4,
     opset: int = 24,
     **attrs: Any,
 ) -> onnx.ModelProto:
-    """One Attention over graph inputs ``Q``, ``K``, ``V``; the unused extra outputs of `outputs` are left dangling."""
+    """One Attention over graph inputs ``Q``, ``K``, ``V``; the unused extra outputs of `outputs` are left dangling.
+
+    `scores` makes the fourth output, ``qk``, one of the graph.
+    """
     value_head_size = value_head_size or head_size
     graph = Graph()
 
@@ -114,7 +118,9 @@ def attention_model(
         inputs.pop()
     if rank == 3:
         attrs = {"q_num_heads": heads, "kv_num_heads": kv_heads, **attrs}
-    names = ["Y", "present_key", "present_value", "qk"][:outputs]
+    names = ["Y", "", "", "qk"] if scores else ["Y", "present_key", "present_value", "qk"][:outputs]
     graph.node("Attention", inputs, names, **attrs)
     graph.output("Y", dtype, shape(heads, queries, value_head_size))
+    if scores:
+        graph.output("qk", dtype, [batch, heads, queries, keys])
     return graph.model(opset)

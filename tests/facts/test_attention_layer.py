@@ -134,6 +134,20 @@ class TestKernels:
         assert (bare.stage, NO_KERNEL in bare.words) == ("build", True)
         assert trt.build(model, patch=trt.decomposable).stage == "built"
 
+    @pytest.mark.parametrize("dtype", [HALF, BF16])
+    @pytest.mark.parametrize("mask_dtype", [None, BOOL, HALF])
+    def test_one_query_head(self, dtype: int, mask_dtype: int | None) -> None:
+        """With a mask, one head has no fused kernel; without, it has."""
+        mask = (
+            {}
+            if mask_dtype is None
+            else {"mask": ("B", 1, "S", 16), "mask_dtype": dtype if mask_dtype != BOOL else BOOL}
+        )
+        model = attention_model(heads=1, kv_heads=1, dtype=dtype, **mask)
+        bare = trt.build(model)
+        assert (bare.stage, NO_KERNEL in bare.words) == (("build", True) if mask else ("built", False))
+        assert trt.build(model, patch=trt.decomposable).stage == "built"
+
     def test_double_is_built_as_float(self) -> None:
         parsed = trt.parse(attention_model(dtype=TensorProto.DOUBLE))
         assert parsed.network.get_input(0).dtype == tensorrt_rtx.DataType.FLOAT

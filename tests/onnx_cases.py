@@ -1,0 +1,80 @@
+"""ONNX's own node tests for TensorScatter and Attention, with their stored inputs and outputs."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import onnx
+from numpy.typing import NDArray
+from onnx import helper, numpy_helper
+
+OPERATORS = ("TensorScatter", "Attention")
+
+
+@dataclass(frozen=True)
+class NodeCase:
+    """One node test: its model, and one set of inputs and expected outputs by name."""
+
+    name: str
+    model: onnx.ModelProto
+    inputs: dict[str, NDArray[Any]]
+    outputs: dict[str, NDArray[Any]]
+    rtol: float
+    atol: float
+
+    @property
+    def node(self) -> onnx.NodeProto:
+        """The node under test."""
+        return self.model.graph.node[0]
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        """Its attributes."""
+        return {a.name: helper.get_attribute_value(a) for a in self.node.attribute}
+
+    @property
+    def has_in_op_cache(self) -> bool:
+        """Whether Attention itself keeps the cache (``past_key``)."""
+        return self.node.op_type == "Attention" and len(self.node.input) > 4 and bool(self.node.input[4])
+
+
+def _array(value: Any) -> NDArray[Any]:
+    return numpy_helper.to_array(value) if isinstance(value, onnx.TensorProto) else np.asarray(value)
+
+
+@cache
+def node_cases() -> tuple[tuple[NodeCase, ...], tuple[str, ...]]:
+    """The node tests of `OPERATORS`, and the names of those left out.
+
+    ONNX stores each Attention test a second time with the node replaced by its function body (``_expanded``): no
+    Attention is left in those, so there is nothing to treat.
+    """
+    with warnings.catch_warnings():
+        # Collecting generates the data of every operator's tests; some overflow on purpose.
+        warnings.simplefilter("ignore")
+        from onnx.backend.test.case.node import collect_testcases
+
+        cases = collect_testcases()
+    found = {case.name: case for case in cases if case.name.startswith(("test_tensorscatter", "test_attention"))}
+    kept, left_out = [], []
+    for name, case in sorted(found.items()):
+        if len(case.model.graph.node) != 1 or case.model.graph.node[0].op_type not in OPERATORS:
+            left_out.append(name)
+            continue
+        ((inputs, outputs),) = case.data_sets
+        graph = case.model.graph
+        kept.append(
+            NodeCase(
+                name,
+                case.model,
+                {value.name: _array(array) for value, array in zip(graph.input, inputs, strict=True)},
+                {value.name: _array(array) for value, array in zip(graph.output, outputs, strict=True)},
+                case.rtol,
+                case.atol,
+            )
+        )
+    return tuple(kept), tuple(left_out)
