@@ -1,0 +1,75 @@
+"""The wheel carries configs and plugins, and works from where it is unpacked; a source tree works as it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+
+from trt_kvcache.resources import resource_dir
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this source tree, as it lies in site-packages."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder / "dist")]
+    subprocess.run(build, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120)
+    (wheel,) = (folder / "dist").iterdir()
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def run_unpacked(unpacked: Path, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(unpacked)}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=unpacked, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+
+
+@pytest.mark.parametrize("name", ["configs", "plugins"])
+def test_a_source_tree_has_them_beside_the_package(name: str) -> None:
+    assert resource_dir(name) == ROOT / name  # type: ignore[arg-type]
+    assert files_in(ROOT / name)
+
+
+@pytest.mark.parametrize("name", ["configs", "plugins"])
+def test_a_wheel_has_them_inside_the_package(unpacked: Path, name: str) -> None:
+    code = f"from trt_kvcache.resources import resource_dir; print(resource_dir({name!r}))"
+    folder = Path(run_unpacked(unpacked, "-c", code).strip())
+    assert folder == unpacked / "trt_kvcache" / name
+    assert files_in(folder) == files_in(ROOT / name)
+
+
+def test_a_wheel_holds_the_package_and_its_metadata_only(unpacked: Path) -> None:
+    names = {path.name for path in unpacked.iterdir()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"trt_kvcache"}
+    (metadata,) = unpacked.glob("*.dist-info")
+    assert (metadata / "licenses" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
+    assert "trt-kvcache = trt_kvcache.__main__:main" in (metadata / "entry_points.txt").read_text()
+    assert (unpacked / "trt_kvcache" / "py.typed").is_file()
+
+
+def test_the_commands_work_from_the_wheel(unpacked: Path, tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig())
+    assert "caches in place" in run_unpacked(unpacked, "-m", "trt_kvcache", "plan", str(model))
+
+
+def test_a_damaged_installation_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("trt_kvcache.resources._PACKAGE", tmp_path / "trt_kvcache")
+    with pytest.raises(FileNotFoundError, match="reinstall trt-kvcache"):
+        resource_dir("configs")
