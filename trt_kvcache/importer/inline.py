@@ -21,7 +21,7 @@ import numpy as np
 import onnx
 import onnx.inliner
 
-from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.errors import UnsupportedModelError
 
 HIDDEN_OPS = ("TensorScatter", "TRT_KVCacheUpdate", "Attention")
 
@@ -33,13 +33,10 @@ def inline_bodies(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, .
         The model (another object where functions were inlined) and the names of what was inlined.
 
     Raises:
-        InvalidModelError: functions call each other in a circle.
         UnsupportedModelError: a cache update or an attention sits in a body that may run never or more than once.
     """
     done: list[str] = []
     if functions := [(f.domain, f.name) for f in model.functions if f.name != "TRT_KVCacheUpdate"]:
-        if _recursive(model):
-            raise InvalidModelError("model-local functions call each other in a circle; ONNX forbids that")
         done += [f"function {domain}::{name}" for domain, name in functions]
         model = onnx.inliner.inline_selected_functions(model, functions)
     while (index := next((i for i, n in enumerate(model.graph.node) if _body_hides(n)), None)) is not None:
@@ -69,21 +66,6 @@ def _walk(nodes: object) -> Iterator[onnx.NodeProto]:
         yield node
         for body in _bodies(node):
             yield from _walk(body.node)
-
-
-def _recursive(model: onnx.ModelProto) -> bool:
-    calls = {(f.domain, f.name): {(n.domain, n.op_type) for n in _walk(f.node)} for f in model.functions}
-    for start in calls:
-        reached: set[tuple[str, str]] = set()
-        queue = list(calls[start])
-        while queue:
-            key = queue.pop()
-            if key == start:
-                return True
-            if key in calls and key not in reached:
-                reached.add(key)
-                queue.extend(calls[key])
-    return False
 
 
 def _splice(graph: onnx.GraphProto, index: int) -> str:

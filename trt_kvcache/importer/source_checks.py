@@ -52,9 +52,9 @@ def check_graph(model: ModelProto, source: str) -> None:
     Raises:
         InvalidModelError: a rule is broken; the message names the node.
     """
+    _check_text(model, source)
     _check_opset(model, source)
     skeleton = _skeleton(model, source)
-    _check_text(skeleton, source)
     try:
         onnx.checker.check_model(_without_external_data(skeleton))
     except _ONNX_ERRORS as error:
@@ -145,7 +145,11 @@ def _without_external_data(skeleton: ModelProto) -> ModelProto:
 
 def _check_text(message: Message, source: str) -> None:
     """Refuse names that are not UTF-8: protobuf hands them out as bytes, and everything after expects text."""
-    for field, value in message.ListFields():
+    # Looking at a tensor's other fields would copy its data.
+    wanted = ("name", "doc_string", "external_data") if isinstance(message, TensorProto) else None
+    fields = message.DESCRIPTOR.fields_by_name
+    present = [(fields[name], getattr(message, name)) for name in wanted] if wanted else message.ListFields()
+    for field, value in present:
         values = value if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else (value,)
         if field.cpp_type == field.CPPTYPE_MESSAGE:
             for child in values:
