@@ -124,6 +124,7 @@ def publish(files: Sequence[tuple[Path, Path]]) -> None:
         for last, backup in reversed(done):
             if backup is not None:
                 backup.replace(last)
+                backup.unlink(missing_ok=True)  # moving a name onto another name of the same file does nothing
             else:
                 last.unlink(missing_ok=True)
         if isinstance(error, OSError):

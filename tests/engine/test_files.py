@@ -1,0 +1,133 @@
+"""Output files appear whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+from blake3 import blake3
+
+from trt_kvcache.engine import files
+from trt_kvcache.engine.files import atomic_file, check_output, identify, publish, temporary_file
+from trt_kvcache.errors import OutputError
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+def test_identity_is_of_the_content(tmp_path: Path) -> None:
+    data = os.urandom(3 * (1 << 20) + 17)
+    (tmp_path / "x.bin").write_bytes(data)
+    found = identify(tmp_path / "x.bin", "sub/x.bin")
+    assert (found.name, found.size, found.blake3) == ("sub/x.bin", len(data), blake3(data).hexdigest())
+    assert identify(tmp_path / "x.bin").name == "x.bin"
+
+
+def test_hashing_stops_when_it_is_no_longer_wanted(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"x")
+    cancelled = threading.Event()
+    cancelled.set()
+    with pytest.raises(InterruptedError):
+        identify(tmp_path / "x", cancelled=cancelled)
+
+
+def test_an_atomic_file_appears_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"old")
+    with atomic_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    assert names(tmp_path) == {"out"}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+def test_an_atomic_file_leaves_nothing_after_an_exception(tmp_path: Path, error: type[BaseException]) -> None:
+    path = tmp_path / "out"
+    path.write_bytes(b"old")
+
+    def fail_half_way() -> None:
+        with atomic_file(path) as file:
+            file.write(b"half")
+            raise error
+
+    with pytest.raises(error):
+        fail_half_way()
+    assert path.read_bytes() == b"old"
+    assert names(tmp_path) == {"out"}
+
+
+def test_permissions_follow_the_umask(tmp_path: Path) -> None:
+    old = os.umask(0o027)
+    try:
+        with atomic_file(tmp_path / "out") as file:
+            file.write(b"x")
+    finally:
+        os.umask(old)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real" / "out")
+    with atomic_file(tmp_path / "link") as file:
+        file.write(b"x")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real" / "out").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing/out", "no such folder: .*missing; create it first"),
+        (".", "a directory; give the name of a file"),
+        ("/dev/null", "not a regular file"),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, path: str, message: str) -> None:
+    with pytest.raises(OutputError, match=message):
+        check_output(tmp_path / path)
+
+
+def test_a_folder_without_permission_is_an_output_error() -> None:
+    # /proc refuses new files even to root.
+    with pytest.raises(OutputError, match="/proc/out: cannot be written"), temporary_file(Path("/proc/out")):
+        pass
+
+
+def test_two_files_appear_together(tmp_path: Path) -> None:
+    first, second = tmp_path / "engine", tmp_path / "engine.json"
+    first.write_bytes(b"old")
+    with temporary_file(first) as a, temporary_file(second) as b:
+        a.write_bytes(b"A")
+        b.write_bytes(b"B")
+        publish([(a, first), (b, second)])
+    assert (first.read_bytes(), second.read_bytes()) == (b"A", b"B")
+    assert names(tmp_path) == {"engine", "engine.json"}
+
+
+@pytest.mark.parametrize("links", [True, False], ids=["hard links", "no hard links"])
+@pytest.mark.parametrize("existing", [True, False])
+def test_if_the_second_file_fails_the_first_is_as_before(
+    tmp_path: Path, existing: bool, links: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not links:
+
+        def no_links(*_: object) -> None:
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr(files.os, "link", no_links)
+    first, second = tmp_path / "engine", tmp_path / "engine.json"
+    if existing:
+        first.write_bytes(b"old engine")
+        second.write_bytes(b"old manifest")
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with temporary_file(first) as a:
+        a.write_bytes(b"new")
+        with pytest.raises(OutputError, match="engine.json: cannot be written"):
+            publish([(a, first), (tmp_path / "never written", second)])
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before

@@ -1,0 +1,89 @@
+"""The manifest: written and read without loss; whatever else is found is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+from sample_plans import sample_manifest, sample_plan
+
+from trt_kvcache.engine.files import identify
+from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest, manifest_path, save_manifest
+from trt_kvcache.errors import ManifestError
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Path:
+    path = tmp_path / "model.engine"
+    path.write_bytes(b"an engine")
+    save_manifest(sample_manifest(sample_plan(layers=2), identify(path)), manifest_path(path))
+    return path
+
+
+def change(engine: Path, edit: dict[str, object]) -> None:
+    path = manifest_path(engine)
+    path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | edit))
+
+
+def test_it_reads_what_was_written(engine: Path) -> None:
+    wanted = sample_manifest(sample_plan(layers=2), identify(engine))
+    assert load_manifest(engine) == wanted
+    assert load_manifest(engine.with_name("model.engine.json")) == wanted
+    assert isinstance(load_manifest(str(engine)), Manifest)
+    check_engine(wanted, engine)
+
+
+def test_a_missing_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ManifestError, match="x.engine.json: no such file; an engine needs the manifest"):
+        load_manifest(tmp_path / "x.engine")
+
+
+def test_an_unreadable_manifest(tmp_path: Path) -> None:
+    (tmp_path / "x.engine.json").mkdir()
+    with pytest.raises(ManifestError, match="cannot be read: Is a directory"):
+        load_manifest(tmp_path / "x.engine")
+
+
+def test_an_unknown_schema_is_named_before_anything_else_is_read(engine: Path) -> None:
+    change(engine, {"schema_version": 2, "plan": "of another form", "profiles": None})
+    with pytest.raises(ManifestError, match="manifest schema 2; this version of trt_kvcache knows schema 1: use the"):
+        load_manifest(engine)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"max_batch": "four"}, r"Expected `int`, got `str` - at `\$.max_batch`"),
+        ({"plan": {}}, r"missing required field `options` - at `\$.plan`"),
+        ({"schema_version": None}, r"Expected `int`, got `null` - at `\$.schema_version`"),
+    ],
+)
+def test_an_edited_manifest_is_refused_with_the_place(engine: Path, edit: dict[str, object], message: str) -> None:
+    change(engine, edit)
+    with pytest.raises(ManifestError, match=message):
+        load_manifest(engine)
+
+
+@pytest.mark.parametrize("data", [b"", b"not json", b"\xff\xfe\x00", b'{"schema_version": 1', b"[]", b"{}"])
+def test_garbage_is_refused(engine: Path, data: bytes) -> None:
+    manifest_path(engine).write_bytes(data)
+    with pytest.raises(
+        ManifestError, match=r"model.engine.json: not (JSON|a valid manifest): .*; build the engine again"
+    ):
+        load_manifest(engine)
+
+
+def test_another_engine_is_refused(engine: Path) -> None:
+    manifest = load_manifest(engine)
+    engine.write_bytes(b"an Engine")
+    with pytest.raises(
+        ManifestError, match=r"model.engine: BLAKE3 \w{64}, its manifest says \w{64}; the manifest is not"
+    ):
+        check_engine(manifest, engine)
+    engine.write_bytes(b"an engine, and more")
+    with pytest.raises(ManifestError, match="model.engine: 19 bytes, its manifest says 9"):
+        check_engine(manifest, engine)
+    engine.unlink()
+    with pytest.raises(ManifestError, match="the engine cannot be read: No such file"):
+        check_engine(manifest, engine)

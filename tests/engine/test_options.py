@@ -1,0 +1,156 @@
+"""Options of a build: their textual forms, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend, installed_version
+from trt_kvcache.engine.options import BuildOptions, format_shapes, parse_bytes, parse_shapes
+from trt_kvcache.errors import BackendError, OptionError
+from trt_kvcache.importer.plan import Target
+
+RTX = Backend(Target.TENSORRT_RTX, "1.7.1.116")
+FULL = Backend(Target.TENSORRT, "11.4.0.106")
+
+
+@given(st.dictionaries(st.from_regex(r"[a-z_.:/]*[a-z]", fullmatch=True), st.lists(st.integers(0, 9999), min_size=1)))
+def test_shapes_survive_their_text(shapes: dict[str, list[int]]) -> None:
+    wanted = {name: tuple(shape) for name, shape in shapes.items()}
+    if wanted:
+        assert parse_shapes(format_shapes(wanted)) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "x", "x:", ":1x2", "x:1xx2", "x:1x-1", "x:1,", "x:axb", "x:1 x2"])
+def test_bad_shapes_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="is not of the form name:1x2x3"):
+        parse_shapes(text)
+
+
+def test_a_shape_given_twice_is_refused() -> None:
+    with pytest.raises(OptionError, match="the shape of 'x' is given twice"):
+        parse_shapes("x:1,y:2,x:3")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("4GiB", 4 << 30), ("4G", 4 << 30), ("512 MiB", 512 << 20), ("512m", 512 << 20), ("1.5KiB", 1536),
+        ("4GB", 4 * 10**9), ("7", 7), ("7B", 7), ("2TiB", 2 << 40),
+    ],
+)  # fmt: skip
+def test_sizes(text: str, value: int) -> None:
+    assert parse_bytes(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "4 elephants", "-1", "1e9", "4GiBs"])
+def test_bad_sizes_are_refused(text: str) -> None:
+    with pytest.raises(OptionError, match="is not a number of bytes such as 4GiB"):
+        parse_bytes(text)
+
+
+def test_no_bytes_are_refused() -> None:
+    with pytest.raises(OptionError, match="less than one byte"):
+        parse_bytes("0")
+
+
+def test_compute_capabilities_have_one_form() -> None:
+    given = BuildOptions(compute_capabilities=("sm80", "8.0", "SM_89", "120", "12.1"))
+    assert given.compute_capabilities == ("sm80", "sm89", "sm120", "sm121")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, tensorrt, tensorrt-rtx"),
+        ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
+        ({"max_chunk": -1}, "max_chunk is -1"),
+        ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
+        ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),
+        ({"compute_capabilities": ("ampere",)}, "'ampere' is not of the form sm80, 80 or 8.0"),
+    ],
+)
+def test_illegal_values_are_refused(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        BuildOptions(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("backend", "build", "message"),
+    [
+        (RTX, BuildOptions(compute_capabilities=("sm90",)), "cannot build for sm90; it can for sm75, sm80, sm86"),
+        (
+            RTX,
+            BuildOptions(opt_level=5),
+            "--opt-level has no use here: TensorRT for RTX 1.7.1.116 gives the same engine",
+        ),
+        (RTX, BuildOptions(timing_cache="t.cache"), "--timing-cache has no use here"),
+        (RTX, BuildOptions(version_compatible=True), "--version-compatible has no use here"),
+        (RTX, BuildOptions(refit=True, strip_plan=True), "--refit and --strip-plan: .* needs an NVIDIA GPU and driver"),
+        (FULL, BuildOptions(compute_capabilities=("sm80",)), "--compute-capabilities sm80 is for TensorRT for RTX"),
+    ],
+)
+def test_options_that_a_backend_would_ignore_are_refused(
+    backend: Backend, build: BuildOptions, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trt_kvcache.engine.backend.driver_present", lambda: False)
+    with pytest.raises(OptionError, match=message):
+        check_build_options(backend, build)
+
+
+def test_options_that_a_backend_has_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_build_options(RTX, BuildOptions(compute_capabilities=("sm80", "sm121"), workspace=1 << 30))
+    check_build_options(FULL, BuildOptions(opt_level=5, timing_cache="t", version_compatible=True, refit=True))
+    monkeypatch.setattr("trt_kvcache.engine.backend.driver_present", lambda: True)
+    check_build_options(RTX, BuildOptions(refit=True, strip_plan=True))
+
+
+def test_the_timing_cache_does_not_depend_on_the_working_folder() -> None:
+    assert BuildOptions(timing_cache="t.cache").timing_cache == str(Path("t.cache").absolute())
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *, driver: bool, **versions: str) -> None:
+    by_target = {Target.TENSORRT: versions.get("full"), Target.TENSORRT_RTX: versions.get("rtx")}
+    monkeypatch.setattr("trt_kvcache.engine.backend.installed_version", by_target.get)
+    monkeypatch.setattr("trt_kvcache.engine.backend.driver_present", lambda: driver)
+
+
+def test_auto_needs_a_driver_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, driver=True, full="10.16.1", rtx="1.7.1")
+    assert choose_backend("auto") == Backend(Target.TENSORRT, "10.16.1")
+    install(monkeypatch, driver=False, full="10.16.1", rtx="1.7.1")
+    assert choose_backend("auto") == Backend(Target.TENSORRT_RTX, "1.7.1")
+    install(monkeypatch, driver=True, rtx="1.7.1")
+    assert choose_backend("auto") == Backend(Target.TENSORRT_RTX, "1.7.1")
+
+
+@pytest.mark.parametrize(
+    ("choice", "driver", "versions", "message"),
+    [
+        ("auto", True, {}, r"TensorRT for RTX is not installed; run: pip install 'tensorrt-rtx-cu13"),
+        ("tensorrt", True, {"rtx": "1.7"}, r"TensorRT is not installed; run: pip install 'trt-kvcache\[tensorrt\]'"),
+        ("tensorrt", True, {"full": "10.14.1.48"}, r"TensorRT 10.14.1.48 is too old, 10.15 or later is needed"),
+        ("tensorrt-rtx", False, {"rtx": "1.2"}, r"TensorRT for RTX 1.2 is too old, 1.7 or later is needed"),
+        ("tensorrt", False, {"full": "11.4"}, "needs an NVIDIA GPU and driver to build, and none is here"),
+    ],
+)
+def test_backends_that_cannot_build_are_refused(
+    choice: str, driver: bool, versions: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, driver=driver, **versions)
+    with pytest.raises(BackendError, match=message):
+        choose_backend(choice)
+
+
+def test_packed_updates_are_native_from_11_on() -> None:
+    assert not Backend(Target.TENSORRT, "10.16.1.11").packed_native
+    assert Backend(Target.TENSORRT, "11.0.0.114").packed_native
+    assert RTX.packed_native
+
+
+def test_the_version_is_known_without_importing_the_module() -> None:
+    trt = pytest.importorskip("tensorrt_rtx")
+    assert installed_version(Target.TENSORRT_RTX) == trt.__version__
