@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
@@ -16,11 +17,14 @@ _PIPED_WIDTH = 1000
 
 
 def console(stream: IO[str] | None = None) -> Console:
-    """Return a Rich console for `stream` (default: stdout) that prints text as it is: no markup, no guessed colors."""
+    """Return a Rich console for `stream` (default: stdout) that prints text as it is: no markup, no guessed colors.
+
+    It is as wide as the window, or as COLUMNS says; what is piped is never folded.
+    """
     from rich.console import Console
 
     stream = stream or sys.stdout
-    width = None if stream.isatty() else _PIPED_WIDTH
+    width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
     return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 

@@ -83,11 +83,11 @@ def verify(
     if json:
         print_json(report)
     else:
-        _print(report, every_row=every_row)
+        _print(model.name, report, every_row=every_row)
     report.check()
 
 
-def _print(report: VerifyReport, *, every_row: bool) -> None:
+def _print(model: str, report: VerifyReport, *, every_row: bool) -> None:
     from trt_kvcache.cli.grouping import group_rows
     from trt_kvcache.cli.output import console, table
 
@@ -96,7 +96,7 @@ def _print(report: VerifyReport, *, every_row: bool) -> None:
     if report.rewritten_engine != report.original_engine:
         engines += f" and {report.rewritten_engine}"
     runs = sum(max(1, len(step.spans)) for step in report.steps)
-    out.print(f"{report.model}: original against rewritten on {engines}, {len(report.steps)} steps, {runs} runs")
+    out.print(f"{model}: original against rewritten on {engines}, {len(report.steps)} steps, {runs} runs")
     grid = table("output", "role", "dtype", "largest difference", "of its scale", "allowed", "")
     keys = [(o.name, o.role, o.dtype, f"{o.tolerance:.1g}", str(o.passed)) for o in report.outputs]
     for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):

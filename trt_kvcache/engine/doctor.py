@@ -126,15 +126,18 @@ def find_gpus() -> tuple[str | None, tuple[Gpu, ...], str]:
     """Return the driver's CUDA version, the GPUs, and why there are none (empty where there are some)."""
     try:
         from cuda.bindings import driver
-
+        from cuda.pathfinder import DynamicLibNotFoundError
+    except ImportError as error:
+        return None, (), f"cuda-python does not import: {_line(error)}"
+    try:
         _checked(driver.cuInit(0))
         version = int(_checked(driver.cuDriverGetVersion()))
         text = f"{version // 1000}.{version % 1000 // 10}"
         gpus = tuple(_gpu(driver, index) for index in range(int(_checked(driver.cuDeviceGetCount()))))
         return text, gpus, "" if gpus else "the driver finds no GPU"
-    except ImportError as error:
-        return None, (), f"cuda-python does not import: {error}"
-    except RuntimeError as error:  # cuda.pathfinder.DynamicLibNotFoundError where there is no driver library
+    except DynamicLibNotFoundError:
+        return None, (), "no NVIDIA driver is installed"
+    except RuntimeError as error:
         return None, (), f"no NVIDIA driver that works: {_line(error)}"
 
 
