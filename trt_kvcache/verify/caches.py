@@ -100,7 +100,8 @@ def first_contents(
     Args:
         cache: the cache.
         histories: tokens written to each row of the batch so far.
-        garbage: magnitude; its signs are random. Finite: ONNX's own Attention makes NaN of a masked NaN.
+        garbage: magnitude of floating-point garbage, with random signs (integers take any value); 0: zeros. Finite,
+            because ONNX's own Attention makes NaN of a masked NaN.
         rng: of contents and signs.
         twin: bfloat16 is held as float32.
     """
@@ -109,7 +110,10 @@ def first_contents(
     plausible = _values(shape, dtype, rng, lambda n: rng.uniform(-1, 1, n))
     if cache.update is None:
         return plausible
-    contents = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
+    if garbage:
+        contents = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
+    else:
+        contents = np.zeros(shape, dtype)
     axis, capacity = cache.update.sequence_axis, cache.update.capacity
     for row, tokens in enumerate(histories):
         # Linear caches never hold more tokens than rows; circular ones keep the newest.

@@ -17,16 +17,14 @@ from onnx import ModelProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
-from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
-from trt_kvcache.importer.rewrite.packed import add_packed_function
 from trt_kvcache.verify.caches import cache_bytes, find_caches, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, load_inputs
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
+from trt_kvcache.verify.runnable import check_runnable, with_expanded_masks, with_packed_function
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
-from trt_kvcache.verify.sessions import EngineError, Session, open_session
+from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_session
 from trt_kvcache.verify.tables import index_limits
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -44,44 +42,11 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
         return _Verification(imported, verify, original, rewritten, folder, twin=twin).run()
 
 
-def check_runnable(model: ModelProto) -> None:
-    """Refuses rewritten models with nodes that only TensorRT knows.
-
-    Raises:
-        UnsupportedModelError: see above.
-    """
-    defined = {(f.domain, f.name) for f in model.functions}
-    nodes = [
-        n.name
-        for n in model.graph.node
-        if (n.domain.startswith("trt") or n.op_type.startswith("TRT_")) and (n.domain, n.op_type) not in defined
-    ]
-    if nodes:
-        raise UnsupportedModelError(
-            f"verification runs on ONNX Runtime, which has no operator for {', '.join(nodes[:3])}"
-            f"{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''} (plugin nodes exist only in "
-            "TensorRT); verify the same model with another --fallback or --target, which differs in these nodes only"
-        )
-
-
-def _runnable_original(model: ModelProto) -> ModelProto:
-    """The original; packed updates, which are TensorRT's own operator, get their meaning as an ONNX function."""
-    if not any(node.op_type == PACKED_OP for node in model.graph.node):
-        return model
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    for node in copy.graph.node:
-        if node.op_type == PACKED_OP:
-            node.domain = PACKED_DOMAIN
-    add_packed_function(copy)
-    return copy
-
-
 @contextmanager
 def _both_sides(imported: ImportedModel) -> Iterator[tuple[ModelProto, ModelProto, Path, bool]]:
     """Original and rewritten model, the folder of their external data, and whether they are float32 twins."""
     source = imported.source
-    original = _runnable_original(source.proto)
+    original = with_packed_function(source.proto)
     if not has_bfloat16(original):
         yield original, imported.model, source.path.parent, False
         return
@@ -140,14 +105,8 @@ class _Verification:
         episodes = [e for e in plan_schedule(self.limits, self.verify) if e.steps]
         self._note_schedule(episodes)
         first = episodes[0].steps[0]
-        trial = {**self.inputs.shared(first), **self._contents(first, 0.0)}
-        try:
-            path = self.path if self.models[0] is self.source.proto else None
-            original, refusal = open_session(self.models[0], self.folder, trial, path=path)
-        except EngineError as error:
-            raise UnsupportedModelError(f"{self.path}: no engine here runs the original model: {error}") from None
-        if refusal:
-            self.notes.append(f"ONNX Runtime does not run the original model ({refusal}); {original.engine} did")
+        trial = {**self.inputs.shared(first), **self._contents(first, 0.0, 0)}
+        original = self._open_original(trial)
         garbage = self._garbage(original, first, trial)
         comparison = Comparison(
             {o.name: self._role(o.name) for o in self.models[0].graph.output}, self.verify.tolerance
@@ -162,13 +121,14 @@ class _Verification:
                 self.models[1],
                 self.folder,
                 {**trial, **physical, **self.inputs.spans(first, "full")},
-                reference=refusal is not None,
+                reference=original.engine != OrtSession.engine,
             )
             engine = rewritten.engine
             if refusal:
                 self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {engine} did")
-            for episode in episodes:
-                self._run_episode(episode, original, rewritten, garbage, comparison)
+            for number, episode in enumerate(episodes):
+                state = self._contents(episode.steps[0], garbage, number)
+                self._run_episode(episode, state, (original, rewritten), comparison)
         except EngineError as error:
             failure = f"the rewritten model cannot be run where the original can: {error}"
         outputs = comparison.results()
@@ -185,16 +145,43 @@ class _Verification:
             failure=failure,
         )
 
+    def _open_original(self, trial: Feeds) -> Session:
+        """A session of the original: as it is, or with its masks spelled out, or on the reference evaluator.
+
+        Raises:
+            UnsupportedModelError: no engine runs it.
+        """
+        model = self.models[0]
+        path = self.path if model is self.source.proto else None
+        try:
+            return open_session(model, self.folder, trial, path=path, reference=False)[0]
+        except EngineError as error:
+            refusal = error
+        try:
+            session = open_session(with_expanded_masks(model), self.folder, trial)[0]
+        except EngineError:
+            raise UnsupportedModelError(f"{self.path}: no engine here runs the original model: {refusal}") from None
+        if session.engine == OrtSession.engine:
+            self.notes.append("masks without an axis for the queries, which ONNX Runtime refuses, were expanded for it")
+        else:
+            self.notes.append(f"ONNX Runtime does not run the original model ({refusal}); {session.engine} did")
+        return session
+
     def _run_episode(
-        self, episode: Episode, original: Session, rewritten: Session, garbage: float, comparison: Comparison
+        self, episode: Episode, state: Feeds, sessions: tuple[Session, Session], comparison: Comparison
     ) -> None:
-        state = self._contents(episode.steps[0], garbage)
+        original, rewritten = sessions
         other = self._to_physical(state)
         for number, step in enumerate(episode.steps):
             shared = self.inputs.shared(step)
             try:
                 expected = original.run({**shared, **state})
             except EngineError as error:
+                if episode.name in ("short", "padded"):  # lengths that a model may not be made for
+                    self.notes.append(
+                        f"no '{episode.name}' step: {original.engine} refuses the original there ({error})"
+                    )
+                    return
                 raise UnsupportedModelError(
                     f"{self.path}: {original.engine} does not run the original model at {step.length} tokens from "
                     f"{list(step.starts)}, valid {list(step.valid)}: {error}"
@@ -240,11 +227,13 @@ class _Verification:
             else:
                 comparison.cache(cache, before, (value, found[name]), step, span)
 
-    def _contents(self, step: Step, garbage: float) -> Feeds:
-        """Cache contents of the original model before its first step."""
-        return {
-            c.role.name: first_contents(c, step.starts, garbage, self.rng, twin=self.twin) for c in self.caches
-        }  # fmt: skip
+    def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
+        """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`."""
+        contents: Feeds = {}
+        for number, cache in enumerate(self.caches):
+            rng = np.random.default_rng([self.verify.seed, episode, number])
+            contents[cache.role.name] = first_contents(cache, step.starts, garbage, rng, twin=self.twin)
+        return contents
 
     def _to_physical(self, state: Mapping[str, Array]) -> Feeds:
         return {c.role.name: c.to_physical(state[c.role.name]) for c in self.caches}
@@ -255,13 +244,7 @@ class _Verification:
         clean = {n: v for n, v in original.run(trial).items() if n not in carried}
         sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
         for magnitude in sizes:
-            # Rows without a token hold 0 in `trial`; the others keep their values.
-            dirty = dict(trial)
-            for cache in self.caches:
-                noise = first_contents(cache, [0] * self.limits.batch, magnitude, self.rng, twin=self.twin)
-                if cache.update is not None:
-                    dirty[cache.role.name] = np.where(trial[cache.role.name] == 0, noise, trial[cache.role.name])
-            found = original.run(dirty)
+            found = original.run({**trial, **self._contents(step, magnitude, 0)})
             if all(difference(v, found[n])[1] <= tolerance(v.dtype) for n, v in clean.items()):
                 return magnitude
         self.notes.append("the original reads cache rows that were never written: garbage there is kept small")

@@ -47,5 +47,8 @@ def tolerance(dtype: np.dtype[Any]) -> float:
 
 
 def garbage_magnitudes(names: set[str]) -> tuple[float, ...]:
-    """Magnitudes to try, largest first, for caches of these dtypes."""
+    """Magnitudes to try, largest first, for caches of these dtypes; integer caches take any value."""
+    integers = [float(np.iinfo(_NUMPY[name]).max) for name in names if "int" in name]
+    if len(integers) == len(names):
+        return (min(integers),)
     return next((_GARBAGE[name] for name in names if name in _GARBAGE), _WIDE_GARBAGE)

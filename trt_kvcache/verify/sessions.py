@@ -49,14 +49,18 @@ class Session(Protocol):
 class OrtSession:
     """ONNX Runtime on the CPU. Weights are mapped from their files where they are large.
 
+    Attributes:
+        engine: name and version.
+
     Args:
         model: path of a model, or a model whose external data are in `folder`.
         folder: of the external data.
         weights: bytes of all weights.
     """
 
+    engine = f"ONNX Runtime {ort.__version__}"
+
     def __init__(self, model: Path | ModelProto, folder: Path, weights: int) -> None:
-        self.engine = f"ONNX Runtime {ort.__version__}"
         options = ort.SessionOptions()
         options.log_severity_level = 4  # TensorScatter warns per node and step that past and present are two buffers
         if weights > _UNOPTIMIZED:

@@ -1,0 +1,83 @@
+"""Originals in a form that engines on the CPU run: the same meaning, spelled out.
+
+Each function returns a copy, or the model itself where there is nothing to spell out.
+"""
+
+from __future__ import annotations
+
+from onnx import ModelProto, NodeProto, TensorProto, helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.protos import is_op, iter_scopes
+from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
+from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
+from trt_kvcache.importer.rewrite.packed import add_packed_function
+
+
+def check_runnable(rewritten: ModelProto) -> None:
+    """Refuses rewritten models with nodes that only TensorRT knows.
+
+    Raises:
+        UnsupportedModelError: see above.
+    """
+    defined = {(f.domain, f.name) for f in rewritten.functions}
+    nodes = [
+        n.name
+        for n in rewritten.graph.node
+        if (n.domain.startswith("trt") or n.op_type.startswith("TRT_")) and (n.domain, n.op_type) not in defined
+    ]
+    if nodes:
+        raise UnsupportedModelError(
+            f"verification runs on ONNX Runtime, which has no operator for {', '.join(nodes[:3])}"
+            f"{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''} (plugin nodes exist only in TensorRT); verify "
+            "the same model with another --fallback or --target, which differs in these nodes only"
+        )
+
+
+def with_packed_function(model: ModelProto) -> ModelProto:
+    """Packed updates, which are TensorRT's own operator, get their meaning as an ONNX function."""
+    if not any(node.op_type == PACKED_OP for node in model.graph.node):
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    for node in copy.graph.node:
+        if node.op_type == PACKED_OP:
+            node.domain = PACKED_DOMAIN
+    add_packed_function(copy)
+    return copy
+
+
+def with_expanded_masks(model: ModelProto) -> ModelProto:
+    """Attention masks repeated for every query: ``[..., 1, S_kv]`` becomes ``[..., S_q, S_kv]``.
+
+    ONNX broadcasts masks. ONNX Runtime 1.31.1 refuses those without the axis of the queries, and the reference
+    evaluator of ONNX 1.23.2 gives all queries of such a mask the causal frontier of the first.
+    """
+    if not any(_mask(node) for scope in iter_scopes(model) for node in scope.node):
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    for scope in iter_scopes(copy):
+        nodes: list[NodeProto] = []
+        for i, node in enumerate(scope.node):
+            if mask := _mask(node):
+                prefix = f"trt_kvcache.verify/{node.output[0]}/{i}"
+                names = [f"{prefix}/{part}" for part in ("queries", "one", "shape", "mask")]
+                one = helper.make_tensor("one", TensorProto.INT64, [1], [1])
+                nodes += [
+                    helper.make_node("Shape", [node.input[0]], names[:1], start=-2, end=-1),
+                    helper.make_node("Constant", [], names[1:2], value=one),
+                    helper.make_node("Concat", names[:2], names[2:3], axis=0),
+                    helper.make_node("Expand", [mask, names[2]], names[3:]),
+                ]
+                node.input[3] = names[3]
+            nodes.append(node)
+        copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del scope.node[:]
+        scope.node.extend(copies)
+    return copy
+
+
+def _mask(node: NodeProto) -> str:
+    """The mask input of an Attention node, or an empty string."""
+    return node.input[3] if is_op(node, "Attention") and len(node.input) > 3 else ""
