@@ -52,7 +52,7 @@ def run_worker(
     job: Job,
     model: Callable[[], bytes],
     progress: Callable[[ProgressEvent], None] | None = None,
-    command: Sequence[str] = WORKER,
+    command: Sequence[str] | None = None,
 ) -> tuple[Done, tuple[str, ...]]:
     """Do a job in a child process.
 
@@ -60,7 +60,7 @@ def run_worker(
         job: what to build.
         model: gives the rewritten model; called once, so that its bytes are not held while the child works.
         progress: called in this thread for every event; an exception from it (as from Ctrl-C) ends the child.
-        command: the child's command line.
+        command: the child's command line, if it is not `WORKER`.
 
     Returns:
         What was built, and TensorRT's warnings.
@@ -71,7 +71,7 @@ def run_worker(
     """
     with tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(
-            command,
+            command or WORKER,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

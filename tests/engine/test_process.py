@@ -1,0 +1,210 @@
+"""The build process dies in every way there is: an error that says how, and nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from decoders import DecoderConfig, write_decoder
+
+from trt_kvcache.engine import process
+from trt_kvcache.engine.build import ProgressEvent, build_engine
+from trt_kvcache.errors import BuildError, OptionError, OutputError
+
+FAKE = """
+import os, resource, signal, sys, time
+from trt_kvcache.engine import worker
+from trt_kvcache.engine.protocol import *
+from trt_kvcache.errors import *
+
+def build(job, model, send):
+    with open(job.engine, "wb") as file:
+        file.write(b"half an engine")
+    send(Stage(STAGES[1]))
+    send(Node("/layers.0/rope [RotaryEmbedding]"))
+    {body}
+
+worker._build = build
+worker.main()
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig(layers=1))
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """Where to build; an engine and a manifest are there already."""
+    (tmp_path / "model.engine").write_bytes(b"old engine")
+    (tmp_path / "model.engine.json").write_bytes(b"old manifest")
+    return tmp_path / "model.engine"
+
+
+def unchanged(output: Path) -> bool:
+    return {p.name: p.read_bytes() for p in output.parent.iterdir()} == {
+        "model.engine": b"old engine",
+        "model.engine.json": b"old manifest",
+    }
+
+
+@pytest.fixture
+def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Makes builds run a child that does this instead of building."""
+
+    def use(body: str) -> None:
+        monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", FAKE.format(body=body)))
+
+    return use
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (
+            "os.kill(os.getpid(), signal.SIGFPE)",
+            r"the process of TensorRT for RTX .* was killed by SIGFPE while parsing the model, at node /layers.0/rope "
+            r"\[RotaryEmbedding\]; that is a crash inside TensorRT: change this part",
+        ),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by SIGKILL while parsing .*; it was probably out of memory"),
+        (
+            "send(Stage(STAGES[3])); send(Log(True, 'no kernel')); print('printed'); sys.stdout.flush(); os.abort()",
+            r"killed by SIGABRT while building the engine; .* \(its last words: no kernel; printed\)",
+        ),
+        ("sys.stderr.write('a\\nb\\nc\\n'); os._exit(3)", r"ended with exit code 3 .* \(its last words: b; c\)"),
+    ],
+)
+def test_the_death_of_the_child_is_an_error(
+    model: Path, output: Path, child: Callable[[str], None], body: str, message: str
+) -> None:
+    child(body)
+    with pytest.raises(BuildError, match=message):
+        build_engine(model, output)
+    assert unchanged(output)
+    assert not children()
+
+
+def test_a_child_that_does_not_start(model: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process, "WORKER", ("sh", "-c", "echo no python >&2; exit 1"))
+    with pytest.raises(BuildError, match=r"exit code 1 while loading TensorRT \(its last words: no python\)"):
+        build_engine(model, output)
+    assert unchanged(output)
+
+
+def test_what_the_child_prints_is_no_event(model: Path, output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = "print('hello', flush=True)\n" + FAKE.format(body="raise OptionError('as expected')")
+    monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", script))
+    with pytest.raises(OptionError, match="as expected"):
+        build_engine(model, output)
+
+
+def test_errors_of_the_child_keep_their_class(model: Path, output: Path, child: Callable[[str], None]) -> None:
+    child("raise OutputError('disk full')")
+    with pytest.raises(OutputError, match="^disk full$"):
+        build_engine(model, output)
+    assert unchanged(output)
+
+
+def test_a_bug_in_the_child_keeps_its_trace(model: Path, output: Path, child: Callable[[str], None]) -> None:
+    child("{}['missing']")
+    with pytest.raises(RuntimeError, match=r"(?s)Traceback .*in build\n.*KeyError: 'missing'"):
+        build_engine(model, output)
+    assert unchanged(output)
+
+
+@pytest.mark.parametrize("body", ["time.sleep(600)", "worker.os._exit = lambda status: None; time.sleep(600)"])
+def test_an_interrupt_ends_the_child(
+    model: Path, output: Path, child: Callable[[str], None], body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also a child that does not end by itself."""
+    monkeypatch.setattr(process, "_GRACE", 0.5)
+    child(body)
+    seen: list[psutil.Process] = []
+
+    def interrupt(event: ProgressEvent) -> None:
+        if event.phase == "parsing the model":
+            seen.extend(children())
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(model, output, progress=interrupt)
+    assert len(seen) == 1
+    assert not children()
+    assert unchanged(output)
+
+
+PARENT = """
+import sys
+from trt_kvcache.engine import process
+from trt_kvcache.engine.build import build_engine
+
+process.WORKER = (sys.executable, "-c", {fake!r})
+
+def progress(event):
+    if event.phase == "parsing the model":
+        print("parsing", flush=True)
+
+build_engine({model!r}, {output!r}, progress=progress)
+"""
+
+
+@pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
+def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death: signal.Signals) -> None:
+    script = PARENT.format(fake=FAKE.format(body="time.sleep(600)"), model=str(model), output=str(output))
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script],
+        cwd=process._ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        assert parent.stdout.readline() == b"parsing\n"
+        (worker,) = psutil.Process(parent.pid).children()
+        assert not unchanged(output)  # the half-written engine is there
+        # To the whole group, as a terminal does: only the caller may act on it.
+        os.killpg(parent.pid, death)
+        assert parent.wait(20) != 0
+    assert wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)
+    assert wait_for(lambda: unchanged(output))
+
+
+def test_ctrl_c_in_a_real_build(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=8, hidden=256, head_size=64))
+    folder = tmp_path / "out"
+    folder.mkdir()
+    command = [sys.executable, "-m", "trt_kvcache", "build", str(model), "-o", str(folder / "model.engine")]
+    parent = subprocess.Popen(
+        command, cwd=process._ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        assert wait_for(lambda: any(folder.iterdir()))
+        os.killpg(parent.pid, signal.SIGINT)
+        _, stderr = parent.communicate(timeout=20)
+    finally:
+        parent.kill()
+    assert parent.returncode in (1, 130)
+    assert b"Traceback" not in stderr
+    assert not list(folder.iterdir())
