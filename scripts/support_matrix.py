@@ -1,0 +1,56 @@
+"""The README's support matrix, from the cases that the tests check.
+
+    python scripts/support_matrix.py            print it
+    python scripts/support_matrix.py --write    put it into README.md, between the markers
+
+The cells are the expectations in ``tests/cases.py``: ``tests/facts/test_native.py`` holds the native parser and builder
+to the second column, ``tests/conformance/test_matrix.py`` this package to the third.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+
+
+def matrix() -> str:
+    """The matrix as Markdown: one table per group of cases."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    from cases import GROUPS
+
+    lines: list[str] = []
+    for title, cases in GROUPS:
+        lines += ["", f"| {title} | native parser and builder | `trt-kvcache` |", "| --- | --- | --- |"]
+        lines += [f"| {case.situation} | {case.native} | {case.ours.text} |" for case in cases]
+    return "\n".join([*lines, ""])
+
+
+def replaced(text: str) -> str:
+    """`text` with what stands between the markers replaced by the matrix.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the text lacks {BEGIN} or, after it, {END}")
+    return f"{before}{BEGIN}\n{matrix()}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="update README.md")
+    if parser.parse_args().write:
+        README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
+    else:
+        print(matrix())
+
+
+if __name__ == "__main__":
+    main()
