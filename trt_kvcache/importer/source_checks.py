@@ -25,6 +25,7 @@ from trt_kvcache.importer.protos import (
     dtype_name,
     elem_type_of,
     is_op,
+    iter_scopes,
     iter_tensors,
     nested_scopes,
     opset_version,
@@ -53,6 +54,7 @@ def check_graph(model: ModelProto, source: str) -> None:
         InvalidModelError: a rule is broken; the message names the node.
     """
     _check_text(model, source)
+    _check_types(model, source)
     _check_opset(model, source)
     skeleton = _skeleton(model, source)
     try:
@@ -157,6 +159,18 @@ def _check_text(message: Message, source: str) -> None:
         elif field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in values):
             bad = next(text for text in values if isinstance(text, bytes))
             raise InvalidModelError(f"{source}: a {field.name} in it is not text: {bad[:40]!r}; export the model again")
+
+
+def _check_types(model: ModelProto, source: str) -> None:
+    """Refuse element types that ONNX does not define; its checker lets them pass."""
+    for scope in iter_scopes(model):
+        inputs_outputs = (*scope.input, *scope.output) if isinstance(scope, GraphProto) else ()
+        for info in (*inputs_outputs, *scope.value_info):
+            if elem_type_of(info) not in TensorProto.DataType.values():
+                raise InvalidModelError(
+                    f"{source}: '{info.name}' has element type {elem_type_of(info)}, which ONNX does not define; "
+                    "export the model again"
+                )
 
 
 def _check_scatters(graph: GraphProto, outer: dict[str, ValueInfoProto], source: str) -> None:
