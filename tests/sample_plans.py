@@ -86,7 +86,7 @@ def sample_plan(layers: int = 32, warnings: tuple[str, ...] = ()) -> CachePlan:
 def with_contract(cache: CacheUpdate) -> CacheUpdate:
     """The same cache, circular, native under the contract that no update straddles the wrap."""
     return replace(
-        cache, mode=UpdateMode.CIRCULAR, reason="circular, modulo on the index", contract=UpdateContract(True, 16)
+        cache, mode=UpdateMode.CIRCULAR, reason="no update straddles the wrap", contract=UpdateContract(True, 16)
     )
 
 

@@ -154,8 +154,8 @@ def test_verify_fails_above_the_tolerance(model: Path, monkeypatch: pytest.Monke
 
 
 def test_warnings_go_to_stderr(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    warned = replace(plan_model(model), warnings=("mind the\ngap",))
+    warned = replace(plan_model(model), warnings=("mind the\ngap", "cache.0 straddles", "cache.1 straddles"))
     monkeypatch.setattr("trt_kvcache.plan_model", lambda *_: warned)
     result = run("plan", model, "--json")
-    assert result.stderr == "warning: mind the gap\n"
+    assert result.stderr == "warning: mind the gap\nwarning: cache.0..1 straddles\n"
     assert msgspec.json.decode(result.stdout, type=CachePlan) == warned

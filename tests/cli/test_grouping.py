@@ -23,6 +23,11 @@ def test_two_numbers_that_run_apart_are_not_merged() -> None:
     assert group_rows(rows, 1) == [(row, [at]) for at, row in enumerate(rows)]
 
 
+def test_a_count_of_nodes_beside_the_layer_is_left_out() -> None:
+    rows = [("layers.0/Attention_16", "fused"), ("layers.1/Attention_42", "fused")]
+    assert group_rows(rows, 1) == [(("layers.0..1/Attention_*", "fused"), [0, 1])]
+
+
 def test_two_numbers_that_run_together_are() -> None:
     assert group_rows([("l0.n0",), ("l1.n1",)], 1) == [(("l0..1.n0..1",), [0, 1])]
 

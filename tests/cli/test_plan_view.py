@@ -80,7 +80,7 @@ def test_functional_caches_count_twice_and_say_why() -> None:
 def test_the_contract_is_named() -> None:
     plan = sample_plan(1)
     text = shown(replace(plan, caches=(with_contract(plan.caches[0]),)))
-    assert "contract: no update may straddle the wrap, at most 16 tokens per update" in text
+    assert "native: no update straddles the wrap, at most 16 tokens per update" in text
 
 
 def test_unequal_head_sizes_are_shown() -> None:

@@ -34,17 +34,18 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Return the one row for these members, or None where more than one number runs through them."""
+    """Return the one row for these members, or None where their first running number does not tell them apart."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first
     running = [at for at, number in enumerate(first_numbers) if any(m[at] != number for _, m in members)]
-    if not running or any(len({numbers[at] for at in running}) > 1 for _, numbers in members):
+    layers = [numbers[running[0]] for _, numbers in members] if running else []
+    if len(set(layers)) < len(members):
         return None
-    layers = [numbers[running[0]] for _, numbers in members]
+    # Numbers that follow the layer's are written like it; others (an exporter's count of nodes) say nothing.
+    texts = {at: ranges(layers) if all(m[at] == m[running[0]] for _, m in members) else "*" for at in running}
     position = iter(range(len(first_numbers)))
-    text = ranges(layers)
-    cells = [_NUMBER.sub(lambda m: text if next(position) in running else m[0], cell) for cell in first[:names]]
+    cells = [_NUMBER.sub(lambda m: texts.get(next(position), m[0]), cell) for cell in first[:names]]
     return (*cells, *first[names:])
 
 

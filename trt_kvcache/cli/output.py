@@ -6,6 +6,8 @@ import os
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
+from trt_kvcache.cli.grouping import group_rows
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -61,9 +63,9 @@ def print_error(message: str) -> None:
 
 
 def print_warnings(messages: Iterable[str]) -> None:
-    """Write one line, ``warning: ...``, to stderr for each message."""
-    for message in messages:
-        print(f"warning: {one_line(message)}", file=sys.stderr)  # noqa: T201
+    """Write one line, ``warning: ...``, to stderr for each message; those that differ in a layer's number are one."""
+    for (message,), _ in group_rows(((one_line(message),) for message in messages), 1):
+        print(f"warning: {message}", file=sys.stderr)  # noqa: T201
 
 
 def one_line(message: str) -> str:

@@ -94,11 +94,13 @@ def _print_caches(out: Console, plan: CachePlan, group: Group) -> None:
 
 
 def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
+    longest = cache.contract.max_update_length if cache.contract else None
+    bound = f", at most {longest} tokens per update" if longest else ""
     mode = cache.mode.value + (", packed" if cache.form is UpdateForm.PACKED_NHD else "")
     return (
         cache.past,
         cache.present,
-        cache.reason + contract_text(cache),
+        cache.reason + bound,
         shape_text(cache.logical_shape),
         shape_text(cache.physical_shape),
         cache.dtype,
@@ -106,16 +108,6 @@ def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
         cache.layout.value,
         cache.route.value,
     )
-
-
-def contract_text(cache: CacheUpdate) -> str:
-    """Return what the caller must keep to for this cache, as the end of a sentence; empty where nothing."""
-    if cache.contract is None:
-        return ""
-    terms = ["no update may straddle the wrap"] if cache.contract.no_straddle else []
-    if cache.contract.max_update_length is not None:
-        terms.append(f"at most {cache.contract.max_update_length} tokens per update")
-    return f"; contract: {', '.join(terms)}" if terms else ""
 
 
 def _print_attention(out: Console, plan: CachePlan, group: Group) -> None:
