@@ -1,4 +1,4 @@
-"""Tests marked ``gpu`` are skipped, with the reason, where there is no GPU."""
+"""Tests marked `gpu` run where a GPU and its driver are, and are skipped, with the reason, where not."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
-    _, gpus, problem = find_gpus()
-    for item in marked:
-        if not gpus:
+    _, _, problem = find_gpus()
+    if problem:
+        for item in marked:
             item.add_marker(pytest.mark.skip(reason=problem))

@@ -7,10 +7,12 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from decoders import DecoderConfig, write_decoder
 from sample_plans import sample_manifest, sample_plan
 from typer.testing import CliRunner
 
 import trt_kvcache.engine.inspect as inspect_module
+from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.inspect import (
@@ -187,3 +189,12 @@ def test_an_unknown_schema_is_refused(engine: Path) -> None:
     result = CliRunner().invoke(app, ["inspect", str(engine)])
     assert result.exit_code == 1
     assert re.fullmatch(r"error: [^\n]*999[^\n]*\n", result.stderr)
+
+
+@pytest.mark.gpu
+def test_a_real_engine_says_what_its_manifest_says(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=2, dtype="float16"))
+    build_engine(model, tmp_path / "model.engine", build=BuildOptions(backend="tensorrt-rtx", max_batch=2, max_chunk=8))
+    report = inspect_engine(tmp_path / "model.engine")
+    assert report.view is not None, report.not_opened
+    assert report.view.aliases == report.manifest.aliases
