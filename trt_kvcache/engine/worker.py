@@ -140,7 +140,7 @@ def _parser_message(job: Job, parser: Any) -> str:
     for i in range(parser.num_errors):
         error = parser.get_error(i)
         node = f"node {error.node_name()!r} ({error.node_operator()}): " if error.node_operator() else ""
-        found.append(f"{node}{' '.join(error.desc().split())}")
+        found.append(f"{node}{error.code().name}: {' '.join(error.desc().split())}")
     return f"{job.title} cannot parse the model: {'; '.join(dict.fromkeys(found)) or 'it gives no reason'}"
 
 
