@@ -1,0 +1,207 @@
+"""Engines built by TensorRT for RTX, without a GPU, through the public function."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+import pytest
+from decoders import DecoderConfig, make_decoder, write_decoder
+from onnx import helper
+
+from trt_kvcache.engine import process
+from trt_kvcache.engine.backend import Backend
+from trt_kvcache.engine.build import ProgressEvent, build_engine
+from trt_kvcache.engine.files import identify
+from trt_kvcache.engine.manifest import check_engine, load_manifest
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.errors import BuildError, OptionError, OutputError
+from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target
+
+TINY = DecoderConfig(layers=1, head_size=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", TINY)
+
+
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        DecoderConfig(layers=2, dtype="float16"),
+        DecoderConfig(layers=2, dtype="bfloat16", form="heads-major", kv_heads=4),
+        DecoderConfig(layers=1, dtype="float32", form="seq-major"),
+    ],
+    ids=lambda c: f"{c.form}-{c.dtype}",
+)
+def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: DecoderConfig) -> None:
+    model = write_decoder(tmp_path / "model.onnx", config, external_threshold=1024)
+    output = tmp_path / "model.engine"
+    events: list[ProgressEvent] = []
+    manifest = build_engine(model, output, build=BuildOptions(max_batch=4, max_chunk=16), progress=events.append)
+
+    assert names(tmp_path) == {"model.onnx", "model.onnx.data", "model.engine", "model.engine.json"}
+    assert load_manifest(output) == manifest
+    check_engine(manifest, output)
+    assert manifest.engine == identify(output)
+    assert manifest.model == (identify(model), identify(tmp_path / "model.onnx.data"))
+    caches = [f"{kind}_cache.{i}" for i in range(config.layers) for kind in ("key", "value")]
+    assert manifest.aliases == {f"updated_{name}": name for name in caches}
+    assert manifest.double_buffered == {}
+    assert all(c.route is Route.NATIVE for c in manifest.plan.caches)
+    assert [p.name for p in manifest.profiles] == ["prefill", "decode"]
+    assert manifest.profiles[0].shapes["input_ids"].max == (4, 16)
+    assert (manifest.max_batch, manifest.max_chunk) == (4, 16)
+    assert manifest.backend == "tensorrt-rtx"
+    assert manifest.plan.options.target is Target.TENSORRT_RTX
+    assert manifest.options["max_chunk"] == 16
+
+    stages = [e for e in events if e.phase == "building the engine"]
+    assert [(e.step, e.finished) for e in stages] == [(0, False), (1, True)]
+    own = [e for e in events if e.phase == "Building engine"]  # TensorRT's
+    assert own[0].step == 0
+    assert own[-1].finished
+    assert all(e.step <= e.steps for e in events)
+
+
+def test_weights_inside_the_model(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", TINY)
+    manifest = build_engine(model, tmp_path / "out.engine")
+    assert names(tmp_path) == {"model.onnx", "out.engine", "out.engine.json"}
+    assert manifest.model == (identify(model),)
+
+
+def test_an_existing_engine_is_replaced_together_with_its_manifest(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "model.engine"
+    build_engine(model, output, build=BuildOptions(max_batch=1))
+    second = build_engine(model, output, build=BuildOptions(max_batch=2))
+    assert load_manifest(output) == second
+    check_engine(second, output)
+    assert names(tmp_path) == {"model.engine", "model.engine.json"}
+
+
+def test_options_reach_tensorrt(model: Path, tmp_path: Path) -> None:
+    build = BuildOptions(
+        compute_capabilities=("sm86", "12.0"), workspace=1 << 30, profiling_verbosity="detailed", max_chunk=4
+    )
+    manifest = build_engine(model, tmp_path / "model.engine", build=build)
+    assert manifest.compute_capabilities == ("sm86", "sm120")
+    assert manifest.options["workspace"] == 1 << 30
+    # A limit that no kernel keeps shows that the number arrives.
+    with pytest.raises(BuildError, match=r"TensorRT for RTX .* cannot build the engine: .*workspace"):
+        build_engine(model, tmp_path / "model.engine", build=replace(build, workspace=1))
+    assert load_manifest(tmp_path / "model.engine") == manifest
+
+
+def test_one_profile_for_a_model_of_fixed_sizes(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, batch=2, sequence=1))
+    manifest = build_engine(model, tmp_path / "model.engine", options=PlanOptions(attention_span=False))
+    assert [(p.name, p.shapes) for p in manifest.profiles] == [("decode", {})]
+    assert (manifest.max_batch, manifest.max_chunk) == (2, 1)
+
+
+def test_a_contract_is_bounded_by_the_chunk(tmp_path: Path) -> None:
+    config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)
+    model = write_decoder(tmp_path / "model.onnx", config)
+    options = PlanOptions(fallback=Fallback.CONTRACT)
+    build = BuildOptions(max_chunk=8)
+    manifest = build_engine(model, tmp_path / "model.engine", options=options, build=build)
+    contracts = [c.contract for c in manifest.plan.caches]
+    assert contracts
+    assert all(c is not None and c.no_straddle and c.max_update_length == 8 for c in contracts)
+    assert len(manifest.aliases) == 2
+
+
+def test_functional_caches_have_two_buffers(tmp_path: Path) -> None:
+    config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)
+    model = write_decoder(tmp_path / "model.onnx", config)
+    manifest = build_engine(model, tmp_path / "model.engine", options=PlanOptions(fallback=Fallback.FUNCTIONAL))
+    assert manifest.aliases == {}
+    assert set(manifest.double_buffered) == {c.present for c in manifest.plan.caches}
+
+
+def test_updates_that_need_the_plugin_are_refused_with_the_alternatives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trt_kvcache.engine.build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106"))
+    config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)
+    model = write_decoder(tmp_path / "model.onnx", config)
+    with pytest.raises(
+        BuildError, match="needs the cache-update plugin on TensorRT 11.4.0.106, and this version"
+    ) as error:
+        build_engine(model, tmp_path / "model.engine")
+    assert "--fallback contract (in place" in str(error.value)
+    assert "--fallback functional (plain operators" in str(error.value)
+    assert names(tmp_path) == {"model.onnx"}
+
+
+def test_what_the_parser_refuses_is_named(tmp_path: Path) -> None:
+    model = make_decoder(TINY)
+    model.graph.node.append(helper.make_node("Bernoulli", ["logits"], ["draw"], name="draw_node"))
+    model.graph.output.add().CopyFrom(model.graph.output[0])
+    model.graph.output[-1].name = "draw"
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(BuildError, match=r"^TensorRT for RTX .* cannot parse .*: node 'draw_node' \(Bernoulli\): .*\w"):
+        build_engine(tmp_path / "model.onnx", tmp_path / "model.engine")
+    assert names(tmp_path) == {"model.onnx"}
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("missing/model.engine", "no such folder"),
+        (".", "a directory; give the name of a file"),
+        ("model.onnx", "is a file of the model"),
+        ("model.onnx.data", "is a file of the model"),
+        ("engine.json", "manifests end in .json"),
+        ("taken", "taken.json: a directory"),
+    ],
+)
+def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, output: str, message: str) -> None:
+    model = write_decoder(tmp_path / "model.onnx", TINY, external_threshold=1024)
+    (tmp_path / "taken.json").mkdir()
+    before = names(tmp_path)
+    content = [identify(model), identify(tmp_path / "model.onnx.data")]
+    with pytest.raises(OutputError, match=message):
+        build_engine(model, tmp_path / output)
+    assert names(tmp_path) == before
+    assert content == [identify(model), identify(tmp_path / "model.onnx.data")]
+
+
+LIMITED = """
+import resource, signal
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+from trt_kvcache.engine.worker import main
+main()
+"""
+
+
+def test_a_full_disk_is_an_output_error(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """TensorRT itself does not notice that a write came back short."""
+    monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", LIMITED))
+    with pytest.raises(OutputError, match="the engine cannot be written: File too large"):
+        build_engine(model, tmp_path / "model.engine")
+    assert not names(tmp_path)
+
+
+def test_a_chunk_longer_than_the_cache_is_refused(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="--max-chunk is 65, but cache 'key_cache.0' holds 64 tokens"):
+        build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=65))
+    assert not names(tmp_path)
+
+
+def test_the_working_folder_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "onnx.py").write_text("raise RuntimeError('a file of the user was imported')")
+    write_decoder(tmp_path / "model.onnx", TINY, external_threshold=1024)
+    monkeypatch.chdir(tmp_path)
+    manifest = build_engine("model.onnx", "model.engine")
+    assert Path("model.engine").stat().st_size == manifest.engine.size
+    assert [f.name for f in manifest.model] == ["model.onnx", "model.onnx.data"]
