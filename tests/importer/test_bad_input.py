@@ -1,0 +1,279 @@
+"""Bad input from end to end: one line that says what was found and what to do, exit code 1, no file made or changed."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import onnx
+import pytest
+from decoders import DecoderConfig, write_decoder
+from graphs import scatter_model
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+from typer.testing import CliRunner
+
+from trt_kvcache import plan_model, rewrite_model
+from trt_kvcache.cli.app import app
+from trt_kvcache.errors import ModelError, TrtKvCacheError
+from trt_kvcache.importer.plan import PlanOptions
+
+SMALL = DecoderConfig(layers=1, hidden=16, vocab=32, query_heads=2, kv_heads=1, head_size=8, capacity=16, positions=32)
+
+
+def decoder(folder: Path) -> Path:
+    """A legal decoder with external data."""
+    return write_decoder(folder / "model.onnx", SMALL, external_threshold=64)
+
+
+def damaged(edit: Callable[[Path], object]) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = decoder(folder)
+        edit(path)
+        return path
+
+    return make
+
+
+def of(model: onnx.ModelProto) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        path = folder / "model.onnx"
+        path.write_bytes(model.SerializeToString())
+        return path
+
+    return make
+
+
+def data_file(path: Path) -> Path:
+    return path.with_name(path.name + ".data")
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def move_data_out(path: Path) -> None:
+    data = data_file(path)
+    data.rename(path.parent.parent / data.name)
+    data.symlink_to(path.parent.parent / data.name)
+
+
+def refer_outside(path: Path) -> None:
+    model = onnx.load(path, load_external_data=False)
+    for tensor in model.graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                entry.value = f"../{entry.value}"
+    path.write_bytes(model.SerializeToString())
+
+
+def wide_update() -> onnx.ModelProto:
+    model = scatter_model()
+    model.graph.input[1].type.tensor_type.shape.dim[1].dim_value = 3
+    return model
+
+
+BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
+    "missing": (lambda folder: folder / "no.onnx", "no such file; give the path of an .onnx file"),
+    "truncated": (damaged(truncate), "not an ONNX model, or truncated"),
+    "empty": (damaged(lambda p: p.write_bytes(b"")), "an empty file; export or copy the model again"),
+    "not ONNX": (damaged(lambda p: p.write_bytes(b"GGUF\x03\0\0\0")), "a GGUF file (llama.cpp); export the original"),
+    "text": (damaged(lambda p: p.write_text("hello")), "text, not a binary ONNX model"),
+    "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put that file into"),
+    "data truncated": (damaged(lambda p: truncate(data_file(p))), "it is truncated or belongs to another model"),
+    "data outside": (damaged(refer_outside), "lie outside the model's folder ('../model.onnx.data'); move the file"),
+    "data linked outside": (damaged(move_data_out), "lie outside the model's folder ('model.onnx.data' is a link to"),
+    "opset": (of(scatter_model(opset=23)), "imports opset 23; export it again with opset 24 or newer"),
+    "axis 0": (of(scatter_model(axis=0)), "has axis 0 on a cache of rank 4 (shape [B, 2, 16, 8]); legal are -3 to 3"),
+    "mode": (of(scatter_model(mode="ring")), "has mode 'ring'; ONNX defines 'linear' and 'circular'"),
+    "update shape": (of(wide_update()), "they differ on axis 1; they may differ only on the sequence axis 2"),
+    "long update": (of(scatter_model(length=17)), "writes an update of 17 tokens into a cache of 16"),
+    "no capacity": (of(scatter_model(("B", 2, "L", 8))), "pass --capacity N"),
+    "dtype": (of(scatter_model(dtype=TensorProto.COMPLEX64)), "complex64"),
+}
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(params=BAD_MODELS)
+def bad(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
+    make, said = BAD_MODELS[request.param]
+    folder = tmp_path / "source"
+    folder.mkdir()
+    return make(folder), said
+
+
+def test_functions_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
+    path, said = bad
+    output = tmp_path / "out.onnx"
+    output.write_bytes(b"precious")
+    before = listing(tmp_path)
+    for call in (lambda: plan_model(path), lambda: rewrite_model(path, output)):
+        with pytest.raises(TrtKvCacheError, match=re.escape(said)) as caught:
+            call()
+        assert "\n" not in str(caught.value)
+    assert listing(tmp_path) == before
+
+
+def test_commands_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
+    path, said = bad
+    made = ["out.onnx", "out.engine", "out.engine.json"]
+    for name in made:
+        (tmp_path / name).write_bytes(b"precious")
+    before = listing(tmp_path)
+    commands = [
+        ["plan", path],
+        ["plan", path, "--json"],
+        ["rewrite", path, "-o", tmp_path / "out.onnx"],
+        ["build", path, "-o", tmp_path / "out.engine"],
+        ["verify", path],
+    ]
+    for command in commands:
+        check_refusal(command, said)
+        assert listing(tmp_path) == before, command
+
+
+def check_refusal(command: Sequence[object], said: str) -> None:
+    """Run a command: exit code 1, nothing on stdout, one line on stderr with these words."""
+    result = CliRunner().invoke(app, [str(part) for part in command])
+    assert isinstance(result.exception, SystemExit), (command, result.exception)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert said in line
+
+
+def test_a_real_process_says_one_line_and_exits_with_1(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trt_kvcache", "plan", str(tmp_path / "no.onnx")]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr == f"error: {tmp_path / 'no.onnx'}: no such file; give the path of an .onnx file\n"
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("source/model.onnx", "belongs to the source model, which must stay as it is"),
+        ("source/model.onnx.data", "belongs to the source model, which must stay as it is"),
+        ("source", "is a directory"),
+        ("no/out.onnx", "its folder does not exist; create"),
+        ("/proc/out.onnx", "cannot be written: No such file or directory"),
+    ],
+)
+def test_unwritable_output_of_rewrite(tmp_path: Path, output: str, said: str) -> None:
+    (tmp_path / "source").mkdir()
+    path = decoder(tmp_path / "source")
+    before = listing(tmp_path)
+    check_refusal(["rewrite", path, "-o", tmp_path / output], said)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ["--max-chunk", 17],
+            "--max-chunk is 17, but cache 'key_cache.0' holds 16 tokens; give --max-chunk 16 or less",
+        ),
+        (["--capacity", 8], "leave the option out, or export with a symbolic length"),
+        (["--config", "no.yaml"], "no.yaml: the role config cannot be read"),
+    ],
+)
+def test_options_against_the_model(tmp_path: Path, options: list[object], said: str) -> None:
+    path = decoder(tmp_path)
+    before = listing(tmp_path)
+    check_refusal(["build", path, "-o", tmp_path / "out.engine", *options], said)
+    assert listing(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("output", "said"),
+    [
+        ("no/out.engine", "create it first"),
+        (".", "a directory; give the name of a file to write"),
+        ("/proc/out.engine", "cannot be written: No such file or directory"),
+        ("model.onnx", "is a file of the model; give another name for the engine"),
+        ("model.onnx.data", "is a file of the model; give another name for the engine"),
+    ],
+)
+def test_unwritable_output_of_build(tmp_path: Path, output: str, said: str) -> None:
+    path = decoder(tmp_path)
+    before = listing(tmp_path)
+    check_refusal(["build", path, "-o", tmp_path / output], said)
+    assert listing(tmp_path) == before
+
+
+# --- damaged bytes
+
+MUTATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["flip", "set", "cut", "insert", "copy"]),
+        st.floats(0, 1, exclude_max=True),
+        st.binary(min_size=1, max_size=6),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def mutate(content: bytes, mutations: list[tuple[str, float, bytes]]) -> bytes:
+    result = bytearray(content)
+    for kind, place, data in mutations:
+        at = int(place * len(result))
+        if kind == "flip":
+            result[at : at + 1] = bytes(b ^ (1 << data[0] % 8) for b in result[at : at + 1])
+        elif kind == "set":
+            result[at : at + 1] = data[:1]
+        elif kind == "cut":
+            del result[at : at + data[0] % 8 + 1]
+        elif kind == "insert":
+            result[at:at] = data
+        else:
+            start = data[0] * len(result) // 256
+            result[at : at + 4] = result[start : start + 4]
+    return bytes(result)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@pytest.mark.parametrize("form", ["mobius", "seq-major", "five-d"])
+@given(mutations=MUTATIONS)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_damaged_models_never_end_in_a_bug(folder: Path, form: str, mutations: list[tuple[str, float, bytes]]) -> None:
+    """Either the result is written, and is itself legal, or one of our errors says why not, and nothing is left."""
+    original = folder / f"{form}.onnx"
+    if not original.exists():
+        config = DecoderConfig(**{**SMALL.__dict__, "form": form})
+        write_decoder(original, config, external_threshold=64)
+    path, output = folder / f"{form}-damaged.onnx", folder / f"{form}-out.onnx"
+    path.write_bytes(mutate(original.read_bytes(), mutations))
+    output.unlink(missing_ok=True)
+    before = set(folder.iterdir())
+    try:
+        rewrite_model(path, output)
+    except TrtKvCacheError:
+        assert set(folder.iterdir()) == before
+    else:
+        assert set(folder.iterdir()) == {*before, output}
+
+
+def test_every_truncation_is_refused(folder: Path) -> None:
+    """Also where the rest happens to decode: something that the graph needs is then missing."""
+    content = write_decoder(folder / "whole.onnx", SMALL, external_threshold=64).read_bytes()
+    path = folder / "cut.onnx"
+    for length in sorted(random.Random(0).sample(range(len(content)), 300)):
+        path.write_bytes(content[:length])
+        with pytest.raises(ModelError):
+            plan_model(path, PlanOptions())
