@@ -6,10 +6,11 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from trt_kvcache.engine import process
 from trt_kvcache.engine.backend import Backend
@@ -149,6 +150,26 @@ def test_what_the_parser_refuses_is_named(tmp_path: Path) -> None:
     model.graph.output[-1].name = "draw"
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(BuildError, match=r"^TensorRT for RTX .* cannot parse .*: node 'draw_node' \(Bernoulli\): .*\w"):
+        build_engine(tmp_path / "model.onnx", tmp_path / "model.engine")
+    assert names(tmp_path) == {"model.onnx"}
+
+
+def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
+    """Measured on TensorRT for RTX 1.7.1: it divides by the number of heads."""
+    model = make_decoder(TINY)
+    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    for name in ("cos", "sin"):
+        model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 32), np.float32), name))
+    node = helper.make_node(
+        "RotaryEmbedding", ["logits", "position_ids", "cos", "sin"], ["turned"],
+        name="rope_node", domain="com.microsoft", num_heads=0,
+    )  # fmt: skip
+    model.graph.node.append(node)
+    model.graph.output.add().CopyFrom(model.graph.output[0])
+    model.graph.output[-1].name = "turned"
+    onnx.save(model, tmp_path / "model.onnx")
+    message = r"killed by SIGFPE while parsing the model, at node rope_node \[RotaryEmbedding\]; that is a crash inside"
+    with pytest.raises(BuildError, match=message):
         build_engine(tmp_path / "model.onnx", tmp_path / "model.engine")
     assert names(tmp_path) == {"model.onnx"}
 
