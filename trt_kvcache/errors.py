@@ -10,7 +10,12 @@
     ├── BackendError               TensorRT (or TensorRT for RTX) is missing, too old, or failed
     │   └── BuildError             parsing or building failed; carries TensorRT's own words
     ├── ManifestError              a manifest that is unreadable, of an unknown schema, or not of this engine
-    └── VerificationError          the rewritten model does not give the original's numbers
+    ├── VerificationError          the rewritten model does not give the original's numbers
+    └── SessionError               a decode session: closed, or its runner failed
+        ├── PromptError            an empty prompt, a token id out of range
+        ├── CapacityError          a sequence would outgrow its cache; nothing was written
+        ├── SlotError              an unknown slot, or none is free
+        └── CacheFileError         a saved cache that is unreadable or of another model
 
 Messages say what was found, what is supported, and what to do. The commands print them on one line and exit with 1;
 anything else that escapes is a bug and keeps its trace.
@@ -61,3 +66,23 @@ class ManifestError(TrtKvCacheError):
 
 class VerificationError(TrtKvCacheError):
     """The rewritten model does not give the original model's numbers."""
+
+
+class SessionError(TrtKvCacheError):
+    """A decode session cannot do what was asked: it is closed, or its runner failed."""
+
+
+class PromptError(SessionError):
+    """A prompt is empty, or has token ids that the model does not know."""
+
+
+class CapacityError(SessionError):
+    """A sequence would outgrow its cache, or a cache no longer holds what was asked for. Nothing was written."""
+
+
+class SlotError(SessionError):
+    """The slot is not in use, or no slot is free."""
+
+
+class CacheFileError(SessionError):
+    """A saved cache cannot be read, or belongs to another model."""

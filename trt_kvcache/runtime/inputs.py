@@ -1,0 +1,264 @@
+"""Every input of a step other than the caches, from the role that the plan gives it. Pure NumPy, for all runners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from blake3 import blake3
+
+from trt_kvcache.engine.files import FileIdentity
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateMode
+from trt_kvcache.runtime.runner import Array, StepBatch
+
+__all__ = ["SPAN_BUCKET", "StepInputs", "array_dtype", "carried_caches", "linear_capacity", "model_identity"]
+
+SPAN_BUCKET = 256
+"""Spans are multiples of this many cache rows, so that a CUDA graph or a set of bindings serves many steps."""
+
+_NAMES = {
+    "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",
+    "float8e5m2": "float8_e5m2", "float8e5m2fnuz": "float8_e5m2fnuz", "float8e8m0": "float8_e8m0fnu",
+    "float4e2m1": "float4_e2m1fn",
+}  # fmt: skip
+_SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
+
+
+def array_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype (or that of ml_dtypes) of an ONNX dtype name such as ``"bfloat16"``."""
+    name = _NAMES.get(name, name)
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
+    """The caches that the caller keeps from step to step."""
+    return tuple(c for c in plan.caches if c.carried)
+
+
+def linear_capacity(plan: CachePlan) -> int | None:
+    """Most tokens of a sequence in the linear caches; None where all caches are circular, which never fill up."""
+    return min((c.capacity for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR), default=None)
+
+
+def model_identity(files: Iterable[FileIdentity]) -> str:
+    """One digest (hex) for a model: of the contents of its file and of its external data, whatever their names."""
+    return blake3("\n".join(sorted(f.blake3 for f in files)).encode()).hexdigest()
+
+
+class StepInputs:
+    """Fills the inputs of a step.
+
+    Positions, write indices and valid lengths follow from how many tokens each row holds. Write indices are not wrapped
+    for circular caches: the rewritten graph applies the modulo. Valid lengths end at the capacity. Masks hide what is
+    not written yet and, within a step, what comes later.
+
+    Attributes:
+        uniform: an input has no batch axis where rows differ, so that all rows of a step must start at one position.
+        max_rows: most rows in a step; None where the model leaves its batch open.
+        fixed_length: the only number of tokens per row and step that the model takes, or None.
+
+    Args:
+        plan: of the rewritten model.
+        bucket: spans and dynamic mask lengths are multiples of this many cache rows, or the capacity.
+
+    Raises:
+        UnsupportedModelError: the model has an input that nothing here can fill, or has no caches, tokens or logits.
+    """
+
+    def __init__(self, plan: CachePlan, bucket: int = SPAN_BUCKET) -> None:
+        self._bucket = bucket
+        self._caches = carried_caches(plan)
+        self._plan = plan
+        self._spans = {s.name: s for s in plan.spans}
+        self._inputs = tuple(t for t in plan.tensors if t.io == "input" and t.role not in (Role.CACHE, Role.SPAN))
+        self._check()
+        self._reach = {t.name: self._capacity_under(t) for t in self._inputs}
+        self._dtypes = {t.name: array_dtype(t.dtype) for t in self._inputs}
+        self.uniform = any(_has_no_rows(t) for t in self._inputs)
+        batches = {c.physical_shape[0] for c in self._caches}
+        self.max_rows = 1 if 1 in batches else None
+        lengths = {c.update_length for c in self._caches if isinstance(c.update_length, int)}
+        self.fixed_length = min(lengths, default=None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the inputs that `arrays` fills."""
+        return tuple(t.name for t in self._inputs)
+
+    def span_sizes(self, batch: StepBatch) -> dict[str, int]:
+        """Length of each span input for this step; the contents are always 0, 1, ... length - 1."""
+        longest = int(batch.starts.max()) + batch.length
+        return {name: self._rows(longest, span.capacity) for name, span in self._spans.items()}
+
+    def arrays(self, batch: StepBatch) -> dict[str, Array]:
+        """Values of all inputs that are neither caches nor spans, by name: C-contiguous, in the model's dtype."""
+        return {t.name: self._fill(t, batch) for t in self._inputs}
+
+    def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
+        """Shapes of what `arrays` and `span_sizes` give, without computing the values."""
+        sizes = _sizes(batch)
+        filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
+        return filled | {name: (size,) for name, size in self.span_sizes(batch).items()}
+
+    def _fill(self, tensor: TensorRole, batch: StepBatch) -> Array:
+        shape = self._shape(tensor, _sizes(batch), batch)
+        names: tuple[str, ...]
+        match tensor.role:
+            case Role.TOKENS:
+                values, names = _by_token(batch.tokens, tensor)
+            case Role.POSITIONS:
+                values, names = _by_token(batch.starts[:, None] + np.arange(batch.length), tensor)
+            case Role.WRITE_INDICES:
+                values, names = batch.starts, ("batch",)
+            case Role.VALID_LENGTHS:
+                values, names = np.minimum(batch.starts + batch.length, self._reach[tensor.name]), ("batch",)
+            case Role.UPDATE_LENGTHS:
+                values, names = np.arange(batch.rows + 1) * batch.length, ("batch+1",)
+            case _:
+                values, names = self._visible(tensor, batch, shape[-1]), ("batch", "sequence", "keys")
+                if self._dtypes[tensor.name].kind not in "iub":  # a bias that is added to the scores
+                    lowest = _lowest(self._dtypes[tensor.name])
+                    values = np.where(values, 0.0, lowest)
+        placed = _place(values, names, tensor.axes, tensor.role is Role.MASK)
+        return np.ascontiguousarray(np.broadcast_to(placed, shape).astype(self._dtypes[tensor.name]))
+
+    def _visible(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
+        """Which cache rows each new token sees, bool ``[R, S, keys]``: all tokens up to itself that are still there."""
+        after = (batch.starts + batch.length)[:, None, None]
+        query = batch.starts[:, None, None] + np.arange(batch.length)[None, :, None]
+        row = np.arange(keys)[None, None, :]
+        if self._circular(tensor):
+            capacity = self._reach[tensor.name]
+            held = after - 1 - (after - 1 - row) % capacity  # the newest token whose place is this row
+            visible: Array = (held >= 0) & (held <= query) & (row < capacity)
+            return visible
+        return row <= query
+
+    def _shape(self, tensor: TensorRole, sizes: dict[str, int], batch: StepBatch) -> tuple[int, ...]:
+        longest = int(batch.starts.max()) + batch.length
+        known = sizes | {"keys": self._rows(longest, self._reach[tensor.name])}
+        return tuple(
+            d if isinstance(d, int) else known[axis] for d, axis in zip(tensor.shape, tensor.axes, strict=True)
+        )
+
+    def _rows(self, longest: int, capacity: int) -> int:
+        return min(-(-longest // self._bucket) * self._bucket, capacity)
+
+    def _readers(self, tensor: TensorRole) -> list[CacheUpdate]:
+        """The caches that attention reads under these lengths or this mask; all where the plan does not say."""
+        geometries = {g.name for g in self._plan.masks if tensor.name in (g.lengths, g.mask)}
+        read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
+        return [c for c in self._caches if c.past in read] or list(self._caches)
+
+    def _circular(self, tensor: TensorRole) -> bool:
+        return any(c.mode is UpdateMode.CIRCULAR for c in self._readers(tensor))
+
+    def _capacity_under(self, tensor: TensorRole) -> int:
+        readers = self._readers(tensor)
+        capacity = min(c.capacity for c in readers)
+        if tensor.role is not Role.MASK:
+            return capacity
+        if len({(c.capacity, c.mode) for c in readers}) > 1:
+            found = ", ".join(f"'{c.past}' ({c.mode.value}, {c.capacity} rows)" for c in readers[:4])
+            raise UnsupportedModelError(
+                f"one mask input, '{tensor.name}', serves caches of different kinds: {found}; the runtime fills a mask "
+                "for one kind of cache: export the model with a mask for each kind"
+            )
+        keys = tensor.shape[-1] if tensor.shape else 0
+        if isinstance(keys, int) and keys != capacity:
+            raise UnsupportedModelError(
+                f"mask input '{tensor.name}' {list(tensor.shape)} covers {keys} keys, and the caches that it masks "
+                f"hold {capacity}; export the model with a mask as long as the cache"
+            )
+        return capacity
+
+    def _check(self) -> None:
+        """Refuses what no value can be given for."""
+        if not self._caches:
+            raise UnsupportedModelError("the model keeps no KV cache from step to step: nothing to decode with")
+        carried = {c.past for c in self._caches}
+        for tensor in self._plan.tensors:
+            if tensor.io == "input" and tensor.role is Role.CACHE and tensor.name not in carried:
+                raise UnsupportedModelError(
+                    f"input '{tensor.name}' is a cache that no update writes; the runtime can run models whose caches "
+                    "are all written by the model itself"
+                )
+        if self._plan.tensor(Role.TOKENS) is None:
+            raise UnsupportedModelError(
+                "no input has the role 'tokens', so there is nowhere to put token ids; name it in a config (--config)"
+            )
+        for tensor in self._inputs:
+            self._check_input(tensor)
+        for cache in self._caches:
+            self._check_cache(cache)
+
+    def _check_input(self, tensor: TensorRole) -> None:
+        what = f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)})"
+        if tensor.role in (Role.OTHER, Role.LOGITS):
+            raise UnsupportedModelError(
+                f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "
+                "positions, write indices, lengths and masks: name the input's role in a config (--config), or make it "
+                "a constant of the model"
+            )
+        for size, axis in zip(tensor.shape, tensor.axes, strict=True):
+            if isinstance(size, str) and axis not in _SIZES:
+                raise UnsupportedModelError(f"{what}: nothing says how large its size '{size}' is; fix it in the model")
+        if tensor.role is not Role.MASK and array_dtype(tensor.dtype).kind not in "iu":
+            raise UnsupportedModelError(
+                f"{what} is the model's {tensor.role.value}, and the runtime fills it with integers; export a model "
+                "that takes token ids, positions and lengths as integers"
+            )
+
+    def _check_cache(self, cache: CacheUpdate) -> None:
+        if cache.write_indices is None:
+            raise UnsupportedModelError(
+                f"cache '{cache.past}' is always written from its first row on (its update has no write indices), so "
+                "it cannot grow from step to step; export the model with write indices"
+            )
+        for size, what in ((cache.physical_shape[0], "batch"), (cache.update_length, "number of tokens per step")):
+            if isinstance(size, int) and size > 1:
+                raise UnsupportedModelError(
+                    f"the model's {what} is fixed at {size}; decoding takes one token of any number of sequences per "
+                    f"step: export the model with a dynamic {what}, or with 1"
+                )
+
+
+def _sizes(batch: StepBatch) -> dict[str, int]:
+    return {
+        "batch": batch.rows, "sequence": batch.length, "tokens": batch.rows * batch.length, "batch+1": batch.rows + 1,
+    }  # fmt: skip
+
+
+def _has_no_rows(tensor: TensorRole) -> bool:
+    """Whether rows that start at different positions would need different values in one place."""
+    per_row = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.MASK)
+    return tensor.role in per_row and not {"batch", "tokens"} & set(tensor.axes)
+
+
+def _lowest(dtype: np.dtype[Any]) -> float:
+    """The lowest finite value: added to a score it hides the key, and a whole row of it stays a number."""
+    return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
+
+
+def _by_token(values: Array, tensor: TensorRole) -> tuple[Array, tuple[str, ...]]:
+    return (values.reshape(-1), ("tokens",)) if "tokens" in tensor.axes else (values, ("batch", "sequence"))
+
+
+def _place(values: Array, names: Sequence[str], axes: Sequence[str], mask: bool) -> Array:
+    """Values with named axes, shaped so that they broadcast to a tensor whose axes are called `axes`.
+
+    Of a name that the tensor has no axis for, one entry stays: the last token of a sequence, the first row of a batch
+    (all rows agree there). Fixed axes of the tensor repeat the values, but for a mask's last one: that is its keys.
+    """
+    wanted = [*axes[:-1], "keys"] if mask else list(axes)
+    for name in names:
+        if name not in wanted:
+            values = np.take(values, [-1 if name == "sequence" else 0], axis=names.index(name))
+    kept = [name for name in wanted if name in names]
+    order = [names.index(name) for name in kept] + [i for i, name in enumerate(names) if name not in kept]
+    values = values.transpose(order)
+    sizes = dict(zip(kept, values.shape, strict=False))
+    return values.reshape([sizes.get(name, 1) for name in wanted])

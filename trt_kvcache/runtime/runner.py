@@ -1,0 +1,136 @@
+"""The seam between the decode loop and what executes a model: one small interface, two implementations.
+
+A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, allocated once and zeroed, and runs steps on
+contiguous rows of them. It knows nothing of sequences, prompts or sampling; the loop knows nothing of TensorRT or ONNX
+Runtime. Whatever must hold before a step (lengths, capacity, the update's contract) the session has checked: a runner
+may rely on it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.importer.plan import CachePlan
+
+__all__ = ["Array", "Runner", "StepBatch"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class StepBatch:
+    """One step: `S` new tokens for each of `R` neighbouring rows.
+
+    Attributes:
+        first_row: the step reads and writes rows ``first_row .. first_row + R - 1`` of every cache.
+        tokens: int64 ``[R, S]``.
+        starts: int64 ``[R]``: tokens in each row before this step, in total: not wrapped for circular caches.
+        keep: logits of how many of the last positions the caller wants: 0 to S.
+    """
+
+    first_row: int
+    tokens: npt.NDArray[np.int64]
+    starts: npt.NDArray[np.int64]
+    keep: int = 1
+
+    @property
+    def rows(self) -> int:
+        """R."""
+        return int(self.tokens.shape[0])
+
+    @property
+    def length(self) -> int:
+        """S."""
+        return int(self.tokens.shape[1])
+
+
+class Runner(Protocol):
+    """Executes steps, and moves cache rows. Not safe to use from several threads at once: the session sees to that."""
+
+    @property
+    def name(self) -> str:
+        """What runs where, for people: ``"ONNX Runtime 1.31.1, CPU"``."""
+        ...
+
+    @property
+    def plan(self) -> CachePlan:
+        """Of the rewritten model that is run."""
+        ...
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of every cache buffer."""
+        ...
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens per row in one step."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are 0 to ``vocab - 1``."""
+        ...
+
+    @property
+    def max_positions(self) -> int | None:
+        """Most tokens that a sequence may have because of the model's position tables; None where none is known."""
+        ...
+
+    def identity(self) -> str:
+        """A digest of the source model's content: equal for an engine and the model that it was built from.
+
+        See `trt_kvcache.runtime.inputs.model_identity`. May read whole files: called for saving and loading only.
+        """
+        ...
+
+    def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+        """Run one step to its end.
+
+        Returns:
+            Logits ``[R, keep, V]`` of the last `keep` positions. The array is valid until the next call.
+
+        Raises:
+            SessionError: it failed. Cache rows below `starts` hold what they held.
+        """
+        ...
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first ``min(tokens, capacity)`` cache rows of one batch row to another, in every cache."""
+        ...
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache, as far as each cache reaches."""
+        ...
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        """A host copy of the first `tokens` cache rows of a batch row.
+
+        Args:
+            name: of the past tensor.
+            row: of the batch.
+            tokens: cache rows, at most the capacity.
+
+        Returns:
+            The engine's own layout: `physical_shape` without its batch axis, and `tokens` long on its sequence axis.
+        """
+        ...
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        """Overwrite the first cache rows of a batch row with what `read_row` gave."""
+        ...
+
+    def view(self, name: str) -> Any:
+        """The whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
+
+        An object with ``__dlpack__`` on the device where the cache lies; a NumPy array on the CPU.
+        """
+        ...
+
+    def close(self) -> None:
+        """Free everything. Calling it again does nothing."""
+        ...
