@@ -211,9 +211,13 @@ def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
         return AttentionKind.LOWERED, "V has another type than Q and K"
     if half and size % 8:
         return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
-    if half and 16 <= size <= 256:
-        return AttentionKind.FUSED, "dedicated kernel"
-    return AttentionKind.DECOMPOSED, f"head size {size}" if half else "only float16 and bfloat16 have fused kernels"
+    if not half:
+        return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
+    if facts.query_heads == 1:
+        return AttentionKind.DECOMPOSED, "a single query head has no fused kernel"
+    if not 16 <= size <= 256:
+        return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
+    return AttentionKind.FUSED, "dedicated kernel"
 
 
 def _span(
@@ -321,7 +325,7 @@ def _geometry(
         facts.dtype if facts.additive else None,
         span.name if span else _key_identity(facts),
         # one scalar of the batch's shape: nodes share a mask only where the number of queries is provably the same
-        sequence_source(graph, facts) if facts.causal or facts.left_window >= 0 or facts.right_window >= 0 else None,
+        sequence_source(graph, facts),
     )
     if key not in masks:
         masks[key] = MaskGeometry(

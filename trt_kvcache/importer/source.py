@@ -6,6 +6,7 @@ with external data loads in the time that its graph takes.
 
 from __future__ import annotations
 
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,14 +89,13 @@ def _parse(path: Path) -> ModelProto:
                     f"{path}: {size} bytes in one file, but an ONNX file cannot be longer than 2 GiB; "
                     "export the model with external data"
                 )
-            content = start + file.read()
+            # Mapped, not read: protobuf copies inline weights once, and nothing else does.
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
+                proto = ModelProto.FromString(content)
     except OSError as error:
         raise InvalidModelError(
             f"{path}: cannot be read ({error.strerror}); check the file and its permissions"
         ) from None
-    proto = ModelProto()
-    try:
-        proto.ParseFromString(content)
     except DecodeError:
         raise InvalidModelError(
             f"{path}: not an ONNX model, or truncated ({size} bytes do not decode); {_AGAIN}"

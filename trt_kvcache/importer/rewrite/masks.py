@@ -61,6 +61,11 @@ def _build(
         row_visible = None
     if geometry.guarded and row_visible is None and bias is not None:
         row_visible = _row_visible(emitter, bias, geometry, facts.dtype)
+    if bias is not None and _one_row(facts, geometry):
+        # ONNX lets a mask of one row serve every query; ONNX Runtime 1.31 insists on a row per query.
+        count = emitter.op("Concat", [emitter.ints([1, 1]), _query_count(graph, emitter, facts), emitter.ints([1])],
+                           "mask_rows", INT64, axis=0)  # fmt: skip
+        bias = emitter.op("Expand", [bias, count], "mask", facts.dtype if geometry.additive else BOOL)
     if bias is not None:  # the name that the plan gave
         bias.name = geometry.name
     return Mask(bias, row_visible if geometry.guarded else None, end)
@@ -124,18 +129,36 @@ def _geometric(
     return visible, None if windowed else row_visible
 
 
+def _one_row(facts: AttentionFacts, geometry: MaskGeometry) -> bool:
+    """Whether the mask says the same for all of several queries, and so has only one row for them."""
+    if facts.queries == 1 or geometry.causal or geometry.left_window >= 0 or geometry.right_window >= 0:
+        return False
+    shape = dims(facts.mask) if facts.mask is not None else ()
+    return shape is not None and (len(shape) < 2 or shape[-2] == 1)
+
+
+def _query_count(graph: gs.Graph, emitter: Emitter, facts: AttentionFacts) -> gs.Tensor:
+    """The number of queries, int64 ``[1]``."""
+    source = sequence_source(graph, facts)
+    if isinstance(source, int):
+        return emitter.ints([source])
+    name, axis = source
+    tensor = facts.node.inputs[0] if facts.node.inputs[0].name == name else graph.tensors()[name]
+    count: gs.Tensor = emitter.once(
+        ("queries", source), lambda: emitter.op("Shape", [tensor], "queries", INT64, start=axis, end=axis + 1)
+    )
+    return count
+
+
 def _frontier(graph: gs.Graph, emitter: Emitter, facts: AttentionFacts, length: gs.Tensor | None) -> gs.Tensor:
     """The last key that each query sees under bottom-right alignment: ``i + lengths - S_q``; without lengths ``i``."""
     source = sequence_source(graph, facts)
 
     def make() -> gs.Tensor:
+        count = _query_count(graph, emitter, facts)
         if isinstance(source, int):
-            steps: gs.Tensor = emitter.ints(np.arange(source).reshape(1, 1, source, 1).tolist())
-            count: gs.Tensor = emitter.ints([source])
+            steps: gs.Tensor = emitter.constant(np.arange(source, dtype=np.int64).reshape(1, 1, source, 1))
         else:
-            name, axis = source
-            tensor = facts.node.inputs[0] if facts.node.inputs[0].name == name else graph.tensors()[name]
-            count = emitter.op("Shape", [tensor], "queries", INT64, start=axis, end=axis + 1)
             scalar = emitter.op("Squeeze", [count], "query_count", INT64)
             steps = emitter.op("Range", [emitter.ints(0), scalar, emitter.ints(1)], "steps", INT64)
             steps = emitter.op("Unsqueeze", [steps, emitter.ints([0, 1, 3])], "steps_4d", INT64)
