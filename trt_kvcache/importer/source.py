@@ -78,6 +78,7 @@ def _parse(path: Path) -> ModelProto:
     if not path.is_file():
         what = "a directory" if path.is_dir() else "not a regular file"
         raise InvalidModelError(f"{path}: {what}; {_ONNX_WANTED}")
+    proto = ModelProto()
     try:
         with path.open("rb") as file:
             start = file.read(_SAMPLE)
@@ -91,7 +92,7 @@ def _parse(path: Path) -> ModelProto:
                 )
             # Mapped, not read: protobuf copies inline weights once, and nothing else does.
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
-                proto = ModelProto.FromString(content)
+                proto.ParseFromString(content)
     except OSError as error:
         raise InvalidModelError(
             f"{path}: cannot be read ({error.strerror}); check the file and its permissions"
