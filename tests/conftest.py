@@ -1,4 +1,4 @@
-"""Tests marked `gpu` run where a GPU and its driver are, and are skipped, with the reason, where not."""
+"""What all tests share: which of them run here, and what the environment must not change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ import pytest
 from trt_kvcache.engine.doctor import find_gpus
 
 
+@pytest.fixture(autouse=True)
+def _no_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as COLUMNS says, which pytest-xdist sets for its workers."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu`, with the reason, where no GPU is."""
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return
