@@ -48,7 +48,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
         capabilities = [(int(c[2:-1]), int(c[-1])) for c in build.compute_capabilities]
         loader = CreateConfigRTX(compute_capabilities=capabilities or None, **common)
     else:
-        loader = CreateConfig(**common)
+        loader = CreateConfig(tf32=True, **common)  # TensorRT's own default, which Polygraphy turns off here only
     try:
         with warnings.catch_warnings():
             # Polygraphy sets an empty timing cache on every builder; for TensorRT for RTX that is deprecated.
