@@ -10,11 +10,19 @@ import numpy as np
 from blake3 import blake3
 
 from trt_kvcache.engine.files import FileIdentity
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateMode
 from trt_kvcache.runtime.runner import Array, StepBatch
 
-__all__ = ["SPAN_BUCKET", "StepInputs", "array_dtype", "carried_caches", "linear_capacity", "model_identity"]
+__all__ = [
+    "SPAN_BUCKET",
+    "StepInputs",
+    "StepLogits",
+    "array_dtype",
+    "carried_caches",
+    "linear_capacity",
+    "model_identity",
+]
 
 SPAN_BUCKET = 256
 """Spans are multiples of this many cache rows, so that a CUDA graph or a set of bindings serves many steps."""
@@ -87,6 +95,30 @@ class StepInputs:
     def names(self) -> tuple[str, ...]:
         """Of the inputs that `arrays` fills."""
         return tuple(t.name for t in self._inputs)
+
+    def chunk(self, asked: int | None, default: int) -> int:
+        """The most tokens per row in a step that the model, its contracts and its smallest cache allow.
+
+        Args:
+            asked: by the caller; None: `default`, or less.
+            default: see `asked`.
+
+        Raises:
+            OptionError: more is asked for than is allowed.
+        """
+        bounds = [c.contract.max_update_length for c in self._caches if c.contract]
+        allowed = min(c.capacity for c in self._caches)
+        allowed = min([allowed, *(b for b in bounds if b is not None)])
+        if self.fixed_length is not None:
+            allowed = self.fixed_length
+        if asked is not None and asked > allowed:
+            raise OptionError(f"max_chunk is {asked}, and this model takes at most {allowed} tokens per update")
+        return min(default, allowed) if asked is None else asked
+
+    def signature(self, batch: StepBatch) -> tuple[int, int, int]:
+        """Rows, tokens per row and cache rows read: steps of one signature have inputs of the same shapes."""
+        longest = int(batch.starts.max()) + batch.length
+        return batch.rows, batch.length, self._rows(longest, max(c.capacity for c in self._caches))
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
         """Length of each span input for this step; the contents are always 0, 1, ... length - 1."""
@@ -224,6 +256,56 @@ class StepInputs:
                     f"the model's {what} is fixed at {size}; decoding takes one token of any number of sequences per "
                     f"step: export the model with a dynamic {what}, or with 1"
                 )
+
+
+class StepLogits:
+    """How the model gives its logits.
+
+    Attributes:
+        name: of the output.
+        dtype: of the output.
+        vocab: V, the size of its last axis.
+        last_only: the model gives the last position of each row only.
+
+    Raises:
+        UnsupportedModelError: it gives none, or in a shape that is not understood.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        tensor = plan.tensor(Role.LOGITS, "output")
+        if tensor is None:
+            raise UnsupportedModelError("no output has the role 'logits'; name it in a config (--config)")
+        self.name, self.dtype, self._tensor = tensor.name, array_dtype(tensor.dtype), tensor
+        what = f"logits '{tensor.name}' {list(tensor.shape)}"
+        size = tensor.shape[-1] if tensor.shape else "?"
+        if not isinstance(size, int):
+            raise UnsupportedModelError(f"{what}: the size of the vocabulary is not fixed; fix it in the model")
+        for dim, axis in zip(tensor.shape, tensor.axes, strict=True):
+            if isinstance(dim, str) and axis not in ("batch", "sequence", "tokens"):
+                raise UnsupportedModelError(f"{what}: nothing says how large '{dim}' is; fix it in the model")
+        self.vocab = size
+        tokens = plan.tensor(Role.TOKENS)
+        one_at_a_time = tokens is not None and not {"sequence", "tokens"} & set(tokens.axes)
+        self.last_only = not one_at_a_time and not {"sequence", "tokens"} & set(tensor.axes)
+
+    def shape(self, batch: StepBatch) -> tuple[int, ...]:
+        """Of the output in this step."""
+        sizes, tensor = _sizes(batch), self._tensor
+        return tuple(d if isinstance(d, int) else sizes[a] for d, a in zip(tensor.shape, tensor.axes, strict=True))
+
+    def last(self, output: Array, batch: StepBatch) -> Array:
+        """The last `keep` positions of the output, ``[R, keep, V]``, in the output's dtype.
+
+        Raises:
+            SessionError: the model does not give as many.
+        """
+        positions = 1 if self.last_only else batch.length
+        if batch.keep > positions:
+            raise SessionError(
+                f"the model gives the logits of the last position only (output '{self.name}'), and those of the last "
+                f"{batch.keep} are needed; export the model with logits of all positions"
+            )
+        return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
 
 
 def _sizes(batch: StepBatch) -> dict[str, int]:

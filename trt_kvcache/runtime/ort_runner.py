@@ -1,0 +1,272 @@
+"""Runs a model on the CPU with ONNX Runtime, each cache one buffer that is updated in place."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnxruntime as ort
+from onnx import helper
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
+
+from trt_kvcache.engine.files import identify
+from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PlanOptions, cache_bytes
+from trt_kvcache.runtime.inputs import StepInputs, StepLogits, array_dtype, carried_caches, model_identity
+from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.verify.tables import index_limits
+
+__all__ = ["OnnxRuntimeRunner"]
+
+_DEFAULT_BATCH = 8  # zeroed memory that is never touched costs nothing
+_DEFAULT_CHUNK = 512
+_BINDINGS = 64  # kept, by shape: decode needs one per batch size and span bucket
+_ORT_ERRORS = (
+    ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
+    ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Bound:
+    """What one shape of step reads and writes: the arrays behind the pointers that ONNX Runtime holds."""
+
+    binding: Any
+    inputs: dict[str, Array]
+    logits: Array
+
+
+class OnnxRuntimeRunner:
+    """ONNX Runtime on the CPU.
+
+    The model is rewritten in memory, so that a step reads as many cache rows as are in use; large weights stay in their
+    files. Past and present of a cache are bound to one address, where ONNX Runtime's TensorScatter then writes the
+    update alone (measured on 1.31.1); a step on some rows binds the address of the first of them.
+
+    Args:
+        model: path of the ``.onnx`` file, as exported or rewritten.
+        options: of the plan.
+        max_batch: rows of every cache; None: 8, or fewer where memory is short.
+        max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
+        threads: of ONNX Runtime; None: one per core.
+
+    Raises:
+        ModelError, OptionError: the model cannot be used, or an option does not fit it.
+        SessionError: the caches do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        options: PlanOptions | None = None,
+        *,
+        max_batch: int | None = None,
+        max_chunk: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("max_chunk", max_chunk), ("threads", threads)):
+            if value is not None and value < 1:
+                raise OptionError(f"{name} is {value}; it must be at least 1")
+        imported = import_model(model, options or PlanOptions())
+        self._source = imported.source
+        self._plan = imported.plan
+        self._caches = {c.past: c for c in carried_caches(imported.plan)}
+        self._inputs = StepInputs(imported.plan)
+        self._logits = StepLogits(imported.plan)
+        limits = index_limits(imported.model, imported.plan)
+        self._vocab = min([self._logits.vocab, *limits.tokens.values()])
+        self._max_positions = min(limits.positions.values(), default=None)
+        self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
+        self._max_batch = _admit(imported.plan, max_batch)
+        in_place = _updated_in_place(imported.model, self._caches.values())
+        self._session: Any = _open(imported, threads)
+        self._run_options = ort.RunOptions()
+        self._run_options.log_severity_level = 4
+        self._past = {name: self._zeros(cache) for name, cache in self._caches.items()}
+        # Where an update is not in place, ONNX Runtime writes a whole new cache, whose rows are copied back.
+        self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
+        self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
+        self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
+
+    @property
+    def name(self) -> str:
+        """What runs where."""
+        return f"ONNX Runtime {ort.__version__}, CPU"
+
+    @property
+    def plan(self) -> CachePlan:
+        """Of the rewritten model."""
+        return self._plan
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of every cache buffer."""
+        return self._max_batch
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens per row in one step."""
+        return self._max_chunk
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are 0 to ``vocab - 1``."""
+        return self._vocab
+
+    @property
+    def max_positions(self) -> int | None:
+        """Rows of the model's smallest position table."""
+        return self._max_positions
+
+    @property
+    def inputs(self) -> StepInputs:
+        """What the model takes."""
+        return self._inputs
+
+    def identity(self) -> str:
+        """A digest of the model file and its external data."""
+        try:
+            return model_identity([identify(p) for p in (self._source.path, *self._source.external_files)])
+        except OSError as error:
+            raise SessionError(f"{error.filename}: the model can no longer be read: {error.strerror}") from error
+
+    def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+        """Run one step; see `Runner.step`."""
+        session = self._session
+        if session is None:
+            raise SessionError("the runner is closed; open the model again")
+        bound = self._bound(batch)
+        for name, values in self._inputs.arrays(batch).items():
+            bound.inputs[name][...] = values
+        try:
+            session.run_with_iobinding(bound.binding, self._run_options)
+        except _ORT_ERRORS as error:
+            raise SessionError(f"{self.name} failed: {_one_line(error)}") from None
+        rows = slice(batch.first_row, batch.first_row + batch.rows)
+        for name, past in self._past.items():
+            if self._present[name] is not past:
+                past[rows] = self._present[name][rows]
+        return self._logits.last(bound.logits, batch).astype(np.float32, copy=False)
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """Copy cache rows of one batch row to another."""
+        for name in self._caches:
+            self._rows(name, target, 0, tokens)[...] = self._rows(name, source, 0, tokens)
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        """Set cache rows to 0."""
+        for name in self._caches:
+            self._rows(name, row, start, stop)[...] = 0
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        """A copy of the first cache rows of a batch row, in the physical layout."""
+        return self._rows(name, row, 0, tokens).copy()
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        """Overwrite the first cache rows of a batch row."""
+        tokens = data.shape[self._caches[name].physical_sequence_axis - 1]
+        self._rows(name, row, 0, tokens)[...] = data
+
+    def view(self, name: str) -> Array:
+        """The whole buffer of one cache, without a copy."""
+        return self._past[name]
+
+    def close(self) -> None:
+        """Free session and caches."""
+        self._bindings.clear()
+        self._past, self._present = {}, {}
+        self._session = None
+
+    def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
+        axis = self._caches[name].physical_sequence_axis
+        index: tuple[Any, ...] = (row, *[slice(None)] * (axis - 1), slice(start, stop))
+        view: Array = self._past[name][index]
+        return view
+
+    def _zeros(self, cache: CacheUpdate) -> Array:
+        sizes = [self._max_batch if i == 0 else int(d) for i, d in enumerate(cache.physical_shape)]
+        return np.zeros(sizes, array_dtype(cache.dtype))
+
+    def _bound(self, batch: StepBatch) -> _Bound:
+        """The binding for this row range and shape; made once."""
+        key = (batch.first_row, *self._inputs.signature(batch))
+        if key in self._bindings:
+            self._bindings.move_to_end(key)
+            return self._bindings[key]
+        binding = self._session.io_binding()
+        spans = self._inputs.span_sizes(batch)
+        inputs = {name: np.empty_like(values) for name, values in self._inputs.arrays(batch).items()}
+        for name, array in (inputs | {n: self._spans[n][:size] for n, size in spans.items()}).items():
+            _bind(binding.bind_input, name, array)
+        rows = slice(batch.first_row, batch.first_row + batch.rows)
+        for name, cache in self._caches.items():
+            _bind(binding.bind_input, name, self._past[name][rows])
+            _bind(binding.bind_output, cache.present, self._present[name][rows])
+        logits = np.empty(self._logits.shape(batch), self._logits.dtype)
+        _bind(binding.bind_output, self._logits.name, logits)
+        bound = _Bound(binding, inputs, logits)
+        if batch.length == 1:  # prompts come in all lengths, and their logits are large
+            self._bindings[key] = bound
+            if len(self._bindings) > _BINDINGS:
+                self._bindings.popitem(last=False)
+        return bound
+
+
+def _bind(bind: Any, name: str, array: Array) -> None:
+    bind(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
+
+
+def _open(imported: ImportedModel, threads: int | None) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors arrive as exceptions
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    folder = str(imported.source.path.parent)
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    try:
+        return ort.InferenceSession(imported.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    except _ORT_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{imported.source.path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {_one_line(error)}; "
+            "build an engine and run that on a GPU, or export the model in float32 or float16"
+        ) from None
+
+
+def _updated_in_place(model: onnx.ModelProto, caches: Iterable[CacheUpdate]) -> set[str]:
+    """The caches that ONNX Runtime can write in place: a TensorScatter alone reads past, and gives present."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    found = set()
+    for cache in caches:
+        nodes = readers.get(cache.past, [])
+        if len(nodes) == 1 and nodes[0].op_type == "TensorScatter" and nodes[0].output[0] == cache.present:
+            found.add(cache.past)
+    return found
+
+
+def _admit(plan: CachePlan, asked: int | None) -> int:
+    """The batch whose caches fit into this machine's memory."""
+    one = sum(cache_bytes(c, 1) * (1 if c.in_place else 2) for c in carried_caches(plan))
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    batch = asked or max(1, min(_DEFAULT_BATCH, memory // (2 * one)))
+    if batch * one > memory:
+        raise SessionError(
+            f"the caches of {batch} sequence(s) take {batch * one / 1e9:.1f} GB ({one / 1e9:.2f} GB each), and this "
+            f"machine has {memory / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
+        )
+    return batch
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split()) or type(error).__name__
+    # ONNX Runtime names the node first, then its own source file and C++ signature, then what is wrong.
+    return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"
