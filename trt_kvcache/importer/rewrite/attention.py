@@ -8,6 +8,9 @@ y = Where(row sees a key, y, 0), back to [B, S, N*H]
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
+
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.attention import AttentionFacts, read_attention, sequence_axis
@@ -22,11 +25,31 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
     """Rewrite every Attention node as planned."""
     nodes = {node.name: node for node in graph.nodes}
     masks = {mask.name: mask for mask in plan.masks}
+    readers: Counter[str] = Counter()
     for item in plan.attention:
         node = nodes[item.node]
-        facts = read_attention(graph, node)
+        facts = _apart(emitter, read_attention(graph, node), readers)
         mask = build_mask(graph, emitter, facts, item, masks.get(item.mask or ""))
         _rewrite(emitter, node, facts, item, mask, views)
+
+
+def _apart(emitter: Emitter, facts: AttentionFacts, readers: Counter[str]) -> AttentionFacts:
+    """Keep attentions apart that share their query: all but the first see it scaled, by a power of two that K undoes.
+
+    TensorRT's importer multiplies Q and K by the root of the scale; where two attentions get the same product, the
+    builder of TensorRT for RTX 1.7.1 dies of SIGSEGV. Q times 4^n under scale / 4^n doubles Q and halves K n times,
+    which no rounding sees.
+    """
+    node, name = facts.node, facts.node.inputs[0].name
+    power = readers[name]
+    readers[name] += 1
+    if power == 0:
+        return facts
+    factor = emitter.scalar(4.0**power, facts.dtype)
+    scaled = emitter.op("Mul", [node.inputs[0], factor], "query_apart", facts.dtype)
+    scaled.shape = node.inputs[0].shape
+    node.inputs[0] = scaled
+    return replace(facts, scale=facts.scale / 4.0**power)
 
 
 def _rewrite(
