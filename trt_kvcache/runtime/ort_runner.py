@@ -76,6 +76,7 @@ class OnnxRuntimeRunner:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         imported = import_model(model, options or PlanOptions())
         self._source = imported.source
+        self._identity: str | None = None
         self._plan = imported.plan
         self._caches = {c.past: c for c in carried_caches(imported.plan)}
         self._inputs = StepInputs(imported.plan)
@@ -133,7 +134,11 @@ class OnnxRuntimeRunner:
     def identity(self) -> str:
         """A digest of the model file and its external data."""
         try:
-            return model_identity([identify(p) for p in (self._source.path, *self._source.external_files)])
+            if self._identity is None:
+                self._identity = model_identity(
+                    [identify(p) for p in (self._source.path, *self._source.external_files)]
+                )
+            return self._identity
         except OSError as error:
             raise SessionError(f"{error.filename}: the model can no longer be read: {error.strerror}") from error
 

@@ -1,0 +1,403 @@
+"""The caches of a session as one object: which slot holds which tokens in which row, and every way to change that.
+
+A *slot* is a sequence's stable name; a *row* is its place in the batch of every cache buffer, which may change. What a
+slot holds is a list of token ids, of which the first `length` are in the cache; the rest waits to be written.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from trt_kvcache.errors import CapacityError, OptionError, SessionError, SlotError
+from trt_kvcache.importer.plan import CacheUpdate, UpdateMode
+from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
+from trt_kvcache.runtime.runner import Runner
+
+__all__ = ["Guard", "KVCache", "Slot"]
+
+
+class Guard:
+    """The one lock of a session, and whether it is still open: ``with guard:`` around every public operation."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self.closed = False
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        if self.closed:
+            self._lock.release()
+            raise SessionError("the session is closed; open the model again")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._lock.release()
+
+
+@dataclass
+class Slot:
+    """One sequence in the cache.
+
+    Attributes:
+        row: of every cache buffer.
+        tokens: all token ids; the first `length` are in the cache.
+        length: tokens in the cache, in total: circular caches hold the last of them.
+        written: the longest that the sequence has been since it was last cropped: how far a circular cache has been
+            overwritten.
+    """
+
+    row: int
+    tokens: list[int] = field(default_factory=list)
+    length: int = 0
+    written: int = 0
+
+    @property
+    def pending(self) -> int:
+        """Tokens that are not in the cache yet."""
+        return len(self.tokens) - self.length
+
+
+class KVCache:
+    """Caches of fixed capacity and the sequences in them. All methods may be called from several threads.
+
+    Rows that hold no sequence may hold anything finite, but never what a former sequence left: a row is zeroed before
+    it is given to another sequence, because one NaN in a masked row would poison attention (0 * NaN is NaN).
+
+    Args:
+        runner: owns the buffers.
+        guard: of the session.
+    """
+
+    def __init__(self, runner: Runner, guard: Guard | None = None) -> None:
+        self._runner = runner
+        self._guard = guard or Guard()
+        self._caches = carried_caches(runner.plan)
+        self._rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
+        self._linear = linear_capacity(runner.plan)
+        self._slots: dict[int, Slot] = {}
+        self._next = 0
+        self._dirty = [0] * runner.max_batch  # per row: cache rows from here on are 0
+
+    # --- what there is
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots in use, oldest first."""
+        with self._guard:
+            return tuple(self._slots)
+
+    @property
+    def lengths(self) -> dict[int, int]:
+        """Tokens in the cache by slot."""
+        with self._guard:
+            return {name: slot.length for name, slot in self._slots.items()}
+
+    @property
+    def free(self) -> int:
+        """Sequences that still find a row."""
+        with self._guard:
+            return self._runner.max_batch - len(self._slots)
+
+    @property
+    def capacity(self) -> int | None:
+        """Most tokens of one sequence; None where nothing bounds them: circular caches keep the last ones.
+
+        The rows of the smallest linear cache, or of the model's position table where that is shorter.
+        """
+        bounds = [b for b in (self._linear, self._runner.max_positions) if b is not None]
+        return min(bounds, default=None)
+
+    @property
+    def window(self) -> int | None:
+        """Rows of the smallest circular cache: the sliding window; None where all caches are linear."""
+        return min(self._rings, default=None)
+
+    @property
+    def bytes(self) -> int:
+        """Of all cache buffers."""
+        return self._runner.plan.cache_bytes(self._runner.max_batch)
+
+    def tokens(self, slot: int) -> list[int]:
+        """Token ids of a slot, those that are not in the cache yet included."""
+        with self._guard:
+            return list(self.slot(slot).tokens)
+
+    def room(self, slot: int) -> int | None:
+        """Tokens that still fit behind those of a slot; None where nothing bounds them."""
+        with self._guard:
+            return None if self.capacity is None else self.capacity - len(self.slot(slot).tokens)
+
+    def largest_update(self, slot: int) -> int:
+        """Most tokens that one step may write to a slot with the same result as one by one.
+
+        A circular cache of `capacity` rows takes several at once only up to its end: after that each new token
+        overwrites one that the tokens before it in the same update still see.
+        """
+        with self._guard:
+            length, limit = self.slot(slot).length, self._runner.max_chunk
+            for rows in self._rings:
+                limit = min(limit, rows - length if length < rows else 1)
+            return limit
+
+    def view(self, name: str) -> Any:
+        """The whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.
+
+        A NumPy array on the CPU, an object with ``__dlpack__`` on a GPU. Row numbers are `Slot.row`.
+
+        Raises:
+            OptionError: there is no such cache.
+        """
+        with self._guard:
+            if name not in {c.past for c in self._caches}:
+                raise OptionError(f"no cache {name!r}; caches are {', '.join(c.past for c in self._caches)}")
+            return self._runner.view(name)
+
+    def slot(self, slot: int) -> Slot:
+        """The bookkeeping of a slot.
+
+        Raises:
+            SlotError: it is not in use.
+        """
+        found = self._slots.get(slot)
+        if found is None:
+            used = ", ".join(map(str, self._slots)) or "none"
+            raise SlotError(f"slot {slot} is not in use (in use: {used}); slots end when their sequence is removed")
+        return found
+
+    # --- sequences come and go
+
+    def acquire(self, tokens: Iterable[int] = ()) -> int:
+        """A new slot in a zeroed row. The tokens wait: nothing is written yet.
+
+        Raises:
+            SlotError: every row holds a sequence.
+        """
+        with self._guard:
+            row = self._free_row()
+            self._clean(row, 0)
+            return self._name(Slot(row, list(tokens)))
+
+    def release(self, slot: int) -> None:
+        """Give up a slot and its row.
+
+        Raises:
+            SlotError: see `slot`.
+        """
+        with self._guard:
+            self.slot(slot)
+            del self._slots[slot]
+
+    def reset(self, slot: int) -> None:
+        """Empty a slot: no tokens, and zeros in its row of every cache."""
+        with self._guard:
+            found = self.slot(slot)
+            self._slots[slot] = Slot(found.row)
+            self._clean(found.row, 0)
+
+    def fork(self, source: int) -> int:
+        """A new slot with the same tokens and the same cache contents: sequences that share a prefix compute it once.
+
+        Raises:
+            SlotError: see `slot` and `acquire`.
+        """
+        with self._guard:
+            found, row = self.slot(source), self._free_row()
+            self._copy(found, row)
+            return self._name(Slot(row, list(found.tokens), found.length, found.written))
+
+    def crop(self, slot: int, length: int) -> None:
+        """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
+
+        Raises:
+            CapacityError: `length` is more than the slot holds, or a circular cache no longer has what the sequence
+                would see at that length: the tokens that were overwritten since.
+        """
+        with self._guard:
+            found = self.slot(slot)
+            if not 0 <= length <= len(found.tokens):
+                raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
+            self._check_crop(slot, found, length)
+            del found.tokens[length:]
+            if length >= found.length:
+                return
+            found.length = length
+            # Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
+            if not any(found.written > rows for rows in self._rings):
+                found.written = length
+            self._runner.zero_rows(found.row, length, self._dirty[found.row])
+            self._dirty[found.row] = min(self._dirty[found.row], max(length, found.written))
+
+    def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
+        """Give each slot the contents that another one has now: the step between two steps of a beam search.
+
+        Rows are renamed where that is enough; only what several slots continue is copied.
+
+        Args:
+            indices: the k-th slot gets the contents of ``slots[indices[k]]``.
+            slots: those concerned; None: all, in the order of `slots`.
+
+        Raises:
+            SlotError: see `slot`.
+            OptionError: not one index per slot, or an index out of range, or a slot twice.
+        """
+        with self._guard:
+            names = list(self._slots if slots is None else slots)
+            held = [self.slot(name) for name in names]
+            if len(indices) != len(names) or len(set(names)) != len(names):
+                raise OptionError(
+                    f"reorder takes one index for each of {len(names)} different slots, not {len(indices)}"
+                )
+            if any(not 0 <= i < len(names) for i in indices):
+                raise OptionError(f"reorder takes indices 0 to {len(names) - 1}, not {list(indices)}")
+            dropped = [held[i].row for i in range(len(names)) if i not in set(indices)]
+            taken: set[int] = set()
+            for name, index in zip(names, indices, strict=True):
+                source, row = held[index], held[index].row
+                if index in taken:
+                    row = dropped.pop()
+                    self._copy(source, row)
+                taken.add(index)
+                self._slots[name] = Slot(row, list(source.tokens), source.length, source.written)
+
+    def move(self, slot: int, row: int) -> None:
+        """Move a slot to a row that no slot uses.
+
+        Raises:
+            SlotError: see `slot`; or the row is in use or does not exist.
+        """
+        with self._guard:
+            found = self.slot(slot)
+            if found.row == row:
+                return
+            if not 0 <= row < self._runner.max_batch or any(s.row == row for s in self._slots.values()):
+                raise SlotError(
+                    f"row {row} is in use, or not one of the {self._runner.max_batch} rows; move to a free one"
+                )
+            self._copy(found, row)
+            found.row = row
+
+    def compact(self) -> None:
+        """Move slots so that n of them lie in rows 0 to n - 1, and a step over all of them is one row range."""
+        with self._guard:
+            count = len(self._slots)
+            holes = sorted(set(range(count)) - {s.row for s in self._slots.values()})
+            for name, slot in self._slots.items():
+                if slot.row >= count:
+                    self.move(name, holes.pop(0))
+
+    # --- what the loop says
+
+    def note_written(self, slot: int, tokens: int) -> None:
+        """The runner has written this many of the slot's waiting tokens."""
+        found = self._slots[slot]
+        found.length += tokens
+        found.written = max(found.written, found.length)
+        self._dirty[found.row] = max(self._dirty[found.row], found.length)
+
+    def note_touched(self, slot: int, stop: int) -> None:
+        """A step will write rows up to `stop`: should it fail half-way, they are zeroed before they are reused."""
+        row = self._slots[slot].row
+        self._dirty[row] = max(self._dirty[row], stop)
+
+    # --- files
+
+    def save(self, path: str | os.PathLike[str], slots: Sequence[int] | None = None) -> None:
+        """Write slots with their tokens and cache contents to a safetensors file, whole or not at all.
+
+        Args:
+            path: of the file.
+            slots: to save; None: all.
+
+        Raises:
+            SlotError: see `slot`.
+            OutputError: the file cannot be written.
+        """
+        from trt_kvcache.runtime.cache_file import save_slots
+
+        with self._guard:
+            chosen = {name: self.slot(name) for name in (self._slots if slots is None else slots)}
+            save_slots(path, self._runner, chosen)
+
+    def load(self, path: str | os.PathLike[str]) -> dict[int, int]:
+        """Bring saved slots back, into new slots.
+
+        Returns:
+            The new slot of each saved one.
+
+        Raises:
+            CacheFileError: the file is unreadable, or was saved with another model or other caches.
+            SlotError: there are fewer free rows than saved slots. Nothing was loaded.
+        """
+        from trt_kvcache.runtime.cache_file import open_slots
+
+        with self._guard, open_slots(path, self._runner) as saved:
+            if len(saved.slots) > self.free:
+                raise SlotError(
+                    f"{path} holds {len(saved.slots)} sequence(s), and {self.free} of {self._runner.max_batch} rows "
+                    "are free; remove sequences first, or open the session with a larger max_batch"
+                )
+            names: dict[int, int] = {}
+            try:
+                for old, slot in saved.slots.items():
+                    names[old] = self.acquire(slot.tokens)
+                    found = self._slots[names[old]]
+                    self._dirty[found.row] = slot.written
+                    saved.read(old, found.row)
+                    found.length, found.written = slot.length, slot.written
+            except BaseException:
+                for name in names.values():
+                    self.release(name)
+                raise
+            return names
+
+    # --- rows
+
+    def _name(self, slot: Slot) -> int:
+        name = self._next
+        self._next += 1
+        self._slots[name] = slot
+        return name
+
+    def _free_row(self) -> int:
+        used = {s.row for s in self._slots.values()}
+        row = next((r for r in range(self._runner.max_batch) if r not in used), None)
+        if row is None:
+            raise SlotError(
+                f"all {self._runner.max_batch} rows hold a sequence; remove one, or open the session with a larger "
+                "max_batch"
+            )
+        return row
+
+    def _clean(self, row: int, start: int) -> None:
+        """Zero what a row holds from cache row `start` on."""
+        if self._dirty[row] > start:
+            self._runner.zero_rows(row, start, self._dirty[row])
+            self._dirty[row] = start
+
+    def _copy(self, source: Slot, row: int) -> None:
+        """Copy the contents of a slot to a row, and nothing else of that row's past."""
+        held = self._dirty[source.row]
+        self._clean(row, held)
+        self._dirty[row] = max(self._dirty[row], held)
+        self._runner.copy_rows(source.row, row, held)
+
+    def _check_crop(self, slot: int, found: Slot, length: int) -> None:
+        for cache in self._caches:
+            if cache.mode is not UpdateMode.CIRCULAR or length >= found.length:
+                continue
+            if found.written > cache.capacity and length < found.written - 1:
+                raise CapacityError(_lost(slot, found, length, cache))
+
+
+def _lost(slot: int, found: Slot, length: int, cache: CacheUpdate) -> str:
+    return (
+        f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds the last "
+        f"{cache.capacity} of {found.written}, and what a sequence of {length} sees was overwritten; crop to "
+        f"{found.written - 1} or more, or fork the slot before it grows"
+    )

@@ -1,0 +1,162 @@
+"""Saved slots: a safetensors file with tokens, cache contents and the identity of the model that they belong to.
+
+Tensors are ``<slot>/tokens`` (int64) and ``<slot>/<past>``: the cache rows in use, in the engine's layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from trt_kvcache.engine.files import check_output, publish, sync, temporary_file
+from trt_kvcache.errors import CacheFileError, OutputError
+from trt_kvcache.importer.plan import CacheUpdate
+from trt_kvcache.runtime.cache import Slot
+from trt_kvcache.runtime.inputs import array_dtype, carried_caches
+from trt_kvcache.runtime.runner import Array, Runner
+
+__all__ = ["SavedSlots", "open_slots", "save_slots"]
+
+_FORMAT = "trt_kvcache.cache.1"
+_PLAIN = ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool")
+
+
+@dataclass(frozen=True)
+class SavedSlots:
+    """An open file.
+
+    Attributes:
+        slots: by their former names; their rows mean nothing.
+    """
+
+    slots: dict[int, Slot]
+    _file: Any
+    _runner: Runner
+    _path: Path
+
+    def read(self, slot: int, row: int) -> None:
+        """Write the saved contents of a slot to a row of every cache.
+
+        Raises:
+            CacheFileError: a tensor is missing or has another shape.
+        """
+        for cache in carried_caches(self._runner.plan):
+            name, dtype = f"{slot}/{cache.past}", array_dtype(cache.dtype)
+            shape = _shape(cache, self.slots[slot].written)
+            data = _tensor(self._file, name, self._path)
+            if data.shape != shape or data.dtype.itemsize != dtype.itemsize:
+                raise CacheFileError(
+                    f"{self._path}: tensor '{name}' is {data.dtype} {list(data.shape)}, where {dtype} {list(shape)} "
+                    "belongs; save the cache again"
+                )
+            self._runner.write_row(cache.past, row, data.view(dtype))
+
+
+def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Slot]) -> None:
+    """Write slots to a file, all or nothing; see `KVCache.save`."""
+    final = check_output(path)
+    tensors: dict[str, Array] = {}
+    for name, slot in slots.items():
+        tensors[f"{name}/tokens"] = np.array(slot.tokens, np.int64)
+        for cache in carried_caches(runner.plan):
+            data = runner.read_row(cache.past, slot.row, min(slot.written, cache.capacity))
+            tensors[f"{name}/{cache.past}"] = np.ascontiguousarray(_plain(data))
+    lengths = {str(name): (slot.length, slot.written) for name, slot in slots.items()}
+    metadata = {
+        "format": _FORMAT,
+        "model": runner.identity(),
+        "caches": _layout(runner),
+        "slots": msgspec.json.encode(lengths).decode(),
+    }
+    with temporary_file(final) as temporary:
+        try:
+            save_file(tensors, temporary, metadata)
+            with open(temporary, "r+b") as file:
+                sync(file)
+        except (OSError, SafetensorError) as error:
+            raise OutputError(f"{final}: cannot be written: {error}") from error
+        publish([(temporary, final)])
+
+
+@contextmanager
+def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSlots]:
+    """Open a file for this runner's model.
+
+    Raises:
+        CacheFileError: it is unreadable, or of another model, or of caches of another kind.
+    """
+    path = Path(path)
+    try:
+        file = safe_open(path, framework="numpy")
+    except (OSError, SafetensorError) as error:
+        raise CacheFileError(f"{path}: not a saved cache: {error}") from error
+    with file:
+        metadata: dict[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
+        if metadata.get("format") != _FORMAT:
+            raise CacheFileError(
+                f"{path}: not a cache that this version saved (format {metadata.get('format')!r}, known is {_FORMAT!r})"
+            )
+        identity = runner.identity()
+        if metadata.get("model") != identity:
+            raise CacheFileError(
+                f"{path}: saved with another model ({str(metadata.get('model'))[:16]}..., this one is "
+                f"{identity[:16]}...); cache contents mean nothing to any other model: load it with that one"
+            )
+        if metadata.get("caches") != _layout(runner):
+            raise CacheFileError(
+                f"{path}: saved from caches of other sizes or layouts of the same model; open the model with the "
+                "options (capacity, cache layout) that it was saved with"
+            )
+        yield SavedSlots(_slots(file, metadata, path), file, runner, path)
+
+
+def _slots(file: Any, metadata: dict[str, str], path: Path) -> dict[int, Slot]:
+    try:
+        lengths = msgspec.json.decode(metadata.get("slots", ""), type=dict[str, tuple[int, int]])
+        names = {int(name): pair for name, pair in lengths.items()}
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise CacheFileError(f"{path}: its list of slots cannot be read: {error}") from error
+    slots = {}
+    for name, (length, written) in names.items():
+        tokens = _tensor(file, f"{name}/tokens", path).tolist()
+        if not 0 <= length <= min(written, len(tokens)):
+            raise CacheFileError(f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}")
+        slots[name] = Slot(-1, tokens, length, written)
+    return slots
+
+
+def _tensor(file: Any, name: str, path: Path) -> Array:
+    try:
+        data: Array = file.get_tensor(name)
+    except SafetensorError as error:
+        raise CacheFileError(f"{path}: {error}; save the cache again") from error
+    return data
+
+
+def _layout(runner: Runner) -> str:
+    """What must agree for the bytes of one session to mean the same in another."""
+    caches = [
+        (c.past, c.dtype, c.physical_shape[1:], c.physical_sequence_axis, c.layout.value, c.mode.value)
+        for c in carried_caches(runner.plan)
+    ]
+    return msgspec.json.encode(caches).decode()
+
+
+def _shape(cache: CacheUpdate, written: int) -> tuple[int, ...]:
+    sizes = [int(d) for d in cache.physical_shape[1:]]
+    sizes[cache.physical_sequence_axis - 1] = min(written, cache.capacity)
+    return tuple(sizes)
+
+
+def _plain(data: Array) -> Array:
+    """In a dtype that the format has for NumPy; small floats travel as bytes."""
+    return data if data.dtype.name in _PLAIN else data.view(f"uint{8 * data.dtype.itemsize}")
