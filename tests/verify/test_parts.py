@@ -60,8 +60,9 @@ def limits(draw: st.DrawFn) -> Limits:
 
 @given(limits(), st.lists(st.integers(1, 9), max_size=3), st.integers(1, 4))
 def test_schedules_keep_to_the_limits(allowed: Limits, chunks: list[int], tokens: int) -> None:
-    options = VerifyOptions(chunks=tuple(chunks), tokens=tokens)
-    for episode in plan_schedule(allowed, options):
+    episodes = plan_schedule(allowed, VerifyOptions(chunks=tuple(chunks), tokens=tokens))
+    assert episodes[0].steps
+    for episode in episodes:
         for before, after in zip(episode.steps, episode.steps[1:], strict=False):
             if allowed.indexed:
                 assert after.starts == before.valid

@@ -34,10 +34,12 @@ class Comparison:
     Args:
         roles: role of each output by name.
         override: tolerance for every output, or None: by dtype.
+        twin: both sides are float32 twins of a bfloat16 model.
     """
 
-    def __init__(self, roles: dict[str, str], override: float | None) -> None:
+    def __init__(self, roles: dict[str, str], override: float | None, *, twin: bool = False) -> None:
         self._roles = roles
+        self._twin = twin
         self._override = override
         self._worst: dict[str, _Worst] = {}
 
@@ -72,7 +74,7 @@ class Comparison:
     ) -> None:
         worst = self._worst.setdefault(name, _Worst())
         worst.dtype = like.dtype.name
-        worst.tolerance = tolerance(like.dtype) if self._override is None else self._override
+        worst.tolerance = tolerance(like.dtype, twin=self._twin) if self._override is None else self._override
         if (relative, stale) > (worst.relative, worst.stale) or (stale > worst.stale and relative <= worst.tolerance):
             worst.step, worst.span = step, span
         worst.absolute, worst.relative = max(worst.absolute, absolute), max(worst.relative, relative)

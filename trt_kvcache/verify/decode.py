@@ -109,7 +109,7 @@ class _Verification:
         original = self._open_original(trial)
         garbage = self._garbage(original, first, trial)
         comparison = Comparison(
-            {o.name: self._role(o.name) for o in self.models[0].graph.output}, self.verify.tolerance
+            {o.name: self._role(o.name) for o in self.models[0].graph.output}, self.verify.tolerance, twin=self.twin
         )
         failure = None
         engine = "none"
@@ -245,7 +245,7 @@ class _Verification:
         sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
         for magnitude in sizes:
             found = original.run({**trial, **self._contents(step, magnitude, 0)})
-            if all(difference(v, found[n])[1] <= tolerance(v.dtype) for n, v in clean.items()):
+            if all(difference(v, found[n])[1] <= tolerance(v.dtype, twin=self.twin) for n, v in clean.items()):
                 return magnitude
         self.notes.append("the original reads cache rows that were never written: garbage there is kept small")
         return sizes[-1]

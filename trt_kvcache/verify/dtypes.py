@@ -16,6 +16,8 @@ _NUMPY = {
 
 # Both sides compute in the same dtype, in a different order of operations. float16 rounds at 2**-11; a decoder's few
 # dozen roundings on the way to its logits stay an order of magnitude below these, a wrong mask is far above.
+# A float32 twin holds the constants of the bfloat16 model, such as attention scales, rounded at 2**-9.
+_TWIN_TOLERANCE = 1e-2
 _TOLERANCES = {"float16": 2e-2, "float": 1e-4, "double": 1e-6, "int8": 2e-2, "uint8": 2e-2}
 
 # Magnitudes of garbage, largest first: the original must hide it on ONNX Runtime, which computes masked scores too and
@@ -40,8 +42,10 @@ def numpy_dtype(name: str, *, twin: bool) -> np.dtype[Any]:
     return np.dtype(_NUMPY[name])
 
 
-def tolerance(dtype: np.dtype[Any]) -> float:
+def tolerance(dtype: np.dtype[Any], *, twin: bool) -> float:
     """Largest difference allowed, as a share of the output's scale; 0 for integers other than quantized values."""
+    if twin and dtype.kind == "f":
+        return max(_TWIN_TOLERANCE, _TOLERANCES.get(dtype.name, 0.0))
     name = {"float32": "float", "float64": "double"}.get(dtype.name, dtype.name)
     return _TOLERANCES.get(name, 0.0)
 

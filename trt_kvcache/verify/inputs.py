@@ -20,6 +20,8 @@ Array = npt.NDArray[Any]
 _DRIVEN = (Role.CACHE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 _HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
 
+_FAINT = -20.0  # a float mask's bias for hidden tokens: exp(-20) is nothing, and finite
+
 
 class StepInputs:
     """Fills the inputs of one step.
@@ -136,11 +138,15 @@ class StepInputs:
             newest, written = np.arange(keys)[None, None, :], np.arange(keys)[None, None, :] < after
         hidden = self._rng.random((len(step.starts), step.length, keys)) < _HIDDEN_SHARE
         visible = written & (newest <= query) & (~hidden | (newest == query))
-        placed = arrange(visible, ("batch", "sequence", "keys"), shape, tensor.axes)
+        names = ("batch", "sequence", "keys")
+        placed = arrange(visible, names, shape, tensor.axes)
         if dtype.kind != "f":
             return placed.astype(dtype)
-        bias = self._rng.uniform(-1, 1, shape)
-        return np.where(placed, bias, np.finfo(dtype).min).astype(dtype)
+        # Hidden rows that hold a token get a finite bias: where lengths or causality leave a query no other key, the
+        # softmax of nothing but lowest values would be an accident of the order in which they were added.
+        token = arrange(np.broadcast_to(written, visible.shape), names, shape, tensor.axes)
+        bias = np.where(placed, self._rng.uniform(-1, 1, shape), _FAINT)
+        return np.where(token, bias, np.finfo(dtype).min).astype(dtype)
 
     def _wraps(self, keys: int) -> bool:
         return any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches)

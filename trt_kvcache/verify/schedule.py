@@ -110,9 +110,17 @@ def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]
 
 
 def _starts(limits: Limits, first: int, stride: int, room: int | None) -> tuple[int, ...]:
-    """One start per row, within the room that linear caches leave."""
-    rows = [max(first + (stride * row if limits.ragged else 0), 0) for row in range(limits.batch)]
-    return tuple(rows if room is None else (start if start <= room else start % (room + 1) for start in rows))
+    """One start per row, within the room that linear caches leave; an update of a fixed length fits before the wrap."""
+    starts = []
+    for row in range(limits.batch):
+        start = max(first + (stride * row if limits.ragged else 0), 0)
+        if room is not None and start > room:
+            start %= room + 1
+        length = limits.length or 1
+        while any(start % capacity + length > capacity for capacity in limits.no_straddle):
+            start -= 1
+        starts.append(start)
+    return tuple(starts)
 
 
 def _steps(limits: Limits, lengths: list[int], starts: tuple[int, ...]) -> tuple[Step, ...]:
