@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
 import onnxruntime
-import tensorrt_rtx
 import trt
+from builder import build_in_child
 from numpy.typing import NDArray
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.patch import patch_network
 from trt_kvcache.importer.plan import CacheUpdate, PhysicalLayout, PlanOptions, Role, UpdateForm
 
 Array = NDArray[np.generic]
@@ -136,9 +134,9 @@ def ranges_of(result: ImportedModel) -> dict[str, tuple[int, int, int]]:
 
 def build(result: ImportedModel, extra: Mapping[str, tuple[int, int, int]] | None = None) -> trt.Outcome:
     """Build the rewritten model as the engine does: parse, patch the network, one profile."""
-    patch = partial(patch_network, plan=result.plan, trt=tensorrt_rtx)
     path = str(result.source.path.with_name("rewritten.onnx"))
-    return trt.build(result.model, {**ranges_of(result), **(extra or {})}, lambda network: patch(network), path)
+    ranges = {**ranges_of(result), **(extra or {})}
+    return build_in_child(result.model.SerializeToString(), ranges, path, result.plan)
 
 
 def random_array(rng: np.random.Generator, dtype: int, shape: Sequence[int], scale: float = 1.0) -> Array:
