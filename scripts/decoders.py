@@ -233,8 +233,10 @@ def _attention_block(g: _Graph, i: int, x: str) -> str:
     inputs = [q, keys, values, mask, "", "", "nonpad_kv_seqlen" if c.length_input else ""]
     while not inputs[-1]:
         inputs.pop()
-    # mobius-onnx declares the outputs present_key and present_value as well, and leaves them unused.
-    out = g.add("Attention", inputs, f"{p}.attention", outputs=3 if flat else 1, **attributes)
+    # mobius-onnx declares the outputs present_key and present_value as well, and leaves them unused. From opset 25 on
+    # ONNX forbids them next to `nonpad_kv_seqlen`.
+    outputs = 3 if flat and c.opset < 25 else 1
+    out = g.add("Attention", inputs, f"{p}.attention", outputs=outputs, **attributes)
     if flat:
         return out
     out = g.add("Transpose", [out], f"{p}.attention.rows", perm=[0, 2, 1, 3])

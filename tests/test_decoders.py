@@ -47,6 +47,12 @@ def test_every_combination_passes_the_checker(form: str, dtype: str) -> None:
         onnx.checker.check_model(make_decoder(config), full_check=True)
 
 
+@pytest.mark.parametrize("opset", [24, 25, 26, 27, 28])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_opset_is_legal(form: str, opset: int) -> None:
+    onnx.checker.check_model(make_decoder(DecoderConfig(form=form, opset=opset)), full_check=True)
+
+
 @pytest.mark.parametrize("mode", ["linear", "circular"])
 @pytest.mark.parametrize("kv_heads", [2, 4])
 def test_all_forms_are_the_same_decoder(kv_heads: int, mode: str) -> None:
