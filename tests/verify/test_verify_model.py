@@ -73,6 +73,8 @@ def test_updates_straddle_the_wrap_without_a_contract(tmp_path: Path) -> None:
         DecoderConfig(mask="float", lengths=False, causal=False),
         DecoderConfig(softcap=4.0),
         DecoderConfig(softmax_precision="float32", dtype="float16"),
+        DecoderConfig(softmax_precision="bfloat16", softcap=4.0, dtype="float16"),
+        DecoderConfig(softmax_precision="bfloat16", dtype="bfloat16"),
         DecoderConfig(value_head_size=24),
         DecoderConfig(lengths=False),
         DecoderConfig(batch=2, sequence=1),

@@ -47,7 +47,7 @@ def _both_sides(imported: ImportedModel) -> Iterator[tuple[ModelProto, ModelProt
     """Original and rewritten model, the folder of their external data, and whether they are float32 twins."""
     source = imported.source
     original = with_packed_function(source.proto)
-    if not has_bfloat16(original):
+    if not has_bfloat16(original) and not has_bfloat16(imported.model):
         yield original, imported.model, source.path.parent, False
         return
     with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
@@ -70,8 +70,8 @@ class _Verification:
         self.notes: list[str] = []
         if twin:
             self.notes.append(
-                "ONNX Runtime has no bfloat16 arithmetic on the CPU: both sides ran as float32 twins, which shows "
-                "structure, masks, indices and layouts, not bfloat16 rounding"
+                "ONNX Runtime has no bfloat16 arithmetic on the CPU: both sides ran as twins with float32 in its place, "
+                "which shows structure, masks, indices and layouts, not bfloat16 rounding"
             )
         self.caches = find_caches(imported.plan)
         self.limits = self._fit(read_limits(imported.plan, verify))

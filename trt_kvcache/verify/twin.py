@@ -25,9 +25,11 @@ _DTYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "softmax_precision
 
 
 def has_bfloat16(model: ModelProto) -> bool:
-    """Whether any tensor or declared value of the model is bfloat16."""
-    return any(t.data_type == TensorProto.BFLOAT16 for t in iter_tensors(model)) or any(
-        t.tensor_type.elem_type == TensorProto.BFLOAT16 for t in _types(model)
+    """Whether any tensor, declared value or operator of the model is bfloat16."""
+    return (
+        any(t.data_type == TensorProto.BFLOAT16 for t in iter_tensors(model))
+        or any(t.tensor_type.elem_type == TensorProto.BFLOAT16 for t in _types(model))
+        or any(True for _ in _dtype_attributes(model))
     )
 
 
@@ -53,15 +55,8 @@ class TwinFolder:
         twin = ModelProto()
         twin.CopyFrom(model)
         self._check_room(twin)
-        for scope in iter_scopes(twin):
-            for node in scope.node:
-                for attribute in node.attribute:
-                    if (
-                        attribute.name in _DTYPE_ATTRIBUTES
-                        and attribute.type == AttributeProto.INT
-                        and attribute.i == TensorProto.BFLOAT16
-                    ):
-                        attribute.i = TensorProto.FLOAT
+        for attribute in _dtype_attributes(twin):
+            attribute.i = TensorProto.FLOAT
         for kind in _types(twin):
             if kind.tensor_type.elem_type == TensorProto.BFLOAT16:
                 kind.tensor_type.elem_type = TensorProto.FLOAT
@@ -130,6 +125,19 @@ def _append(data: BinaryIO, blocks: Iterator[bytes], bfloat16: bool) -> tuple[in
         # bfloat16 is the upper half of a float32.
         data.write((np.frombuffer(block, "<u2").astype("<u4") << 16).tobytes() if bfloat16 else block)
     return offset, data.tell() - offset
+
+
+def _dtype_attributes(model: ModelProto) -> Iterator[AttributeProto]:
+    """Every attribute that asks for bfloat16."""
+    for scope in iter_scopes(model):
+        for node in scope.node:
+            for attribute in node.attribute:
+                if (
+                    attribute.name in _DTYPE_ATTRIBUTES
+                    and attribute.type == AttributeProto.INT
+                    and attribute.i == TensorProto.BFLOAT16
+                ):
+                    yield attribute
 
 
 def _types(model: ModelProto) -> Iterator[TypeProto]:
