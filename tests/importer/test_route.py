@@ -46,8 +46,8 @@ def test_every_combination(target):
         elif dtype in (PLUGIN_DTYPES if plugin else PLAIN_DTYPES):
             assert decide(given, options).route is (Route.PLUGIN if plugin else Route.FUNCTIONAL)
         else:
-            with pytest.raises(UnsupportedModelError, match=f"cache 'past' of update 'node' is {dtype}, which this target "
-                                                            "cannot hold.*export the cache as"):  # fmt: skip
+            message = f"cache 'past' of update 'node' is {dtype}, which this target cannot hold.*export the cache as"
+            with pytest.raises(UnsupportedModelError, match=message):
                 decide(given, options)
 
 
