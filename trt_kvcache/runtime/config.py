@@ -1,0 +1,259 @@
+"""How tokens are chosen and when a sequence ends: names and meanings of transformers' ``GenerationConfig``.
+
+Source: https://huggingface.co/docs/transformers/main_classes/text_generation (measured against 5.23).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal
+
+from trt_kvcache.errors import OptionError
+
+__all__ = ["GenerationConfig"]
+
+_TOP_K = 50
+
+
+@dataclass(frozen=True)
+class GenerationConfig:
+    """How to generate. The default is greedy.
+
+    Attributes:
+        max_new_tokens: most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)
+        min_new_tokens: no end-of-sequence token before so many new tokens.
+        do_sample: draw from the distribution; otherwise take the most probable token, of equals the lowest id.
+        temperature: divides the scores; sampling only.
+        top_k: keep the `top_k` highest scores (and equals of the last); 0 keeps all; sampling only.
+        top_p: keep the smallest set of most probable tokens that has at least this probability; sampling only.
+        min_p: keep tokens at least `min_p` times as probable as the most probable one; sampling only.
+        repetition_penalty: divides positive scores, and multiplies negative ones, of tokens that occurred, in the
+            prompt too; above 1 discourages them.
+        no_repeat_ngram_size: no token may complete an n-gram of this size that occurred already; 0 allows all.
+        sequence_bias: added to the score of a token, or of the last token of a run of tokens where the others came
+            just before: ``{token: bias, (token, token): bias}``. ``-math.inf`` forbids.
+        eos_token_id: the token, or tokens, that end a sequence.
+        stop_strings: text, or texts, that end a sequence; needs a tokenizer. The text ends before it.
+        seed: of sampling. Sequence `i` of a call draws from a stream of its own, made of `seed` and `i`, so that its
+            tokens do not depend on what else runs. None takes a fresh one.
+        num_beams: hypotheses kept by beam search; 1 is no beam search.
+        length_penalty: beams are compared by log-probability / length ** length_penalty.
+        early_stopping: beam search ends as soon as `num_beams` hypotheses ended (True), when the best live one cannot
+            win at its present length (False), or only when it cannot at any length ("never").
+        output_logprobs: events carry the log-probability of their token.
+        prompt_lookup_num_tokens: propose so many tokens at once by looking the last n-gram up in what came before, and
+            verify them in one update; the tokens stay the same. None is off.
+        max_matching_ngram_size: longest n-gram that prompt lookup looks up.
+
+    Raises:
+        OptionError: a value is out of range, or two contradict each other.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = _TOP_K
+    top_p: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    sequence_bias: Mapping[int | tuple[int, ...], float] = field(default_factory=dict, hash=False)
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    seed: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    output_logprobs: bool = False
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int = 2
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        self._normalize()
+        self._check_ranges()
+        self._check_together()
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """`eos_token_id`, always as a tuple."""
+        return tuple(int(token) for token in _as_sequence(self.eos_token_id))
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop_strings`, always as a tuple."""
+        return tuple(_as_sequence(self.stop_strings))
+
+    @property
+    def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """`sequence_bias` as pairs: the run of tokens, and what is added to the score of its last."""
+        return tuple(((key,) if isinstance(key, int) else key, bias) for key, bias in self.sequence_bias.items())
+
+    @classmethod
+    def from_file(cls, path: str | Path, **changes: Any) -> GenerationConfig:
+        """Read transformers' ``generation_config.json``.
+
+        Args:
+            path: the file.
+            changes: fields to use instead of the file's.
+
+        Warns:
+            UserWarning: the file names something without effect here, such as sampling settings without
+                ``do_sample``.
+
+        Raises:
+            OptionError: the file is unreadable, or asks for a way of choosing tokens that is not supported.
+        """
+        from trt_kvcache.runtime.config_file import read_config_file
+
+        return cls(**read_config_file(Path(path), changes))
+
+    def _normalize(self) -> None:
+        for name in ("eos_token_id", "stop_strings"):
+            value = getattr(self, name)
+            if not isinstance(value, (Integral, str, type(None))):
+                object.__setattr__(self, name, tuple(value))
+        biases = {_plain_key(key): float(bias) for key, bias in self.sequence_bias.items()}
+        object.__setattr__(self, "sequence_bias", biases)
+
+    def _check_ranges(self) -> None:
+        _require(self.max_new_tokens >= 1, self, "max_new_tokens", "at least 1")
+        _require(self.min_new_tokens >= 0, self, "min_new_tokens", "0 or more")
+        hint = "above 0; for the most probable token leave do_sample off"
+        _require(0 < self.temperature < math.inf, self, "temperature", hint)
+        _require(self.top_k >= 0, self, "top_k", "0 (keep all) or more")
+        _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
+        _require(self.min_p is None or 0 <= self.min_p <= 1, self, "min_p", "between 0 and 1")
+        _require(0 < self.repetition_penalty < math.inf, self, "repetition_penalty", "above 0; 1 is none")
+        _require(self.no_repeat_ngram_size >= 0, self, "no_repeat_ngram_size", "0 (allow all) or more")
+        _require(all(token >= 0 for token in self.eos_token_ids), self, "eos_token_id", "token ids, 0 or more")
+        _require(all(self.stops), self, "stop_strings", "texts of at least one character")
+        _require(self.seed is None or self.seed >= 0, self, "seed", "0 or more")
+        _require(self.num_beams >= 1, self, "num_beams", "at least 1; 1 is no beam search")
+        _require(math.isfinite(self.length_penalty), self, "length_penalty", "finite")
+        proposed = self.prompt_lookup_num_tokens
+        _require(proposed is None or proposed >= 1, self, "prompt_lookup_num_tokens", "at least 1, or None for off")
+        _require(self.max_matching_ngram_size >= 1, self, "max_matching_ngram_size", "at least 1")
+        for tokens, bias in self.biases:
+            if not tokens or min(tokens) < 0:
+                raise OptionError(
+                    f"sequence_bias of {tokens}: keys are token ids, or tuples of at least one, from 0 on"
+                )
+            if math.isnan(bias) or bias == math.inf:
+                raise OptionError(f"sequence_bias of {tokens} is {bias}; supported: numbers, and -inf to forbid")
+
+    def _check_together(self) -> None:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise OptionError(
+                f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens {self.max_new_tokens}; raise the latter"
+            )
+        for switch, names in idle_settings(vars(self)).items():
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+            raise OptionError(f"{given} has no effect without {switch}; set that too, or leave it out")
+        if self.num_beams == 1:
+            return
+        together = {
+            "do_sample": self.do_sample,
+            "stop_strings": bool(self.stops),
+            "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens is not None,
+        }
+        for name, active in together.items():
+            if active:
+                raise OptionError(f"num_beams={self.num_beams} cannot be combined with {name}; drop one of them")
+
+
+_IDLE: dict[str, dict[str, object]] = {
+    "do_sample=True": {"temperature": 1.0, "top_k": _TOP_K, "top_p": 1.0, "min_p": None},
+    "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False},
+}
+"""What a setting needs to have an effect, and its value where nobody set it."""
+
+
+def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
+    """Return the settings among `values` that have no effect, under what they lack."""
+    active = {"do_sample=True": values.get("do_sample"), "num_beams above 1": values.get("num_beams", 1) != 1}
+    idle = {
+        switch: [name for name, off in settings.items() if values.get(name, off) != off]
+        for switch, settings in _IDLE.items()
+        if not active[switch]
+    }
+    return {switch: names for switch, names in idle.items() if names}
+
+
+_INTEGERS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "top_k",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "max_matching_ngram_size",
+)
+_OPTIONAL_INTEGERS = ("seed", "prompt_lookup_num_tokens")
+_NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+_SWITCHES = ("do_sample", "output_logprobs")
+
+
+def _check_types(config: GenerationConfig) -> None:
+    """Refuse values of another type by name: JSON and command lines bring them, and they fail late and obscurely."""
+    for name in _INTEGERS:
+        _require(_is_integer(getattr(config, name)), config, name, "a whole number")
+    for name in _OPTIONAL_INTEGERS:
+        value = getattr(config, name)
+        _require(value is None or _is_integer(value), config, name, "a whole number or None")
+    for name in _NUMBERS:
+        _require(_is_number(getattr(config, name)), config, name, "a number")
+    _require(config.min_p is None or _is_number(config.min_p), config, "min_p", "a number or None")
+    for name in _SWITCHES:
+        _require(isinstance(getattr(config, name), bool), config, name, "True or False")
+    early: object = config.early_stopping
+    _require(isinstance(early, bool) or early == "never", config, "early_stopping", 'True, False or "never"')
+    eos = config.eos_token_id
+    _require(
+        eos is None or _is_integer(eos) or _all(eos, _is_integer),
+        config,
+        "eos_token_id",
+        "a token id, several, or None",
+    )
+    stops = config.stop_strings
+    texts = stops is None or _all([stops] if isinstance(stops, str) else stops, lambda text: isinstance(text, str))
+    _require(texts, config, "stop_strings", "a text, several, or None")
+    biases: object = config.sequence_bias
+    well = isinstance(biases, Mapping) and all(
+        (_is_integer(key) or (isinstance(key, tuple) and _all(key, _is_integer))) and _is_number(bias)
+        for key, bias in biases.items()
+    )
+    _require(well, config, "sequence_bias", "{token: number, (token, token): number}")
+
+
+def _require(holds: bool, config: GenerationConfig, name: str, supported: str) -> None:
+    if not holds:
+        raise OptionError(f"{name} is {getattr(config, name)!r}; supported: {supported}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _all(values: object, test: Any) -> bool:
+    return (
+        isinstance(values, Iterable) and not isinstance(values, (str, bytes)) and all(test(value) for value in values)
+    )
+
+
+def _as_sequence(value: Any) -> Iterable[Any]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (Integral, str)) else value
+
+
+def _plain_key(key: Any) -> int | tuple[int, ...]:
+    return tuple(int(token) for token in key) if isinstance(key, tuple) else int(key)

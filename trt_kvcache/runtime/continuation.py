@@ -1,0 +1,167 @@
+"""What follows one prompt: all that a running sequence has besides its cache rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.sampling import Sampler
+from trt_kvcache.runtime.speculation import SpeculationStats, look_up
+from trt_kvcache.runtime.text import TextStream, TokenDecoder
+
+__all__ = ["Continuation"]
+
+Tokens = npt.NDArray[np.int64]
+Logits = npt.NDArray[np.float32]
+
+
+class Continuation:
+    """Chooses the tokens after a prompt from the model's scores, makes the events, and knows when to end.
+
+    It never touches a cache: the decode loop feeds `next_token` (and a draft) to the model and hands the logits back.
+    """
+
+    def __init__(
+        self,
+        sequence: int,
+        prompt: Sequence[int] | Tokens,
+        config: GenerationConfig,
+        tokenizer: TokenDecoder | None = None,
+        *,
+        index: int | None = None,
+    ) -> None:
+        """Start after the prompt.
+
+        Args:
+            sequence: what events call it.
+            prompt: token ids, at least one; the caller has checked them against the vocabulary.
+            config: the settings.
+            tokenizer: gives events their text, and stop strings their meaning.
+            index: of its random stream among those that share the seed; `sequence` where None.
+
+        Raises:
+            PromptError: the prompt is empty.
+            OptionError: stop strings without a tokenizer.
+        """
+        if not len(prompt):
+            raise PromptError(f"the prompt of sequence {sequence} is empty; it needs at least one token")
+        if config.stops and tokenizer is None:
+            raise OptionError(f"stop_strings {list(config.stops)} need a tokenizer to be found; give one, or drop them")
+        self.sequence = sequence
+        self.config = config
+        self.finish_reason: FinishReason | None = None
+        self.speculation = SpeculationStats()
+        self._prompt_length = self._length = len(prompt)
+        self._buffer: Tokens = np.empty(len(prompt) + min(config.max_new_tokens, 256), dtype=np.int64)
+        self._buffer[: self._length] = prompt
+        self._sampler = Sampler(config, sequence if index is None else index)
+        self._text = None if tokenizer is None else TextStream(tokenizer, self.tokens, config.stops)
+
+    @property
+    def tokens(self) -> Tokens:
+        """The prompt and the new tokens, int64; a view, valid until the next token."""
+        return self._buffer[: self._length]
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """The chosen tokens, with the one that ended the sequence."""
+        chosen: list[int] = self.tokens[self._prompt_length :].tolist()
+        return chosen
+
+    @property
+    def next_token(self) -> int:
+        """The last token: the next one to feed to the model."""
+        return int(self._buffer[self._length - 1])
+
+    def advance(self, logits: Logits) -> TokenEvent:
+        """Choose the next token.
+
+        Args:
+            logits: float32 ``[V]``, the model's scores after `tokens`. Not kept.
+
+        Returns:
+            The token's event; with a finish reason where it was the last.
+
+        Raises:
+            SessionError: NaN or infinity in the logits, or the settings forbid every token.
+        """
+        token, logprob = self._sampler.choose(logits, self.tokens, self._length - self._prompt_length)
+        self._append(token)
+        ended = token in self.config.eos_token_ids
+        text = "" if self._text is None or ended else self._text.push(token)
+        if ended:
+            self.finish_reason = FinishReason.EOS
+        elif self._text is not None and self._text.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif self._length - self._prompt_length >= self.config.max_new_tokens:
+            self.finish_reason = FinishReason.LENGTH
+        text += self._rest()
+        return TokenEvent(self.sequence, token, text, logprob, self.finish_reason)
+
+    def finish(self, reason: FinishReason) -> TokenEvent:
+        """End the sequence from outside; the event has no token, and the text that was held back."""
+        self.finish_reason = reason
+        text = self._rest()
+        return TokenEvent(self.sequence, None, text, None, self.finish_reason)
+
+    def draft(self, room: int) -> Tokens:
+        """Propose tokens to come after `next_token`, to be fed with it in one update; none where lookup is off.
+
+        Args:
+            room: most tokens that the update can take beside `next_token`. Where a circular cache would overwrite old
+                rows with tokens that may be rejected, that is 0.
+
+        Returns:
+            int64 ``[0 .. room]``.
+        """
+        count = self.config.prompt_lookup_num_tokens or 0
+        # The update gives one token more than its draft, and no token past the last can be of use.
+        left = self.config.max_new_tokens - (self._length - self._prompt_length)
+        count = min(count, room, left - 1)
+        return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count > 0 else self._buffer[:0]
+
+    def verify(self, draft: Tokens, logits: Logits) -> list[TokenEvent]:
+        """Choose tokens as long as they are the draft's, and the one after.
+
+        Every choice is made as in `advance`, in the same order and with the same random numbers: the tokens are those
+        of single steps. Of the update ``[next_token, *draft]``, the first ``len(events)`` tokens stay in the caches;
+        the caller crops the rest.
+
+        Args:
+            draft: int64 ``[D]``, what `draft` gave.
+            logits: float32 ``[D + 1, V]`` of the update.
+
+        Returns:
+            1 to D + 1 events; fewer than that where the sequence ended.
+        """
+        events = []
+        for position in range(draft.size + 1):
+            event = self.advance(logits[position])
+            events.append(event)
+            if self.finish_reason or position == draft.size or event.token != draft[position]:
+                break
+        if draft.size:
+            agreed = [event.token == token for event, token in zip(events, draft.tolist(), strict=False)]
+            self.speculation += SpeculationStats(proposed=draft.size, accepted=sum(agreed), updates=1)
+        return events
+
+    def _append(self, token: int) -> None:
+        if self._length == self._buffer.size:
+            self._buffer = np.concatenate([self._buffer, np.empty_like(self._buffer)])
+        self._buffer[self._length] = token
+        self._length += 1
+
+    def _rest(self) -> str:
+        """The text that is certain only now that the sequence has ended; "" before."""
+        if self.finish_reason is None or self._text is None:
+            return ""
+        rest = self._text.flush()
+        # What was held back, an incomplete character after all, can itself be the end of a stop string.
+        if self._text.stopped:
+            self.finish_reason = FinishReason.STOP
+        return rest

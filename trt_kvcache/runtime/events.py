@@ -1,0 +1,44 @@
+"""What a running generation reports, token by token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+__all__ = ["FinishReason", "TokenEvent"]
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended."""
+
+    EOS = "eos"
+    """It chose one of `GenerationConfig.eos_token_id`; that token is its last, and has no text."""
+    LENGTH = "length"
+    """It has `GenerationConfig.max_new_tokens` new tokens."""
+    STOP = "stop"
+    """Its text came to one of `GenerationConfig.stop_strings`; the text ends before it, the tokens include it."""
+    CAPACITY = "capacity"
+    """A cache, or the model's position table, has no room for another token."""
+    CANCELLED = "cancelled"
+    """The caller ended it."""
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """One more token of one sequence, or its end.
+
+    Attributes:
+        sequence: which one: the index of its prompt, or its slot where it was added on its own.
+        token: the chosen id; None in an event that only ends the sequence.
+        text: what has become certain of its text with this event: nothing while a character or a possible stop string
+            is incomplete, and nothing at all without a tokenizer. The texts of a sequence, joined, are its text.
+        logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
+            temperature and truncation; None unless `GenerationConfig.output_logprobs`.
+        finish_reason: in the sequence's last event, and only there.
+    """
+
+    sequence: int
+    token: int | None
+    text: str = ""
+    logprob: float | None = None
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,75 @@
+"""Chooses the next token of one sequence from the model's scores."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import SessionError
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.processors import process, warp
+
+__all__ = ["Sampler"]
+
+
+class Sampler:
+    """The random stream and the rules of one sequence.
+
+    The stream is made of the seed and the sequence's index alone: what a sequence draws does not depend on what else
+    runs, nor on when it joined.
+    """
+
+    def __init__(self, config: GenerationConfig, index: int = 0) -> None:
+        """Start the stream.
+
+        Args:
+            config: the settings; with no seed, a fresh one is taken.
+            index: of the sequence among those that share the seed.
+        """
+        self._config = config
+        self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(config.seed, spawn_key=(index,))))
+
+    def choose(
+        self, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], new_tokens: int
+    ) -> tuple[int, float | None]:
+        """Choose the token after `tokens`. Draws exactly one random number where it samples, none where it does not.
+
+        Args:
+            logits: float32 ``[V]``, of the model. Neither written to nor kept.
+            tokens: int64: the prompt and what was generated.
+            new_tokens: how many of them were generated.
+
+        Returns:
+            The token, and where `GenerationConfig.output_logprobs` asks for it, the natural logarithm of its
+            probability under the model's own distribution (before any rule), else None.
+
+        Raises:
+            SessionError: the model gave NaN or infinity, or the rules leave no token.
+        """
+        config = self._config
+        top = float(logits.max())
+        if not math.isfinite(top):
+            # max() is NaN where any value is.
+            raise SessionError(f"the model's logits hold {top}: it overflowed, or its weights or caches are damaged")
+        scores = process(logits, tokens, new_tokens, config)
+        if scores is not logits and scores.max() == -np.inf:
+            raise SessionError(
+                "no token is left: sequence_bias, no_repeat_ngram_size and min_new_tokens forbid them all"
+            )
+        token = self._draw(warp(scores, config)) if config.do_sample else int(scores.argmax())
+        return token, _logprob(logits, token, top) if config.output_logprobs else None
+
+    def _draw(self, scores: npt.NDArray[np.float32]) -> int:
+        """Invert the cumulative distribution of the tokens that are left, in the order of their ids."""
+        ids = np.flatnonzero(scores > -np.inf)
+        kept = scores[ids].astype(np.float64)
+        cumulative = np.cumsum(np.exp(kept - kept.max()))
+        at = np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")
+        return int(ids[min(int(at), ids.size - 1)])
+
+
+def _logprob(logits: npt.NDArray[np.float32], token: int, top: float) -> float:
+    total = np.exp(logits - np.float32(top)).sum(dtype=np.float64)
+    return float(logits[token]) - top - math.log(float(total))
