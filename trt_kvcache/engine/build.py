@@ -56,6 +56,7 @@ def build_engine(
     """
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
+    from trt_kvcache.verify.tables import index_limits
 
     build = build or BuildOptions()
     engine_path = check_output(output)
@@ -69,6 +70,7 @@ def build_engine(
     imported = import_model(model, options)
     source, plan, rewritten = imported.source.path, imported.plan, [imported.model]
     files = {source: source.name} | {p: os.path.relpath(p, source.parent) for p in imported.source.external_files}
+    tables = index_limits(imported.model, plan)
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, files)
     _refuse_plugins(backend, plan)
@@ -80,6 +82,11 @@ def build_engine(
         job = Job(backend.target, backend.title, str(source), str(engine_file), plan, profiles, build)
         done, warnings = run_worker(job, lambda: rewritten.pop().SerializeToString(), progress)
         manifest = _manifest(backend, build, plan, limits, profiles, done, warnings, engine_path, identities.result())
+        manifest = replace(
+            manifest,
+            vocab=min(tables.tokens.values(), default=None),
+            max_positions=min(tables.positions.values(), default=None),
+        )
         _write(manifest, engine_file, engine_path)
     return manifest
 

@@ -58,6 +58,8 @@ class Manifest:
         aliases: present tensor -> past tensor, bound to one device address.
         double_buffered: present tensor -> past tensor for caches that are not in place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
+        vocab, max_positions: rows of the tables that token ids and positions look up; None where none is known. The
+            runtime checks them, because TensorRT reports no error for an index beyond them.
         backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
         compute_capabilities: those asked for; empty: the backend's default.
         model: the source model and its external data files.
@@ -79,6 +81,8 @@ class Manifest:
     engine: FileIdentity
     options: dict[str, str | int | float | bool | None] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    vocab: int | None = None
+    max_positions: int | None = None
     schema_version: int = SCHEMA_VERSION
 
 

@@ -299,13 +299,22 @@ class StepLogits:
         Raises:
             SessionError: the model does not give as many.
         """
+        positions = self.check(batch)
+        return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
+
+    def check(self, batch: StepBatch) -> int:
+        """How many positions the model gives logits of in this step.
+
+        Raises:
+            SessionError: fewer than are asked for.
+        """
         positions = 1 if self.last_only else batch.length
         if batch.keep > positions:
             raise SessionError(
                 f"the model gives the logits of the last position only (output '{self.name}'), and those of the last "
                 f"{batch.keep} are needed; export the model with logits of all positions"
             )
-        return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
+        return positions
 
 
 def _sizes(batch: StepBatch) -> dict[str, int]:

@@ -1,0 +1,325 @@
+"""A GPU that is host memory: what the runner calls of ``cuda.core`` and ``cuda.bindings.driver``, with their rules.
+
+Copies, fills and steps wait on the stream until somebody synchronizes, as on a GPU, so that pinned memory which is
+written again too early shows. Fresh memory holds garbage, freed memory may not be touched, every access lies within one
+allocation, a stream that records may not be waited for, and every thread needs the context to be current.
+
+Classes have no public names that the real ones lack (`test_trt_bindings`): what runs here cannot call what is not there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as real
+
+from trt_kvcache.runtime.cuda import CudaBindings
+
+Status = real.CUresult
+SUCCESS = Status.CUDA_SUCCESS
+GPU = "NVIDIA Fake 90"
+
+
+class RuleBroken(AssertionError):
+    """What would be undefined behaviour on a GPU."""
+
+
+@dataclass
+class Work:
+    """Something on a stream. `check` raises `RuleBroken` where it may no longer be run."""
+
+    run: Callable[[], None]
+    check: Callable[[], None] = lambda: None
+
+
+@dataclass
+class Machine:
+    """One GPU.
+
+    Attributes:
+        allocations: how often GPU memory was ever taken.
+        recording: work recorded since the last begin_building; None while not recording.
+        fault: status of the next cuStreamSynchronize.
+        recordable: whether graphs can be recorded at all.
+    """
+
+    total: int = 1 << 30
+    devices: int = 1
+    allocations: int = 0
+    recording: list[Work] | None = None
+    invalid: bool = False
+    fault: Any = SUCCESS
+    recordable: bool = True
+    graphs: int = 0
+    launches: int = 0
+    device: dict[int, Any] = field(default_factory=dict)
+    pinned: dict[int, Any] = field(default_factory=dict)
+    freed: list[Any] = field(default_factory=list)
+    queue: list[Work] = field(default_factory=list)
+    current: threading.local = field(default_factory=threading.local)
+
+    def bindings(self) -> CudaBindings:
+        """What the runner takes for cuda.core and cuda.bindings.driver."""
+        view = SimpleNamespace(StridedMemoryView=StridedMemoryView)
+        core = SimpleNamespace(Device=lambda index=0: Device(self, index), Buffer=Buffer, utils=view)
+        return CudaBindings(core, Driver(self))
+
+    @property
+    def used(self) -> int:
+        """Bytes of GPU memory in use."""
+        return sum(len(block) for block in self.device.values())
+
+    def take(self, size: int, memory: dict[int, Any]) -> int:
+        """Memory at an aligned address, full of garbage."""
+        raw = np.full(size + 512, 0xA5, np.uint8)
+        address = -(-raw.ctypes.data // 256) * 256
+        offset = address - raw.ctypes.data
+        memory[address] = raw[offset : offset + size]
+        return address
+
+    def drop(self, address: int, memory: dict[int, Any]) -> None:
+        """Free memory; kept aside, so that nobody else gets the address."""
+        if address not in memory:
+            raise RuleBroken(f"{address:#x} is freed and was not allocated")
+        self.freed.append(memory.pop(address))
+
+    def within(self, address: int, size: int, memory: dict[int, Any], what: str) -> int:
+        """The address, if these bytes lie in one live allocation."""
+        for start, block in memory.items():
+            if start <= address and address + size <= start + len(block):
+                return address
+        raise RuleBroken(f"{what}: {size} bytes at {address:#x} are not within memory that is allocated")
+
+    def put(self, run: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
+        """Append work to the stream, or to the graph that is being recorded."""
+        (self.queue if self.recording is None else self.recording).append(Work(run, check))
+
+    def drain(self) -> None:
+        """Run what waits."""
+        while self.queue:
+            work = self.queue.pop(0)
+            work.check()
+            work.run()
+
+
+class Driver:
+    """Of ``cuda.bindings.driver``: functions return a tuple that begins with a status."""
+
+    CUDA_MEMCPY2D = real.CUDA_MEMCPY2D
+    CUmemorytype = real.CUmemorytype
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+
+    def cuInit(self, flags: int) -> tuple[Any]:
+        return (SUCCESS,)
+
+    def cuDeviceGetCount(self) -> tuple[Any, int]:
+        return SUCCESS, self._machine.devices
+
+    def cuGetErrorString(self, status: Any) -> tuple[Any, bytes]:
+        return SUCCESS, {2: b"out of memory", 700: b"an illegal memory access was encountered"}.get(int(status), b"?")
+
+    def cuMemGetInfo(self) -> tuple[Any, int, int]:
+        return self._status(), self._machine.total - self._machine.used, self._machine.total
+
+    def cuMemAlloc(self, size: int) -> tuple[Any, Any]:
+        machine = self._machine
+        if machine.recording is not None:
+            machine.invalid = True
+            return Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 0
+        if machine.used + size > machine.total:
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, 0
+        machine.allocations += 1
+        return self._status(), real.CUdeviceptr(machine.take(size, machine.device))
+
+    def cuMemFree(self, address: int) -> tuple[Any]:
+        self._machine.drain()
+        self._machine.drop(int(address), self._machine.device)
+        return (self._status(),)
+
+    def cuMemAllocHost(self, size: int) -> tuple[Any, int]:
+        return self._status(), self._machine.take(size, self._machine.pinned)
+
+    def cuMemFreeHost(self, address: int) -> tuple[Any]:
+        self._machine.drain()
+        self._machine.drop(int(address), self._machine.pinned)
+        return (self._status(),)
+
+    def cuMemsetD8Async(self, address: int, value: int, size: int, stream: int) -> tuple[Any]:
+        return self.cuMemsetD2D8Async(address, size, value, size, 1, stream)
+
+    def cuMemsetD2D8Async(
+        self, address: int, pitch: int, value: int, width: int, height: int, stream: int
+    ) -> tuple[Any]:
+        machine = self._machine
+
+        def run() -> None:
+            machine.within(address, pitch * (height - 1) + width, machine.device, "fill")
+            for i in range(height):
+                ctypes.memset(address + i * pitch, value, width)
+
+        machine.put(run)
+        return (self._status(),)
+
+    def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any]:
+        machine = self._machine
+
+        def run() -> None:
+            machine.within(source, size, machine.pinned, "copy from the host")
+            machine.within(target, size, machine.device, "copy to the GPU")
+            ctypes.memmove(target, source, size)
+
+        machine.put(run)
+        return (self._status(),)
+
+    def cuMemcpy2DAsync(self, copy: Any, stream: int) -> tuple[Any]:
+        machine, host = self._machine, self.CUmemorytype.CU_MEMORYTYPE_HOST
+        width, height = int(copy.WidthInBytes), int(copy.Height)
+        from_host, to_host = copy.srcMemoryType == host, copy.dstMemoryType == host
+        source, target = (
+            int(copy.srcHost if from_host else copy.srcDevice),
+            int(copy.dstHost if to_host else copy.dstDevice),
+        )
+        steps = int(copy.srcPitch), int(copy.dstPitch)
+        if min(steps) < width:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
+
+        def run() -> None:
+            for address, step, on_host in ((source, steps[0], from_host), (target, steps[1], to_host)):
+                memory = machine.pinned if on_host else machine.device
+                machine.within(address, step * (height - 1) + width, memory, "copy of rows")
+            for i in range(height):
+                ctypes.memmove(target + i * steps[1], source + i * steps[0], width)
+
+        machine.put(run)
+        return (self._status(),)
+
+    def cuStreamSynchronize(self, stream: int) -> tuple[Any]:
+        machine = self._machine
+        if machine.recording is not None:
+            machine.invalid = True
+            return (Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
+        fault, machine.fault = machine.fault, SUCCESS
+        if fault != SUCCESS:
+            machine.queue.clear()
+            return (fault,)
+        machine.drain()
+        return (self._status(),)
+
+    def _status(self) -> Any:
+        here = getattr(self._machine.current, "done", False)
+        return SUCCESS if here else Status.CUDA_ERROR_INVALID_CONTEXT
+
+
+class Device:
+    """Of ``cuda.core``."""
+
+    def __init__(self, machine: Machine, index: int) -> None:
+        self._machine = machine
+        self.name = GPU
+        self.compute_capability = (9, 0)
+
+    def set_current(self) -> None:
+        self._machine.current.done = True
+
+    def create_stream(self) -> Stream:
+        return Stream(self._machine)
+
+
+class Stream:
+    """Of ``cuda.core``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self.handle = 0x57AE
+
+    def create_graph_builder(self) -> GraphBuilder:
+        return GraphBuilder(self._machine)
+
+    def close(self) -> None:
+        self._machine.drain()
+
+
+class GraphBuilder:
+    """Of ``cuda.core.graph``."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._work: list[Work] = []
+
+    def begin_building(self, mode: str = "relaxed") -> GraphBuilder:
+        if not self._machine.recordable:
+            raise ValueError("CUDA_ERROR_NOT_SUPPORTED: graphs are not supported")
+        self._machine.recording, self._machine.invalid = [], False
+        return self
+
+    def end_building(self) -> GraphBuilder:
+        self._work, self._machine.recording = self._machine.recording or [], None
+        if self._machine.invalid:
+            raise ValueError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED: operation failed due to a previous error")
+        return self
+
+    def complete(self) -> Graph:
+        self._machine.graphs += 1
+        return Graph(self._machine, self._work)
+
+    def close(self) -> None:
+        if self._machine.recording is not None:
+            raise RuleBroken("a graph builder is closed while it records")
+
+
+class Graph:
+    """Of ``cuda.core.graph``."""
+
+    def __init__(self, machine: Machine, work: list[Work]) -> None:
+        self._machine = machine
+        self._work: list[Work] | None = work
+
+    def launch(self, stream: Stream) -> None:
+        if self._work is None:
+            raise RuleBroken("a graph is launched after it was closed")
+        for work in self._work:
+            work.check()
+        self._machine.launches += 1
+        self._machine.queue.extend(self._work)
+
+    def close(self) -> None:
+        self._machine.graphs -= 1
+        self._work = None
+
+
+class Buffer:
+    """Of ``cuda.core``."""
+
+    def __init__(self, address: int, size: int, owner: object) -> None:
+        self.handle, self.size, self.owner = address, size, owner
+
+    @classmethod
+    def from_handle(cls, ptr: int, size: int, *, owner: object) -> Buffer:
+        return cls(ptr, size, owner)
+
+
+class StridedMemoryView:
+    """Of ``cuda.core.utils``; on the CPU here, so that NumPy can look."""
+
+    def __init__(self, array: Any) -> None:
+        self._array = array
+        self.shape = array.shape
+
+    @classmethod
+    def from_buffer(cls, buffer: Buffer, shape: tuple[int, ...], *, dtype: Any) -> StridedMemoryView:
+        data = (ctypes.c_uint8 * buffer.size).from_address(buffer.handle)
+        return cls(np.ctypeslib.as_array(data).view(dtype).reshape(shape))
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._array.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._array.__dlpack_device__()

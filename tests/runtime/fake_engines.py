@@ -1,0 +1,53 @@
+"""Engine files for the fake TensorRT: planned, profiled and described like real ones, without a builder."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from runtime.fake_tensorrt import MAGIC
+
+from trt_kvcache.engine.build import _bound_contracts
+from trt_kvcache.engine.files import identify
+from trt_kvcache.engine.manifest import Manifest, manifest_path, save_manifest
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.profiles import make_profiles, resolve_limits
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.verify.tables import index_limits
+
+
+def write_engine(
+    model: Path,
+    *,
+    options: PlanOptions | None = None,
+    max_batch: int = 3,
+    max_chunk: int = 8,
+    backend: str = "tensorrt-rtx",
+    version: str = "1.7.1.116",
+) -> Path:
+    """Write ``<model>.engine`` and its manifest."""
+    options = replace(options or PlanOptions(), target=Target(backend))
+    imported = import_model(model, options)
+    build = BuildOptions(max_batch=max_batch, max_chunk=max_chunk)
+    limits = resolve_limits(imported.plan, build)
+    profiles = make_profiles(imported.plan, build, limits)
+    plan = _bound_contracts(imported.plan, limits.max_chunk)
+    tables = index_limits(imported.model, plan)
+    carried = [c for c in plan.caches if c.carried]
+    aliases = {c.present: c.past for c in carried if c.in_place}
+    facts = {
+        "profiles": [{n: [r.min, r.opt, r.max] for n, r in p.shapes.items()} for p in profiles],
+        "aliases": aliases,
+    }
+    engine = model.with_suffix(".engine")
+    engine.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + imported.model.SerializeToString())
+    manifest = Manifest(
+        created_by="tests", backend=backend, backend_version=version, compute_capabilities=(), plan=plan,
+        aliases=aliases, double_buffered={c.present: c.past for c in carried if not c.in_place}, profiles=profiles,
+        max_batch=limits.max_batch, max_chunk=limits.max_chunk, model=(identify(model),), engine=identify(engine),
+        vocab=min(tables.tokens.values(), default=None), max_positions=min(tables.positions.values(), default=None),
+    )  # fmt: skip
+    save_manifest(manifest, manifest_path(engine))
+    return engine

@@ -1,0 +1,127 @@
+"""The buffers of everything that is no cache: inputs through pinned memory, span inputs written once, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda, Pinned
+from trt_kvcache.runtime.inputs import StepLogits, array_dtype
+from trt_kvcache.runtime.runner import Array, StepBatch
+
+__all__ = ["StepBuffers"]
+
+_LOGITS_STAGING = 16 << 20
+"""Bytes of pinned memory for logits, if one position of every row needs less; more go in pieces."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Input:
+    """One input: its place on the GPU, and in the pinned memory that it is copied from."""
+
+    address: int
+    offset: int
+    size: int
+
+
+class StepBuffers:
+    """Inputs and outputs of a step.
+
+    Args:
+        cuda: where they are.
+        plan: what they are.
+        largest: the largest shape of each, outputs too; caches are left out.
+        rows: the most rows of a step.
+    """
+
+    def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
+        self._cuda = cuda
+        self._rows = rows
+        self._tensors = {t.name: t for t in plan.tensors if t.role is not Role.CACHE}
+        self._largest = largest
+        self._spans = tuple(s.name for s in plan.spans)
+        self._logits = StepLogits(plan)
+        self.addresses: dict[str, int] = {}
+        self._inputs: dict[str, _Input] = {}
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that `allocate` takes."""
+        return sum(self._size(name) for name in self._tensors)
+
+    def allocate(self) -> None:
+        """Take all memory, and write the span inputs: 0, 1, 2, ..., of which every step uses a beginning."""
+        self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
+        offset = 0
+        for name, tensor in self._tensors.items():
+            if tensor.io == "input" and name not in self._spans:
+                self._inputs[name] = _Input(self.addresses[name], offset, self._size(name))
+                offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
+        longest = max((self._size(name) for name in self._spans), default=0)
+        self._staging = self._cuda.allocate_pinned(max(offset, longest))
+        self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
+        self._result = np.empty((self._rows, 1, self._logits.vocab), np.float32)
+        for name in self._spans:
+            values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
+            _put(self._staging, 0, values)
+            self._cuda.upload(self.addresses[name], self._staging.address, values.nbytes)
+            self._cuda.sync()  # the next one goes through the same pinned memory
+
+    def put(self, values: Mapping[str, Array]) -> None:
+        """Write the inputs of a step into pinned memory."""
+        for name, array in values.items():
+            _put(self._staging, self._inputs[name].offset, array)
+
+    def upload(self, shapes: Mapping[str, Shape]) -> None:
+        """Copy to the GPU what `put` wrote, in these shapes."""
+        for name, place in self._inputs.items():
+            size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
+            self._cuda.upload(place.address, self._staging.address + place.offset, size)
+
+    def logits(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+        """Wait for the step, and fetch the logits of its last `keep` positions.
+
+        Returns:
+            ``[R, keep, V]``, valid until the next call.
+        """
+        rows, keep, size = batch.rows, batch.keep, self._position_bytes
+        result = self._result[:rows] if keep == 1 else np.empty((rows, keep, self._logits.vocab), np.float32)
+        width = keep * size
+        pitch = size if self._logits.last_only else batch.length * size
+        start = self.addresses[self._logits.name] + pitch - width
+        if keep and rows * width <= self._host_logits.data.size:
+            self._fetch(result, start, pitch, width, rows)
+        else:
+            step = self._host_logits.data.size // size
+            for row in range(rows):
+                for first in range(0, keep, step):
+                    part = result[row : row + 1, first : first + step]
+                    length = part.shape[1] * size
+                    self._fetch(part, start + row * pitch + first * size, length, length, 1)
+        self._cuda.sync()
+        return result
+
+    def _fetch(self, result: npt.NDArray[np.float32], start: int, pitch: int, width: int, height: int) -> None:
+        self._cuda.download_rows(self._host_logits.address, start, pitch, width, height)
+        self._cuda.sync()
+        result[...] = self._host_logits.data[: height * width].view(self._logits.dtype).reshape(result.shape)
+
+    @property
+    def _position_bytes(self) -> int:
+        return self._logits.vocab * self._logits.dtype.itemsize
+
+    def _size(self, name: str) -> int:
+        return prod(self._largest[name]) * array_dtype(self._tensors[name].dtype).itemsize
+
+
+def _put(memory: Pinned, offset: int, array: npt.NDArray[Any]) -> None:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    memory.data[offset : offset + data.size] = data

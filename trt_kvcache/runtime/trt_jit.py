@@ -1,0 +1,62 @@
+"""The file beside an engine that keeps what TensorRT for RTX compiled for it, so that the second start is fast.
+
+TensorRT for RTX compiles kernels on the GPU when shapes come up. Its runtime cache takes them in; it checks by itself
+whether a stored one fits the GPU, the driver and its own version (IRuntimeCache.deserialize), and is empty otherwise.
+"""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.engine.files import atomic_file
+from trt_kvcache.errors import OutputError
+
+__all__ = ["KernelCache", "kernel_cache_path"]
+
+
+def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
+    """``model.engine.sm89.kernels``, beside the engine or in `folder`: a file for each kind of GPU."""
+    name = f"{engine.name}.sm{compute_capability.replace('.', '')}.kernels"
+    return (folder or engine.parent) / name
+
+
+class KernelCache:
+    """The runtime cache of one engine, and its file.
+
+    Attributes:
+        loaded: kernels were found in the file and fit.
+
+    Args:
+        config: an ``IRuntimeConfig`` of TensorRT for RTX, to make the cache from.
+        path: of the file; it need not exist.
+    """
+
+    def __init__(self, config: Any, path: Path) -> None:
+        self._path = path
+        self._cache = config.create_runtime_cache()
+        try:
+            stored = path.read_bytes()
+        except OSError:
+            stored = b""
+        self.loaded = bool(stored) and bool(self._cache.deserialize(stored))
+        self._stored = stored if self.loaded else b""
+
+    def share(self, config: Any) -> None:
+        """Let the contexts that are made with a configuration use it."""
+        config.set_runtime_cache(self._cache)
+
+    def save(self) -> None:
+        """Write the file if there is anything new. A folder that cannot be written is worth a warning, not an error."""
+        blob = self._cache.serialize()
+        content = b"" if blob is None else bytes(memoryview(blob))
+        if not content or content == self._stored:
+            return
+        try:
+            with atomic_file(self._path) as file:
+                file.write(content)
+        except OutputError as error:
+            warnings.warn(f"compiled kernels are not kept for the next start: {error}", RuntimeWarning, stacklevel=2)
+            return
+        self._stored = content

@@ -1,0 +1,317 @@
+"""Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
+
+    file       the manifest agrees with itself, the engine with its hash, TensorRT with the manifest
+    memory     what is needed is compared with what is free; then everything is allocated, once
+    step       inputs through pinned memory -> context of the phase, bound to a row range of the caches -> logits
+
+Past and present of a cache are bound to one address (`DeviceCaches.bindings`); a row range is an offset to it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
+from trt_kvcache.errors import BackendError, OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.admission import Need, admit
+from trt_kvcache.runtime.cuda import Cuda, CudaBindings, cuda_bindings
+from trt_kvcache.runtime.graphs import StepGraphs
+from trt_kvcache.runtime.inputs import StepInputs, StepLogits, model_identity
+from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.trt_caches import DeviceCaches
+from trt_kvcache.runtime.trt_context import Context, ContextFactory
+from trt_kvcache.runtime.trt_io import StepBuffers
+from trt_kvcache.runtime.trt_jit import kernel_cache_path
+from trt_kvcache.runtime.trt_load import check_manifest, load_tensorrt, open_engine
+
+__all__ = ["Bindings", "TensorRTRunner"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The foreign modules that the runner calls; tests put others in their place."""
+
+    tensorrt: Any
+    cuda: CudaBindings
+
+
+class TensorRTRunner:
+    """A `Runner` on a GPU. Not safe to use from several threads at once; one after the other is.
+
+    Attributes:
+        graphs: the recorded steps.
+
+    Args:
+        engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
+        max_batch: rows of every cache, at most and by default what the engine was built for. Fewer need less memory.
+        device: number of the GPU.
+        cuda_graphs: record decode steps as CUDA graphs.
+        kernel_cache: folder for what TensorRT for RTX compiles; None: beside the engine.
+        bindings: the modules to call; None: the real ones.
+
+    Raises:
+        ManifestError: the manifest is missing, contradicts itself, or is not of this engine.
+        BackendError: TensorRT or a driver is missing, the engine is for another GPU or version, or the GPU has too
+            little memory.
+        OptionError: `max_batch` is more than the engine was built for.
+        UnsupportedModelError: an input or output has no known part in decoding.
+    """
+
+    def __init__(
+        self,
+        engine: str | os.PathLike[str],
+        *,
+        max_batch: int | None = None,
+        device: int = 0,
+        cuda_graphs: bool = True,
+        kernel_cache: str | os.PathLike[str] | None = None,
+        bindings: Bindings | None = None,
+    ) -> None:
+        path = Path(engine)
+        self._manifest = load_manifest(path)
+        check_manifest(self._manifest, path)
+        self._inputs = StepInputs(self._manifest.plan)
+        self._logits = StepLogits(self._manifest.plan)
+        self._max_chunk = self._inputs.chunk(None, self._manifest.max_chunk)
+        self._max_batch = _rows(self._manifest, self._inputs, max_batch)
+        check_engine(self._manifest, path)
+        bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
+        self._closed = False
+        self._contexts: list[Context] = []
+        self._cuda = Cuda(device, bindings.cuda)
+        try:
+            self._open(path, bindings.tensorrt, cuda_graphs, kernel_cache)
+        except BaseException:
+            self._release()
+            raise
+
+    def _open(self, path: Path, module: Any, cuda_graphs: bool, kernel_cache: str | os.PathLike[str] | None) -> None:
+        manifest, cuda = self._manifest, self._cuda
+        self._caches = DeviceCaches(cuda, manifest.plan, self._max_batch)
+        per_row = self._caches.bytes_per_row
+        caches = Need(f"caches for {self._max_batch} sequences", self._max_batch * per_row, per_row)
+        # Before the engine is opened, which takes memory for the weights: about as much as the file is long.
+        admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self._max_batch)
+        self._trt = open_engine(path, manifest, module, cuda)
+        self._name = f"{self._trt.title}, {cuda.name}"
+
+        folder = None if kernel_cache is None else Path(kernel_cache)
+        kernels = kernel_cache_path(path, cuda.compute_capability, folder)
+        self._factory = ContextFactory(self._trt, cuda, kernels)
+        self._contexts = [self._factory.make(index) for index in range(len(manifest.profiles))]
+        self._buffers = StepBuffers(cuda, manifest.plan, self._largest_shapes(), self._max_batch)
+        needs = [
+            caches,
+            Need("activations", self._factory.activation_bytes),
+            Need("inputs and outputs", self._buffers.device_bytes),
+        ]
+        admit(needs, *cuda.free_memory(), cuda.name, self._max_batch)
+        self._caches.allocate()
+        self._buffers.allocate()
+        self._factory.allocate(self._contexts)
+        cuda.sync()
+        self.graphs = StepGraphs(cuda, native=self._trt.rtx) if cuda_graphs else None
+
+    @property
+    def name(self) -> str:
+        """What runs where, for people."""
+        return self._name
+
+    @property
+    def plan(self) -> CachePlan:
+        """Of the engine."""
+        return self._manifest.plan
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of every cache buffer."""
+        return self._max_batch
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens per row in one step."""
+        return self._max_chunk
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are 0 to ``vocab - 1``."""
+        return min(self._logits.vocab, self._manifest.vocab or self._logits.vocab)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Rows of the model's smallest position table, beyond which TensorRT would silently read the last one."""
+        return self._manifest.max_positions
+
+    @property
+    def inputs(self) -> StepInputs:
+        """What the model takes."""
+        return self._inputs
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that is allocated here: caches, inputs, outputs, activations. Constant once open."""
+        return self._cuda.allocated
+
+    def identity(self) -> str:
+        """See `Runner.identity`."""
+        return model_identity(self._manifest.model)
+
+    def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+        """See `Runner.step`."""
+        with self._running():
+            self._logits.check(batch)
+            shapes = self._shapes(batch)
+            index = self._profile(shapes, batch)
+            self._buffers.put(self._inputs.arrays(batch))
+            side = self._caches.side(batch.first_row, batch.rows)
+            addresses = self._buffers.addresses | self._caches.bindings(batch.first_row, side)
+            upload = partial(self._buffers.upload, shapes)
+
+            def make() -> Context:
+                context = self._factory.make(index, graphs=True)
+                context.prepare(shapes, addresses)
+                return context
+
+            key = (index, batch.first_row, side, tuple(shapes.values()))
+            recorded = self.graphs is not None and batch.length == 1 and self.graphs.run(key, make, upload)
+            if not recorded:
+                self._contexts[index].prepare(shapes, addresses)
+                upload()
+                self._contexts[index].enqueue()
+            logits = self._buffers.logits(batch)
+            self._caches.written(batch.first_row, batch.rows)
+            return logits
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """See `Runner.copy_rows`."""
+        with self._running():
+            self._caches.copy_rows(source, target, tokens)
+            self._cuda.sync()
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        """See `Runner.zero_rows`."""
+        with self._running():
+            self._caches.zero_rows(row, start, stop)
+            self._cuda.sync()
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        """See `Runner.read_row`."""
+        with self._running():
+            return self._caches.read_row(name, row, tokens)
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        """See `Runner.write_row`."""
+        with self._running():
+            self._caches.write_row(name, row, data)
+
+    def view(self, name: str) -> Any:
+        """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. Not to be used after `close`."""
+        with self._running():
+            return self._caches.view(name, self)
+
+    def close(self) -> None:
+        """Free everything, and keep compiled kernels for the next start."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            # Where the GPU is lost, whoever ran the step that lost it knows; what is left is to let go.
+            with suppress(BackendError):
+                self._cuda.activate()
+                self._cuda.sync()
+                if self._factory.kernels is not None:
+                    self._factory.kernels.save()
+                if self.graphs is not None:
+                    self.graphs.close()
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Let go of what TensorRT holds, and then of the memory that it is bound to."""
+        self._contexts.clear()
+        for name in ("_factory", "_trt"):
+            self.__dict__.pop(name, None)
+        self._cuda.close()
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        """For the calls of an open runner: CUDA's context is current, and faults are the session's."""
+        if self._closed:
+            raise SessionError("the runner is closed; open the engine again")
+        try:
+            self._cuda.activate()
+            yield
+        except BackendError as error:
+            raise SessionError(str(error)) from error
+
+    def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
+        """Of every input in a step."""
+        caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._caches.buffers.items()}
+        return self._inputs.shapes(batch) | caches
+
+    def _largest_shapes(self) -> dict[str, Shape]:
+        """Of every tensor but the caches, over all steps that can come; outputs as TensorRT infers them."""
+        caches = {c.present for c in self.plan.caches} | {c.past for c in self.plan.caches}
+        largest: dict[str, Shape] = {}
+        for length in sorted({self.max_chunk, 1}):
+            end = max(b.update.capacity for b in self._caches.buffers.values())
+            tokens = np.zeros((self._max_batch, length), np.int64)
+            batch = StepBatch(0, tokens, np.full(self._max_batch, max(end - length, 0), np.int64))
+            shapes = self._shapes(batch)
+            context = self._contexts[self._profile(shapes, batch)]
+            context.prepare(shapes, {})
+            found = dict(shapes)
+            for tensor in self.plan.tensors:
+                if tensor.io == "output":
+                    found[tensor.name] = context.output_shape(tensor.name)
+            for name, shape in found.items():
+                if name not in caches:
+                    if min(shape, default=1) < 0:
+                        raise UnsupportedModelError(
+                            f"the size of output {name!r} depends on the data: {list(shape)}; the runtime allocates "
+                            "outputs before it runs: remove it from the model"
+                        )
+                    largest[name] = tuple(map(max, zip(shape, largest.get(name, shape), strict=True)))
+        return largest
+
+    def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
+        """The profile for a step: that for decoding where it fits."""
+        profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
+        for index, profile in profiles:
+            if all(
+                low <= size <= high
+                for name, range_ in profile.shapes.items()
+                for low, size, high in zip(range_.min, shapes[name], range_.max, strict=True)
+            ):
+                return index
+        raise BackendError(
+            f"a step of {batch.rows} sequences and {batch.length} tokens each fits none of the engine's profiles "
+            f"(batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache inspect' "
+            "shows all ranges); build the engine again with other shapes"
+        )
+
+
+def _rows(manifest: Manifest, inputs: StepInputs, asked: int | None) -> int:
+    """How many rows to hold."""
+    most = min(manifest.max_batch, inputs.max_rows or manifest.max_batch)
+    if asked is None:
+        return most
+    if not 1 <= asked <= most:
+        raise OptionError(
+            f"max_batch is {asked}; this engine was built for 1 to {most}: build it again with --max-batch {asked}"
+            if asked > most
+            else f"max_batch is {asked}; it must be at least 1"
+        )
+    return asked
