@@ -1,0 +1,54 @@
+"""Small random-weight decoders written by mobius-onnx with static caches. Imported only where mobius-onnx is there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+CAPACITY = 48
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One of mobius' model classes with a small configuration."""
+
+    model: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+ARCHITECTURES = {
+    "llama": Architecture("CausalLMModel"),
+    "llama-mha": Architecture("CausalLMModel", {"num_key_value_heads": 4}),
+    "qwen3": Architecture("Qwen3CausalLMModel", {"attn_qk_norm": True}),
+    "qwen2": Architecture("CausalLMModel", {"attn_qkv_bias": True}),
+}
+
+
+def export(name: str, folder: Path, dtype: str = "FLOAT") -> Path:
+    """Export an architecture with `CAPACITY` static cache rows and random weights; returns the model's path."""
+    import mobius
+    import onnx_ir as ir
+
+    architecture = ARCHITECTURES[name]
+    settings: dict[str, Any] = {
+        "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "pad_token_id": 0,
+        "rope_type": "default", "max_position_embeddings": 256, "dtype": ir.DataType[dtype],
+    } | architecture.settings  # fmt: skip
+    config = mobius.ArchitectureConfig(**settings)
+    task = mobius.CausalLMTask(static_cache=True, max_seq_len=CAPACITY)
+    package = mobius.build_from_module(getattr(mobius.models, architecture.model)(config), config, task)
+    model = package["model"]
+    rng = np.random.default_rng(0)
+    for value in model.graph.initializers.values():
+        if value.const_value is None:
+            shape = [int(d) for d in value.shape]
+            mean = 1.0 if len(shape) == 1 else 0.0
+            array = (mean + rng.standard_normal(shape) / np.sqrt(shape[-1])).astype(value.dtype.numpy())
+            value.const_value = ir.tensor(array, name=value.name)
+    path = folder / f"{name}.onnx"
+    ir.save(model, path, external_data=f"{name}.onnx.data")
+    return path
