@@ -7,37 +7,17 @@ slot holds is a list of token ids, of which the first `length` are in the cache;
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
-from trt_kvcache.errors import CapacityError, OptionError, SessionError, SlotError
+from trt_kvcache.errors import CapacityError, OptionError, SlotError
 from trt_kvcache.importer.plan import CacheUpdate, UpdateMode
+from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.runner import Runner
 
-__all__ = ["Guard", "KVCache", "Slot"]
-
-
-class Guard:
-    """The one lock of a session, and whether it is still open: ``with guard:`` around every public operation."""
-
-    def __init__(self) -> None:
-        self._lock = threading.RLock()
-        self.closed = False
-
-    def __enter__(self) -> None:
-        self._lock.acquire()
-        if self.closed:
-            self._lock.release()
-            raise SessionError("the session is closed; open the model again")
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._lock.release()
+__all__ = ["KVCache", "Slot"]
 
 
 @dataclass
@@ -50,12 +30,14 @@ class Slot:
         length: tokens in the cache, in total: circular caches hold the last of them.
         written: the longest that the sequence has been since it was last cropped: how far a circular cache has been
             overwritten.
+        running: the decode loop continues it: only the loop may change it.
     """
 
     row: int
     tokens: list[int] = field(default_factory=list)
     length: int = 0
     written: int = 0
+    running: bool = False
 
     @property
     def pending(self) -> int:
@@ -83,8 +65,6 @@ class KVCache:
         self._slots: dict[int, Slot] = {}
         self._next = 0
         self._dirty = [0] * runner.max_batch  # per row: cache rows from here on are 0
-
-    # --- what there is
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -170,7 +150,16 @@ class KVCache:
             raise SlotError(f"slot {slot} is not in use (in use: {used}); slots end when their sequence is removed")
         return found
 
-    # --- sequences come and go
+    def idle(self, slot: int) -> Slot:
+        """The bookkeeping of a slot that may be changed.
+
+        Raises:
+            SlotError: it is not in use, or the decode loop continues it.
+        """
+        found = self.slot(slot)
+        if found.running:
+            raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
+        return found
 
     def acquire(self, tokens: Iterable[int] = ()) -> int:
         """A new slot in a zeroed row. The tokens wait: nothing is written yet.
@@ -187,16 +176,20 @@ class KVCache:
         """Give up a slot and its row.
 
         Raises:
-            SlotError: see `slot`.
+            SlotError: see `idle`.
         """
         with self._guard:
-            self.slot(slot)
+            self.idle(slot)
             del self._slots[slot]
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: no tokens, and zeros in its row of every cache."""
+        """Empty a slot: no tokens, and zeros in its row of every cache.
+
+        Raises:
+            SlotError: see `idle`.
+        """
         with self._guard:
-            found = self.slot(slot)
+            found = self.idle(slot)
             self._slots[slot] = Slot(found.row)
             self._clean(found.row, 0)
 
@@ -215,23 +208,16 @@ class KVCache:
         """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
 
         Raises:
+            SlotError: see `idle`.
             CapacityError: `length` is more than the slot holds, or a circular cache no longer has what the sequence
                 would see at that length: the tokens that were overwritten since.
         """
         with self._guard:
-            found = self.slot(slot)
+            found = self.idle(slot)
             if not 0 <= length <= len(found.tokens):
                 raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
             self._check_crop(slot, found, length)
-            del found.tokens[length:]
-            if length >= found.length:
-                return
-            found.length = length
-            # Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
-            if not any(found.written > rows for rows in self._rings):
-                found.written = length
-            self._runner.zero_rows(found.row, length, self._dirty[found.row])
-            self._dirty[found.row] = min(self._dirty[found.row], max(length, found.written))
+            self.drop(slot, length)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """Give each slot the contents that another one has now: the step between two steps of a beam search.
@@ -243,12 +229,12 @@ class KVCache:
             slots: those concerned; None: all, in the order of `slots`.
 
         Raises:
-            SlotError: see `slot`.
+            SlotError: see `idle`.
             OptionError: not one index per slot, or an index out of range, or a slot twice.
         """
         with self._guard:
             names = list(self._slots if slots is None else slots)
-            held = [self.slot(name) for name in names]
+            held = [self.idle(name) for name in names]
             if len(indices) != len(names) or len(set(names)) != len(names):
                 raise OptionError(
                     f"reorder takes one index for each of {len(names)} different slots, not {len(indices)}"
@@ -292,6 +278,19 @@ class KVCache:
                     self.move(name, holes.pop(0))
 
     # --- what the loop says
+
+    def drop(self, slot: int, length: int) -> None:
+        """`crop` without its checks."""
+        found = self._slots[slot]
+        del found.tokens[length:]
+        if length >= found.length:
+            return
+        found.length = length
+        # Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
+        if not any(found.written > rows for rows in self._rings):
+            found.written = length
+        self._runner.zero_rows(found.row, length, self._dirty[found.row])
+        self._dirty[found.row] = max(length, found.written)
 
     def note_written(self, slot: int, tokens: int) -> None:
         """The runner has written this many of the slot's waiting tokens."""
@@ -355,8 +354,6 @@ class KVCache:
                     self.release(name)
                 raise
             return names
-
-    # --- rows
 
     def _name(self, slot: Slot) -> int:
         name = self._next

@@ -1,0 +1,224 @@
+"""The decode loop: token ids in, token ids out, over any runner.
+
+A sequence is a list of tokens of which the first `length` are in the cache. Each step writes to the caches some of what
+waits: of a new sequence the next piece of its prompt, of a running one the token that was chosen last (and a draft of
+its followers). Where nothing waits any more, the model's scores choose the next token. Sequences join and leave between
+steps; which others run with it changes nothing for a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import CapacityError, TrtKvCacheError
+from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.inputs import StepInputs
+from trt_kvcache.runtime.runner import Runner, StepBatch
+
+__all__ = ["DecodeLoop", "Outcome"]
+
+Logits = npt.NDArray[np.float32]
+
+Outcome = TokenEvent | TrtKvCacheError
+"""What a step brings for one sequence; an error ends it."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """What one step writes for one slot.
+
+    Attributes:
+        tokens: those that wait, and guesses after them.
+        guesses: the last so many of the tokens.
+        keep: logits of how many of the last positions are needed.
+    """
+
+    slot: int
+    row: int
+    start: int
+    tokens: Sequence[int]
+    guesses: int
+    keep: int
+
+
+@dataclass
+class _Run:
+    """A sequence that is being continued."""
+
+    slot: int
+    continuation: Continuation
+    keep_slot: bool
+
+
+class DecodeLoop:
+    """Continues the sequences that were added to it.
+
+    Args:
+        runner: executes the steps.
+        cache: over the same runner.
+    """
+
+    def __init__(self, runner: Runner, cache: KVCache) -> None:
+        self._runner = runner
+        self._cache = cache
+        self._runs: dict[int, _Run] = {}
+        self._outcomes: list[tuple[int, Outcome]] = []
+        inputs = StepInputs(runner.plan)
+        self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Of the sequences that run."""
+        return tuple(self._runs)
+
+    def add(self, slot: int, continuation: Continuation, *, keep_slot: bool) -> None:
+        """Continue a slot from the next step on; release it at the end unless `keep_slot`."""
+        self._cache.slot(slot).running = True
+        self._runs[slot] = _Run(slot, continuation, keep_slot)
+
+    def remove(self, slot: int) -> None:
+        """Stop continuing a slot. The slot itself stays."""
+        del self._runs[slot]
+        self._cache.slot(slot).running = False
+
+    def step(self) -> list[tuple[int, Outcome]]:
+        """Advance every sequence by a piece of its prompt or by a token, or by several where a draft was right.
+
+        A sequence whose step fails ends with that error; the others go on.
+
+        Returns:
+            Slots and what happened to them, in order.
+        """
+        self._cache.compact()
+        for group in self._groups([self._next_piece(run) for run in self._runs.values()]):
+            try:
+                logits = self._write(group)
+            except TrtKvCacheError as error:
+                for piece in group:
+                    self._end(piece.slot, error)
+                continue
+            for piece, scores in zip(group, logits, strict=True):
+                if piece.keep:
+                    self._choose(piece, scores[len(scores) - piece.keep :])
+        outcomes, self._outcomes = self._outcomes, []
+        return outcomes
+
+    def update(self, tokens: Mapping[int, Sequence[int]], keep: int) -> dict[int, Logits]:
+        """Append tokens to slots that do not run and write them, in as many steps as that takes.
+
+        Returns:
+            Logits ``[min(keep, tokens given), V]`` of each slot's last positions.
+
+        Raises:
+            TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow.
+        """
+        before = {name: self._cache.slot(name).length for name in tokens}
+        found: dict[int, list[Logits]] = {name: [] for name in tokens}
+        try:
+            for name, more in tokens.items():
+                self._cache.slot(name).tokens.extend(more)
+            self._cache.compact()
+            while pieces := [self._piece(name, keep) for name in tokens if self._cache.slot(name).pending]:
+                for group in self._groups(pieces):
+                    for piece, scores in zip(group, self._write(group), strict=True):
+                        found[piece.slot].append(scores[len(scores) - piece.keep :].copy())
+        except BaseException:
+            for name, length in before.items():
+                slot = self._cache.slot(name)
+                del slot.tokens[slot.length :]
+                with suppress(CapacityError):  # a circular cache that has wrapped meanwhile cannot go back
+                    self._cache.crop(name, length)
+            raise
+        return {name: np.concatenate(parts) for name, parts in found.items()}
+
+    def _next_piece(self, run: _Run) -> _Piece:
+        """The next piece of the prompt, or the token chosen last with a draft."""
+        slot = self._cache.slot(run.slot)
+        if slot.pending > 1:
+            return self._piece(run.slot, 1)
+        room = self._cache.room(run.slot)
+        most = self._cache.largest_update(run.slot) - 1
+        draft = run.continuation.draft(most if room is None else min(most, room)).tolist()
+        return _Piece(run.slot, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
+
+    def _piece(self, name: int, keep: int) -> _Piece:
+        """As many of the waiting tokens as fit into one step; logits where the last `keep` of them lie."""
+        slot = self._cache.slot(name)
+        count = min(slot.pending, self._cache.largest_update(name))
+        wanted = max(0, count - max(0, slot.pending - keep))
+        return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
+
+    def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
+        """Neighbouring rows that write equally many tokens: each group is one step of the runner."""
+        group: list[_Piece] = []
+        for piece in sorted(pieces, key=lambda p: p.row):
+            if group and not self._fits(group, piece):
+                yield group
+                group = []
+            group.append(piece)
+        if group:
+            yield group
+
+    def _fits(self, group: list[_Piece], piece: _Piece) -> bool:
+        last = group[-1]
+        return (
+            piece.row == last.row + 1
+            and len(piece.tokens) == len(last.tokens)
+            and len(group) < self._max_rows
+            and (piece.start == last.start or not self._uniform)
+        )
+
+    def _write(self, group: list[_Piece]) -> Logits:
+        """One step: logits ``[R, most positions that a piece keeps, V]``."""
+        batch = StepBatch(
+            first_row=group[0].row,
+            tokens=np.array([piece.tokens for piece in group], np.int64),
+            starts=np.array([piece.start for piece in group], np.int64),
+            keep=max(piece.keep for piece in group),
+        )
+        for piece in group:
+            self._cache.note_touched(piece.slot, piece.start + batch.length)
+        logits = self._runner.step(batch)
+        for piece in group:
+            self._cache.slot(piece.slot).tokens.extend(piece.tokens[batch.length - piece.guesses :])
+            self._cache.note_written(piece.slot, batch.length)
+        return logits
+
+    def _choose(self, piece: _Piece, logits: Logits) -> None:
+        """Choose the next token, or as many as the draft got right and one more; drop the rest of the draft."""
+        run, slot = self._runs[piece.slot], self._cache.slot(piece.slot)
+        try:
+            events = run.continuation.verify(
+                np.array(piece.tokens[len(piece.tokens) - piece.guesses :], np.int64), logits
+            )
+        except TrtKvCacheError as error:
+            self._end(piece.slot, error)
+            return
+        rejected = piece.guesses + 1 - len(events)
+        if rejected:
+            self._cache.drop(piece.slot, slot.length - rejected)
+        slot.tokens.append(int(run.continuation.next_token))
+        for event in events[:-1]:
+            self._outcomes.append((piece.slot, event))
+        room = self._cache.room(piece.slot)
+        if run.continuation.finish_reason is None and room is not None and room < 0:
+            self._outcomes.append((piece.slot, events[-1]))
+            self._end(piece.slot, run.continuation.finish(FinishReason.CAPACITY))
+        elif run.continuation.finish_reason is None:
+            self._outcomes.append((piece.slot, events[-1]))
+        else:
+            self._end(piece.slot, events[-1])
+
+    def _end(self, slot: int, outcome: Outcome) -> None:
+        run = self._runs[slot]
+        self.remove(slot)
+        if not run.keep_slot:
+            self._cache.release(slot)
+        self._outcomes.append((slot, outcome))

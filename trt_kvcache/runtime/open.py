@@ -1,0 +1,67 @@
+"""From a file to what runs it: an engine on a GPU, a model on the CPU."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.runner import Runner
+
+__all__ = ["open_runner", "open_tokenizer"]
+
+_DEVICES = ("auto", "cpu", "cuda")
+
+
+def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str, Any]) -> Runner:
+    """Open an ``.onnx`` file with ONNX Runtime, and everything else as an engine.
+
+    Args:
+        path: of the file.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        options: of the runner; those that are None are left to it.
+
+    Raises:
+        OptionError: the file cannot run on that device, or the runner has no such option.
+        ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
+    """
+    if device not in _DEVICES:
+        raise OptionError(f"device is {device!r}; it must be one of {', '.join(_DEVICES)}")
+    is_model = Path(path).suffix.lower() == ".onnx"
+    if is_model and device == "cuda":
+        raise OptionError(
+            f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"
+        )
+    if not is_model and device == "cpu":
+        raise OptionError(f"{path} is taken for an engine, and the CPU runs models; open the .onnx file instead")
+    given = {name: value for name, value in options.items() if value is not None}
+    if is_model:
+        from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+
+        _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU")
+        return OnnxRuntimeRunner(path, given.pop("plan_options", None), **given)
+    from trt_kvcache.runtime.trt_runner import TensorRTRunner
+
+    if "gpu" in given:
+        given["device"] = given.pop("gpu")
+    _check(TensorRTRunner, given, {}, "an engine on a GPU")
+    return TensorRTRunner(path, **given)
+
+
+def open_tokenizer(tokenizer: str | os.PathLike[str] | Any) -> Any:
+    """Read a ``tokenizer.json``; other objects are taken as they are."""
+    if not isinstance(tokenizer, (str, os.PathLike)):
+        return tokenizer
+    from trt_kvcache.runtime.tokenizer import Tokenizer
+
+    return Tokenizer.load(Path(tokenizer))
+
+
+def _check(runner: type, given: Mapping[str, Any], renamed: Mapping[str, str], what: str) -> None:
+    known = [renamed.get(name, name) for name in list(inspect.signature(runner).parameters)[1:]]
+    for name in given:
+        if name not in known:
+            raise OptionError(f"{name!r} is no option of {what}; options are {', '.join(known)}")
