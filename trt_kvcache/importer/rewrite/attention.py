@@ -34,15 +34,16 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
 
 
 def _apart(emitter: Emitter, facts: AttentionFacts, readers: Counter[str]) -> AttentionFacts:
-    """Keep attentions apart that share their query: all but the first see it scaled, by a power of two that K undoes.
+    """Keep attentions apart that share Q or K: all but the first see Q scaled, by a power of two that K undoes.
 
     TensorRT's importer multiplies Q and K by the root of the scale; where two attentions get the same product, the
     builder of TensorRT for RTX 1.7.1 dies of SIGSEGV. Q times 4^n under scale / 4^n doubles Q and halves K n times,
     which no rounding sees.
     """
-    node, name = facts.node, facts.node.inputs[0].name
-    power = readers[name]
-    readers[name] += 1
+    node = facts.node
+    names = {tensor.name for tensor in node.inputs[:2]}
+    power = max(readers[name] for name in names)
+    readers.update(names)
     if power == 0:
         return facts
     factor = emitter.scalar(4.0**power, facts.dtype)
