@@ -7,6 +7,7 @@
     inspect_engine  a built engine against its manifest
     load_manifest   the manifest of a built engine
     diagnose        what this machine can do
+    DecodeSession   an engine or a model, decoding
 
 Names load on first use, so that ``import trt_kvcache`` needs neither TensorRT nor CUDA and takes no time.
 """
@@ -28,11 +29,16 @@ if TYPE_CHECKING:
         AmbiguousRoleError,
         BackendError,
         BuildError,
+        CacheFileError,
+        CapacityError,
         InvalidModelError,
         ManifestError,
         ModelError,
         OptionError,
         OutputError,
+        PromptError,
+        SessionError,
+        SlotError,
         TrtKvCacheError,
         UnsupportedModelError,
         VerificationError,
@@ -57,6 +63,10 @@ if TYPE_CHECKING:
         UpdateForm,
         UpdateMode,
     )
+    from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.events import FinishReason, TokenEvent
+    from trt_kvcache.runtime.requests import Generation
+    from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_model
 
 _HOMES = {
@@ -69,11 +79,16 @@ _HOMES = {
         "AmbiguousRoleError",
         "BackendError",
         "BuildError",
+        "CacheFileError",
+        "CapacityError",
         "InvalidModelError",
         "ManifestError",
         "ModelError",
         "OptionError",
         "OutputError",
+        "PromptError",
+        "SessionError",
+        "SlotError",
         "TrtKvCacheError",
         "UnsupportedModelError",
         "VerificationError",
@@ -98,6 +113,10 @@ _HOMES = {
         "UpdateForm",
         "UpdateMode",
     ),
+    "trt_kvcache.runtime.config": ("GenerationConfig",),
+    "trt_kvcache.runtime.events": ("FinishReason", "TokenEvent"),
+    "trt_kvcache.runtime.requests": ("Generation",),
+    "trt_kvcache.runtime.session": ("DecodeSession",),
     "trt_kvcache.verify": ("VerifyOptions", "VerifyReport", "verify_model"),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
@@ -109,13 +128,19 @@ __all__ = [
     "BackendError",
     "BuildError",
     "BuildOptions",
+    "CacheFileError",
     "CacheLayout",
     "CachePlan",
     "CacheUpdate",
+    "CapacityError",
+    "DecodeSession",
     "Diagnosis",
     "EngineReport",
     "Fallback",
     "FileIdentity",
+    "FinishReason",
+    "Generation",
+    "GenerationConfig",
     "InvalidModelError",
     "Manifest",
     "ManifestError",
@@ -127,12 +152,16 @@ __all__ = [
     "PlanOptions",
     "Profile",
     "ProgressEvent",
+    "PromptError",
     "Role",
     "Route",
+    "SessionError",
     "ShapeRange",
+    "SlotError",
     "SpanInput",
     "Target",
     "TensorRole",
+    "TokenEvent",
     "TrtKvCacheError",
     "UnsupportedModelError",
     "UpdateContract",
