@@ -4,7 +4,8 @@ Copies, fills and steps wait on the stream until somebody synchronizes, as on a 
 written again too early shows. Fresh memory holds garbage, freed memory may not be touched, every access lies within one
 allocation, a stream that records may not be waited for, and every thread needs the context to be current.
 
-Classes have no public names that the real ones lack (`test_trt_bindings`): what runs here cannot call what is not there.
+Classes have no public names that the real ones lack (`test_trt_bindings`): what runs here cannot call what is not
+there.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ SUCCESS = Status.CUDA_SUCCESS
 GPU = "NVIDIA Fake 90"
 
 
-class RuleBroken(AssertionError):
-    """What would be undefined behaviour on a GPU."""
+class BrokenRuleError(BaseException):
+    """What would be undefined behaviour on a GPU. Nothing that handles errors may take it for one."""
 
 
 @dataclass
 class Work:
-    """Something on a stream. `check` raises `RuleBroken` where it may no longer be run."""
+    """Something on a stream. `check` raises `BrokenRuleError` where it may no longer be run."""
 
     run: Callable[[], None]
     check: Callable[[], None] = lambda: None
@@ -86,7 +87,7 @@ class Machine:
     def drop(self, address: int, memory: dict[int, Any]) -> None:
         """Free memory; kept aside, so that nobody else gets the address."""
         if address not in memory:
-            raise RuleBroken(f"{address:#x} is freed and was not allocated")
+            raise BrokenRuleError(f"{address:#x} is freed and was not allocated")
         self.freed.append(memory.pop(address))
 
     def within(self, address: int, size: int, memory: dict[int, Any], what: str) -> int:
@@ -94,7 +95,7 @@ class Machine:
         for start, block in memory.items():
             if start <= address and address + size <= start + len(block):
                 return address
-        raise RuleBroken(f"{what}: {size} bytes at {address:#x} are not within memory that is allocated")
+        raise BrokenRuleError(f"{what}: {size} bytes at {address:#x} are not within memory that is allocated")
 
     def put(self, run: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
         """Append work to the stream, or to the graph that is being recorded."""
@@ -272,7 +273,7 @@ class GraphBuilder:
 
     def close(self) -> None:
         if self._machine.recording is not None:
-            raise RuleBroken("a graph builder is closed while it records")
+            raise BrokenRuleError("a graph builder is closed while it records")
 
 
 class Graph:
@@ -284,7 +285,7 @@ class Graph:
 
     def launch(self, stream: Stream) -> None:
         if self._work is None:
-            raise RuleBroken("a graph is launched after it was closed")
+            raise BrokenRuleError("a graph is launched after it was closed")
         for work in self._work:
             work.check()
         self._machine.launches += 1

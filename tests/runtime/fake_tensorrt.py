@@ -2,10 +2,10 @@
 
 An engine file holds the rewritten ONNX model and the profiles; a step runs that model in ONNX Runtime, on the addresses
 that were bound, when the stream is synchronized. What TensorRT refuses is refused the same way: False or None, and a
-message to the logger. What would be undefined behaviour raises `RuleBroken`.
+message to the logger. What would be undefined behaviour raises `BrokenRuleError`.
 
-Enforced: the past and the present that share a layer have one address; shapes lie within the selected profile; a profile
-is selected, every tensor bound and every input shaped before a step; a switch of profiles drops shapes and keeps
+Enforced: the past and the present of one layer have one address; shapes lie within the selected profile; a profile is
+selected, every tensor bound and every input shaped before a step; a switch of profiles drops shapes and keeps
 addresses; addresses are multiples of 256; memory of a step is allocated, overlaps nothing and is large enough;
 activation memory is there if the caller manages it, and comes out as garbage; a context that a graph was recorded from
 is not changed; nothing new is shaped while recording.
@@ -18,6 +18,7 @@ import json
 import re
 import weakref
 from collections.abc import Iterable
+from itertools import pairwise
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from typing import Any
 import numpy as np
 import onnx
 import onnxruntime as ort
-from runtime.fake_cuda import Machine, RuleBroken
+from runtime.fake_cuda import BrokenRuleError, Machine
 
 from trt_kvcache.runtime.inputs import array_dtype
 
@@ -208,7 +209,7 @@ class Context:
         config = how if isinstance(how, RuntimeConfig) else None
         strategy = config._strategy if config else how
         if strategy is not AllocationStrategy.USER_MANAGED:
-            raise RuleBroken("a context takes activation memory of its own")
+            raise BrokenRuleError("a context takes activation memory of its own")
         self._engine, self._module, self._machine = engine, engine._module, engine._module.machine
         self._cache = config._cache if config else None
         self._records = bool(config) and config.cuda_graph_strategy is GraphStrategy.WHOLE_GRAPH_CAPTURE
@@ -231,7 +232,7 @@ class Context:
     def set_device_memory(self, address: int, size: int) -> None:
         self._changed()
         if address % 256 or size < self._engine.device_memory_size_v2:
-            raise RuleBroken(f"{size} bytes at {address:#x} are no activation memory")
+            raise BrokenRuleError(f"{size} bytes at {address:#x} are no activation memory")
         self._memory = address, size
 
     def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
@@ -250,7 +251,7 @@ class Context:
         if name not in self._engine._tensors:
             return self._refuse(f"{name} is no tensor of the engine")
         if address % 256:
-            raise RuleBroken(f"{name} is bound to {address:#x}, which is no multiple of 256")
+            raise BrokenRuleError(f"{name} is bound to {address:#x}, which is no multiple of 256")
         self._changed()
         self._addresses[name] = address
         return True
@@ -279,7 +280,7 @@ class Context:
             self._machine.invalid = True
             return self._refuse(faults.get("not_recordable") or "deferred updates cannot be recorded")
         if self._memory is None:
-            raise RuleBroken("a step without activation memory")
+            raise BrokenRuleError("a step without activation memory")
         self._compile()
         step = Step(self._engine, {n: self.get_tensor_shape(n) for n in self._engine._tensors}, dict(self._addresses))
         memory, version, machine, me = self._memory, self._version, self._machine, weakref.ref(self)
@@ -290,7 +291,7 @@ class Context:
         def check() -> None:
             context = me()
             if context is None or context._version != version:
-                raise RuleBroken("a graph is launched whose context was changed or is gone")
+                raise BrokenRuleError("a graph is launched whose context was changed or is gone")
 
         machine.put(run, check if recording else lambda: None)
         if recording:
@@ -310,7 +311,7 @@ class Context:
 
     def _changed(self) -> None:
         if self._in_graph:
-            raise RuleBroken("the context of a recorded graph is changed")
+            raise BrokenRuleError("the context of a recorded graph is changed")
         self._version += 1
 
     def _refuse(self, words: str) -> bool:
@@ -346,9 +347,9 @@ class Step:
 
 def _disjoint(blocks: Iterable[tuple[str, int, int]]) -> None:
     ordered = sorted(blocks, key=lambda block: block[1])
-    for (name, start, size), (other, after, _) in zip(ordered, ordered[1:], strict=False):
+    for (name, start, size), (other, after, _) in pairwise(ordered):
         if start + size > after:
-            raise RuleBroken(f"{name} and {other} overlap")
+            raise BrokenRuleError(f"{name} and {other} overlap")
 
 
 def public_names(cls: type) -> set[str]:

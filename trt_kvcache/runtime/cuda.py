@@ -171,9 +171,11 @@ class Cuda:
                 builder.begin_building(mode="thread_local")
                 try:
                     work()
-                finally:
-                    builder.end_building()
-                return builder.complete()
+                except BaseException:
+                    with suppress(Exception):  # it says no more than that recording failed; `work` says why
+                        builder.end_building()
+                    raise
+                return builder.end_building().complete()
             finally:
                 builder.close()
 

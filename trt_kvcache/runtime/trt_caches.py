@@ -88,6 +88,7 @@ class DeviceCaches:
                     f"multiples of {ALIGNMENT} bytes only, so that rows cannot be addressed one by one; build the "
                     "engine with a capacity that makes it a multiple, or open it with max_batch 1"
                 )
+        self._two_sided = not all(b.update.in_place for b in self.buffers.values())
         self._sides = np.zeros(max_batch, np.int8)
         self._addresses: dict[str, tuple[int, ...]] = {}
 
@@ -127,8 +128,9 @@ class DeviceCaches:
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """A step has written these rows: their newest state is on the other side now."""
-        self._sides[first_row : first_row + rows] ^= 1
+        """A step has written these rows: where caches have two buffers, the newest state is in the other one now."""
+        if self._two_sided:
+            self._sides[first_row : first_row + rows] ^= 1
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """See `Runner.copy_rows`."""

@@ -1,0 +1,135 @@
+"""The fakes against the real bindings: a name that the real one lacks cannot be called in a test.
+
+``tensorrt_rtx``, ``cuda.core`` and ``cuda.bindings`` import without a GPU or a driver. The bindings of TensorRT 10.15.1 and
+11.4.0, looked into once, hold the same names but for the runtime cache, the graph strategy and ``get_engine_validity``,
+which the runner does not ask TensorRT for.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import cuda.core
+import numpy as np
+import pytest
+import tensorrt_rtx as trt
+from cuda.bindings import driver
+from cuda.core import graph
+from runtime import fake_cuda, fake_tensorrt
+
+from trt_kvcache.runtime import cuda as ours
+
+PAIRS = [
+    (fake_tensorrt.RtxRuntime, trt.Runtime),
+    (fake_tensorrt.RtxEngine, trt.ICudaEngine),
+    (fake_tensorrt.Context, trt.IExecutionContext),
+    (fake_tensorrt.RuntimeConfig, trt.IRuntimeConfig),
+    (fake_tensorrt.RuntimeCache, trt.IRuntimeCache),
+    (fake_tensorrt.ILogger, trt.ILogger),
+    (fake_cuda.Driver, driver),
+    (fake_cuda.Device, cuda.core.Device),
+    (fake_cuda.Stream, cuda.core.Stream),
+    (fake_cuda.GraphBuilder, graph.GraphBuilder),
+    (fake_cuda.Graph, graph.Graph),
+    (fake_cuda.Buffer, cuda.core.Buffer),
+    (fake_cuda.StridedMemoryView, cuda.core.utils.StridedMemoryView),
+]
+
+
+@pytest.mark.parametrize(("fake", "real"), PAIRS, ids=lambda c: c.__name__.split(".")[-1])
+def test_fakes_have_no_names_of_their_own(fake: type, real: Any) -> None:
+    names = fake_tensorrt.public_names(fake)
+    assert names
+    assert {name for name in names if not hasattr(real, name)} == set()
+
+
+def test_public_names_sees_attributes_too() -> None:
+    assert {"num_io_tensors", "get_tensor_name", "create_runtime_config"} <= fake_tensorrt.public_names(
+        fake_tensorrt.RtxEngine
+    )
+    assert "drained" not in fake_tensorrt.public_names(fake_cuda.Device)
+
+
+@pytest.mark.parametrize(
+    ("fake", "real"),
+    [
+        (fake_tensorrt.AllocationStrategy, trt.ExecutionContextAllocationStrategy),
+        (fake_tensorrt.GraphStrategy, trt.CudaGraphStrategy),
+        (fake_tensorrt.Invalidity, trt.EngineInvalidityDiagnostics),
+    ],
+    ids=lambda c: c.__name__,
+)
+def test_enumerations_have_the_same_values(fake: Any, real: Any) -> None:
+    members = real.__members__
+    assert {m.name: m.value for m in fake} == {m.name: int(members[m.name]) for m in fake}
+
+
+def test_dtype_names() -> None:
+    assert set(fake_tensorrt.DTYPES.values()) <= set(trt.DataType.__members__)
+
+
+def test_arguments_of_cuda_core() -> None:
+    """Cython keeps signatures; these are the keywords that are passed."""
+    assert "mode" in inspect.signature(graph.GraphBuilder.begin_building).parameters
+    assert {"owner"} <= set(inspect.signature(cuda.core.Buffer.from_handle).parameters)
+    assert {"buffer", "shape", "dtype"} <= set(
+        inspect.signature(cuda.core.utils.StridedMemoryView.from_buffer).parameters
+    )
+
+
+def test_signatures_of_tensorrt() -> None:
+    """Of pybind11's docstrings: how many arguments there are, and what comes back."""
+    context = trt.IExecutionContext
+    assert "name: str, shape: tuple) -> bool" in context.set_input_shape.__doc__
+    assert "name: str, memory: typing.SupportsInt) -> bool" in context.set_tensor_address.__doc__
+    assert "stream_handle: typing.SupportsInt) -> bool" in context.execute_async_v3.__doc__
+    assert "memory: typing.SupportsInt, size: typing.SupportsInt) -> None" in context.set_device_memory.__doc__
+    profile = context.set_optimization_profile_async.__doc__
+    assert "profile_index: typing.SupportsInt, stream_handle: typing.SupportsInt) -> bool" in profile
+    assert "IRuntimeConfig = None" in trt.ICudaEngine.create_execution_context.__doc__
+    assert "ExecutionContextAllocationStrategy" in trt.ICudaEngine.create_execution_context.__doc__
+    assert "blob: typing_extensions.Buffer) -> bool" in trt.IRuntimeCache.deserialize.__doc__
+    assert "IHostMemory" in trt.IRuntimeCache.serialize.__doc__
+    assert isinstance(trt.ICudaEngine.device_memory_size_v2, property)
+    assert trt.IRuntimeConfig.cuda_graph_strategy.fset is not None
+
+
+def test_a_damaged_engine_is_refused_without_a_driver() -> None:
+    """The real `Runtime` and our logger, as far as they go here."""
+    from trt_kvcache.runtime.trt_load import _make_logger, _reasons
+
+    logger = _make_logger(trt)
+    runtime = trt.Runtime(logger)
+    assert runtime.deserialize_cuda_engine(b"no engine" * 100) is None
+    assert "magicTag" in logger.take()
+    assert logger.take() == "it gives no reason"
+    assert _reasons(trt, runtime, b"no engine" * 100) == ("MALFORMED_ENGINE",)
+
+
+def test_the_real_copy_structure_takes_what_is_set() -> None:
+    copy = driver.CUDA_MEMCPY2D()
+    copy.srcMemoryType = driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+    copy.srcDevice, copy.dstHost = 1 << 40, 1 << 41
+    copy.srcPitch, copy.WidthInBytes, copy.Height = 64, 32, 3
+    assert (int(copy.srcDevice), int(copy.dstHost), copy.srcPitch, copy.Height) == (1 << 40, 1 << 41, 64, 3)
+    assert copy.srcMemoryType == driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
+
+
+def test_without_a_driver_the_real_bindings_say_so() -> None:
+    from trt_kvcache.engine.doctor import find_gpus
+    from trt_kvcache.errors import BackendError
+
+    if not find_gpus()[2]:
+        pytest.skip("there is a driver here")
+    with pytest.raises(BackendError, match=r"no driver works here: .*; install the NVIDIA driver, or run the model's"):
+        ours.Cuda(0, ours.cuda_bindings())
+
+
+def test_alignment_is_that_of_allocations() -> None:
+    machine = fake_cuda.Machine()
+    gpu = ours.Cuda(0, machine.bindings())
+    assert all(gpu.allocate(size) % ours.ALIGNMENT == 0 for size in (1, 100, 257))
+    gpu.sync()
+    assert not np.concatenate(list(machine.device.values())).any()  # zeroed
+    gpu.close()

@@ -1,0 +1,144 @@
+"""The fake refuses what TensorRT refuses: without this, tests that pass on it would show nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import DecoderConfig, write_decoder
+from runtime.fake_cuda import BrokenRuleError, Machine
+from runtime.fake_engines import write_engine
+from runtime.fake_tensorrt import AllocationStrategy, fake_module
+
+from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+
+BATCH = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig())
+    return write_engine(path, backend="tensorrt", version="11.4.0.106")
+
+
+@pytest.fixture
+def runner(engine: Path) -> Iterator[TensorRTRunner]:
+    machine = Machine()
+    module = fake_module(machine, rtx=False, version="11.4.0.106")
+    runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
+    runner.step(BATCH)
+    yield runner
+    machine.queue.clear()
+    runner.close()
+
+
+@pytest.fixture
+def context(runner: TensorRTRunner) -> Any:
+    """The context for decoding, bound and shaped."""
+    return runner._contexts[1]._context
+
+
+def errors(context: Any) -> str:
+    return str(context._engine._logger.take())
+
+
+def test_two_addresses_for_one_cache(context: Any) -> None:
+    address = context._addresses["key_cache.1"]
+    assert context.set_tensor_address("updated_key_cache.0", address)
+    assert context.execute_async_v3(1) is False
+    assert "updated_key_cache.0 must have the address of key_cache.0" in errors(context)
+
+
+def test_shapes_outside_the_profile(context: Any) -> None:
+    assert context.set_input_shape("input_ids", (1, 2)) is False
+    assert "(1, 2) is not within (1, 1) to (3, 1) of profile 1" in errors(context)
+    assert context.set_input_shape("input_ids", (4, 1)) is False
+    assert context.set_input_shape("input_ids", (1,)) is False
+    assert context.set_input_shape("logits", (1, 1, 256)) is False
+    assert context.set_input_shape("input_ids", (3, 1)) is True
+
+
+def test_profile_switch_keeps_addresses_and_drops_shapes(context: Any) -> None:
+    held = dict(context._addresses)
+    assert context.set_optimization_profile_async(0, 1)
+    assert context._addresses == held
+    assert context.execute_async_v3(1) is False
+    assert "the shape of input_ids is not specified" in errors(context)
+    assert context.set_optimization_profile_async(2, 1) is False
+
+
+def test_a_new_context_needs_everything(context: Any) -> None:
+    fresh = context._engine.create_execution_context(AllocationStrategy.USER_MANAGED)
+    assert fresh.set_input_shape("input_ids", (1, 1)) is False
+    assert "no optimization profile is selected" in errors(context)
+    fresh.set_optimization_profile_async(1, 1)
+    for name, shape in context._shapes.items():
+        assert fresh.set_input_shape(name, shape)
+    assert fresh.execute_async_v3(1) is False
+    assert "has no address" in errors(context)
+    for name, address in context._addresses.items():
+        fresh.set_tensor_address(name, address)
+    with pytest.raises(BrokenRuleError, match="without activation memory"):
+        fresh.execute_async_v3(1)
+    with pytest.raises(BrokenRuleError, match="activation memory of its own"):
+        context._engine.create_execution_context(AllocationStrategy.STATIC)
+
+
+def test_alignment(context: Any) -> None:
+    with pytest.raises(BrokenRuleError, match="no multiple of 256"):
+        context.set_tensor_address("input_ids", context._addresses["input_ids"] + 8)
+
+
+def test_memory_that_was_freed(runner: TensorRTRunner, context: Any) -> None:
+    machine = context._machine
+    address = context._addresses["key_cache.0"]
+    block = machine.device.pop(address)
+    with pytest.raises(BrokenRuleError, match=r"key_cache.0: .* not within memory that is allocated"):
+        runner.step(BATCH)
+    machine.device[address] = block
+
+
+def test_memory_that_overlaps(context: Any) -> None:
+    for name in ("value_cache.0", "updated_value_cache.0"):
+        context.set_tensor_address(name, context._addresses["key_cache.0"])
+    assert context.execute_async_v3(1)
+    with pytest.raises(BrokenRuleError, match="key_cache.0 and value_cache.0 overlap"):
+        context._machine.drain()
+
+
+def test_graph_of_a_context_that_was_changed(runner: TensorRTRunner) -> None:
+    for _ in range(3):
+        runner.step(BATCH)
+    assert runner.graphs is not None
+    (recorded,) = runner.graphs._recorded.values()
+    with pytest.raises(BrokenRuleError, match="the context of a recorded graph is changed"):
+        recorded.context._context.set_input_shape("input_ids", (2, 1))
+    recorded.context._context = None
+    with pytest.raises(BrokenRuleError, match="whose context was changed or is gone"):
+        runner.step(BATCH)
+
+
+def test_recording_before_a_first_run(runner: TensorRTRunner, context: Any) -> None:
+    context.set_input_shape("attention_span", (32,))
+    context._machine.recording = []
+    assert context.execute_async_v3(1) is False
+    context._machine.recording = None
+    assert "deferred updates cannot be recorded" in errors(context)
+
+
+def test_pinned_memory_that_is_written_too_early(runner: TensorRTRunner) -> None:
+    """Copies wait on the stream: what is in pinned memory when they run is what arrives."""
+    cuda, machine = runner._cuda, runner._trt.module.machine
+    pinned, target = cuda.allocate_pinned(4), cuda.allocate(4)
+    pinned.data[:] = 1
+    cuda.upload(target, pinned.address, 4)
+    pinned.data[:] = 2
+    cuda.sync()
+    assert machine.device[target].tolist() == [2, 2, 2, 2]
+    cuda.upload(target, cuda.allocate_pinned(8).address, 5)
+    with pytest.raises(BrokenRuleError, match="copy to the GPU: 5 bytes"):
+        cuda.sync()

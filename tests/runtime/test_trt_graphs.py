@@ -1,0 +1,135 @@
+"""CUDA graphs of decode steps: recorded when they repeat, equal to plain steps, and given up where they cannot be."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import DecoderConfig, write_decoder
+from runtime.fake_cuda import Machine
+from runtime.fake_engines import write_engine
+from runtime.fake_tensorrt import fake_module
+
+from trt_kvcache.importer.plan import Fallback, PlanOptions
+from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig(capacity=600))
+    return write_engine(path, backend="tensorrt", version="11.4.0.106")
+
+
+@pytest.fixture
+def machine() -> Machine:
+    return Machine()
+
+
+def open_(engine: Path, machine: Machine, *, rtx: bool = False, graphs: bool = True, **faults: Any) -> TensorRTRunner:
+    module = fake_module(machine, rtx=rtx, version="1.7.1.116" if rtx else "11.4.0.106", **faults)
+    runner = TensorRTRunner(engine, cuda_graphs=graphs, bindings=Bindings(module, machine.bindings()))
+    runner.module = module  # type: ignore[attr-defined]
+    return runner
+
+
+def decode(runner: TensorRTRunner, steps: int, first: int = 0, rows: int = 2, start: int = 0) -> np.ndarray[Any, Any]:
+    """Logits of `steps` decode steps of the same tokens every time."""
+    rng = np.random.default_rng(0)
+    found = []
+    for i in range(steps):
+        tokens = rng.integers(0, 256, (rows, 1))
+        found.append(runner.step(StepBatch(first, tokens, np.full(rows, start + i, np.int64))).copy())
+    return np.stack(found)
+
+
+def test_recorded_once_and_replayed(engine: Path, machine: Machine) -> None:
+    with_graphs, without = open_(engine, machine), open_(engine, machine, graphs=False)
+    expected = decode(without, 12)
+    np.testing.assert_array_equal(decode(with_graphs, 12), expected)
+    # The first two of the twelve ran plainly; the second in the context that the third was recorded from.
+    assert (machine.graphs, machine.launches, len(with_graphs.graphs)) == (1, 10, 1)
+
+
+def test_one_graph_per_shape_and_row(engine: Path, machine: Machine) -> None:
+    runner = open_(engine, machine)
+    decode(runner, 4, rows=2)
+    decode(runner, 4, rows=3)
+    decode(runner, 4, first=1, rows=2)
+    assert machine.graphs == 3
+    decode(runner, 4, start=300)  # another span bucket
+    assert machine.graphs == 4
+    decode(runner, 4, start=250)  # both buckets that it passes are known
+    assert machine.graphs == 4
+
+
+def test_prefill_is_not_recorded(engine: Path, machine: Machine) -> None:
+    runner = open_(engine, machine)
+    for i in range(5):
+        runner.step(StepBatch(0, np.zeros((1, 4), np.int64), np.array([4 * i])))
+    assert machine.graphs == 0
+
+
+def test_two_buffers_need_a_graph_for_each_side(machine: Machine, tmp_path: Path) -> None:
+    path = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=16, mode="circular"))
+    options = PlanOptions(fallback=Fallback.FUNCTIONAL)
+    two = write_engine(path, options=options, backend="tensorrt", version="11.4.0.106")
+    with_graphs, without = open_(two, machine), open_(two, machine, graphs=False)
+    np.testing.assert_array_equal(decode(with_graphs, 20), decode(without, 20))
+    assert machine.graphs == 2
+
+
+def test_the_oldest_graph_makes_room(engine: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = open_(engine, machine)
+    monkeypatch.setattr(runner.graphs, "_most", 2)
+    for first, rows in ((0, 1), (1, 1), (2, 1), (0, 1)):
+        decode(runner, 3, first, rows)
+    assert machine.graphs == len(runner.graphs) == 2
+    contexts = [c for c in runner.module.contexts if c() is not None]  # type: ignore[attr-defined]
+    assert len(contexts) == 4  # prefill, decode, and one for each graph
+
+
+@pytest.mark.parametrize(
+    ("faults", "words"),
+    [
+        ({"not_recordable": "a loop cannot be captured"}, "a loop cannot be captured"),
+        ({"no_context": 2}, "Requested amount of GPU memory could not be allocated"),
+    ],
+)
+def test_goes_on_without_graphs(engine: Path, machine: Machine, faults: dict[str, Any], words: str) -> None:
+    expected = decode(open_(engine, machine, graphs=False), 8)
+    runner = open_(engine, machine, **faults)
+    with pytest.warns(RuntimeWarning, match="decoding goes on without CUDA graphs: .*" + words) as record:
+        found = decode(runner, 8)
+    np.testing.assert_array_equal(found, expected)
+    assert len(record) == 1
+    assert runner.graphs is not None
+    assert (machine.graphs, len(runner.graphs)) == (0, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        decode(runner, 8, rows=3)
+
+
+def test_goes_on_where_cuda_records_nothing(engine: Path, machine: Machine) -> None:
+    machine.recordable = False
+    runner = open_(engine, machine)
+    with pytest.warns(RuntimeWarning, match="CUDA: cannot record a CUDA graph: .*NOT_SUPPORTED"):
+        decode(runner, 5)
+
+
+def test_rtx_records_by_itself(engine: Path, machine: Machine, tmp_path: Path) -> None:
+    path = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=600))
+    rtx = write_engine(path)
+    runner, without = open_(rtx, machine, rtx=True), open_(rtx, machine, rtx=True, graphs=False)
+    np.testing.assert_array_equal(decode(runner, 10), decode(without, 10))
+    assert machine.graphs == 0  # none of ours
+    live = [c() for c in runner.module.contexts if c() is not None]  # type: ignore[attr-defined]
+    recording = [c for c in live if c._records]
+    assert len(recording) == len(runner.graphs) == 1
+    # All nine steps found it as the first left it: nothing was recorded twice.
+    assert len(recording[0]._replays) == 9
+    assert len(set(recording[0]._replays)) == 1
+    assert not [c for c in without.module.contexts if c() is not None and c()._records]  # type: ignore[attr-defined]

@@ -1,0 +1,271 @@
+"""Opening an engine: what does not fit is refused, in words that say what to do, and nothing stays allocated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import DecoderConfig, write_decoder
+from runtime.fake_cuda import Machine, Status
+from runtime.fake_engines import write_engine
+from runtime.fake_tensorrt import Invalidity, fake_module
+
+from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path, save_manifest
+from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer.plan import Role
+from trt_kvcache.runtime.cuda import CudaBindings
+from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_engine(write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig()))
+
+
+@pytest.fixture
+def engine(built: Path, tmp_path: Path) -> Path:
+    for path in (built, manifest_path(built)):
+        shutil.copy(path, tmp_path)
+    return tmp_path / built.name
+
+
+def open_(engine: Path, machine: Machine | None = None, version: str = "1.7.1.116", **faults: Any) -> TensorRTRunner:
+    arguments = {name: faults.pop(name) for name in ("max_batch", "device", "kernel_cache") if name in faults}
+    machine = machine or Machine()
+    module = fake_module(machine, version=version, **faults)
+    return TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
+
+
+def refused(error: type[Exception], words: str, engine: Path, **faults: Any) -> None:
+    """Opening fails with these words, and leaves nothing behind."""
+    machine = faults.pop("machine", None) or Machine()
+    with pytest.raises(error, match=words):
+        open_(engine, machine, **faults)
+    assert machine.used == 0
+    assert not machine.pinned
+
+
+def edit(engine: Path, change: Callable[[Manifest], Manifest]) -> None:
+    save_manifest(change(load_manifest(engine)), manifest_path(engine))
+
+
+def test_no_driver(engine: Path) -> None:
+    class NoDriver:
+        def cuInit(self, flags: int) -> Any:
+            raise RuntimeError('"cuda" is an NVIDIA driver library and can only be found via system search.')
+
+    bindings = Bindings(fake_module(Machine()), CudaBindings(None, NoDriver()))
+    with pytest.raises(
+        BackendError, match="no driver works here: .*system search.*; install the NVIDIA driver, or run"
+    ):
+        TensorRTRunner(engine, bindings=bindings)
+
+
+def test_no_such_gpu(engine: Path) -> None:
+    refused(BackendError, "there is no GPU number 1: the driver finds 1, counted from 0", engine, device=1)
+    refused(BackendError, "there is no GPU number 0: the driver finds 0", engine, machine=Machine(devices=0))
+
+
+def test_engine_of_another_version(engine: Path) -> None:
+    words = (
+        r"TensorRT for RTX 1\.9\.0\.1 cannot open this engine, built with version 1\.7\.1\.116, on NVIDIA Fake 90 "
+        r"\(compute capability 9\.0\): The engine plan file is not compatible \[VERSION_MISMATCH\]; install version "
+        r"1\.7\.1\.116, or build the engine again with 1\.9\.0\.1"
+    )
+    refuse = {"refuse": "The engine plan file is not compatible", "diagnostics": Invalidity.VERSION_MISMATCH}
+    refused(BackendError, words, engine, version="1.9.0.1", **refuse)
+
+
+def test_engine_for_another_gpu(engine: Path) -> None:
+    edit(engine, lambda m: replace(m, compute_capabilities=("sm89",)))
+    words = r"1\.7\.1\.116 for sm89, on .*: no such kernel \[UNSUPPORTED_CC\]; build it again with .* sm90"
+    refused(BackendError, words, engine, refuse="no such kernel", diagnostics=Invalidity.UNSUPPORTED_CC)
+    edit(engine, lambda m: replace(m, compute_capabilities=()))
+    refused(BackendError, "build it again on this machine, for sm90", engine, refuse="no such kernel")
+    refused(BackendError, "update the NVIDIA driver", engine, refuse="?", diagnostics=Invalidity.OLD_CUDA_DRIVER)
+
+
+def test_tensorrt_has_no_diagnostics(engine: Path) -> None:
+    edit(engine, lambda m: replace(m, backend="tensorrt", backend_version="11.4.0.106"))
+    machine = Machine()
+    module = fake_module(machine, rtx=False, version="11.4.0.106", refuse="Engine deserialization failed.")
+    with pytest.raises(BackendError, match=r"TensorRT 11\.4\.0\.106 cannot open .*Engine deserialization failed\.; "):
+        TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
+
+
+def test_engine_that_was_changed(engine: Path) -> None:
+    data = bytearray(engine.read_bytes())
+    data[-1] ^= 1
+    engine.write_bytes(data)
+    refused(ManifestError, "BLAKE3 .*the manifest is not of this engine", engine)
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_aliases_are_reconciled(engine: Path, more: bool) -> None:
+    aliases = dict(load_manifest(engine).aliases)
+    if more:
+        aliases["logits"] = "input_ids"
+        words = "logits shares the buffer of input_ids, in the manifest of nothing"
+    else:
+        del aliases["updated_key_cache.1"]
+        words = r"updated_key_cache\.1 shares the buffer of nothing, in the manifest of key_cache\.1"
+    refused(ManifestError, f"the engine and its manifest differ: {words}; do not run it", engine, aliases=aliases)
+
+
+def _alias(manifest: Manifest) -> Manifest:
+    return replace(manifest, aliases=manifest.aliases | {"updated_key_cache.0": "value_cache.0"})
+
+
+def _capacity(manifest: Manifest) -> Manifest:
+    first, *others = manifest.plan.caches
+    return replace(manifest, plan=replace(manifest.plan, caches=(replace(first, capacity=4096), *others)))
+
+
+def _shape(manifest: Manifest) -> Manifest:
+    first, *others = manifest.plan.caches
+    changed = replace(first, physical_shape=("batch", 2, 4096, 16), capacity=4096)
+    return replace(manifest, plan=replace(manifest.plan, caches=(changed, *others)))
+
+
+def _double(manifest: Manifest) -> Manifest:
+    return replace(manifest, double_buffered={"updated_key_cache.0": "key_cache.0"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_alias, "aliases binds 'updated_key_cache.0' to 'value_cache.0', the plan to 'key_cache.0'"),
+        (_capacity, "cache 'key_cache.0' has a capacity of 4096, its shape says otherwise"),
+        (_shape, r"input 'key_cache.0' is float \['batch', 2, 64, 16\], its cache float \['batch', 2, 4096, 16\]"),
+        (_double, "double_buffered binds 'updated_key_cache.0' to 'key_cache.0', the plan to None"),
+        (lambda m: replace(m, max_batch=9), "max_batch is 9, the profiles of 'input_ids' end at 3"),
+        (lambda m: replace(m, max_chunk=9), "max_chunk is 9, the profiles of 'input_ids' end at 8"),
+    ],
+)
+def test_manifest_edited_by_hand(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
+    edit(engine, change)
+    refused(ManifestError, f"its manifest contradicts itself: .*{words}.*; build the engine again", engine)
+
+
+def test_profiles_edited_by_hand(engine: Path) -> None:
+    path = manifest_path(engine)
+    data = json.loads(path.read_text())
+    data["profiles"][0]["shapes"]["input_ids"]["max"] = [7, 8]
+    path.write_text(json.dumps(data))
+    refused(ManifestError, "profile prefill: input_ids is .*, in the manifest ", engine)
+
+
+def test_memory_is_admitted_before_it_is_taken(engine: Path) -> None:
+    # 4 caches of 8 KiB for each of 3 rows, the engine file of about half a megabyte, 128 MiB in reserve.
+    size = engine.stat().st_size
+    machine = Machine(total=(128 << 20) + size + 2 * 32768 + 1000)
+    words = (
+        r"NVIDIA Fake 90 has 128\.\d MiB of 128\.\d MiB free, and 128\.\d MiB are needed: weights .*, caches for 3 "
+        r"sequences 96\.0 KiB, reserve 128\.0 MiB; open it with max_batch 2 instead of 3, build the engine again with "
+        r"a smaller --capacity or --max-chunk, or free memory"
+    )
+    refused(BackendError, words, engine, machine=machine)
+    assert machine.allocations == 0
+    with pytest.raises(BackendError, match="not even one sequence fits: build the engine again"):
+        open_(engine, Machine(total=(128 << 20) + 1000), max_batch=1)
+
+
+def test_memory_that_only_the_engine_knows(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.fake_tensorrt.ACTIVATIONS", 1 << 28)
+    machine = Machine(total=1 << 28)
+    words = r"needed: caches for 3 sequences 96\.0 KiB, activations 256\.0 MiB, inputs and outputs [\d.]+ KiB, reserve"
+    refused(BackendError, words, engine, machine=machine)
+    assert machine.allocations == 0
+
+
+def test_more_rows_than_built_for(engine: Path) -> None:
+    refused(OptionError, "max_batch is 4; this engine was built for 1 to 3: build it again with", engine, max_batch=4)
+    refused(OptionError, "max_batch is 0; it must be at least 1", engine, max_batch=0)
+
+
+def test_rows_that_cannot_be_addressed(tmp_path: Path) -> None:
+    config = DecoderConfig(capacity=10, kv_heads=1, query_heads=2, head_size=4)
+    engine = write_engine(write_decoder(tmp_path / "model.onnx", config))
+    refused(ManifestError, "cache 'key_cache.0' takes 160 bytes, and TensorRT binds memory at multiples of 256", engine)
+    runner = open_(engine, max_batch=1)
+    assert runner.step(StepBatch(0, np.zeros((1, 3), np.int64), np.zeros(1, np.int64))).shape == (1, 1, 256)
+    runner.close()
+
+
+def test_input_without_a_part(engine: Path) -> None:
+    def unknown(manifest: Manifest) -> Manifest:
+        tensors = tuple(replace(t, role=Role.OTHER) if t.name == "position_ids" else t for t in manifest.plan.tensors)
+        return replace(manifest, plan=replace(manifest.plan, tensors=tensors))
+
+    edit(engine, unknown)
+    refused(UnsupportedModelError, "input 'position_ids' .* has no known part in decoding", engine)
+
+
+def test_step_that_fits_no_profile(engine: Path) -> None:
+    runner = open_(engine)
+    before = runner.read_row("key_cache.0", 0, 64)
+    with pytest.raises(
+        SessionError, match="a step of 1 sequences and 9 tokens each fits none of the engine's profiles"
+    ):
+        runner.step(StepBatch(0, np.zeros((1, 9), np.int64), np.zeros(1, np.int64)))
+    np.testing.assert_array_equal(runner.read_row("key_cache.0", 0, 64), before)
+    runner.close()
+
+
+def test_step_that_tensorrt_refuses(engine: Path) -> None:
+    faults: dict[str, Any] = {"fail_steps": ""}
+    machine = Machine()
+    module = fake_module(machine, **faults)
+    runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
+    batch = StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64))
+    expected = runner.step(batch).copy()
+    module.faults["fail_steps"] = "CUDA error 2 in enqueue: out of memory"
+    with pytest.raises(SessionError, match="TensorRT for RTX .* cannot run a step: .*Error.*out of memory"):
+        runner.step(batch)
+    module.faults["fail_steps"] = ""
+    np.testing.assert_array_equal(runner.step(batch), expected)  # the session lives on
+    runner.close()
+
+
+def test_fault_of_the_gpu(engine: Path) -> None:
+    machine = Machine()
+    runner = open_(engine, machine)
+    machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    words = r"CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS \(an illegal memory access"
+    with pytest.raises(SessionError, match=words):
+        runner.step(StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64)))
+    machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+    runner.close()
+    assert machine.used == 0
+
+
+def test_compiled_kernels_are_kept(engine: Path) -> None:
+    machine, batch = Machine(), StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64))
+
+    def run(**arguments: Any) -> list[str]:
+        module = fake_module(machine)
+        runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
+        runner.step(batch)
+        runner.close()
+        return list(module.compiled)
+
+    file = engine.with_name("model.engine.sm90.kernels")
+    assert len(run()) == 1
+    assert file.read_bytes().startswith(b"KERNELS sm90")
+    assert run() == []
+    file.write_bytes(b"of another GPU")  # refused by TensorRT, and replaced
+    assert len(run()) == 1
+    assert run() == []
+    folder = engine.parent / "kernels"
+    folder.mkdir()
+    assert len(run(kernel_cache=folder)) == 1
+    assert (folder / file.name).exists()
+    with pytest.warns(RuntimeWarning, match="compiled kernels are not kept for the next start: .*no such folder"):
+        run(kernel_cache=folder / "missing")
