@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,7 +23,7 @@ from trt_kvcache.verify.inputs import StepInputs, load_inputs
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import check_runnable, with_expanded_masks, with_packed_function
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
-from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_session
+from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, memory, open_session
 from trt_kvcache.verify.tables import index_limits
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -70,7 +69,7 @@ class _Verification:
         self.notes: list[str] = []
         if twin:
             self.notes.append(
-                "ONNX Runtime has no bfloat16 arithmetic on the CPU: both sides ran as twins with float32 in its place, "
+                "ONNX Runtime has no bfloat16 arithmetic on the CPU: both sides ran with float32 in its place, "
                 "which shows structure, masks, indices and layouts, not bfloat16 rounding"
             )
         self.caches = find_caches(imported.plan)
@@ -86,9 +85,8 @@ class _Verification:
 
     def _fit(self, limits: Limits) -> Limits:
         """Fewer rows where the caches of all rows would not fit into memory."""
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         one = 4 * cache_bytes(self.caches, 1, twin=self.twin)
-        batch = min(limits.batch, int(_MEMORY_SHARE * memory) // max(one, 1))
+        batch = min(limits.batch, int(_MEMORY_SHARE * memory()) // max(one, 1))
         if batch == limits.batch:
             return limits
         fixed = any(isinstance(c.logical_shape[0], int) for c in self.plan.caches)
@@ -96,7 +94,7 @@ class _Verification:
             rows = limits.batch if fixed else 1
             raise OptionError(
                 f"verification holds the caches of both models before and after a step: {rows * one / 1e9:.1f} GB for "
-                f"{rows} sequence(s), and this machine has {memory / 1e9:.1f} GB; verify with a smaller capacity"
+                f"{rows} sequence(s), and this machine has {memory() / 1e9:.1f} GB; verify with a smaller capacity"
             )
         self.notes.append(f"batch {batch} instead of {limits.batch}: more caches would not fit into memory")
         return replace(limits, batch=batch)

@@ -99,7 +99,9 @@ def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]
     room = None if limits.linear is None else limits.linear - total
     episodes = [Episode("decode", _steps(limits, lengths, _starts(limits, 0, 5, room)))]
     if room:
-        episodes.append(Episode("full", _steps(limits, lengths, _starts(limits, room, -3, room))))
+        last = [*lengths[:1], *lengths[-1:]] if len(lengths) > 1 else lengths
+        end = room + total - sum(last)
+        episodes.append(Episode("full", _steps(limits, last, _starts(limits, end, -3, end))))
     for capacity in limits.circular:
         # Two rows before the end; a fixed length under a contract must fit before it.
         starts = _starts(limits, capacity - (limits.length or 2), capacity + (limits.length or 3), room)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +18,7 @@ from trt_kvcache.importer.protos import byte_size, iter_tensors
 Array = npt.NDArray[Any]
 
 _REFERENCE_LIMIT = 64 << 20  # bytes of weights; the reference evaluator is plain numpy and holds them all
-_UNOPTIMIZED = 512 << 20  # bytes of weights, from which ONNX Runtime must not copy them for faster kernels
+_COPIES = 6  # of the weights, in bytes: both sessions convert float16 to float32 and pack it, beside the mapped files
 _ORT_ERRORS = (
     ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
     ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
@@ -63,10 +64,10 @@ class OrtSession:
     def __init__(self, model: Path | ModelProto, folder: Path, weights: int) -> None:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # TensorScatter warns per node and step that past and present are two buffers
-        if weights > _UNOPTIMIZED:
-            # Measured on 1.31.1 with 1.4 GB of float16: optimization packs and converts all weights (12 s, 3.5 GB);
-            # without it the session opens in 0.02 s on mapped files. The arena would keep the weights that each step
-            # converts (4.9 GB after a step, 1.4 GB without).
+        if _COPIES * weights > memory() // 2:
+            # Measured on 1.31.1 with 1.4 GB of float16: optimization packs and converts all weights once (12 s, 3.5 GB)
+            # and halves the time of a step. Without it the session opens in 0.02 s on mapped files, and the arena would
+            # keep what each step converts (4.9 GB after a step, 1.4 GB without it).
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             options.enable_cpu_mem_arena = False
         source: str | bytes = str(model)
@@ -146,6 +147,11 @@ def open_session(
     except EngineError as error:
         raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None
     return evaluator, str(refusal)
+
+
+def memory() -> int:
+    """Bytes of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def one_line(error: Exception) -> str:
