@@ -66,8 +66,19 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     return use
 
 
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def _children_of_others() -> None:
+    """Other tests may keep a child, to build in."""
+    _others.clear()
+    _others.update(p.pid for p in psutil.Process().children())
+
+
 def children() -> list[psutil.Process]:
-    return [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
+    found = [p for p in psutil.Process().children() if p.pid not in _others]
+    return [p for p in found if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
