@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from trt_kvcache import plan_model, rewrite_model
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import ModelError, TrtKvCacheError
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.plan import PlanOptions, Role
 
 SMALL = DecoderConfig(layers=1, hidden=16, vocab=32, query_heads=2, kv_heads=1, head_size=8, capacity=16, positions=32)
 
@@ -210,6 +210,26 @@ def test_unwritable_output_of_build(tmp_path: Path, output: str, said: str) -> N
     before = listing(tmp_path)
     check_refusal(["build", path, "-o", tmp_path / output], said)
     assert listing(tmp_path) == before
+
+
+def test_ambiguous_role_names_the_way_out(tmp_path: Path) -> None:
+    """An input that is the write index and the valid length at once: the graph cannot say which of them it holds."""
+    path = decoder(tmp_path)
+    model = onnx.load(path, load_external_data=False)
+    for node in model.graph.node:
+        node.input[:] = ["x" if name in ("write_indices", "nonpad_kv_seqlen") else name for name in node.input]
+    kept = [info for info in model.graph.input if info.name != "nonpad_kv_seqlen"]
+    del model.graph.input[:]
+    model.graph.input.extend(kept)
+    next(info for info in model.graph.input if info.name == "write_indices").name = "x"
+    path.write_bytes(model.SerializeToString())
+    check_refusal(["plan", path], "input 'x' could be write_indices (")
+    check_refusal(["plan", path], "say which with --config, a YAML file such as: roles: {write_indices: x}")
+    config = tmp_path / "roles.yaml"
+    config.write_text("roles: {write_indices: x}")
+    role = plan_model(path, PlanOptions(config=str(config))).tensor(Role.WRITE_INDICES)
+    assert role is not None
+    assert (role.name, role.found_by) == ("x", "config: roles.yaml")
 
 
 # --- damaged bytes

@@ -278,6 +278,26 @@ def test_bad_tensor_scatter(tmp_path: Path, model: onnx.ModelProto, said: str) -
     assert said in message
 
 
+def test_element_type_that_onnx_does_not_define(tmp_path: Path) -> None:
+    model = edited(lambda g: set_type(g, 1, 99))
+    assert "'update' has element type 99, which ONNX does not define" in refusal(write(tmp_path / "model.onnx", model))
+
+
+def test_two_initializers_of_one_name(tmp_path: Path) -> None:
+    model = external_model(location="w.bin")
+    model.graph.initializer.append(model.graph.initializer[0])
+    assert "two initializers are named 'w'" in refusal(write(tmp_path / "model.onnx", model))
+
+
+@pytest.mark.parametrize(("elem_type", "dims"), [(99, [4, 8]), (TensorProto.UNDEFINED, [4, 8]), (1, [-4, 8])])
+def test_illegal_weight(tmp_path: Path, elem_type: int, dims: list[int]) -> None:
+    model = external_model(location="w.bin")
+    (tmp_path / "w.bin").write_bytes(bytes(4096))
+    model.graph.initializer[0].data_type = elem_type
+    model.graph.initializer[0].dims[:] = dims
+    assert refusal(write(tmp_path / "model.onnx", model))
+
+
 def test_digit_symbols_are_sizes(tmp_path: Path) -> None:
     path = write(tmp_path / "model.onnx", scatter_model(("B", "3", "16", 8), length="17"))
     assert "writes an update of 17 tokens into a cache of 16" in refusal(path)
