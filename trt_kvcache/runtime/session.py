@@ -133,7 +133,8 @@ class DecodeSession:
             SlotError: no row is free, and none will be.
             SessionError: the session is closed, or a step failed.
         """
-        checked = self._reader.read_all(prompts)
+        with self._guard:  # a closed session says so at the call
+            checked = self._reader.read_all(prompts)
         results = [Generation(prompt) for prompt in checked]
         if config.num_beams > 1:
             for event in beam_events(self, checked, config):
@@ -155,7 +156,8 @@ class DecodeSession:
         Raises:
             See `generate`.
         """
-        checked = self._reader.read_all(prompts)
+        with self._guard:  # a closed session says so at the call
+            checked = self._reader.read_all(prompts)
         if config.num_beams > 1:  # which knows its tokens only at the end
             return beam_events(self, checked, config)
         return self._stream(self._continuations(checked, config), checked)

@@ -1,0 +1,144 @@
+"""A runner without a model: its next token is a hash of what the cache rows hold, so that any cache error shows.
+
+Each cache row holds the token that was written there and its position. The token after a sequence is a hash of all
+pairs that the sequence may see. A row that was lost, moved to the wrong place, left stale or not zeroed gives another
+token. Like the real runners' engines it drops what it may not write, but says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import sample_plans
+from numpy.typing import NDArray
+
+from trt_kvcache.errors import SessionError
+from trt_kvcache.importer.plan import CachePlan, UpdateMode
+from trt_kvcache.runtime.runner import Array, StepBatch
+
+VOCAB = 97
+POISON = 12345.0
+
+
+def plan(kinds: Sequence[tuple[str, int]], *, per_row: bool = True) -> CachePlan:
+    """One cache for each mode and capacity; the rows of a model that is not `per_row` share one write index."""
+    base = sample_plans.sample_plan(1)
+    caches = tuple(
+        replace(
+            base.caches[0], past=f"cache.{i}", present=f"updated_cache.{i}", dtype="float", capacity=rows,
+            mode=UpdateMode(mode), logical_shape=("batch", rows, 2), physical_shape=("batch", 1, rows, 2),
+        )
+        for i, (mode, rows) in enumerate(kinds)
+    )  # fmt: skip
+    tensors = [t for t in base.tensors if "cache" not in t.name]
+    if not per_row:
+        tensors = [replace(t, shape=(1,), axes=("",)) if t.name == "write_indices" else t for t in tensors]
+    return replace(base, caches=caches, tensors=tuple(tensors), attention=(), masks=(), spans=())
+
+
+def next_token(tokens: Sequence[int], window: int | None) -> int:
+    """What comes after `tokens`, from the tokens alone."""
+    total = 17
+    first = 0 if window is None else max(0, len(tokens) - window)
+    for position in range(first, len(tokens)):
+        total = (total * 31 + (tokens[position] + 1) * (position + 1)) % 1000003
+    return total % VOCAB
+
+
+class HashRunner:
+    """See the module. With several caches, the token is the sum of what each of them says.
+
+    Attributes:
+        steps: every batch that was run.
+        fail: tokens whose presence in a step makes it fail before anything is written.
+    """
+
+    max_positions: int | None = None
+    name = "hash"
+    vocab = VOCAB
+
+    def __init__(
+        self, kinds: Sequence[tuple[str, int]] = (("linear", 64),), max_batch: int = 4, max_chunk: int = 8,
+        *, per_row: bool = True,
+    ) -> None:  # fmt: skip
+        self.plan = plan(kinds, per_row=per_row)
+        self.max_batch, self.max_chunk = max_batch, max_chunk
+        self.buffers = {
+            c.past: np.full((max_batch, 1, c.capacity, 2), 0, np.float32) for c in self.plan.caches
+        }  # fmt: skip
+        self.steps: list[StepBatch] = []
+        self.fail: set[int] = set()
+        self.closed = False
+        self.model = "00"
+
+    def identity(self) -> str:
+        return self.model
+
+    def step(self, batch: StepBatch) -> NDArray[np.float32]:
+        assert not self.closed
+        assert 1 <= batch.length <= self.max_chunk
+        assert batch.first_row >= 0
+        assert batch.first_row + batch.rows <= self.max_batch
+        if self.fail & set(batch.tokens.ravel().tolist()):
+            raise SessionError("the step failed on purpose")
+        self.steps.append(batch)
+        logits = np.zeros((batch.rows, batch.keep, VOCAB), np.float32)
+        for r in range(batch.rows):
+            row, start = batch.first_row + r, int(batch.starts[r])
+            for cache in self.plan.caches:
+                self._check(cache.mode, cache.capacity, start, batch.length)
+                for i in range(batch.length):
+                    self.buffers[cache.past][row, 0, (start + i) % cache.capacity] = batch.tokens[r, i], start + i + 1
+            for k in range(batch.keep):
+                length = start + batch.length - batch.keep + k + 1
+                logits[r, k, sum(self._read(row, length)) % VOCAB] = 1
+        return logits
+
+    def _check(self, mode: UpdateMode, capacity: int, start: int, length: int) -> None:
+        if mode is UpdateMode.LINEAR:
+            assert start + length <= capacity, "TensorRT would drop this write"
+        else:
+            assert length == 1 or start + length <= capacity, "an update overwrites what its own tokens see"
+
+    def _read(self, row: int, length: int) -> list[int]:
+        """What each cache says to a sequence of `length` tokens."""
+        found = []
+        for cache in self.plan.caches:
+            total = 17
+            for position in range(max(0, length - cache.capacity), length):
+                token, held = self.buffers[cache.past][row, 0, position % cache.capacity]
+                total = (total * 31 + (int(token) + 1) * int(held)) % 1000003
+            # One NaN anywhere in the row poisons attention, visible or not.
+            found.append(total if np.isfinite(self.buffers[cache.past][row]).all() else 0)
+        return [t % VOCAB for t in found]
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        for buffer in self.buffers.values():
+            buffer[target, :, :tokens] = buffer[source, :, :tokens]
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        for buffer in self.buffers.values():
+            buffer[row, :, start:stop] = 0
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        return self.buffers[name][row, :, :tokens].copy()
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        self.buffers[name][row, :, : data.shape[1]] = data
+
+    def view(self, name: str) -> Array:
+        return self.buffers[name]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def continued(runner: HashRunner, prompt: Sequence[int], count: int) -> list[int]:
+    """The `count` tokens after a prompt, from the tokens alone."""
+    tokens = list(prompt)
+    windows = [None if c.mode is UpdateMode.LINEAR else c.capacity for c in runner.plan.caches]
+    for _ in range(count):
+        tokens.append(sum(next_token(tokens, w) for w in windows) % VOCAB)
+    return tokens[len(prompt) :]

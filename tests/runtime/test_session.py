@@ -1,0 +1,485 @@
+"""Sessions: sequences that join, leave, wait, stop and fail, against what each would give alone."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from runtime.hash_runner import VOCAB, HashRunner, continued
+
+from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.session import DecodeSession
+
+KINDS = (
+    (("linear", 64),),
+    (("circular", 8),),
+    (("linear", 64), ("circular", 8), ("circular", 16)),
+)
+PROMPTS = ([1, 2, 3], list(range(30)), [5], [7, 7, 7, 7], [9, 8], [4] * 11)
+
+
+def config(count: int, **more: Any) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=count, **more)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+@pytest.mark.parametrize("chunk", [1, 3, 8])
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_more_prompts_than_rows(kinds: Sequence[tuple[str, int]], chunk: int, rows: int) -> None:
+    runner = HashRunner(kinds, rows, chunk)
+    with DecodeSession(runner) as session:
+        results = session.generate(PROMPTS, config(20))
+        assert session.cache.slots == ()
+    for prompt, result in zip(PROMPTS, results, strict=True):
+        assert result.prompt == prompt
+        assert result.tokens == continued(runner, prompt, 20)
+        assert result.finish_reason is FinishReason.LENGTH
+
+
+def test_rows_of_equal_length_share_a_step() -> None:
+    runner = HashRunner(max_batch=4)
+    with DecodeSession(runner) as session:
+        session.generate([[1, 2], [3, 4], [5, 6], [7, 8]], config(3))
+    assert [(b.rows, b.length, b.keep) for b in runner.steps] == [(4, 2, 1), (4, 1, 1), (4, 1, 1)]
+
+
+def test_ragged_rows_are_stepped_apart_and_then_together() -> None:
+    runner = HashRunner(max_batch=3)
+    with DecodeSession(runner) as session:
+        session.generate([[1, 2, 3], [3, 4], [5, 6]], config(2))
+    assert [(b.first_row, b.rows, b.length) for b in runner.steps] == [(0, 1, 3), (1, 2, 2), (0, 3, 1)]
+
+
+def test_models_with_one_write_index_step_rows_of_one_length_together() -> None:
+    runner = HashRunner(max_batch=3, per_row=False)
+    with DecodeSession(runner) as session:
+        results = session.generate([[1, 2, 3], [3, 4], [5, 6]], config(5))
+    assert [r.tokens for r in results] == [continued(runner, r.prompt, 5) for r in results]
+    assert all((batch.starts == batch.starts[0]).all() for batch in runner.steps)
+    assert max(batch.rows for batch in runner.steps) == 2
+
+
+def test_prefill_wants_logits_of_the_last_position_only() -> None:
+    runner = HashRunner(max_chunk=4)
+    with DecodeSession(runner) as session:
+        session.generate([list(range(10))], config(1))
+    assert [(b.length, b.keep) for b in runner.steps] == [(4, 0), (4, 0), (2, 1)]
+
+
+def test_a_wrapped_cache_takes_one_token_at_a_time() -> None:
+    runner = HashRunner([("circular", 8)], max_chunk=8)
+    with DecodeSession(runner) as session:
+        result = session.generate([list(range(12))], config(4))[0]
+    assert [b.length for b in runner.steps] == [8, 1, 1, 1, 1, 1, 1, 1]
+    assert result.tokens == continued(runner, range(12), 4)
+
+
+def test_capacity_ends_a_sequence() -> None:
+    runner = HashRunner([("linear", 16)])
+    with DecodeSession(runner) as session:
+        result, full = session.generate([[1, 2, 3], list(range(16))], config(50))
+    assert result.tokens == continued(runner, [1, 2, 3], 14)  # the last one is chosen, and has no place any more
+    assert full.tokens == continued(runner, range(16), 1)
+    assert result.finish_reason is full.finish_reason is FinishReason.CAPACITY
+
+
+def test_positions_bound_a_circular_cache() -> None:
+    runner = HashRunner([("circular", 8)])
+    runner.max_positions = 12
+    with DecodeSession(runner) as session:
+        assert session.cache.capacity == 12
+        result = session.generate([[1, 2, 3]], config(50))[0]
+    assert result.tokens == continued(runner, [1, 2, 3], 10)
+    assert result.finish_reason is FinishReason.CAPACITY
+
+
+def test_eos_ends_a_sequence_and_frees_its_slot() -> None:
+    runner = HashRunner()
+    expected = continued(runner, [1, 2, 3], 20)
+    eos = expected[7]
+    with DecodeSession(runner) as session:
+        result = session.generate([[1, 2, 3]], config(20, eos_token_id=[eos, 96]))[0]
+        assert result.tokens == expected[: expected.index(eos) + 1]
+        assert result.finish_reason is FinishReason.EOS
+        assert session.cache.free == 4
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_speculation_changes_nothing(kinds: Sequence[tuple[str, int]]) -> None:
+    """Drafts are mostly wrong here, which is the hard part: rejected tokens must leave no trace."""
+    runner = HashRunner(kinds)
+    pairs = ([a, b] for a in range(VOCAB) for b in range(VOCAB))
+    repeats = next(pair for pair in pairs if continued(runner, pair, 1) == pair[:1])
+    prompts = [repeats, [1, 2, 3, 1, 2, 3, 1, 2], list(range(20)) * 2]
+    with DecodeSession(runner) as session:
+        plain = session.generate(prompts, config(20))
+        drafted = session.generate(prompts, config(20, prompt_lookup_num_tokens=3, max_matching_ngram_size=1))
+    assert [r.tokens for r in drafted] == [r.tokens for r in plain] == [continued(runner, p, 20) for p in prompts]
+    assert drafted[0].speculation.proposed
+
+
+def test_beams_keep_their_own_caches() -> None:
+    """Every hypothesis is scored by a model whose answer depends on the cache: beams that mix would show."""
+    runner = HashRunner(max_batch=4)
+    with DecodeSession(runner) as session:
+        results = session.generate([[1, 2, 3], [9]], config(6, num_beams=3))
+        assert session.cache.slots == ()
+        streamed = list(session.stream([[1, 2, 3]], config(6, num_beams=3)))
+    # The model is sure of one token at every step, so the best beam is the greedy one.
+    assert [r.tokens for r in results] == [continued(runner, [1, 2, 3], 6), continued(runner, [9], 6)]
+    assert [e.token for e in streamed] == results[0].tokens
+    with DecodeSession(HashRunner(max_batch=2)) as session:
+        with pytest.raises(SlotError, match="num_beams=3 needs as many rows: all 2 rows hold a sequence"):
+            session.generate([[1]], config(6, num_beams=3))
+        assert session.cache.free == 2
+
+
+ACTIONS = st.one_of(
+    st.tuples(st.just("add"), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(1, 12)),
+    st.tuples(st.just("step"), st.integers(1, 6)),
+    st.tuples(st.just("remove"), st.integers(0, 5)),
+    st.tuples(st.just("fork"), st.integers(0, 5), st.integers(1, 12)),
+    st.tuples(st.just("speculate"), st.lists(st.integers(0, 3), min_size=4, max_size=16), st.integers(1, 12)),
+    st.tuples(st.just("park"), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(0, 20)),
+)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    kinds=st.sampled_from(KINDS), chunk=st.integers(1, 8), rows=st.integers(1, 5),
+    schedule=st.lists(ACTIONS, min_size=1, max_size=25), garbage=st.booleans(), per_row=st.booleans(),
+)  # fmt: skip
+def test_any_schedule(
+    kinds: Sequence[tuple[str, int]],
+    chunk: int,
+    rows: int,
+    schedule: list[tuple[Any, ...]],
+    garbage: bool,
+    per_row: bool,
+) -> None:
+    """Sequences join, leave, fork and wait in any order; each gives what it would give alone."""
+    runner = HashRunner(kinds, rows, chunk, per_row=per_row)
+    if garbage:
+        for buffer in runner.buffers.values():
+            buffer[...] = 1e30
+    session = DecodeSession(runner)
+    want: dict[int, list[int]] = {}  # by slot, what is still to come
+    parked: dict[int, list[int]] = {}
+
+    def join(prompt: list[int], count: int, slot: int | None = None, **more: Any) -> None:
+        held = [] if slot is None else session.cache.tokens(slot)
+        name = session.add(prompt, config(count, **more), slot=slot)
+        want[name] = continued(runner, [*held, *prompt], count)
+
+    def step() -> None:
+        for event in session.step():
+            assert event.token == want[event.sequence].pop(0)
+            if event.finish_reason:
+                assert want.pop(event.sequence) == []
+
+    for action, *values in schedule:
+        if action == "step":
+            for _ in range(values[0]):
+                step()
+        elif action == "remove" and session.cache.slots:
+            slot = session.cache.slots[values[0] % len(session.cache.slots)]
+            session.remove(slot)
+            want.pop(slot, None)
+            parked.pop(slot, None)
+        elif session.cache.free and action == "add":
+            join(values[0], values[1])
+        elif session.cache.free and action == "speculate":
+            join(values[0], values[1], prompt_lookup_num_tokens=3)
+        elif session.cache.free and action == "park":
+            slot = session.cache.acquire()
+            logits = session.update({slot: values[0]})[slot]
+            assert logits.shape == (1, VOCAB)
+            assert int(logits[0].argmax()) == continued(runner, values[0], 1)[0]
+            parked[slot] = values[0]
+            length = min(values[1], len(values[0]))
+            if len(values[0]) <= 8 or length >= len(values[0]) - 1:  # no circular cache has lost what it needs
+                session.cache.crop(slot, length)
+                del parked[slot][length:]
+            assert session.cache.tokens(slot) == parked[slot]
+        elif session.cache.free and action == "fork" and parked:
+            source = list(parked)[values[0] % len(parked)]
+            join([3], values[1], session.cache.fork(source))
+        rows_used = {session.cache.slot(s).row for s in session.cache.slots}
+        assert len(rows_used) == len(session.cache.slots)
+    while session.running:
+        step()
+    assert want == {}
+    assert set(session.cache.slots) == set(parked)
+
+
+def test_threads_share_the_steps() -> None:
+    runner = HashRunner(KINDS[2], max_batch=3)
+    session = DecodeSession(runner)
+    results: dict[int, list[list[int]]] = {}
+
+    def work(k: int) -> None:
+        results[k] = [r.tokens for r in session.generate([[k, i + 1] for i in range(4)], config(10 + k))]
+
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    for k in range(6):
+        assert results[k] == [continued(runner, [k, i + 1], 10 + k) for i in range(4)]
+    assert session.cache.slots == ()
+    assert max(batch.rows for batch in runner.steps) > 1
+
+
+def test_streams_and_added_sequences_get_their_own_events() -> None:
+    runner = HashRunner()
+    with DecodeSession(runner) as session:
+        slot = session.add([1, 2], config(5))
+        events = list(session.stream([[3, 4], [5]], config(8)))
+        added = session.step()
+        while session.running:
+            added += session.step()
+    assert [e.token for e in added] == continued(runner, [1, 2], 5)
+    assert {e.sequence for e in added} == {slot}
+    for i, prompt in enumerate(([3, 4], [5])):
+        assert [e.token for e in events if e.sequence == i] == continued(runner, prompt, 8)
+
+
+def test_closing_a_stream_frees_its_slots() -> None:
+    with DecodeSession(HashRunner()) as session:
+        stream = session.stream([[1], [2]], config(20))
+        next(stream)
+        assert len(session.cache.slots) == 2
+        stream.close()  # type: ignore[attr-defined]
+        assert session.cache.slots == ()
+        assert session.running == ()
+
+
+def test_ctrl_c_in_a_step_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = HashRunner(KINDS[2])
+    session = DecodeSession(runner)
+    slot = session.add([5, 6, 7], config(10))
+    tokens = [e.token for e in session.step()]
+    stream = session.stream([[1, 2]], config(20))
+    next(stream)
+    real = runner.step
+
+    def interrupted(batch: Any) -> Any:
+        real(batch)  # the rows are written, the session does not know
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    monkeypatch.undo()
+    assert session.cache.slots == (slot,)
+    while session.running:
+        tokens += [e.token for e in session.step()]
+    assert tokens == continued(runner, [5, 6, 7], 10)
+
+
+def test_async_iteration_and_cancellation() -> None:
+    runner = HashRunner()
+    session = DecodeSession(runner)
+
+    async def collect(prompt: list[int]) -> list[int | None]:
+        return [event.token async for event in session.astream([prompt], config(10))]
+
+    async def both() -> list[list[int | None]]:
+        return await asyncio.gather(collect([1, 2]), collect([3]))
+
+    assert asyncio.run(both()) == [continued(runner, [1, 2], 10), continued(runner, [3], 10)]
+
+    async def cancelled() -> None:
+        seen: list[TokenEvent] = []
+
+        async def consume() -> None:
+            async for event in session.astream([[1]], GenerationConfig(max_new_tokens=60)):
+                seen.append(event)
+
+        task = asyncio.create_task(consume())
+        while len(seen) < 3:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancelled())
+    assert session.cache.slots == ()
+
+
+def test_a_failing_sequence_ends_alone() -> None:
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    good = session.add([1, 2, 3], config(12))
+    runner.fail = {96}
+    bad = session.add([9, 96, 9, 9], config(5))
+    tokens: list[int | None] = []
+    with pytest.raises(SessionError, match="the step failed on purpose"):
+        session.step()
+    assert session.running == (good,)
+    assert bad not in session.cache.slots
+    while session.running:
+        tokens += [e.token for e in session.step()]
+    assert tokens == continued(runner, [1, 2, 3], 12)
+
+
+def test_a_failing_stream_leaves_other_streams_alone() -> None:
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    runner.fail = {96}
+    good = session.stream([[1, 2, 3]], config(12))
+    bad = session.stream([[96, 9]], config(12))
+    first = next(good)
+    with pytest.raises(SessionError, match="the step failed on purpose"):
+        next(bad)
+    assert [first.token, *(e.token for e in good)] == continued(runner, [1, 2, 3], 12)
+    assert session.cache.slots == ()
+
+
+def test_nan_logits_end_one_sequence_and_its_row_is_cleaned() -> None:
+    runner = HashRunner(max_batch=2)
+    session = DecodeSession(runner)
+    real = runner.step
+
+    def overflowed(batch: Any) -> Any:
+        logits = real(batch)
+        logits[batch.tokens[:, 0] == 13] = np.nan
+        return logits
+
+    runner.step = overflowed  # type: ignore[method-assign]
+    good, bad = session.add([1], config(6)), session.add([13], config(6))
+    with pytest.raises(SessionError, match="overflowed"):
+        session.step()
+    assert session.running == (good,)
+    assert bad not in session.cache.slots
+    tokens = []
+    while session.running:
+        tokens += [e.token for e in session.step()]
+    assert tokens == continued(runner, [1], 6)
+
+
+def test_update_returns_the_last_logits_across_chunks() -> None:
+    runner = HashRunner(max_chunk=3)
+    session = DecodeSession(runner)
+    slot = session.cache.acquire()
+    tokens = list(range(10))
+    logits = session.update({slot: tokens}, keep=5)[slot]
+    assert logits.shape == (5, VOCAB)
+    expected = [continued(runner, tokens[: i + 1], 1)[0] for i in range(5, 10)]
+    assert logits.argmax(-1).tolist() == expected
+    assert session.update({slot: [1]}, keep=5)[slot].shape == (1, VOCAB)
+
+
+def test_a_failed_update_is_undone() -> None:
+    runner = HashRunner(max_chunk=2)
+    session = DecodeSession(runner)
+    slot = session.cache.acquire()
+    session.update({slot: [1, 2, 3]})
+    runner.fail = {96}
+    with pytest.raises(SessionError, match="on purpose"):
+        session.update({slot: [4, 5, 6, 96]})
+    assert session.cache.tokens(slot) == [1, 2, 3]
+    runner.fail = set()
+    logits = session.update({slot: [4]})[slot]
+    assert int(logits[0].argmax()) == continued(runner, [1, 2, 3, 4], 1)[0]
+
+
+def test_kept_slots_are_continued() -> None:
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    slot = session.add([1, 2, 3], config(4), keep=True)
+    while session.running:
+        session.step()
+    held = session.cache.tokens(slot)
+    assert held == [1, 2, 3, *continued(runner, [1, 2, 3], 4)]
+    assert session.add([50, 51], config(4), slot=slot) == slot
+    tokens = []
+    while session.running:
+        tokens += [e.token for e in session.step()]
+    assert tokens == continued(runner, [*held, 50, 51], 4)
+    assert session.cache.slots == ()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "error", "words"),
+    [
+        ([[]], PromptError, "prompt 0 is empty"),
+        ([[1], np.array([], np.int64)], PromptError, "prompt 1 is empty"),
+        ([[1, VOCAB]], PromptError, f"token id {VOCAB} is out of range; the model has 0 to {VOCAB - 1}"),
+        ([[1, -1]], PromptError, "token id -1 is out of range"),
+        ([[1.5]], PromptError, "float64"),
+        ([[[1, 2]]], PromptError, "flat list of integers"),
+        ([[[1, 2], [3]]], PromptError, "flat list of integers"),
+        ([1, 2], PromptError, "prompts is one prompt; give a list of prompts"),
+        ("text", PromptError, "prompts is one prompt"),
+        (["text"], PromptError, "there is no tokenizer"),
+        ([[1] * 65], CapacityError, "prompt 0 has 65 tokens, and a sequence may have 64"),
+    ],
+)
+def test_bad_prompts(prompts: Any, error: type[Exception], words: str) -> None:
+    runner = HashRunner()
+    with DecodeSession(runner) as session:
+        for call in (session.generate, session.stream):
+            with pytest.raises(error, match=words):
+                call(prompts)
+        assert runner.steps == []
+        assert session.cache.slots == ()
+
+
+def test_bad_additions() -> None:
+    runner = HashRunner(max_batch=1)
+    session = DecodeSession(runner)
+    with pytest.raises(PromptError, match="the prompt is empty"):
+        session.add([])
+    with pytest.raises(SlotError, match="slot 7 is not in use"):
+        session.add([1], slot=7)
+    with pytest.raises(OptionError, match="for beam search use generate"):
+        session.add([1], config(4, num_beams=2))
+    with pytest.raises(OptionError, match="need a tokenizer"):
+        session.add([1], config(4, stop_strings="x"))
+    assert session.cache.slots == ()
+    slot = session.add([1], config(4))
+    with pytest.raises(SlotError, match="all 1 rows hold a sequence"):
+        session.add([2], config(4))
+    with pytest.raises(SlotError, match=f"slot {slot} is generating"):
+        session.add([2], config(4), slot=slot)
+    with pytest.raises(SlotError, match="slot 9 is not in use"):
+        session.remove(9)
+    session.remove(slot)
+    slot = session.cache.acquire()
+    session.update({slot: [1] * 60})
+    with pytest.raises(CapacityError, match=f"slot {slot} with the prompt has 65 tokens, and a sequence may have 64"):
+        session.add([1] * 5, slot=slot)
+    with pytest.raises(CapacityError, match=f"slot {slot} has 65 tokens"):
+        session.update({slot: [1] * 5})
+    with pytest.raises(PromptError, match=f"slot {slot}: no tokens to write"):
+        session.update({slot: []})
+    assert session.cache.lengths == {slot: 60}
+    with pytest.raises(SlotError, match=r"rows hold sequences that do not run, so no row will ever be free"):
+        session.generate([[1]])
+
+
+def test_after_close() -> None:
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    stream = session.stream([[1, 2]], config(9))
+    next(stream)
+    session.close()
+    session.close()
+    assert runner.closed
+    calls: list[Any] = [
+        lambda: session.generate([[1]]), lambda: session.stream([[1]]), lambda: session.add([1]), session.step,
+        lambda: session.remove(0), lambda: session.update({0: [1]}), lambda: session.running, lambda: next(stream),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(SessionError, match="the session is closed; open the model again"):
+            call()
