@@ -76,7 +76,7 @@ def run_worker(
             stdout=subprocess.PIPE,
             stderr=stderr,
             cwd=_ROOT,  # where python -m finds this very package
-            process_group=0,  # Ctrl-C at a terminal reaches this process only, which then ends the child
+            start_new_session=True,  # Ctrl-C at a terminal reaches this process only, which then ends the child
         )
         assert child.stdin is not None
         assert child.stdout is not None
