@@ -201,7 +201,25 @@ def mask_not_shifted(model: ModelProto) -> None:
         set_attribute(node, "is_causal", 1)
 
 
-@pytest.mark.parametrize("mistake", [span_short_by_one, update_not_transposed, mask_not_shifted, swap_keys_and_values])
+def own_key_hidden(model: ModelProto) -> None:
+    """The causal frontier one key too low."""
+    for node in nodes(model, "LessOrEqual"):
+        node.op_type = "Less"
+
+
+def next_key_visible(model: ModelProto) -> None:
+    """The causal frontier one key too high."""
+    one = constant(model, "one", [1])
+    for node in nodes(model, "LessOrEqual"):
+        insert(model, node, 1, "Add", one)
+
+
+IMPORTER_MISTAKES = [
+    span_short_by_one, update_not_transposed, mask_not_shifted, own_key_hidden, next_key_visible, swap_keys_and_values,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", IMPORTER_MISTAKES)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_mistake_in_the_importers_model_fails(tmp_path: Path, dtype: str, mistake: Mistake) -> None:
     report = verify_mutated(tmp_path, DecoderConfig(dtype=dtype), mistake, original=False)
