@@ -87,6 +87,10 @@ def beam_search(
     scores = logits[np.newaxis]
     for length in range(1, most + 1):
         ranked = _expand(live, scores, prompt, config)
+        if not ranked and not ended:
+            raise SessionError(
+                "no token is left: sequence_bias, no_repeat_ngram_size or min_new_tokens forbid them all"
+            )
         parents: list[int] = []
         beams: list[_Beam] = []
         for rank, (parent, beam) in enumerate(ranked):
@@ -146,8 +150,6 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
     ]
     totals = np.stack(ruled) + np.array([[beam.total] for beam in live])
     best = _highest(totals.ravel(), (1 + len(config.eos_token_ids)) * config.num_beams)
-    if not best.size:
-        raise SessionError("no token is left: sequence_bias, no_repeat_ngram_size and min_new_tokens forbid them all")
     expanded = []
     for parent, token in (divmod(flat, totals.shape[1]) for flat in best.tolist()):
         beam = live[parent]

@@ -109,6 +109,8 @@ def _load(path: Path) -> dict[str, Any]:
 def _sequence_bias(path: Path, value: Any) -> dict[tuple[int, ...], float]:
     """Return transformers' JSON form, ``[[[token, ...], bias], ...]``, as a mapping."""
     try:
+        if not isinstance(value, list):
+            raise TypeError
         return {tuple(int(token) for token in tokens): float(bias) for tokens, bias in value}
     except (TypeError, ValueError):
         raise OptionError(f"{path}: sequence_bias is {value!r}; supported: [[[token, ...], bias], ...]") from None

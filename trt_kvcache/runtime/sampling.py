@@ -56,7 +56,7 @@ class Sampler:
         scores = process(logits, tokens, new_tokens, config)
         if scores is not logits and scores.max() == -np.inf:
             raise SessionError(
-                "no token is left: sequence_bias, no_repeat_ngram_size and min_new_tokens forbid them all"
+                "no token is left: sequence_bias, no_repeat_ngram_size or min_new_tokens forbid them all"
             )
         token = self._draw(warp(scores, config)) if config.do_sample else int(scores.argmax())
         return token, _logprob(logits, token, top) if config.output_logprobs else None

@@ -1,0 +1,297 @@
+"""Beam search: exhaustive where it can be, and transformers' own where that is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trt_kvcache.errors import SessionError
+from trt_kvcache.runtime.beam import Hypothesis, beam_search, hypothesis_events
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.events import FinishReason
+
+Logits = npt.NDArray[np.float32]
+Model = Callable[[tuple[int, ...]], Logits]
+
+PROMPT = (1, 0)
+
+
+def random_model(seed: int, vocab: int) -> Model:
+    """Logits that depend on every token so far: a beam in the wrong row, or in the wrong order, gets other ones."""
+
+    def logits(tokens: tuple[int, ...]) -> Logits:
+        return np.random.default_rng([seed, *tokens]).normal(0, 2, vocab).astype(np.float32)
+
+    return logits
+
+
+class Rows:
+    """What a session offers to beam search: the tokens that each row of a cache holds."""
+
+    def __init__(self, model: Model, most: int) -> None:
+        self.model, self.most = model, most
+        self.rows = [PROMPT]
+
+    def step(self, tokens: npt.NDArray[np.int64]) -> Logits:
+        assert tokens.shape == (len(self.rows),)
+        assert tokens.dtype == np.int64
+        self.rows = [(*row, token) for row, token in zip(self.rows, tokens.tolist(), strict=True)]
+        return np.stack([self.model(row) for row in self.rows])
+
+    def reorder(self, indices: npt.NDArray[np.int64]) -> None:
+        assert 1 <= indices.size <= self.most
+        self.rows = [self.rows[index] for index in indices.tolist()]
+
+
+def search(model: Model, config: GenerationConfig, room: int | None = None) -> list[Hypothesis]:
+    return beam_search(np.array(PROMPT), model(PROMPT), Rows(model, config.num_beams), config, room=room)
+
+
+def log_probabilities(logits: Logits) -> list[float]:
+    top = float(logits.max())
+    total = math.log(sum(math.exp(float(value) - top) for value in logits))
+    return [float(value) - top - total for value in logits]
+
+
+def every_hypothesis(model: Model, vocab: int, config: GenerationConfig) -> dict[tuple[int, ...], float]:
+    """All continuations that end, with their scores, one by one."""
+    found = {}
+    for length in range(1, config.max_new_tokens + 1):
+        for tokens in itertools.product(range(vocab), repeat=length):
+            ends = tokens[-1] in config.eos_token_ids
+            if any(token in config.eos_token_ids for token in tokens[:-1]) or (
+                not ends and length < config.max_new_tokens
+            ):
+                continue
+            total = sum(log_probabilities(model(PROMPT + tokens[:at]))[token] for at, token in enumerate(tokens))
+            found[tokens] = total / length**config.length_penalty
+    return found
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 4),
+    st.integers(1, 3),
+    st.sampled_from([-1.0, 0.0, 0.7, 1.0, 2.0]),
+    st.sampled_from([(), (0,), (0, 1)]),
+)
+def test_full_width_is_exhaustive(seed: int, vocab: int, length: int, penalty: float, eos: tuple[int, ...]) -> None:
+    """As wide as there are sequences, nothing is pruned: the hypotheses are all there are, best first."""
+    model = random_model(seed, vocab)
+    config = GenerationConfig(
+        max_new_tokens=length,
+        num_beams=max(2, vocab**length),
+        length_penalty=penalty,
+        early_stopping="never",
+        eos_token_id=eos,
+    )
+    expected = every_hypothesis(model, vocab, config)
+    found = search(model, config)
+    assert {hypothesis.tokens for hypothesis in found} == set(expected)
+    for hypothesis in found:
+        assert hypothesis.score == pytest.approx(expected[hypothesis.tokens], abs=1e-5)
+        ended = hypothesis.tokens[-1] in eos
+        assert hypothesis.finish_reason is (FinishReason.EOS if ended else FinishReason.LENGTH)
+    assert [h.score for h in found] == sorted((h.score for h in found), reverse=True)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 4), st.sampled_from([0.5, 1.0, 2.0]))
+def test_never_finds_the_best_of_its_width(seed: int, width: int, penalty: float) -> None:
+    """A narrow search is a plain loop over sorted lists; this is that loop, without any early end."""
+    vocab, length, eos = 6, 5, 0
+    model = random_model(seed, vocab)
+    config = GenerationConfig(
+        max_new_tokens=length, num_beams=max(2, width), length_penalty=penalty, early_stopping="never", eos_token_id=eos
+    )
+    live, ended = [((), 0.0)], []
+    for step in range(1, length + 1):
+        grown = [
+            ((*tokens, token), total + logprob)
+            for tokens, total in live
+            for token, logprob in enumerate(log_probabilities(model(PROMPT + tokens)))
+        ]
+        grown.sort(key=lambda beam: -beam[1])
+        for tokens, total in grown[: config.num_beams]:
+            if tokens[-1] == eos or step == length:
+                ended.append((total / step**penalty, tokens))
+        live = [beam for beam in grown if beam[0][-1] != eos][: config.num_beams]
+    best = max(ended)
+    found = search(model, config)[0]
+    assert found.tokens == best[1]
+    assert found.score == pytest.approx(best[0], abs=1e-5)
+
+
+def test_early_stopping_ends_with_the_first_full_set() -> None:
+    """Rows: how often the model is asked tells when the search ended."""
+    table = np.log(np.array([0.4, 0.35, 0.25], np.float32))
+    asked: list[tuple[int, ...]] = []
+
+    def model(tokens: tuple[int, ...]) -> Logits:
+        asked.append(tokens)
+        return table
+
+    def steps(early: Any, penalty: float = 1.0) -> int:
+        asked.clear()
+        search(model, GenerationConfig(
+            max_new_tokens=20, num_beams=2, early_stopping=early, eos_token_id=0, length_penalty=penalty
+        ))  # fmt: skip
+        return max(len(tokens) - len(PROMPT) for tokens in asked)
+
+    # Of two tokens: [0] and [1, 0] have ended; nothing can be likelier, but 20 tokens of -0.92 each, averaged, might.
+    assert steps(True) == 1
+    assert steps(False) == 1
+    assert steps("never") > 1
+    assert steps("never", 0.0) == 1
+
+
+def test_equals_go_to_the_first_beam_and_the_lowest_token() -> None:
+    def flat(_: tuple[int, ...]) -> Logits:
+        return np.zeros(4, np.float32)
+
+    found = search(flat, GenerationConfig(max_new_tokens=2, num_beams=3))
+    assert [hypothesis.tokens for hypothesis in found] == [(0, 0), (0, 1), (0, 2)]
+
+
+def test_room_ends_with_capacity() -> None:
+    model = random_model(5, 8)
+    config = GenerationConfig(max_new_tokens=6, num_beams=3)
+    found = search(model, config, room=2)
+    assert {len(hypothesis.tokens) for hypothesis in found} == {3}
+    assert {hypothesis.finish_reason for hypothesis in found} == {FinishReason.CAPACITY}
+    assert {hypothesis.finish_reason for hypothesis in search(model, config, room=5)} == {FinishReason.LENGTH}
+    assert {len(hypothesis.tokens) for hypothesis in search(model, config, room=0)} == {1}
+
+
+def test_rules_hold_for_each_beam() -> None:
+    model = random_model(3, 7)
+    config = GenerationConfig(
+        max_new_tokens=4,
+        min_new_tokens=3,
+        num_beams=4,
+        no_repeat_ngram_size=1,
+        eos_token_id=3,
+        sequence_bias={4: -99.0},
+    )
+    for hypothesis in search(model, config):
+        tokens = [*PROMPT, *hypothesis.tokens]
+        assert len(set(tokens)) == len(tokens)
+        assert 3 not in hypothesis.tokens[:2]
+        expected = [log_probabilities(model(tuple(tokens[:at])))[tokens[at]] for at in range(2, len(tokens))]
+        assert hypothesis.logprobs == pytest.approx(expected, abs=1e-5)
+
+
+def test_nothing_left_is_an_error() -> None:
+    config = GenerationConfig(max_new_tokens=4, num_beams=2, sequence_bias={0: -math.inf, 1: -math.inf})
+    with pytest.raises(SessionError, match="no token is left"):
+        search(random_model(0, 2), config)
+
+
+def test_ended_hypotheses_outlive_beams_that_cannot_go_on() -> None:
+    """After one token the vocabulary is used up; what ended before that is the answer."""
+    config = GenerationConfig(max_new_tokens=4, num_beams=4, no_repeat_ngram_size=1, eos_token_id=2)
+    found = search(random_model(0, 4), config)
+    assert {hypothesis.tokens for hypothesis in found} == {(2,), (3, 2)}
+
+
+def test_nan_is_an_error() -> None:
+    def broken(tokens: tuple[int, ...]) -> Logits:
+        return np.array([0, np.nan if len(tokens) > 3 else 1], np.float32)
+
+    with pytest.raises(SessionError, match="NaN"):
+        search(broken, GenerationConfig(max_new_tokens=4, num_beams=2))
+
+
+def test_events_of_a_hypothesis() -> None:
+    class Letters:
+        def decode(self, tokens: Any) -> str:
+            return "".join("abcdef"[token] for token in tokens)
+
+    hypothesis = Hypothesis((2, 3, 0), (-0.5, -0.25, -1.0), -0.5, FinishReason.EOS)
+    config = GenerationConfig(num_beams=2, eos_token_id=0, output_logprobs=True)
+    events = hypothesis_events(hypothesis, 4, config, Letters(), np.array([5, 5]))
+    assert [(e.sequence, e.token, e.text, e.logprob, e.finish_reason) for e in events] == [
+        (4, 2, "c", -0.5, None),
+        (4, 3, "d", -0.25, None),
+        (4, 0, "", -1.0, FinishReason.EOS),
+    ]
+    plain = hypothesis_events(hypothesis, 4, GenerationConfig(num_beams=2))
+    assert {(event.text, event.logprob) for event in plain} == {("", None)}
+
+
+HAS_TRANSFORMERS = all(importlib.util.find_spec(name) for name in ("transformers", "torch"))
+
+
+@pytest.mark.skipif(
+    not HAS_TRANSFORMERS, reason="transformers or torch is not installed; with 5.23.0 and 2.13.0 all hypotheses agreed"
+)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize("length_penalty", [-0.5, 0.0, 1.0, 1.7])
+def test_the_same_as_transformers(early_stopping: Any, length_penalty: float) -> None:
+    """The same hypotheses in the same order, from a small random Llama without a cache on our side."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    shape = LlamaConfig(
+        vocab_size=24,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.6,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    llama = LlamaForCausalLM(shape).eval()
+
+    def model(tokens: tuple[int, ...]) -> Logits:
+        with torch.no_grad():
+            logits: Logits = llama(torch.tensor([tokens])).logits[0, -1].float().numpy()
+        return logits
+
+    # Ends that the search comes to early, late, and with several beams at once.
+    often = [
+        token
+        for tokens in (h.tokens for h in search(model, GenerationConfig(max_new_tokens=9, num_beams=6)))
+        for token in tokens[2:]
+    ]
+    likely = sorted(set(often), key=lambda token: (-often.count(token), token))
+    ended_early = 0
+    for beams, eos, others in [
+        (2, likely[:1], {}),
+        (4, likely[1:3], {}),
+        (5, likely[:2], {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}),
+        (3, likely[:3], {"min_new_tokens": 4}),
+        (4, list(range(3, 12)), {}),
+    ]:
+        chosen = {
+            "max_new_tokens": 9, "num_beams": beams, "eos_token_id": eos, "early_stopping": early_stopping,
+            "length_penalty": length_penalty, **others,
+        }  # fmt: skip
+        theirs = llama.generate(
+            torch.tensor([PROMPT]), attention_mask=torch.ones(1, len(PROMPT)), do_sample=False, pad_token_id=1,
+            num_return_sequences=beams, return_dict_in_generate=True, output_scores=True, **chosen,
+        )  # fmt: skip
+        found = search(model, GenerationConfig(**chosen))
+        expected = [row[len(PROMPT) :].tolist() for row in theirs.sequences]
+        for hypothesis, tokens, score in zip(found, expected, theirs.sequences_scores.tolist(), strict=True):
+            length = len(hypothesis.tokens)
+            assert hypothesis.tokens == tuple(tokens[:length])
+            assert all(token == 1 for token in tokens[length:]), "padding"
+            assert hypothesis.score == pytest.approx(score, rel=1e-4)
+            ended_early += hypothesis.finish_reason is FinishReason.EOS
+    assert ended_early

@@ -1,0 +1,189 @@
+"""Settings are checked when they are made, and transformers' files mean here what they mean there."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.config import GenerationConfig
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; supported: at least 1"),
+        ({"max_new_tokens": None}, "max_new_tokens is None; supported: a whole number"),
+        ({"max_new_tokens": 3.0}, "max_new_tokens is 3.0"),
+        ({"max_new_tokens": True}, "max_new_tokens is True"),
+        ({"min_new_tokens": -1}, "min_new_tokens is -1"),
+        ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, above max_new_tokens 8"),
+        ({"do_sample": 1}, "do_sample is 1; supported: True or False"),
+        ({"do_sample": True, "temperature": 0.0}, "for the most probable token leave do_sample off"),
+        ({"do_sample": True, "temperature": math.inf}, "temperature is inf"),
+        ({"do_sample": True, "temperature": math.nan}, "temperature is nan"),
+        ({"do_sample": True, "top_k": -1}, "top_k is -1"),
+        ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0; supported: above 0 and at most 1"),
+        ({"do_sample": True, "top_p": 1.1}, "top_p is 1.1"),
+        ({"do_sample": True, "min_p": -0.1}, "min_p is -0.1"),
+        ({"temperature": 0.7}, r"temperature=0.7 has no effect without do_sample=True"),
+        ({"top_k": 3, "top_p": 0.5}, r"top_k=3, top_p=0.5 has no effect"),
+        ({"min_p": 0.1}, r"min_p=0.1 has no effect"),
+        ({"length_penalty": 2.0}, "length_penalty=2.0 has no effect without num_beams above 1"),
+        ({"early_stopping": True}, "early_stopping=True has no effect"),
+        ({"early_stopping": "always"}, 'supported: True, False or "never"'),
+        ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
+        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size is -2"),
+        ({"eos_token_id": -1}, "eos_token_id is -1"),
+        ({"eos_token_id": [1, -1]}, r"eos_token_id is \(1, -1\)"),
+        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
+        ({"stop_strings": ["a", ""]}, "stop_strings is .*; supported: texts of at least one character"),
+        ({"stop_strings": 3}, "stop_strings is 3"),
+        ({"seed": -1}, "seed is -1"),
+        ({"seed": 0.5}, "seed is 0.5"),
+        ({"num_beams": 0}, "num_beams is 0"),
+        ({"num_beams": 2, "do_sample": True}, "num_beams=2 cannot be combined with do_sample"),
+        ({"num_beams": 2, "stop_strings": "x"}, "num_beams=2 cannot be combined with stop_strings"),
+        ({"num_beams": 2, "prompt_lookup_num_tokens": 3}, "cannot be combined with prompt_lookup_num_tokens"),
+        ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
+        ({"max_matching_ngram_size": 0}, "max_matching_ngram_size is 0"),
+        ({"sequence_bias": {(): 1.0}}, "sequence_bias of"),
+        ({"sequence_bias": {-1: 1.0}}, "sequence_bias of"),
+        ({"sequence_bias": {1: math.inf}}, "sequence_bias of .* is inf"),
+        ({"sequence_bias": {1: math.nan}}, "sequence_bias of .* is nan"),
+        ({"sequence_bias": {"1": 1.0}}, "sequence_bias is"),
+        ({"sequence_bias": [1, 2]}, "sequence_bias is"),
+    ],
+    ids=str,
+)
+def test_refusals(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        GenerationConfig(**settings)
+
+
+def test_values_are_kept_as_they_were_given() -> None:
+    """A caller's list or mapping that changes later changes no settings."""
+    eos, bias = [np.int64(3), 5], {7: -1, (1, np.int64(2)): -math.inf}
+    config = GenerationConfig(eos_token_id=eos, sequence_bias=bias, stop_strings=["a", "b"])
+    eos.append(9)
+    bias[8] = 1
+    assert config.eos_token_ids == (3, 5)
+    assert config.biases == (((7,), -1.0), ((1, 2), -math.inf))
+    assert config.stops == ("a", "b")
+    assert hash(config) == hash(GenerationConfig(eos_token_id=(3, 5), stop_strings=("a", "b")))
+
+
+def test_one_or_several() -> None:
+    assert GenerationConfig(eos_token_id=0).eos_token_ids == (0,)
+    assert GenerationConfig().eos_token_ids == ()
+    assert GenerationConfig(stop_strings="ab").stops == ("ab",)
+
+
+def written(folder: Path, settings: object) -> Path:
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps(settings), encoding="utf-8")
+    return path
+
+
+def test_a_file_of_transformers(tmp_path: Path) -> None:
+    """As shipped with a chat model; every setting has an effect or is none of ours, so nothing is said."""
+    path = written(
+        tmp_path,
+        {
+            "_from_model_config": True,
+            "bos_token_id": 128000,
+            "do_sample": True,
+            "eos_token_id": [128001, 128009],
+            "pad_token_id": None,
+            "temperature": 0.6,
+            "top_p": 0.9,
+            "num_return_sequences": 1,
+            "suppress_tokens": [],
+            "sequence_bias": [[[7, 8], -2.5]],
+            "transformers_version": "5.23.0",
+        },
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config = GenerationConfig.from_file(path, max_new_tokens=9, temperature=0.5)
+    assert config == GenerationConfig(
+        max_new_tokens=9,
+        do_sample=True,
+        temperature=0.5,
+        top_p=0.9,
+        top_k=50,
+        eos_token_id=[128001, 128009],
+        sequence_bias={(7, 8): -2.5},
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 0.9, "top_p": 0.6}, "temperature=0.9 has no effect without do_sample=True; ignored"),
+        ({"max_length": 4096}, "max_length=4096 counts the prompt too and is ignored; say max_new_tokens"),
+        ({"frobnicate": 1}, "frobnicate is not a setting of transformers"),
+    ],
+    ids=str,
+)
+def test_what_has_no_effect_is_said(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
+    path = written(tmp_path, settings)
+    with pytest.warns(UserWarning, match="ignored") as said:
+        config = GenerationConfig.from_file(path)
+    assert config == GenerationConfig()
+    assert message in str(said[0].message)
+    assert str(path) in str(said[0].message)
+
+
+def test_sampling_settings_of_a_greedy_file_count_once_sampling_is_on(tmp_path: Path) -> None:
+    path = written(tmp_path, {"temperature": 0.9})
+    assert GenerationConfig.from_file(path, do_sample=True).temperature == 0.9
+
+
+def test_a_change_that_has_no_effect_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="temperature=0.5 has no effect"):
+        GenerationConfig.from_file(written(tmp_path, {}), temperature=0.5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"typical_p": 0.9},
+        {"bad_words_ids": [[5]]},
+        {"suppress_tokens": [1, 2]},
+        {"forced_eos_token_id": 2},
+        {"num_beam_groups": 2},
+        {"guidance_scale": 1.5},
+        {"penalty_alpha": 0.6},
+        {"watermarking_config": {}},
+    ],
+    ids=str,
+)
+def test_other_ways_of_choosing_are_refused(settings: dict[str, Any], tmp_path: Path) -> None:
+    path = written(tmp_path, settings)
+    (name,) = settings
+    with pytest.raises(OptionError, match=rf"{name}=.* is not supported"):
+        GenerationConfig.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds list"),
+        ('{"sequence_bias": {"78": 1}}', "sequence_bias is"),
+        (None, "cannot be read"),
+    ],
+)
+def test_files_that_are_none(text: str | None, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "generation_config.json"
+    if text is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(OptionError, match=message):
+        GenerationConfig.from_file(path)

@@ -1,0 +1,203 @@
+"""One sequence: which token is chosen, what its event says, when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trt_kvcache.errors import OptionError, PromptError, SessionError
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.events import FinishReason
+from trt_kvcache.runtime.sampling import Sampler
+
+Logits = npt.NDArray[np.float32]
+
+HISTORY = np.array([0], np.int64)
+
+
+def row(*values: float) -> Logits:
+    return np.array(values, np.float32)
+
+
+def drawn(config: GenerationConfig, index: int, rows: Sequence[Logits]) -> list[int]:
+    sampler = Sampler(config, index)
+    return [sampler.choose(logits, HISTORY, 0)[0] for logits in rows]
+
+
+def test_greedy_takes_the_lowest_of_equals() -> None:
+    assert drawn(GenerationConfig(), 0, [row(1, 3, 3, 2), row(0, 0, 0), row(-1, -math.inf, -1)]) == [1, 0, 0]
+
+
+def test_greedy_follows_the_rules() -> None:
+    config = GenerationConfig(sequence_bias={2: 5.0}, repetition_penalty=10.0)
+    assert drawn(config, 0, [row(9, 1, -3.5)]) == [2]
+
+
+def test_a_sequence_draws_the_same_whatever_else_runs() -> None:
+    """Streams interleaved, alone, or in another order: the tokens of a sequence are its own."""
+    config = GenerationConfig(do_sample=True, seed=7, temperature=1.5)
+    rows = [np.random.default_rng(at).normal(size=50).astype(np.float32) for at in range(20)]
+    alone = {index: drawn(config, index, rows) for index in (3, 0, 2, 1)}
+    samplers = [Sampler(config, index) for index in range(4)]
+    together = [[sampler.choose(logits, HISTORY, 0)[0] for sampler in samplers] for logits in rows]
+    for index in range(4):
+        assert [tokens[index] for tokens in together] == alone[index]
+    assert len({tuple(tokens) for tokens in alone.values()}) == 4
+    assert drawn(GenerationConfig(do_sample=True, seed=8, temperature=1.5), 0, rows) != alone[0]
+
+
+def test_a_stream_is_the_same_in_every_release() -> None:
+    """Pinned: a change of the stream would silently change what a seed means."""
+    rows = [np.zeros(1000, np.float32)] * 5
+    assert drawn(GenerationConfig(do_sample=True, seed=0, top_k=0), 0, rows) == [942, 316, 722, 125, 422]
+
+
+def test_without_a_seed_streams_differ() -> None:
+    rows = [np.zeros(1000, np.float32)] * 5
+    config = GenerationConfig(do_sample=True, top_k=0)
+    assert drawn(config, 0, rows) != drawn(config, 0, rows)
+
+
+def test_frequencies_are_the_probabilities() -> None:
+    """10,000 draws against what temperature, top-k and top-p leave: chi-squared below the 0.1% point."""
+    config = GenerationConfig(do_sample=True, seed=1, temperature=0.8, top_k=5, top_p=0.9)
+    logits = row(1.0, 0.2, -0.5, 2.0, 0.1, -3.0, 0.9, -1.0)
+    scaled = {token: math.exp(float(score) / 0.8) for token, score in enumerate(logits)}
+    best = sorted(scaled, key=lambda token: -scaled[token])[:5]
+    total, inside = sum(scaled[token] for token in best), []
+    for token in best:
+        inside.append(token)
+        if sum(scaled[t] for t in inside) >= 0.9 * total:
+            break
+    count = 10_000
+    tokens = drawn(config, 0, [logits] * count)
+    assert set(tokens) == set(inside)
+    mass = sum(scaled[token] for token in inside)
+    expected = {token: count * scaled[token] / mass for token in inside}
+    chi = sum((tokens.count(token) - expected[token]) ** 2 / expected[token] for token in inside)
+    assert len(inside) == 4
+    assert chi < 16.27  # 3 degrees of freedom
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 20))
+def test_what_a_rule_forbids_is_never_drawn(seed: int, top_k: int) -> None:
+    logits = np.random.default_rng(seed).normal(size=20).astype(np.float32)
+    config = GenerationConfig(do_sample=True, seed=seed, top_k=top_k, sequence_bias={3: -math.inf})
+    allowed = sorted((t for t in range(20) if t != 3), key=lambda token: -logits[token])[:top_k]
+    assert set(drawn(config, 0, [logits] * 10)) <= set(allowed)
+
+
+def test_logprob_is_of_the_models_own_distribution() -> None:
+    logits = row(1, 2, 3)
+    expected = [value - math.log(sum(math.exp(v) for v in (1, 2, 3))) for value in (1, 2, 3)]
+    plain = Sampler(GenerationConfig(output_logprobs=True))
+    assert plain.choose(logits, HISTORY, 0) == (2, pytest.approx(expected[2], abs=1e-6))
+    shaped = Sampler(GenerationConfig(output_logprobs=True, do_sample=True, top_k=1, sequence_bias={0: 9.0}))
+    assert shaped.choose(logits, HISTORY, 0) == (0, pytest.approx(expected[0], abs=1e-6))
+    assert Sampler(GenerationConfig()).choose(logits, HISTORY, 0) == (2, None)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_damaged_logits_are_an_error(bad: float, do_sample: bool) -> None:
+    with pytest.raises(SessionError, match=f"the model's logits hold {bad}"):
+        drawn(GenerationConfig(do_sample=do_sample), 0, [row(0, bad, 1)])
+
+
+@pytest.mark.parametrize("do_sample", [False, True])
+def test_no_token_left_is_an_error(do_sample: bool) -> None:
+    config = GenerationConfig(do_sample=do_sample, sequence_bias={0: -math.inf, 1: -math.inf})
+    with pytest.raises(SessionError, match="no token is left"):
+        drawn(config, 0, [row(0, 1)])
+
+
+class Letters:
+    """One letter per token; token 7 begins and token 8 ends a character."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        pieces = {7: b"\xc3", 8: b"\xa9"}
+        return b"".join(pieces.get(token, b"%c" % (97 + token)) for token in tokens).decode("utf-8", "replace")
+
+
+def want(token: int) -> Logits:
+    return np.eye(10, dtype=np.float32)[token]
+
+
+def test_it_ends_with_an_eos() -> None:
+    sequence = Continuation(5, [1, 2], GenerationConfig(eos_token_id=[3, 4]), Letters())
+    first, last = sequence.advance(want(0)), sequence.advance(want(4))
+    assert (first.sequence, first.token, first.text, first.logprob, first.finish_reason) == (5, 0, "a", None, None)
+    assert (last.token, last.text, last.finish_reason) == (4, "", FinishReason.EOS)
+    assert sequence.finish_reason is FinishReason.EOS
+    assert sequence.tokens.tolist() == [1, 2, 0, 4]
+    assert sequence.new_tokens == [0, 4]
+    assert sequence.next_token == 4
+
+
+def test_it_ends_with_its_length() -> None:
+    sequence = Continuation(0, [1], GenerationConfig(max_new_tokens=2))
+    assert sequence.advance(want(0)).finish_reason is None
+    assert sequence.advance(want(0)).finish_reason is FinishReason.LENGTH
+
+
+def test_eos_at_the_last_place_is_eos() -> None:
+    sequence = Continuation(0, [1], GenerationConfig(max_new_tokens=1, eos_token_id=0))
+    assert sequence.advance(want(0)).finish_reason is FinishReason.EOS
+
+
+def test_it_ends_with_a_stop_string_across_tokens() -> None:
+    config = GenerationConfig(stop_strings=["cd", "xyz"])
+    sequence = Continuation(0, [1], config, Letters())
+    events = [sequence.advance(want(token)) for token in (1, 2, 2, 3)]
+    assert [event.text for event in events] == ["b", "", "c", ""]
+    assert [event.finish_reason for event in events] == [None, None, None, FinishReason.STOP]
+    assert sequence.new_tokens == [1, 2, 2, 3]
+
+
+def test_what_may_become_a_stop_string_comes_at_the_end() -> None:
+    sequence = Continuation(0, [1], GenerationConfig(stop_strings="cd", max_new_tokens=2), Letters())
+    events = [sequence.advance(want(token)) for token in (1, 2)]
+    assert [event.text for event in events] == ["b", "c"]
+    assert events[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_it_can_be_ended_from_outside() -> None:
+    sequence = Continuation(2, [1], GenerationConfig(output_logprobs=True), Letters())
+    assert sequence.advance(want(7)).text == ""
+    event = sequence.finish(FinishReason.CANCELLED)
+    assert (event.sequence, event.token, event.text, event.logprob) == (2, None, "\ufffd", None)
+    assert event.finish_reason is sequence.finish_reason is FinishReason.CANCELLED
+
+
+def test_an_incomplete_character_can_complete_a_stop_string_at_the_end() -> None:
+    sequence = Continuation(0, [1], GenerationConfig(stop_strings="a\ufffd", max_new_tokens=3), Letters())
+    events = [sequence.advance(want(token)) for token in (1, 0, 7)]
+    assert "".join(event.text for event in events) == "b"
+    assert events[-1].finish_reason is FinishReason.STOP
+
+
+def test_history_grows_past_its_first_room() -> None:
+    sequence = Continuation(0, [1] * 3, GenerationConfig(max_new_tokens=2000))
+    expected = [1] * 3
+    for at in range(1500):
+        sequence.advance(want(at % 10))
+        expected.append(at % 10)
+    assert sequence.tokens.tolist() == expected
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(PromptError, match="the prompt of sequence 3 is empty"):
+        Continuation(3, [], GenerationConfig())
+
+
+def test_stop_strings_need_a_tokenizer() -> None:
+    with pytest.raises(OptionError, match="need a tokenizer"):
+        Continuation(0, [1], GenerationConfig(stop_strings="x"))
