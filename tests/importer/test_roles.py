@@ -267,6 +267,29 @@ def test_learned_positions_as_wide_as_the_tokens() -> None:
     assert roles["b"].role is Role.TOKENS
 
 
+def test_learned_positions_with_a_constant_offset() -> None:
+    decoder = Decoder()
+    shifted = decoder.node("Add", [decoder.input("a", INT64, [B, S]), decoder.constant(2)])
+    hidden = decoder.node("Add", [decoder.embed(decoder.ids("b")), decoder.embed(shifted, rows=POSITIONS)])
+    assert decoder.finish(hidden, positions="").roles()["a"].role is Role.POSITIONS
+
+
+@pytest.mark.parametrize("rotary", [True, False])
+def test_a_start_that_steps_are_added_to_is_no_position(rotary: bool) -> None:
+    decoder = Decoder()
+    ids = decoder.ids()
+    size = decoder.node("Gather", [decoder.node("Shape", [ids]), decoder.constant(1)])
+    steps = decoder.node("Range", [decoder.constant(0), size, decoder.constant(1)])
+    column = decoder.node("Unsqueeze", [decoder.input("start", INT64, [B]), decoder.constant([1])])
+    positions = decoder.node("Add", [column, steps])
+    hidden = decoder.embed(ids)
+    if not rotary:
+        hidden = decoder.node("Add", [hidden, decoder.embed(positions, rows=POSITIONS)])
+    role = decoder.finish(hidden, positions if rotary else "").roles()["start"]
+    assert role.role is Role.OTHER
+    assert "positions" in role.found_by
+
+
 def test_a_small_table_is_no_table_of_positions() -> None:
     decoder = Decoder()
     kinds = decoder.input("kinds", INT64, [B, S])
@@ -291,7 +314,12 @@ def test_embeddings_instead_of_tokens() -> None:
 
 def test_a_block_without_logits_has_no_logits() -> None:
     decoder = Decoder()
-    roles = decoder.finish(decoder.input("x", FLOAT, [B, S, HIDDEN]), logits=False).roles()
+    decoder.finish(decoder.input("x", FLOAT, [B, S, HIDDEN]), decoder.ids("p"), logits=False)
+    decoder.node("MatMul", ["hidden_out", decoder.weight(HIDDEN, HIDDEN)], "projected")
+    decoder.output("projected", FLOAT, [B, S, HIDDEN])
+    roles = decoder.roles()
+    assert roles["p"].role is Role.POSITIONS
+    assert roles["projected"].role is Role.OTHER
     assert roles["hidden_out"].role is Role.OTHER
     assert roles["hidden_out"].axes == ("batch", "sequence", "")
     assert roles["x"].role is Role.OTHER
@@ -328,10 +356,11 @@ def test_mask_straight_into_attention(shape: tuple[Dim, ...], axes: tuple[str, .
     assert (role.role, role.axes) == (Role.MASK, axes)
 
 
-def test_padding_mask_that_is_turned_into_a_bias() -> None:
+@pytest.mark.parametrize("batch", [B, ""])
+def test_padding_mask_that_is_turned_into_a_bias(batch: str) -> None:
     decoder = Decoder()
     ids = decoder.ids()
-    padding = decoder.node("Cast", [decoder.input("m", INT64, [B, "k"])], to=FLOAT)
+    padding = decoder.node("Cast", [decoder.input("m", INT64, [batch, "k"])], to=FLOAT)
     inverse = decoder.node("Sub", [decoder.constant(1.0, np.float32), padding])
     bias = decoder.node("Mul", [inverse, decoder.constant(-1e9, np.float32)])
     mask = decoder.node("Unsqueeze", [bias, decoder.constant([1, 2])])
@@ -339,13 +368,15 @@ def test_padding_mask_that_is_turned_into_a_bias() -> None:
     assert (role.role, role.axes) == (Role.MASK, ("batch", "keys"))
 
 
-def test_positions_compared_with_keys_are_no_mask() -> None:
+@pytest.mark.parametrize(("rotary", "role"), [(True, Role.POSITIONS), (False, Role.OTHER)])
+def test_positions_compared_with_keys_are_no_mask(rotary: bool, role: Role) -> None:
     decoder = Decoder()
     where = decoder.ids("where")
     column = decoder.node("Unsqueeze", [where, decoder.constant([1, 3])])
     keys = decoder.constant(np.arange(CAPACITY))
     mask = decoder.node("GreaterOrEqual", [column, keys])
-    assert decoder.finish(decoder.embed(decoder.ids()), where, mask=mask).roles()["where"].role is Role.POSITIONS
+    roles = decoder.finish(decoder.embed(decoder.ids()), where if rotary else "", mask=mask).roles()
+    assert roles["where"].role is role
 
 
 def test_lengths_counted_from_a_padding_mask() -> None:

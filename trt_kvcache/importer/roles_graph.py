@@ -242,10 +242,10 @@ def collect_evidence(index: GraphIndex, facts: GraphFacts, capacity: int | None)
         if table in tokens:
             size = f"the embedding table [{table.rows}, {table.columns}]"
             add_sources(table.index, Role.TOKENS, index.follow_values, Strength.LIKELY, f"index into {size}")
-        elif not table.rotary and (capacity is None or table.rows >= capacity):
+        elif capacity is None or table.rows >= capacity:
             reason = f"index into a table of {table.rows} positions"
-            for name in index.sources(table.index, index.follow_positions):
-                add(name, Role.POSITIONS, Strength.LIKELY, reason)
+            for name, unchanged in index.sources(table.index, index.follow_positions).items():
+                add(name, Role.POSITIONS, Strength.LIKELY if unchanged else Strength.HINT, reason)
     for tensor in _rotary_angles(index):
         add_sources(tensor, Role.POSITIONS, index.follow_positions, Strength.HINT, "positions of the rotary embedding")
     if hidden is not None and not tokens:
