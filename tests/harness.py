@@ -133,10 +133,18 @@ def ranges_of(result: ImportedModel) -> dict[str, tuple[int, int, int]]:
 
 
 def build(result: ImportedModel, extra: Mapping[str, tuple[int, int, int]] | None = None) -> trt.Outcome:
-    """Build the rewritten model as the engine does: parse, patch the network, one profile."""
+    """Build the rewritten model as the engine does: parse, patch the network, a profile for prefill, one for decode."""
     path = str(result.source.path.with_name("rewritten.onnx"))
-    ranges = {**ranges_of(result), **(extra or {})}
-    return build_in_child(result.model.SerializeToString(), ranges, path, result.plan)
+    prefill = {**ranges_of(result), **(extra or {})}
+    decode = {**prefill, **dict.fromkeys(symbols_of(result, "sequence"), (1, 1, 1))}
+    profiles = [prefill] if decode == prefill else [prefill, decode]
+    return build_in_child(result.model.SerializeToString(), profiles, path, result.plan)
+
+
+def symbols_of(result: ImportedModel, axis: str) -> set[str]:
+    """The symbols of the input dimensions that the plan names `axis`."""
+    pairs = [pair for t in result.plan.tensors if t.io == "input" for pair in zip(t.shape, t.axes, strict=True)]
+    return {dim for dim, name in pairs if isinstance(dim, str) and name == axis}
 
 
 def random_array(rng: np.random.Generator, dtype: int, shape: Sequence[int], scale: float = 1.0) -> Array:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import onnx
 import tensorrt_rtx as trt
 
+Ranges = Mapping[str, tuple[int, int, int]]
 DEFAULT_RANGE = (1, 2, 4)
 """Minimum, optimum and maximum of a dynamic dimension that `build` is told nothing about."""
 
@@ -81,11 +82,11 @@ def parse(model: onnx.ModelProto | bytes, path: str = "") -> Parsed:
 
 def build(
     model: onnx.ModelProto | bytes,
-    ranges: Mapping[str, tuple[int, int, int]] | None = None,
+    ranges: Ranges | Sequence[Ranges] | None = None,
     patch: Callable[[trt.INetworkDefinition], object] | None = None,
     path: str = "",
 ) -> Outcome:
-    """Parse and build `model` with one profile. `ranges` gives (min, opt, max) per symbol of a dynamic dimension."""
+    """Parse and build `model`. `ranges` gives (min, opt, max) per symbol of a dynamic dimension; several: profiles."""
     parsed = parse(model, path)
     if not parsed.ok:
         return Outcome("parse", parsed.words)
@@ -94,9 +95,18 @@ def build(
     return build_parsed(parsed, ranges)
 
 
-def build_parsed(parsed: Parsed, ranges: Mapping[str, tuple[int, int, int]] | None = None) -> Outcome:
-    """Build a parsed network with one profile."""
+def build_parsed(parsed: Parsed, ranges: Ranges | Sequence[Ranges] | None = None) -> Outcome:
+    """Build a parsed network with one profile per mapping of `ranges`."""
     config = parsed.builder.create_builder_config()
+    for profile in ranges if isinstance(ranges, Sequence) else [ranges or {}]:
+        _add_profile(parsed, config, profile)
+    engine = parsed.builder.build_serialized_network(parsed.network, config)
+    if engine is None:
+        return Outcome("build", "\n".join(parsed.log.errors))
+    return Outcome("built", size=engine.nbytes)
+
+
+def _add_profile(parsed: Parsed, config: trt.IBuilderConfig, ranges: Ranges) -> None:
     profile = parsed.builder.create_optimization_profile()
     dynamic = False
     for i in range(parsed.network.num_inputs):
@@ -106,16 +116,12 @@ def build_parsed(parsed: Parsed, ranges: Mapping[str, tuple[int, int, int]] | No
         dynamic = True
         names = [tensor.get_dimension_name(axis) for axis in range(len(tensor.shape))]
         dims = [
-            (size, size, size) if size != -1 else (ranges or {}).get(name, DEFAULT_RANGE)
+            (size, size, size) if size != -1 else ranges.get(name, DEFAULT_RANGE)
             for size, name in zip(tensor.shape, names, strict=True)
         ]
         profile.set_shape(tensor.name, *(tuple(d[k] for d in dims) for k in range(3)))
     if dynamic:
         config.add_optimization_profile(profile)
-    engine = parsed.builder.build_serialized_network(parsed.network, config)
-    if engine is None:
-        return Outcome("build", "\n".join(parsed.log.errors))
-    return Outcome("built", size=engine.nbytes)
 
 
 def decomposable(network: trt.INetworkDefinition) -> None:

@@ -148,6 +148,21 @@ class TestKernels:
         assert (bare.stage, NO_KERNEL in bare.words) == (("build", True) if mask else ("built", False))
         assert trt.build(model, patch=trt.decomposable).stage == "built"
 
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (5, 1)])
+    @pytest.mark.parametrize("queries", [1, "S"])
+    @pytest.mark.parametrize("mask", [None, ("B", 1, 1, 16)], ids=str)
+    def test_one_query_of_few_heads(
+        self, mask: tuple[int | str, ...] | None, queries: int | str, heads: int, kv_heads: int
+    ) -> None:
+        """With one query, fewer than four heads have no fused kernel; a profile that fixes it counts as well."""
+        model = attention_model(heads=heads, kv_heads=kv_heads, queries=queries, mask=mask)
+        bare = trt.build(model, {"S": (1, 1, 1)})
+        assert bare.stage == ("built" if heads >= 4 else "build")
+        assert heads >= 4 or NO_KERNEL in bare.words
+        assert trt.build(model, {"S": (1, 1, 1)}, patch=trt.decomposable).stage == "built"
+        if queries == "S":
+            assert trt.build(model).stage == "built"
+
     def test_double_is_built_as_float(self) -> None:
         parsed = trt.parse(attention_model(dtype=TensorProto.DOUBLE))
         assert parsed.network.get_input(0).dtype == tensorrt_rtx.DataType.FLOAT

@@ -27,16 +27,16 @@ def sharing(shared: str, dtype: int, scales: tuple[float, float]) -> bytes:
 @pytest.mark.parametrize("shared", ["q", "k", "kv", "qkv"])
 def test_shared_query_or_key(shared: str, dtype: int) -> None:
     """The parser scales Q and K of each node; where two get the same product, the builder goes wrong."""
-    assert build_in_child(sharing(shared, dtype, (0.25, 0.25)), {}).stage in ("crash", "build")
+    assert build_in_child(sharing(shared, dtype, (0.25, 0.25)), [{}]).stage in ("crash", "build")
 
 
 @pytest.mark.parametrize(("shared", "scales"), [("v", (0.25, 0.25)), ("", (0.25, 0.25)), ("qkv", (0.25, 0.5))])
 def test_different_products(shared: str, scales: tuple[float, float]) -> None:
     """A shared V is harmless, and so is anything shared under different scales."""
-    assert build_in_child(sharing(shared, HALF, scales), {}).stage == "built"
+    assert build_in_child(sharing(shared, HALF, scales), [{}]).stage == "built"
 
 
 def test_a_crash_is_an_outcome() -> None:
     """The helper survives, and builds the next model."""
-    assert build_in_child(sharing("q", FLOAT, (0.25, 0.25)), {}).stage in ("crash", "build")
-    assert build_in_child(sharing("", HALF, (0.25, 0.25)), {}).stage == "built"
+    assert build_in_child(sharing("q", FLOAT, (0.25, 0.25)), [{}]).stage in ("crash", "build")
+    assert build_in_child(sharing("", HALF, (0.25, 0.25)), [{}]).stage == "built"
