@@ -256,6 +256,9 @@ class Context:
         self._addresses[name] = address
         return True
 
+    def get_tensor_address(self, name: str) -> int:
+        return self._addresses.get(name, 0)
+
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         if name in self._shapes:
             return self._shapes[name]

@@ -1,8 +1,8 @@
 """The fakes against the real bindings: a name that the real one lacks cannot be called in a test.
 
-``tensorrt_rtx``, ``cuda.core`` and ``cuda.bindings`` import without a GPU or a driver. The bindings of TensorRT 10.15.1 and
-11.4.0, looked into once, hold the same names but for the runtime cache, the graph strategy and ``get_engine_validity``,
-which the runner does not ask TensorRT for.
+``tensorrt_rtx``, ``cuda.core`` and ``cuda.bindings`` import without a GPU or a driver. The bindings of TensorRT 10.15.1
+and 11.4.0, looked into once, hold the same names but for the runtime cache, the graph strategy and
+``get_engine_validity``, which the runner does not ask TensorRT for.
 """
 
 from __future__ import annotations

@@ -37,7 +37,9 @@ def engine(built: Path, tmp_path: Path) -> Path:
 
 
 def open_(engine: Path, machine: Machine | None = None, version: str = "1.7.1.116", **faults: Any) -> TensorRTRunner:
-    arguments = {name: faults.pop(name) for name in ("max_batch", "device", "kernel_cache") if name in faults}
+    arguments = {
+        name: faults.pop(name) for name in ("max_batch", "max_chunk", "device", "kernel_cache") if name in faults
+    }
     machine = machine or Machine()
     module = fake_module(machine, version=version, **faults)
     return TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
@@ -188,6 +190,16 @@ def test_memory_that_only_the_engine_knows(engine: Path, monkeypatch: pytest.Mon
 def test_more_rows_than_built_for(engine: Path) -> None:
     refused(OptionError, "max_batch is 4; this engine was built for 1 to 3: build it again with", engine, max_batch=4)
     refused(OptionError, "max_batch is 0; it must be at least 1", engine, max_batch=0)
+    refused(OptionError, "max_chunk is 9; .* 1 to 8: build it again with --max-chunk 9", engine, max_chunk=9)
+
+
+def test_shorter_chunks_need_less_memory(engine: Path) -> None:
+    short, long = open_(engine, max_chunk=2), open_(engine)
+    assert (short.max_chunk, long.max_chunk) == (2, 8)
+    assert short.device_bytes < long.device_bytes
+    assert short.step(StepBatch(0, np.ones((3, 2), np.int64), np.zeros(3, np.int64))).shape == (3, 1, 256)
+    short.close()
+    long.close()
 
 
 def test_rows_that_cannot_be_addressed(tmp_path: Path) -> None:

@@ -56,6 +56,8 @@ class TensorRTRunner:
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
         max_batch: rows of every cache, at most and by default what the engine was built for. Fewer need less memory.
+        max_chunk: most tokens of one row per step, at most and by default what the engine was built for. Fewer need
+            less memory for logits.
         device: number of the GPU.
         cuda_graphs: record decode steps as CUDA graphs.
         kernel_cache: folder for what TensorRT for RTX compiles; None: beside the engine.
@@ -65,7 +67,7 @@ class TensorRTRunner:
         ManifestError: the manifest is missing, contradicts itself, or is not of this engine.
         BackendError: TensorRT or a driver is missing, the engine is for another GPU or version, or the GPU has too
             little memory.
-        OptionError: `max_batch` is more than the engine was built for.
+        OptionError: `max_batch` or `max_chunk` is more than the engine was built for.
         UnsupportedModelError: an input or output has no known part in decoding.
     """
 
@@ -74,6 +76,7 @@ class TensorRTRunner:
         engine: str | os.PathLike[str],
         *,
         max_batch: int | None = None,
+        max_chunk: int | None = None,
         device: int = 0,
         cuda_graphs: bool = True,
         kernel_cache: str | os.PathLike[str] | None = None,
@@ -84,8 +87,9 @@ class TensorRTRunner:
         check_manifest(self._manifest, path)
         self._inputs = StepInputs(self._manifest.plan)
         self._logits = StepLogits(self._manifest.plan)
-        self._max_chunk = self._inputs.chunk(None, self._manifest.max_chunk)
-        self._max_batch = _rows(self._manifest, self._inputs, max_batch)
+        self._max_chunk = _within("max_chunk", max_chunk, self._inputs.chunk(None, self._manifest.max_chunk))
+        rows = min(self._manifest.max_batch, self._inputs.max_rows or self._manifest.max_batch)
+        self._max_batch = _within("max_batch", max_batch, rows)
         check_engine(self._manifest, path)
         bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
         self._closed = False
@@ -303,15 +307,13 @@ class TensorRTRunner:
         )
 
 
-def _rows(manifest: Manifest, inputs: StepInputs, asked: int | None) -> int:
-    """How many rows to hold."""
-    most = min(manifest.max_batch, inputs.max_rows or manifest.max_batch)
-    if asked is None:
-        return most
-    if not 1 <= asked <= most:
+def _within(name: str, asked: int | None, most: int) -> int:
+    """What was asked for, or the most that the engine was built for."""
+    if asked is not None and asked < 1:
+        raise OptionError(f"{name} is {asked}; it must be at least 1")
+    if asked is not None and asked > most:
+        flag = "--" + name.replace("_", "-")
         raise OptionError(
-            f"max_batch is {asked}; this engine was built for 1 to {most}: build it again with --max-batch {asked}"
-            if asked > most
-            else f"max_batch is {asked}; it must be at least 1"
+            f"{name} is {asked}; this engine was built for 1 to {most}: build it again with {flag} {asked}"
         )
-    return asked
+    return most if asked is None else asked

@@ -1,0 +1,91 @@
+"""Engines for the GPU at hand: one per backend that is installed, and skipped in TensorRT's own words where it refuses.
+
+Set TRT_KVCACHE_GPU_BACKENDS (``tensorrt-rtx,tensorrt``) to choose. Nobody has run these tests on a GPU yet: what they
+have run on is the fake of `tests/runtime/fake_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+
+from trt_kvcache.engine.backend import installed_version
+from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.errors import BackendError
+from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt_runner import TensorRTRunner
+
+MAX_BATCH, MAX_CHUNK = 3, 16
+
+
+def backends() -> list[str]:
+    """Those to test."""
+    asked = os.environ.get("TRT_KVCACHE_GPU_BACKENDS")
+    if asked:
+        return asked.split(",")
+    return [target.value for target in Target if installed_version(target) is not None]
+
+
+@dataclass
+class Workshop:
+    """Builds and opens engines; each kind is built once."""
+
+    backend: str
+    folder: Path
+    built: dict[Any, Path] = field(default_factory=dict)
+    opened: list[Any] = field(default_factory=list)
+
+    def model(self, config: DecoderConfig) -> Path:
+        """The decoder as ONNX."""
+        path = self.folder / f"{abs(hash(config)):x}.onnx"
+        return path if path.exists() else write_decoder(path, config)
+
+    def engine(self, config: DecoderConfig, options: PlanOptions | None = None) -> TensorRTRunner:
+        """An opened engine of the decoder."""
+        key = (config, options)
+        if key not in self.built:
+            output = self.folder / f"{len(self.built)}.engine"
+            build = BuildOptions(backend=self.backend, max_batch=MAX_BATCH, max_chunk=MAX_CHUNK)
+            build_engine(self.model(config), output, options=options, build=build)
+            self.built[key] = output
+        return self.open(self.built[key])
+
+    def open(self, engine: Path, **arguments: Any) -> TensorRTRunner:
+        """Open an engine that was built."""
+        runner = TensorRTRunner(engine, **arguments)
+        self.opened.append(runner)
+        return runner
+
+    def reference(self, config: DecoderConfig, options: PlanOptions | None = None) -> OnnxRuntimeRunner:
+        """The decoder on ONNX Runtime."""
+        return OnnxRuntimeRunner(self.model(config), options, max_batch=MAX_BATCH, max_chunk=MAX_CHUNK)
+
+    def close(self) -> None:
+        """Close what was opened."""
+        while self.opened:
+            self.opened.pop().close()
+
+
+@pytest.fixture(scope="session", params=backends())
+def _workshop(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    workshop = Workshop(request.param, tmp_path_factory.mktemp(request.param))
+    try:
+        workshop.engine(DecoderConfig()).close()
+    except BackendError as error:
+        pytest.skip(f"{request.param} does not run on this GPU; in its own words: {error}")
+    return workshop
+
+
+@pytest.fixture
+def workshop(_workshop: Workshop) -> Iterator[Workshop]:
+    """Everything that a test opens is closed after it."""
+    yield _workshop
+    _workshop.close()

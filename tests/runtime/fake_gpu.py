@@ -1,0 +1,54 @@
+"""A pytest plugin that puts the fake TensorRT where a GPU would be: ``pytest -p runtime.fake_gpu -m gpu tests/gpu``.
+
+It shows that the GPU tests run and mean what they say. It shows nothing about a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from runtime.fake_cuda import GPU, Machine
+from runtime.fake_engines import write_engine
+from runtime.fake_tensorrt import fake_module
+
+from trt_kvcache.engine import backend, build, doctor
+from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.runtime import trt_runner
+
+VERSIONS = {"tensorrt-rtx": "1.7.1.116", "tensorrt": "11.4.0.106"}
+
+
+def install() -> None:
+    """Replace what touches TensorRT and CUDA, in this process."""
+    machine = Machine(total=4 << 30)
+    refuse = os.environ.get("FAKE_GPU_REFUSES", "")
+
+    def load(name: str) -> Any:
+        faults = {"refuse": refuse} if refuse else {}
+        return fake_module(machine, rtx=name == "tensorrt-rtx", version=VERSIONS[name], **faults)
+
+    trt_runner.load_tensorrt = load
+    trt_runner.cuda_bindings = machine.bindings
+    build.build_engine = _build
+    doctor.find_gpus = lambda: ("13.0", (doctor.Gpu(GPU, "9.0", machine.total),), "")
+    backend.installed_version = lambda target: VERSIONS[Target(target).value]
+
+
+def _build(
+    model: Path, output: Path, *, options: PlanOptions | None = None, build: BuildOptions | None = None, **_: Any
+) -> Manifest:
+    build = build or BuildOptions()
+    name = "tensorrt-rtx" if build.backend == "auto" else build.backend
+    limits = {"max_batch": build.max_batch or 1, "max_chunk": build.max_chunk or 16}
+    made = write_engine(Path(model), options=options, backend=name, version=VERSIONS[name], **limits)
+    shutil.move(made, output)
+    shutil.move(manifest_path(made), manifest_path(output))
+    return load_manifest(output)
+
+
+install()
