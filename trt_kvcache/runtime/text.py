@@ -69,13 +69,16 @@ class TextStream:
         if new:
             self._given = complete
         if new and complete == text:
-            # Everything is out: the tokens since the last such moment are context enough from now on.
-            self._keep_last(len(self._window) - self._settled)
+            # Everything is out: the tokens since the last such moment are context enough, if they make sense alone.
+            recent = self._window[self._settled :]
+            alone = self._tokenizer.decode(recent)
+            if text.endswith(alone):
+                self._window, self._given = recent, alone
             self._settled = len(self._window)
-        elif len(self._window) > 4 * _CONTEXT:
+        if len(self._window) > 4 * _CONTEXT:
             # Bytes that fit no character, one after another: without a bound, each would cost more than the last.
-            self._keep_last(_CONTEXT)
-            self._settled = 0
+            self._window, self._settled = self._window[-_CONTEXT:], 0
+            self._given = _complete(self._decode())
         return self._stops.push(new)
 
     def flush(self) -> str:
@@ -86,10 +89,6 @@ class TextStream:
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window) if self._window else ""
-
-    def _keep_last(self, count: int) -> None:
-        self._window = self._window[len(self._window) - count :]
-        self._given = _complete(self._decode())
 
 
 def _complete(text: str) -> str:
@@ -111,10 +110,11 @@ class StopStrings:
         if self.found or not self._stops:
             return "" if self.found else text
         text = self._held + text
-        starts = [start for start in (text.find(stop) for stop in self._stops) if start >= 0]
-        if starts:
+        places = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if places:
+            # The one that is complete first, as if the text had come character by character.
             self.found, self._held = True, ""
-            return text[: min(starts)]
+            return text[: min(places)[1]]
         # Of the suffixes that some stop string begins with, the longest.
         longest = min(len(text), max(map(len, self._stops)) - 1)
         held = next((n for n in range(longest, 0, -1) if any(s.startswith(text[-n:]) for s in self._stops)), 0)

@@ -1,0 +1,295 @@
+"""Text that streams is the text: no half characters, nothing taken back, stop strings wherever tokens end."""
+
+from __future__ import annotations
+
+import json
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.text import StopStrings, TextStream
+from trt_kvcache.runtime.tokenizer import Tokenizer
+
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
+
+from runtime.tokenizers_in_code import byte_fallback, byte_level
+
+patient = settings(deadline=None, max_examples=200)
+
+
+@cache
+def gpt() -> Tokenizer:
+    return Tokenizer(byte_level())
+
+
+@cache
+def llama() -> Tokenizer:
+    return Tokenizer(byte_fallback())
+
+
+def pieces(tokenizer: Tokenizer, tokens: list[int], prompt: list[int] | tuple[int, ...] = ()) -> list[str]:
+    stream = TextStream(tokenizer, prompt)
+    return [*(stream.push(token) for token in tokens), stream.flush()]
+
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd"), max_size=20)
+
+
+@patient
+@given(texts)
+@example("😀é😀")
+def test_bytes_of_a_text_become_the_text(text: str) -> None:
+    for tokenizer in (gpt(), llama()):
+        streamed = pieces(tokenizer, tokenizer.encode(text))
+        assert "".join(streamed) == text
+        assert not any("\ufffd" in piece for piece in streamed)
+
+
+@patient
+@given(st.data())
+def test_any_tokens_stream_to_their_text(data: st.DataObject) -> None:
+    """Bytes that are no UTF-8 included, as a model with random weights writes them."""
+    tokens = data.draw(st.lists(st.integers(0, gpt().vocab_size - 1), max_size=60))
+    whole = gpt().decode(tokens)
+    joined = ""
+    stream = TextStream(gpt())
+    for token in tokens:
+        joined += stream.push(token)
+        assert whole.startswith(joined)
+    assert joined + stream.flush() == whole
+
+
+@patient
+@given(st.lists(st.sampled_from([0x41, 0x80, 0xBF, 0xC3, 0xE2, 0x82, 0xAC, 0xF0, 0x9F, 0x98, 0xFF]), max_size=80))
+@example([0xFF] * 70)
+@example([0xF0, 0x9F, 0x98] * 20 + [0x80])
+def test_any_bytes_stream_to_their_text(values: list[int]) -> None:
+    """One token per byte; long runs that fit no character pass the bound of the window."""
+
+    class Bytes:
+        def decode(self, tokens: Any) -> str:
+            return bytes(tokens).decode("utf-8", "replace")
+
+    stream = TextStream(Bytes())
+    assert "".join([*(stream.push(value) for value in values), stream.flush()]) == bytes(values).decode(
+        "utf-8", "replace"
+    )
+
+
+def test_a_character_comes_when_it_is_complete() -> None:
+    tokens = [llama().encode(text)[-1] for text in ("a", "b")]
+    euro = [3 + byte for byte in "€".encode()]
+    assert pieces(llama(), [tokens[0], *euro, tokens[1]]) == ["a", "", "", "€", "b", ""]
+
+
+def test_what_is_out_stays_where_the_decoder_takes_it_back() -> None:
+    """Byte fallback decodes a run of bytes as a whole: one that fits nothing spoils the characters before it."""
+    euro, bad = [3 + byte for byte in "€".encode()], 3 + 0xFF
+    assert llama().decode([*euro, bad]) == "\ufffd" * 4
+    assert "".join(pieces(llama(), [*euro, bad, *llama().encode("a€")[1:]])) == "€\ufffda€"
+
+
+def test_the_space_before_the_first_new_word_stays() -> None:
+    prompt = llama().encode("the")
+    new = llama().encode("the cow")[len(prompt) :]
+    assert "".join(pieces(llama(), new, prompt)) == " cow"
+    assert "".join(pieces(llama(), new)) == "cow"
+
+
+def test_a_prompt_can_end_inside_a_character() -> None:
+    lead, rest = [3 + byte for byte in "é".encode()]
+    assert "".join(pieces(llama(), [rest], [lead])) == "é"
+    assert "".join(pieces(llama(), [rest, *(3 + byte for byte in "€".encode())], [lead])) == "é€"
+
+
+def test_special_tokens_have_no_text() -> None:
+    word = gpt().encode("the")
+    assert "".join(pieces(gpt(), [0, *word, 1, *word, 1])) == "thethe"
+
+
+def test_the_window_stays_small() -> None:
+    """Work per token must not grow with the text: the longest decode is bounded."""
+    seen = []
+
+    class Watched:
+        def decode(self, tokens: Any) -> str:
+            seen.append(len(tokens))
+            return gpt().decode(tokens)
+
+    stream = TextStream(Watched())
+    for token in [*gpt().encode("the cache 😀 " * 50), *[2 + 255] * 300, *[0] * 300]:
+        stream.push(token)
+    assert max(seen) <= 33
+
+
+stops_and_chunks = st.tuples(
+    st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3),
+    st.lists(st.text("abc", max_size=4), max_size=12),
+)
+
+
+@patient
+@given(stops_and_chunks)
+@example((["abc", "b"], ["a", "b", "c"]))
+@example((["aab"], ["aa", "ab"]))
+def test_stop_strings_are_found_however_the_text_comes(case: tuple[list[str], list[str]]) -> None:
+    """The text ends before the stop string that is complete first; without one, it is whole."""
+    stops, chunks = case
+    whole = "".join(chunks)
+    ends = [(at + len(stop), at) for stop in stops for at in range(len(whole)) if whole.startswith(stop, at)]
+    expected = whole[: min(ends)[1]] if ends else whole
+    watch = StopStrings(stops)
+    given_out = ""
+    for chunk in chunks:
+        given_out += watch.push(chunk)
+        assert expected.startswith(given_out)
+    assert given_out + watch.flush() == expected
+    assert watch.found == bool(ends)
+
+
+def test_only_what_may_become_a_stop_string_is_held_back() -> None:
+    watch = StopStrings(["STOP"])
+    assert [watch.push(text) for text in ("go ST", "AY", " S", "TO", "P now", "x")] == ["go ", "STAY", " ", "", "", ""]
+
+
+# --- files
+
+
+def saved(folder: Path, settings: object = None, template: str | None = None) -> Path:
+    path = folder / "tokenizer.json"
+    byte_level().save(str(path))
+    if settings is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    if template is not None:
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return path
+
+
+def test_a_file_or_its_folder(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    for place in (path, tmp_path, str(path)):
+        read = Tokenizer.load(place)
+        assert read.encode("the cache") == gpt().encode("the cache")
+        assert read.vocab_size == 300
+        assert (read.eos_token_id, read.special_tokens) == (None, {})
+
+
+def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
+    made = byte_level()
+    made.enable_truncation(2)
+    made.enable_padding(length=50)
+    made.save(str(tmp_path / "tokenizer.json"))
+    assert Tokenizer.load(tmp_path).decode(Tokenizer.load(tmp_path).encode("the cache keeps")) == "the cache keeps"
+
+
+@pytest.mark.parametrize("eos", ["</s>", {"content": "</s>", "lstrip": False}], ids=["text", "object"])
+def test_special_tokens_are_named_beside_it(eos: object, tmp_path: Path) -> None:
+    read = Tokenizer.load(saved(tmp_path, {"eos_token": eos, "pad_token": None, "add_bos_token": True}))
+    assert read.eos_token_id == 1
+    assert read.special_tokens == {"eos_token": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("tokenizer.json", None, "tokenizer.json cannot be read: No such file"),
+        ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer.json that this tokenizers library reads"),
+        ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[]", "tokenizer_config.json holds list"),
+    ],
+)
+def test_bad_files(name: str, text: str | None, message: str, tmp_path: Path) -> None:
+    saved(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(OptionError, match=message):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(OptionError, match=r"pip install 'trt-kvcache\[text\]'"):
+        Tokenizer.load(tmp_path)
+
+
+# --- chats
+
+TEMPLATE = """\
+{{ bos_token }}{% for message in messages %}
+    {%- if message.role not in ("user", "assistant", "system") %}
+        {{- raise_exception("no role " + message.role) }}
+    {%- endif %}
+[{{ message.role }}] {{ message.content | trim }}
+{% endfor %}
+{% if add_generation_prompt %}
+[assistant]
+{%- endif %}"""
+
+CHAT = [{"role": "system", "content": " be brief "}, {"role": "user", "content": "hi"}]
+
+
+def rendered(tmp_path: Path, template: str, messages: list[dict[str, Any]] = CHAT) -> str:
+    settings = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer.load(saved(tmp_path, settings)).render_chat(messages)
+
+
+def test_a_chat_becomes_a_prompt(tmp_path: Path) -> None:
+    assert rendered(tmp_path, TEMPLATE) == "<s>[system] be brief\n[user] hi\n[assistant]"
+
+
+def test_a_rendered_chat_has_its_special_tokens(tmp_path: Path) -> None:
+    tokens = gpt().encode(rendered(tmp_path, TEMPLATE), special_tokens=False)
+    assert tokens[0] == 0
+    assert 0 not in tokens[1:]
+
+
+def test_the_file_of_its_own_counts(tmp_path: Path) -> None:
+    read = Tokenizer.load(saved(tmp_path, {"chat_template": "old"}, "{{ messages[0].content }} new"))
+    assert read.render_chat(CHAT) == " be brief  new"
+
+
+def test_of_several_the_default_is_taken(tmp_path: Path) -> None:
+    entries = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+    assert Tokenizer.load(saved(tmp_path, {"chat_template": entries})).render_chat(CHAT) == "plain"
+
+
+def test_what_templates_of_transformers_use(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+        "{% generation %}{{ {'é': m.content} | tojson }}{% endgeneration %}{% endfor %}"
+        "{{ strftime_now('%Y') | length }}{{ tools is none }}"
+    )
+    assert rendered(tmp_path, template) == '{"é": "hi"}4True'
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("{{ raise_exception('only two roles') }}", "failed: TemplateError: only two roles"),
+        ("{% for %}", "failed: TemplateSyntaxError"),
+        ("{{ messages.append(1) }}", "failed: SecurityError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: SecurityError"),
+        ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
+    ],
+)
+def test_a_template_that_fails_or_breaks_out(template: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=message):
+        rendered(tmp_path, template)
+
+
+def test_no_template(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="has no chat template"):
+        Tokenizer.load(saved(tmp_path, {})).render_chat(CHAT)
+
+
+def test_jinja_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(OptionError, match=r"pip install 'trt-kvcache\[text\]'"):
+        rendered(tmp_path, TEMPLATE)
