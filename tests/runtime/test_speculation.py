@@ -113,6 +113,8 @@ def test_the_tokens_are_those_of_single_steps(
     plain, _ = generate(prompt, GenerationConfig(**shared), seed)
     drafted, stats = generate(prompt, GenerationConfig(prompt_lookup_num_tokens=proposed, **shared), seed, room)
     assert drafted == plain
+    assert drafted[-1].speculation == stats, "the last event tells"
+    assert not any(event.speculation for event in [*drafted[:-1], *plain])
     assert 0 <= stats.accepted <= stats.proposed
 
 
@@ -152,4 +154,6 @@ def test_nothing_after_the_end_is_chosen() -> None:
 
 
 def test_stats_add_up() -> None:
-    assert SpeculationStats(3, 1, 1) + SpeculationStats(2, 2, 1) == SpeculationStats(5, 3, 2)
+    stats = SpeculationStats(3, 1, 1)
+    stats.add(SpeculationStats(2, 2, 1))
+    assert stats == SpeculationStats(5, 3, 2)

@@ -101,13 +101,13 @@ class Continuation:
         elif self._length - self._prompt_length >= self.config.max_new_tokens:
             self.finish_reason = FinishReason.LENGTH
         text += self._rest()
-        return TokenEvent(self.sequence, token, text, logprob, self.finish_reason)
+        return self._event(token, text, logprob)
 
     def finish(self, reason: FinishReason) -> TokenEvent:
         """End the sequence from outside; the event has no token, and the text that was held back."""
         self.finish_reason = reason
         text = self._rest()
-        return TokenEvent(self.sequence, None, text, None, self.finish_reason)
+        return self._event(None, text, None)
 
     def draft(self, room: int) -> Tokens:
         """Propose tokens to come after `next_token`, to be fed with it in one update; none where lookup is off.
@@ -147,8 +147,14 @@ class Continuation:
                 break
         if draft.size:
             agreed = [event.token == token for event, token in zip(events, draft.tolist(), strict=False)]
-            self.speculation += SpeculationStats(proposed=draft.size, accepted=sum(agreed), updates=1)
+            # In place: the last event, made above, refers to it.
+            self.speculation.add(SpeculationStats(proposed=draft.size, accepted=sum(agreed), updates=1))
         return events
+
+    def _event(self, token: int | None, text: str, logprob: float | None) -> TokenEvent:
+        reports = self.finish_reason is not None and self.config.prompt_lookup_num_tokens is not None
+        stats = self.speculation if reports else None
+        return TokenEvent(self.sequence, token, text, logprob, self.finish_reason, stats)
 
     def _append(self, token: int) -> None:
         if self._length == self._buffer.size:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+
+from trt_kvcache.runtime.speculation import SpeculationStats
 
 __all__ = ["FinishReason", "TokenEvent"]
 
@@ -35,6 +37,8 @@ class TokenEvent:
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
         finish_reason: in the sequence's last event, and only there.
+        speculation: in the sequence's last event where prompt lookup is on: how well its drafts did. No part of
+            equality: the tokens are the same without drafts.
     """
 
     sequence: int
@@ -42,3 +46,4 @@ class TokenEvent:
     text: str = ""
     logprob: float | None = None
     finish_reason: FinishReason | None = None
+    speculation: SpeculationStats | None = field(default=None, compare=False)

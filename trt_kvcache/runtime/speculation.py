@@ -33,10 +33,11 @@ class SpeculationStats:
         """Share of the proposed tokens that were accepted; 0 where none was proposed."""
         return self.accepted / self.proposed if self.proposed else 0.0
 
-    def __add__(self, other: SpeculationStats) -> SpeculationStats:
-        return SpeculationStats(
-            self.proposed + other.proposed, self.accepted + other.accepted, self.updates + other.updates
-        )
+    def add(self, other: SpeculationStats) -> None:
+        """Count the drafts of `other` too."""
+        self.proposed += other.proposed
+        self.accepted += other.accepted
+        self.updates += other.updates
 
 
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
