@@ -10,8 +10,8 @@ hashes it and the engine, waits until the engine is on disk, and writes the mani
 and its engine gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
 Runs alternate. Time is from start to end of the process; memory is the largest sum of resident memory over the whole
-process tree, looked at every 10 ms (pages that parent and child share count twice). Medians are compared. Prints a
-table, then one JSON line.
+process tree, looked at every 10 ms (pages that parent and child share count twice). Medians are compared; where the
+machine does other work too, look at the processor time. Prints a table, then one JSON line.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
@@ -48,9 +49,17 @@ _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 @dataclass(frozen=True)
 class Sample:
-    """One build: wall time in seconds, largest resident memory of the process tree and size of the engine in bytes."""
+    """One build of one side.
+
+    Attributes:
+        seconds: wall time.
+        cpu: processor time of the whole process tree, in seconds.
+        memory: largest resident memory of the whole process tree, in bytes.
+        engine: size of the engine in bytes.
+    """
 
     seconds: float
+    cpu: float
     memory: int
     engine: int
 
@@ -87,7 +96,7 @@ def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> Non
 def measure(command: Sequence[str], output: Path) -> Sample:
     """Run one build in a new process, and remove what it has written."""
     os.sync()  # the pages of the last engine must not be written out during this build
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), _cpu_of_children()
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, stdout=said, stderr=said)
         peak = 0
@@ -105,7 +114,13 @@ def measure(command: Sequence[str], output: Path) -> Sample:
     size = output.stat().st_size
     for path in output.parent.glob(f"{output.name}*"):
         path.unlink()
-    return Sample(seconds, peak, size)
+    return Sample(seconds, _cpu_of_children() - start_cpu, peak, size)
+
+
+def _cpu_of_children() -> float:
+    """Seconds of processor time of all finished children and theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _tree(pid: int) -> Iterator[int]:
@@ -141,22 +156,30 @@ def compare(model: Path, runs: int, max_batch: int, max_chunk: int) -> dict[str,
             for side in ("ours", "bare") if i % 2 else ("bare", "ours"):
                 samples[side].append(measure([sys.executable, *commands[side]], output))
                 last = samples[side][-1]
-                print(f"  run {i + 1}: {side} {last.seconds:6.2f} s  {last.memory / 1e6:8,.0f} MB", file=sys.stderr)
+                print(
+                    f"  run {i + 1}: {side} {last.seconds:6.2f} s  {last.cpu:6.2f} CPU s  {last.memory / 1e6:8,.0f} MB",
+                    file=sys.stderr,
+                )
     return samples
 
 
 def report(model: Path, samples: dict[str, list[Sample]]) -> None:
     """Print the table and the JSON line."""
-    seconds = {side: statistics.median(s.seconds for s in found) for side, found in samples.items()}
-    memory = {side: statistics.median(s.memory for s in found) for side, found in samples.items()}
-    ratios = {"time_ratio": seconds["ours"] / seconds["bare"], "memory_ratio": memory["ours"] / memory["bare"]}
+    medians = {
+        side: tuple(
+            statistics.median(values) for values in zip(*((s.seconds, s.cpu, s.memory) for s in found), strict=True)
+        )
+        for side, found in samples.items()
+    }
+    time_ratio, cpu_ratio, memory_ratio = (a / b for a, b in zip(medians["ours"], medians["bare"], strict=True))
+    ratios = {"time_ratio": time_ratio, "memory_ratio": memory_ratio, "cpu_ratio": cpu_ratio}
     weights = sum(p.stat().st_size for p in model.parent.glob(f"{model.name}*") if p.is_file())
     print(f"{weights / 1e9:.2f} GB of model, median of {len(samples['ours'])} runs each")
-    print(f"{'':22}{'seconds':>9}{'peak MB':>10}{'engine MB':>11}")
+    print(f"{'':22}{'seconds':>9}{'CPU s':>9}{'peak MB':>10}{'engine MB':>11}")
     for side, title in (("ours", "trt-kvcache build"), ("bare", "bare parser, builder")):
-        engine = samples[side][0].engine / 1e6
-        print(f"{title:22}{seconds[side]:9.2f}{memory[side] / 1e6:10,.0f}{engine:11,.0f}")
-    print(f"{'ratio':22}{ratios['time_ratio']:9.3f}{ratios['memory_ratio']:10.3f}")
+        seconds, cpu, memory = medians[side]
+        print(f"{title:22}{seconds:9.2f}{cpu:9.2f}{memory / 1e6:10,.0f}{samples[side][0].engine / 1e6:11,.0f}")
+    print(f"{'ratio':22}{time_ratio:9.3f}{cpu_ratio:9.3f}{memory_ratio:10.3f}")
     print(
         json.dumps(
             {
@@ -164,6 +187,7 @@ def report(model: Path, samples: dict[str, list[Sample]]) -> None:
                 "model_bytes": weights,
                 **{name: round(value, 4) for name, value in ratios.items()},
                 **{f"{side}_seconds": [round(s.seconds, 3) for s in found] for side, found in samples.items()},
+                **{f"{side}_cpu_seconds": [round(s.cpu, 3) for s in found] for side, found in samples.items()},
                 **{f"{side}_peak_bytes": [s.memory for s in found] for side, found in samples.items()},
             }
         )
