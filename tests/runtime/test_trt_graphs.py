@@ -85,9 +85,12 @@ def test_two_buffers_need_a_graph_for_each_side(machine: Machine, tmp_path: Path
 def test_the_oldest_graph_makes_room(engine: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = open_(engine, machine)
     monkeypatch.setattr(runner.graphs, "_most", 2)
-    for first, rows in ((0, 1), (1, 1), (2, 1), (0, 1)):
-        decode(runner, 3, first, rows)
+    for first in (0, 1, 0, 2):
+        decode(runner, 3, first, 1)
     assert machine.graphs == len(runner.graphs) == 2
+    launches = machine.launches
+    decode(runner, 3, 0, 1)  # used last but one, and still there
+    assert machine.launches == launches + 3
     contexts = [c for c in runner.module.contexts if c() is not None]  # type: ignore[attr-defined]
     assert len(contexts) == 4  # prefill, decode, and one for each graph
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
 from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt_io import StepBuffers
 from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
 
 BACKENDS = ("tensorrt-rtx", "tensorrt")
@@ -213,6 +215,48 @@ def test_rows_go_through_pinned_memory_in_pieces(
         runner.write_row(cache.past, 1, data)
         np.testing.assert_array_equal(runner.read_row(cache.past, 1, 50), data)
         np.testing.assert_array_equal(np.from_dlpack(runner.view(cache.past))[1, :, :50], data)
+
+
+@pytest.mark.parametrize("name", ["heads-major", "preserved bytes", "two buffers"])
+def test_row_operations_touch_what_they_name(name: str, open_engine: Open, tmp_path: Path) -> None:
+    config, options = CONFIGS[name]
+    path = write_decoder(tmp_path / "model.onnx", config)
+    runner, _ = open_engine(path, options=options)
+    both = runner, OnnxRuntimeRunner(path, options, max_batch=3)
+    rng = np.random.default_rng(3)
+    caches = [(c.past, c.capacity) for c in runner.plan.caches]
+    for past, capacity in caches:
+        for row in range(3):
+            data = rng.random(runner.read_row(past, row, capacity).shape, np.float32)
+            for one in both:
+                one.write_row(past, row, data)
+    for one in both:
+        one.copy_rows(0, 2, 5)
+        one.zero_rows(1, 3, 7)
+        one.zero_rows(0, 12, 1000)
+        one.copy_rows(1, 1, 1000)
+        one.copy_rows(2, 1, 0)
+        one.zero_rows(2, 6, 6)
+    for past, capacity in caches:
+        for row in range(3):
+            np.testing.assert_array_equal(*(one.read_row(past, row, capacity) for one in both))
+
+
+def test_span_inputs_count_from_zero(model: Path, open_engine: Open) -> None:
+    """Several of them, of different lengths, all written through one piece of pinned memory."""
+    runner, module = open_engine(model)
+    plan = runner.plan
+    (span,) = plan.spans
+    role = next(t for t in plan.tensors if t.name == span.name)
+    names = {"short": 16, "long": 64}
+    spans = tuple(replace(span, name=name, capacity=size) for name, size in names.items())
+    tensors = tuple(t for t in plan.tensors if t is not role) + tuple(replace(role, name=name) for name in names)
+    largest = runner._largest_shapes() | {name: (size,) for name, size in names.items()}
+    buffers = StepBuffers(runner._cuda, replace(plan, spans=spans, tensors=tensors), largest, 3)
+    buffers.allocate()
+    for name, size in names.items():
+        held = module.machine.device[buffers.addresses[name]].view(np.int64)
+        np.testing.assert_array_equal(held, np.arange(size))
 
 
 def test_float16_logits(open_engine: Open, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
+from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.admission import Need, admit
