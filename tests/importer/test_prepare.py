@@ -125,3 +125,37 @@ def test_external_weights_stay_references(tmp_path):
     assert tensor.data_location == TensorProto.EXTERNAL
     assert not tensor.raw_data
     assert {e.key: e.value for e in tensor.external_data}["location"] == "m.data"
+
+
+def test_unused_attention_outputs_do_not_stop_shape_inference(tmp_path):
+    # Opset 25 forbids present outputs beside nonpad_kv_seqlen; inference then knows no shape behind the first layer.
+    graph = Graph()
+    hidden = graph.input("hidden", F32, ["B", "S", 32])
+    lengths = graph.input("lengths", I64, ["B"])
+    indices = graph.input("write_indices", I64, ["B"])
+    for i in range(2):
+        caches = []
+        for kind in "kv":
+            past = graph.input(f"past_{kind}{i}", F32, ["B", 16, 16])
+            weight = graph.constant(np.random.default_rng(i).standard_normal((32, 16)) / 6, np.float32)
+            update = graph.node("MatMul", [hidden, weight])
+            caches.append(graph.node("TensorScatter", [past, update, indices], f"present_{kind}{i}", axis=1))
+            graph.output(f"present_{kind}{i}", F32, ["B", 16, 16])
+        inputs = [hidden, *caches, "", "", "", lengths]
+        hidden = graph.node("Attention", inputs, [f"y{i}", f"unused_k{i}", f"unused_v{i}"],
+                            q_num_heads=4, kv_num_heads=2, is_causal=1)  # fmt: skip
+    graph.output(hidden, F32, ["B", "S", 32])
+    for opset in (24, 25):
+        result = harness.imported(graph.model(opset), tmp_path)
+        assert [(a.query_heads, a.head_size) for a in result.plan.attention] == [(4, 8)] * 2
+        assert len(result.plan.masks) == 1
+        rng = np.random.default_rng(3)
+        feeds = harness.random_feeds(graph.model(opset), {"B": 2, "S": 3}, rng)
+        feeds |= {"write_indices": np.array([0, 5]), "lengths": np.array([3, 8])}
+        plain = graph.model(24)
+        for node in plain.graph.node:
+            del node.output[1:]
+        want = harness.run(plain, feeds)
+        got = harness.run_rewritten(result, feeds, {"attention_span": 8})
+        for name, array in want.items():
+            np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-5)

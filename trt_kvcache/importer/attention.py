@@ -102,7 +102,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         )
     q, k, v = node.inputs[:3]
     rank = 3 if "q_num_heads" in node.attrs or "kv_num_heads" in node.attrs else 4
-    if (shape := dims(q) or dims(k)) is not None:
+    if (shape := dims(q)) is not None:  # not K's: that of a rewritten cache is 4-D beside a 3-D Q
         rank = len(shape)
     if rank not in (3, 4):
         raise InvalidModelError(f"Attention '{node.name}' has inputs of rank {rank}; ONNX allows 3 and 4")
@@ -213,8 +213,9 @@ def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
         return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
     if not half:
         return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
-    if facts.query_heads == 1:
-        return AttentionKind.DECOMPOSED, "a single query head has no fused kernel"
+    if isinstance(facts.query_heads, int) and facts.query_heads < 4:
+        # One head never has a kernel, two and three have none for a single query, which every decode profile is.
+        return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
     if not 16 <= size <= 256:
         return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
     return AttentionKind.FUSED, "dedicated kernel"

@@ -47,6 +47,7 @@ def prepare(source: onnx.ModelProto, capacity: int | None) -> Prepared:
     fix_digit_dims(model.graph)
     model, inlined = inline_bodies(model)
     name_nodes(model.graph)
+    drop_unused_outputs(model.graph)
     bind_capacity(model.graph, capacity)
     return Prepared(infer_shapes(model), weights, inlined)
 
@@ -114,6 +115,29 @@ def name_nodes(graph: onnx.GraphProto) -> None:
             name = f"{name}_{index}"
         node.name = name
         taken.add(name)
+
+
+def drop_unused_outputs(graph: onnx.GraphProto) -> None:
+    """Drop Attention outputs that nothing reads: exporters list them, TensorRT refuses the node for them.
+
+    Before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
+    """
+    used = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    for node in graph.node:
+        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
+            kept = [name if i == 0 or name in used else "" for i, name in enumerate(node.output)]
+            while not kept[-1]:
+                kept.pop()
+            node.output[:] = kept
+
+
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    """Every node, those in bodies of control flow too, which may read what is outside."""
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                yield from _all_nodes(body)
 
 
 def bind_capacity(graph: onnx.GraphProto, capacity: int | None) -> None:
