@@ -34,6 +34,7 @@ class Context:
         self._stream = stream
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
+        self._last: tuple[Mapping[str, Shape] | None, Mapping[str, int] | None] = (None, None)
 
     def lend(self, address: int, size: int) -> None:
         """Give it activation memory, which it shares with all others."""
@@ -41,11 +42,14 @@ class Context:
             self._context.set_device_memory(address, size)
 
     def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
-        """Set the shapes of inputs, and the addresses of inputs and outputs.
+        """Set the shapes of inputs, and the addresses of inputs and outputs; the mappings are not changed afterwards.
 
         Raises:
             BackendError: TensorRT refuses one.
         """
+        if shapes is self._last[0] and addresses is self._last[1]:
+            return
+        self._last = None, None  # in case one is refused
         for name, shape in shapes.items():
             if self._shapes.get(name) != shape:
                 self._trt.check(self._context.set_input_shape(name, shape), f"take {name!r} as {list(shape)}")
@@ -54,6 +58,7 @@ class Context:
             if self._addresses.get(name) != address:
                 self._trt.check(self._context.set_tensor_address(name, address), f"bind {name!r}")
                 self._addresses[name] = address
+        self._last = shapes, addresses
 
     def output_shape(self, name: str) -> Shape:
         """The shape of an output for the shapes that are set; -1 where only running tells."""

@@ -97,7 +97,9 @@ class StepBuffers:
         width = keep * size
         pitch = size if self._logits.last_only else batch.length * size
         start = self.addresses[self._logits.name] + pitch - width
-        if keep and rows * width <= self._host_logits.data.size:
+        if keep == 0:
+            self._cuda.sync()
+        elif rows * width <= self._host_logits.data.size:
             self._fetch(result, start, pitch, width, rows)
         else:
             step = self._host_logits.data.size // size
@@ -106,7 +108,6 @@ class StepBuffers:
                     part = result[row : row + 1, first : first + step]
                     length = part.shape[1] * size
                     self._fetch(part, start + row * pitch + first * size, length, length, 1)
-        self._cuda.sync()
         return result
 
     def _fetch(self, result: npt.NDArray[np.float32], start: int, pitch: int, width: int, height: int) -> None:

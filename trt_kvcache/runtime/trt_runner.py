@@ -38,6 +38,8 @@ __all__ = ["Bindings", "TensorRTRunner"]
 
 Shape = tuple[int, ...]
 
+_MOST_KINDS = 1024
+
 
 @dataclass(frozen=True)
 class Bindings:
@@ -94,6 +96,8 @@ class TensorRTRunner:
         bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
         self._closed = False
         self._contexts: list[Context] = []
+        self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
+        self._bound: dict[tuple[int, int], dict[str, int]] = {}
         self._cuda = Cuda(device, bindings.cuda)
         try:
             self._open(path, bindings.tensorrt, cuda_graphs, kernel_cache)
@@ -176,11 +180,11 @@ class TensorRTRunner:
         """See `Runner.step`."""
         with self._running():
             self._logits.check(batch)
-            shapes = self._shapes(batch)
-            index = self._profile(shapes, batch)
+            signature = self._inputs.signature(batch)
+            index, shapes = self._kind(signature, batch)
             self._buffers.put(self._inputs.arrays(batch))
             side = self._caches.side(batch.first_row, batch.rows)
-            addresses = self._buffers.addresses | self._caches.bindings(batch.first_row, side)
+            addresses = self._bindings(batch.first_row, side)
             upload = partial(self._buffers.upload, shapes)
 
             def make() -> Context:
@@ -188,7 +192,7 @@ class TensorRTRunner:
                 context.prepare(shapes, addresses)
                 return context
 
-            key = (index, batch.first_row, side, tuple(shapes.values()))
+            key = (batch.first_row, side, *signature)
             recorded = self.graphs is not None and batch.length == 1 and self.graphs.run(key, make, upload)
             if not recorded:
                 self._contexts[index].prepare(shapes, addresses)
@@ -259,6 +263,23 @@ class TensorRTRunner:
             yield
         except BackendError as error:
             raise SessionError(str(error)) from error
+
+    def _kind(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
+        """Profile and shapes of a step; worked out once for steps of one signature, as decoding has them."""
+        found = self._kinds.get(signature)
+        if found is None:
+            shapes = self._shapes(batch)
+            found = self._profile(shapes, batch), shapes
+            if len(self._kinds) == _MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[signature] = found
+        return found
+
+    def _bindings(self, first_row: int, side: int) -> dict[str, int]:
+        """The address of every tensor for a step from this row on; at most two for each row."""
+        if (first_row, side) not in self._bound:
+            self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
+        return self._bound[first_row, side]
 
     def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
         """Of every input in a step."""
