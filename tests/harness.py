@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -45,11 +46,21 @@ def run(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
         # It computes masked rows as -inf minus -inf before they are replaced, and numpy says so.
         with np.errstate(invalid="ignore", over="ignore"):
             return dict(zip(names, ReferenceEvaluator(model).run(None, feeds), strict=True))
+    return dict(zip(names, _session(model.SerializeToString()).run(None, feeds), strict=True))
+
+
+@lru_cache(maxsize=4)
+def _session(model: bytes) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
+    options.intra_op_num_threads = 1
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, ["CPUExecutionProvider"])
-    return dict(zip(names, session.run(None, feeds), strict=True))
+    return onnxruntime.InferenceSession(model, options, ["CPUExecutionProvider"])
+
+
+@lru_cache(maxsize=4)
+def _check_standard(model: bytes) -> None:
+    onnx.checker.check_model(model, full_check=True)
 
 
 def run_rewritten(result: ImportedModel, feeds: Feeds, spans: Mapping[str, int] | None = None) -> Feeds:
@@ -57,7 +68,7 @@ def run_rewritten(result: ImportedModel, feeds: Feeds, spans: Mapping[str, int] 
 
     `spans` gives the length of each span input; the capacity where it does not.
     """
-    onnx.checker.check_model(result.model, full_check=True)
+    _check_standard(result.model.SerializeToString())
     inputs = {value.name: value for value in result.model.graph.input}
     physical = dict(feeds)
     for span in result.plan.spans:
