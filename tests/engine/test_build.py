@@ -56,6 +56,7 @@ def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: Deco
     caches = [f"{kind}_cache.{i}" for i in range(config.layers) for kind in ("key", "value")]
     assert manifest.aliases == {f"updated_{name}": name for name in caches}
     assert manifest.double_buffered == {}
+    assert (manifest.vocab, manifest.max_positions) == (256, 4096)
     assert all(c.route is Route.NATIVE for c in manifest.plan.caches)
     assert [p.name for p in manifest.profiles] == ["prefill", "decode"]
     assert manifest.profiles[0].shapes["input_ids"].max == (4, 16)

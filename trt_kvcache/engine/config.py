@@ -53,9 +53,15 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
         with warnings.catch_warnings():
             # Polygraphy sets an empty timing cache on every builder; for TensorRT for RTX that is deprecated.
             warnings.filterwarnings("ignore", "Use Deprecated in TensorRT-RTX", DeprecationWarning)
-            return loader(builder, network)
+            config = loader(builder, network)
     except PolygraphyException as error:
         raise BuildError(f"{job.title} cannot be configured: {' '.join(str(error).split())}") from error
+    if job.target is Target.TENSORRT_RTX:
+        import tensorrt_rtx
+
+        # Otherwise engines with large tensors may allocate while they run, and cannot become CUDA graphs (its header).
+        config.set_flag(tensorrt_rtx.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    return config
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
