@@ -11,7 +11,7 @@ import pytest
 
 import trt_kvcache
 
-HEAVY = ("onnx", "onnx_graphsurgeon", "numpy", "onnxruntime", "polygraphy", "tensorrt_rtx", "tensorrt", "cuda", "yaml")
+HEAVY = ("onnx", "onnx_graphsurgeon", "numpy", "onnxruntime", "polygraphy", "tensorrt_rtx", "tensorrt", "cuda", "yaml", "tokenizers")
 LOADED = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
 
 
@@ -19,7 +19,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
 
-@pytest.mark.parametrize("command", ["", "plan", "rewrite", "build", "verify", "inspect", "doctor"])
+@pytest.mark.parametrize("command", ["", "plan", "rewrite", "build", "verify", "generate", "inspect", "doctor"])
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [command, "--help"] if command else ["--help"]
     code = f"""

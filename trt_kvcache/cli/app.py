@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 from trt_kvcache import __version__
 from trt_kvcache.cli.build import build
 from trt_kvcache.cli.doctor import doctor
+from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.inspect import inspect
 from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
@@ -50,5 +51,5 @@ def _root(
     """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
 
 
-for _command in (plan, rewrite, build, verify, inspect, doctor):
+for _command in (plan, rewrite, build, verify, generate, inspect, doctor):
     app.command()(_command)

@@ -1,0 +1,271 @@
+"""`generate` from the command line, on small models that ONNX Runtime runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from trt_kvcache.cli.app import app
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.tokenizer import Tokenizer
+
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
+
+from decoders import DecoderConfig, write_decoder
+from runtime.tokenizers_in_code import byte_level
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer beside it, as exporters leave them."""
+    folder = tmp_path_factory.mktemp("model")
+    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=64))
+    byte_level().save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def call(folder: Path, *arguments: str, stdin: str | None = None, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["generate", str(folder / "model.onnx"), *arguments], input=stdin)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def report(folder: Path, *arguments: str, **others: Any) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(call(folder, *arguments, "--json", **others).stdout)
+    return found
+
+
+def expected(folder: Path, prompts: list[Any], **settings: Any) -> list[tuple[list[int], str]]:
+    with DecodeSession.open(folder / "model.onnx", tokenizer=folder) as session:
+        made = session.generate(prompts, GenerationConfig(**settings))
+    return [(generation.tokens, generation.text) for generation in made]
+
+
+def test_json_has_tokens_text_and_timings(folder: Path) -> None:
+    (made,) = expected(folder, ["the cache"], max_new_tokens=12, eos_token_id=1)
+    found = report(folder, "--prompt", "the cache", "--max-new-tokens", "12", "--logprobs")
+    (sequence,) = found["sequences"]
+    assert (sequence["tokens"], sequence["text"]) == made
+    assert sequence["prompt_tokens"] == len(Tokenizer.load(folder).encode("the cache"))
+    assert sequence["finish_reason"] == ("eos" if made[0][-1] == 1 else "length")
+    assert len(sequence["logprobs"]) == len(made[0])
+    assert all(logprob <= 0 for logprob in sequence["logprobs"])
+    assert found["runs_on"].startswith("ONNX Runtime")
+    assert found["speculation"] is None
+    times = found["timings"]
+    assert times["new_tokens"] == len(made[0])
+    assert 0 < times["first_token_seconds"] <= times["total_seconds"]
+    assert times["open_seconds"] > 0
+    assert times["tokens_per_second"] > 0
+
+
+def test_live_text_is_the_text(folder: Path) -> None:
+    ((tokens, text),) = expected(folder, ["the cache"], max_new_tokens=9, eos_token_id=1)
+    result = call(folder, "--prompt", "the cache", "--max-new-tokens", "9")
+    assert result.stdout == text + "\n"
+    assert re.search(rf"{len(tokens)} new \(.*\), the first after .* s, .* tokens/s; ONNX Runtime", result.stderr)
+
+
+def test_ids_need_no_tokenizer(folder: Path) -> None:
+    ((tokens, _),) = expected(folder, [[5, 6, 7]], max_new_tokens=6)
+    result = call(folder, "--tokens", "5,6 7", "--max-new-tokens", "6")
+    assert result.stdout == " ".join(map(str, tokens)) + "\n"
+    (sequence,) = report(folder, "--tokens", "5,6,7", "--max-new-tokens", "6")["sequences"]
+    assert (sequence["tokens"], sequence["text"]) == (tokens, None)
+
+
+def test_several_prompts_come_whole(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "prompt.txt").write_text("the model", encoding="utf-8")
+    ids = Tokenizer.load(folder).encode("naïve")
+    prompts = ["the cache", "the model", ids]
+    made = expected(folder, prompts, max_new_tokens=5)
+    arguments = ["--prompt", "the cache", "--prompt-file", str(tmp_path / "prompt.txt"), "--tokens",
+                 ",".join(map(str, ids)), "--max-new-tokens", "5", "--ignore-eos"]  # fmt: skip
+    found = report(folder, *arguments)
+    assert [(sequence["tokens"], sequence["text"]) for sequence in found["sequences"]] == made
+    shown = call(folder, *arguments).stdout
+    assert sorted(re.findall(r"^--- (\d) \(length\)$", shown, re.MULTILINE)) == ["0", "1", "2"]
+    for index, (_, text) in enumerate(made):
+        assert f"--- {index} (length)\n{text}\n" in shown
+
+
+def test_a_prompt_from_stdin(folder: Path) -> None:
+    ((tokens, _),) = expected(folder, ["the end."], max_new_tokens=4)
+    found = report(folder, "--prompt-file", "-", "--max-new-tokens", "4", "--ignore-eos", stdin="the end.")
+    assert found["sequences"][0]["tokens"] == tokens
+
+
+def test_sampling_can_be_repeated(folder: Path) -> None:
+    arguments = ("--prompt", "the", "--temperature", "1.5", "--top-k", "0", "--max-new-tokens", "20", "--ignore-eos")
+    first = report(folder, *arguments)
+    assert isinstance(first["seed"], int)
+    again = report(folder, *arguments, "--seed", str(first["seed"]))
+    assert again["sequences"] == first["sequences"]
+    assert report(folder, *arguments, "--seed", str(first["seed"] + 1))["sequences"] != first["sequences"]
+    assert f"seed {first['seed']};" in call(folder, *arguments, "--seed", str(first["seed"])).stderr
+
+
+def test_a_chat(folder: Path) -> None:
+    rendered = Tokenizer.load(folder).encode("<s>system: brief\nuser: hi\n", special_tokens=False)
+    assert rendered[0] == 0
+    ((tokens, _),) = expected(folder, [rendered], max_new_tokens=4)
+    found = report(folder, "--chat", "--system", "brief", "--prompt", "hi", "--max-new-tokens", "4", "--ignore-eos")
+    assert found["sequences"][0]["prompt_tokens"] == len(rendered)
+    assert found["sequences"][0]["tokens"] == tokens
+
+
+def test_an_end_of_the_tokenizer_the_flag_and_the_file(folder: Path, tmp_path: Path) -> None:
+    """The first tokens that greedy chooses tell what to forbid and where to end."""
+    arguments = ("--tokens", "5,6,7", "--max-new-tokens", "8")
+    (plain,) = report(folder, *arguments)["sequences"]
+    end = plain["tokens"][3]
+    stops_at = plain["tokens"].index(end)
+    (by_flag,) = report(folder, *arguments, "--eos", str(end), "--eos", "299")["sequences"]
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [end], "temperature": 0.5}))
+    (by_file,) = report(folder, *arguments, "--generation-config", str(file))["sequences"]
+    for sequence in (by_flag, by_file):
+        assert sequence["tokens"] == plain["tokens"][: stops_at + 1]
+        assert sequence["finish_reason"] == "eos"
+    (through,) = report(folder, *arguments, "--generation-config", str(file), "--ignore-eos")["sequences"]
+    assert through["tokens"] == plain["tokens"]
+    warning = call(folder, *arguments, "--generation-config", str(file)).stderr.splitlines()[0]
+    assert re.match(r"warning: .*temperature=0.5 has no effect", warning)
+
+
+def test_a_stop_string_and_a_forbidden_token(folder: Path) -> None:
+    arguments = ("--prompt", "the cache", "--max-new-tokens", "12", "--ignore-eos")
+    (plain,) = report(folder, *arguments)["sequences"]
+    stop = plain["text"][4:6]
+    (stopped,) = report(folder, *arguments, "--stop", stop)["sequences"]
+    assert stopped["text"] == plain["text"][: plain["text"].index(stop)]
+    assert stopped["finish_reason"] == "stop"
+    first = plain["tokens"][0]
+    (other,) = report(folder, *arguments, "--logit-bias", f"{first}=-inf")["sequences"]
+    assert first not in other["tokens"]
+
+
+def test_beams(folder: Path) -> None:
+    ((tokens, text),) = expected(folder, ["the cache"], max_new_tokens=6, num_beams=3, early_stopping="never")
+    arguments = ("--prompt", "the cache", "--max-new-tokens", "6", "--num-beams", "3", "--early-stopping", "never")
+    (sequence,) = report(folder, *arguments, "--ignore-eos")["sequences"]
+    assert (sequence["tokens"], sequence["text"]) == (tokens, text)
+
+
+def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
+    arguments = ("--tokens", "5,6,7,5,6,7,5,6", "--max-new-tokens", "30")
+    plain = report(folder, *arguments)
+    looked = report(folder, *arguments, "--prompt-lookup", "4")
+    assert looked["sequences"] == plain["sequences"]
+    stats = looked["speculation"]
+    assert 0 <= stats["accepted"] <= stats["proposed"]
+    assert stats["proposed"] > 0
+    told = call(folder, *arguments, "--prompt-lookup", "4").stderr
+    assert f"{stats['accepted']} of {stats['proposed']} proposed tokens accepted" in told
+
+
+@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_interrupted_shows_what_was_made(
+    extra: list[str], count: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C during the fourth event: four are shown, the stream is closed, the handler is put back."""
+    real, seen = DecodeSession.stream, []
+    before = signal.getsignal(signal.SIGINT)
+
+    def stream(*arguments: Any) -> Iterator[TokenEvent]:
+        try:
+            for at, event in enumerate(real(*arguments)):
+                if at == 3:
+                    os.kill(os.getpid(), signal.SIGINT)
+                seen.append(event)
+                yield event
+        finally:
+            seen.append("closed")
+
+    monkeypatch.setattr(DecodeSession, "stream", stream)
+    prompts = ["--tokens", "5,6,7"] * count
+    result = call(folder, *prompts, "--max-new-tokens", "30", *extra, code=130)
+    assert len(seen) == 5
+    assert seen[-1] == "closed"
+    made = [[event.token for event in seen[:-1] if event.sequence == index] for index in range(count)]
+    if extra:
+        sequences = json.loads(result.stdout)["sequences"]
+        assert [sequence["tokens"] for sequence in sequences] == made
+        assert {sequence["finish_reason"] for sequence in sequences} == {"cancelled"}
+    elif count == 1:
+        assert result.stdout == " ".join(map(str, made[0])) + "\n"
+        assert "4 new (cancelled)" in result.stderr
+    else:
+        assert result.stdout == "".join(f"--- {i} (cancelled)\n{' '.join(map(str, m))}\n" for i, m in enumerate(made))
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(*_: Any) -> Iterator[TokenEvent]:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+        yield TokenEvent(0, 1)
+
+    monkeypatch.setattr(DecodeSession, "stream", stream)
+    result = call(folder, "--tokens", "5", "--json", code=130)
+    assert (result.stdout, result.stderr) == ("", "error: interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to continue; give --prompt, --prompt-file or --tokens"),
+        (["--prompt", "x", "--tokenizer", "none.json"], "none.json cannot be read"),
+        (["--prompt-file", "none.txt"], "none.txt cannot be read"),
+        (["--tokens", "1,x"], "'1,x' is not a list of token ids"),
+        (["--tokens", ""], "prompt 0 is empty"),
+        (["--tokens", "300"], "token id 300 is out of range"),
+        (["--tokens", ",".join(["5"] * 65)], "65 tokens"),
+        (["--tokens", "5", "--chat"], "--chat needs messages as text"),
+        (["--prompt", "x", "--system", "y"], "add --chat"),
+        (["--tokens", "5", "--stop", "x"], "need a tokenizer"),
+        (["--tokens", "5", "--greedy", "--temperature", "0.5"], "temperature=0.5 has no effect"),
+        (["--tokens", "5", "--temperature", "0"], "temperature is 0.0"),
+        (["--tokens", "5", "--early-stopping", "perhaps", "--num-beams", "2"], "early_stopping is 'perhaps'"),
+        (["--tokens", "5", "--logit-bias", "7"], "'7' is not ID=BIAS"),
+        (["--tokens", "5", "--logit-bias", "7=1=2"], "'7=1=2' is not ID=BIAS"),
+        (["--tokens", "5", "--eos", "3", "--ignore-eos"], "use one of them"),
+        (["--tokens", "5", "--generation-config", "none.json"], "none.json cannot be read"),
+        (["--tokens", "5", "--device", "cuda"], "a GPU runs engines"),
+        (["--tokens", "5", "--num-beams", "99"], "num_beams=99 needs as many rows"),
+    ],
+    ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
+)
+@pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])
+def test_bad_input_is_one_line(arguments: list[str], extra: list[str], message: str, folder: Path) -> None:
+    result = call(folder, *arguments, *extra, code=1)
+    assert result.stdout in ("", "\n") if not extra else result.stdout == ""
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)
+
+
+def test_text_without_a_tokenizer(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["generate", str(tmp_path / "m.onnx"), "--prompt", "x"])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(r"error: text needs a tokenizer, and there is no [^\n]*tokenizer.json; [^\n]*\n", result.stderr)
+
+
+def test_a_missing_model(tmp_path: Path) -> None:
+    for name in ("m.onnx", "m.engine"):
+        result = CliRunner().invoke(app, ["generate", str(tmp_path / name), "--tokens", "1"])
+        assert (result.exit_code, result.stdout) == (1, "")
+        assert re.fullmatch(rf"error: [^\n]*{name}[^\n]*\n", result.stderr)

@@ -1,0 +1,255 @@
+"""``trt-kvcache generate``: continue prompts with an engine or a model."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trt_kvcache.cli.options import CapacityOption, JsonOption
+
+if TYPE_CHECKING:
+    from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.tokenizer import Tokenizer
+
+
+class Device(str, Enum):
+    """Where to run."""
+
+    AUTO = "auto"
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
+_PROMPTS = "What to continue"
+_CHOICE = "How tokens are chosen (as in transformers' GenerationConfig)"
+_END = "When a sequence ends"
+_RUN = "How it runs"
+
+
+def generate(
+    model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or an .onnx file for the CPU.")],
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="Text; several take several.", rich_help_panel=_PROMPTS)
+    ] = None,
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Text from a file; - is stdin.", rich_help_panel=_PROMPTS)
+    ] = None,
+    tokens: Annotated[
+        list[str] | None, typer.Option(metavar="ID,...", help="Token ids.", rich_help_panel=_PROMPTS)
+    ] = None,
+    tokenizer: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="tokenizer.json or its folder. Default for text: the one beside the model.",
+            rich_help_panel=_PROMPTS,
+        ),
+    ] = None,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Each text is a user's message; uses the chat template.", rich_help_panel=_PROMPTS),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="System message of the chat.", rich_help_panel=_PROMPTS)
+    ] = None,
+    do_sample: Annotated[
+        bool | None,
+        typer.Option(
+            "--sample/--greedy",
+            help="Default: greedy, unless a sampling setting or the file says otherwise.",
+            rich_help_panel=_CHOICE,
+        ),
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="T", rich_help_panel=_CHOICE)] = None,
+    top_k: Annotated[
+        int | None, typer.Option(metavar="N", help="0 keeps all; 50 while sampling.", rich_help_panel=_CHOICE)
+    ] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", rich_help_panel=_CHOICE)] = None,
+    min_p: Annotated[float | None, typer.Option(metavar="P", rich_help_panel=_CHOICE)] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: a fresh one, told.", rich_help_panel=_CHOICE)] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(metavar="X", rich_help_panel=_CHOICE)] = None,
+    no_repeat_ngram_size: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_CHOICE)] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(metavar="ID=BIAS", help="Added to a token's score; -inf forbids it.", rich_help_panel=_CHOICE),
+    ] = None,
+    num_beams: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_CHOICE)] = None,
+    length_penalty: Annotated[float | None, typer.Option(metavar="X", rich_help_panel=_CHOICE)] = None,
+    early_stopping: Annotated[
+        str | None, typer.Option(metavar="true|false|never", help="Of beam search.", rich_help_panel=_CHOICE)
+    ] = None,
+    prompt_lookup: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Propose N tokens at a time from what came before.", rich_help_panel=_CHOICE),
+    ] = None,
+    generation_config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="generation_config.json; flags count.", rich_help_panel=_CHOICE)
+    ] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="128.", rich_help_panel=_END)] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_END)] = None,
+    eos: Annotated[
+        list[int] | None,
+        typer.Option(metavar="ID", help="Default: the file's, else the tokenizer's.", rich_help_panel=_END),
+    ] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel=_END)] = False,
+    stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", rich_help_panel=_END)] = None,
+    device: Annotated[Device, typer.Option(help="auto: what the file is for.", rich_help_panel=_RUN)] = Device.AUTO,
+    max_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Most sequences at a time.", rich_help_panel=_RUN)
+    ] = None,
+    max_chunk: Annotated[
+        int | None, typer.Option(metavar="TOKENS", help="Longest update in a step.", rich_help_panel=_RUN)
+    ] = None,
+    capacity: CapacityOption = None,
+    logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: of each token.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Continue prompts; text comes as it is made. Ctrl-C ends it with what there is, a second one at once."""
+    from trt_kvcache.cli.generate_view import JsonView, LiveView, run
+    from trt_kvcache.importer.plan import PlanOptions
+    from trt_kvcache.runtime.session import DecodeSession
+
+    reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat))
+    prompts = _prompts(prompt or [], prompt_file or [], tokens or [], reader, chat, system)
+    config = _config(
+        generation_config,
+        reader,
+        ignore_eos,
+        {
+            "do_sample": do_sample,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": min_p,
+            "seed": seed,
+            "repetition_penalty": repetition_penalty,
+            "no_repeat_ngram_size": no_repeat_ngram_size,
+            "sequence_bias": _biases(logit_bias) if logit_bias else None,
+            "num_beams": num_beams,
+            "length_penalty": length_penalty,
+            "early_stopping": {"true": True, "false": False}.get(early_stopping or "", early_stopping),
+            "prompt_lookup_num_tokens": prompt_lookup,
+            "max_new_tokens": max_new_tokens,
+            "min_new_tokens": min_new_tokens,
+            "eos_token_id": eos or None,
+            "stop_strings": stop or None,
+            "output_logprobs": logprobs or None,
+        },
+    )
+    options: dict[str, Any] = {} if capacity is None else {"plan_options": PlanOptions(capacity=capacity)}
+    view = (JsonView if json else LiveView)(text=reader is not None)
+    if run(
+        lambda: DecodeSession.open(
+            model, device=device.value, tokenizer=reader, max_batch=max_batch, max_chunk=max_chunk, **options
+        ),
+        prompts,
+        config,
+        view,
+    ):
+        raise typer.Exit(130)
+
+
+def _tokenizer(model: Path, given: Path | None, *, needed: bool) -> Tokenizer | None:
+    """The tokenizer that was asked for, or for text the one beside the model; None where nothing needs one."""
+    from trt_kvcache.errors import OptionError
+    from trt_kvcache.runtime.tokenizer import Tokenizer
+
+    if given is not None:
+        return Tokenizer.load(given)
+    if not needed:
+        return None
+    beside = model.with_name("tokenizer.json")
+    if not beside.exists():
+        raise OptionError(f"text needs a tokenizer, and there is no {beside}; give --tokenizer, or ids with --tokens")
+    return Tokenizer.load(beside)
+
+
+def _prompts(
+    texts: list[str], files: list[Path], ids: list[str], tokenizer: Tokenizer | None, chat: bool, system: str | None
+) -> list[list[int]]:
+    """All prompts as token ids: texts, then files, then ids."""
+    from trt_kvcache.errors import OptionError
+
+    texts = [*texts, *(_read(file) for file in files)]
+    if not texts and not ids:
+        raise OptionError("nothing to continue; give --prompt, --prompt-file or --tokens")
+    if chat and ids:
+        raise OptionError("--chat needs messages as text, and --tokens gives ids; use one of them")
+    if system is not None and not chat:
+        raise OptionError("--system is a message of a chat; add --chat")
+    prompts = []
+    for text in texts:
+        assert tokenizer is not None  # there is text
+        if chat:
+            messages = [{"role": "system", "content": system}] if system is not None else []
+            rendered = tokenizer.render_chat([*messages, {"role": "user", "content": text}])
+            # The template writes the special tokens itself.
+            prompts.append(tokenizer.encode(rendered, special_tokens=False))
+        else:
+            prompts.append(tokenizer.encode(text))
+    return prompts + [_ids(text) for text in ids]
+
+
+def _read(file: Path) -> str:
+    import sys
+
+    from trt_kvcache.errors import OptionError
+
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--prompt-file {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"--prompt-file {file} is not UTF-8 text") from None
+
+
+def _ids(text: str) -> list[int]:
+    from trt_kvcache.errors import OptionError
+
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise OptionError(f"--tokens {text!r} is not a list of token ids such as 1,15,7") from None
+
+
+def _biases(pairs: list[str]) -> dict[int, float]:
+    from trt_kvcache.errors import OptionError
+
+    try:
+        return {int(token): float(bias) for token, bias in (pair.split("=") for pair in pairs)}
+    except ValueError:
+        raise OptionError(f"--logit-bias {' '.join(pairs)!r} is not ID=BIAS, such as 50256=-inf") from None
+
+
+def _config(
+    file: Path | None, tokenizer: Tokenizer | None, ignore_eos: bool, flags: dict[str, Any]
+) -> GenerationConfig:
+    """The settings: flags, then the file's, then what follows from them."""
+    import secrets
+    import warnings
+    from dataclasses import replace
+
+    from trt_kvcache.cli.output import print_warnings
+    from trt_kvcache.errors import OptionError
+    from trt_kvcache.runtime.config import GenerationConfig
+
+    given = {name: value for name, value in flags.items() if value is not None}
+    if ignore_eos and "eos_token_id" in given:
+        raise OptionError("--eos names an end that --ignore-eos ignores; use one of them")
+    if {"temperature", "top_k", "top_p", "min_p"} & given.keys():
+        given.setdefault("do_sample", True)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        config = GenerationConfig(**given) if file is None else GenerationConfig.from_file(file, **given)
+    print_warnings(str(warning.message) for warning in said)
+    if ignore_eos:
+        config = replace(config, eos_token_id=None)
+    elif not config.eos_token_ids and tokenizer is not None:
+        config = replace(config, eos_token_id=tokenizer.eos_token_id)
+    if config.do_sample and config.seed is None:
+        # Told with the result, so that the run can be repeated.
+        config = replace(config, seed=secrets.randbelow(2**32))
+    return config

@@ -1,0 +1,227 @@
+"""Runs prompts and shows what comes: as live text, or as JSON at the end."""
+
+from __future__ import annotations
+
+import io
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from trt_kvcache.cli.output import print_json
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.requests import Generation
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.speculation import SpeculationStats
+
+__all__ = ["JsonView", "LiveView", "Run", "run"]
+
+
+@dataclass
+class Run:
+    """All that happened.
+
+    Attributes:
+        runs_on: what runs where.
+        config: how tokens were chosen.
+        sequences: one per prompt, in order.
+        opening: seconds until the session was open.
+        first: seconds from then to the first token: all prompts that run at once, and one step.
+        total: seconds to the end.
+        speculation: how well drafts did, over all sequences.
+    """
+
+    runs_on: str
+    config: GenerationConfig
+    sequences: list[Generation]
+    opening: float
+    first: float | None = None
+    total: float = 0.0
+    speculation: SpeculationStats = field(default_factory=SpeculationStats)
+
+    @property
+    def count(self) -> int:
+        """New tokens of all sequences."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens per second after the first one; None where there are none."""
+        later = self.total - (self.first or 0.0)
+        return (self.count - 1) / later if self.count > 1 and later > 0 else None
+
+
+class View(Protocol):
+    """What a user sees of a run."""
+
+    def show(self, event: TokenEvent, run: Run) -> None:
+        """Show one event, which `run` has taken."""
+        ...
+
+    def end(self, run: Run) -> None:
+        """Show the end."""
+        ...
+
+
+def run(
+    open_session: Callable[[], DecodeSession], prompts: Sequence[Sequence[int]], config: GenerationConfig, view: View
+) -> bool:
+    """Continue the prompts.
+
+    Returns:
+        Whether Ctrl-C ended it early. What was made until then has been shown.
+    """
+    start = time.perf_counter()
+    with open_session() as session:
+        opened = time.perf_counter()
+        made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
+        with _interruptible() as interrupted, closing(_events(session, prompts, config)) as events:
+            for event in events:
+                made.total = time.perf_counter() - opened
+                if made.first is None:
+                    made.first = made.total
+                made.sequences[event.sequence].take(event)
+                if event.speculation is not None:
+                    made.speculation.add(event.speculation)
+                view.show(event, made)
+                if interrupted.is_set():
+                    break
+        for sequence in made.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = FinishReason.CANCELLED
+        view.end(made)
+        return interrupted.is_set()
+
+
+class JsonView:
+    """Nothing until the end, then one JSON object.
+
+    Args:
+        text: whether there is a tokenizer.
+    """
+
+    def __init__(self, *, text: bool) -> None:
+        self._text = text
+
+    def show(self, event: TokenEvent, run: Run) -> None:
+        """Nothing."""
+
+    def end(self, run: Run) -> None:
+        """Print everything."""
+        print_json(
+            {
+                "runs_on": run.runs_on,
+                "seed": run.config.seed,
+                "sequences": [_sequence(sequence, run.config, self._text) for sequence in run.sequences],
+                "speculation": _speculation(run),
+                "timings": {
+                    "open_seconds": round(run.opening, 6),
+                    "first_token_seconds": None if run.first is None else round(run.first, 6),
+                    "total_seconds": round(run.total, 6),
+                    "new_tokens": run.count,
+                    "tokens_per_second": None if run.rate is None else round(run.rate, 3),
+                },
+            }
+        )
+
+
+class LiveView:
+    """One prompt: its text, or its token ids, as they come. Several: each one when it has ended.
+
+    Args:
+        text: whether there is a tokenizer.
+    """
+
+    def __init__(self, *, text: bool) -> None:
+        self._text = text
+        if isinstance(sys.stdout, io.TextIOWrapper):
+            # A terminal that cannot show a character must not end the run.
+            sys.stdout.reconfigure(errors="replace")
+
+    def show(self, event: TokenEvent, run: Run) -> None:
+        """Print what the event brings."""
+        sequence = run.sequences[event.sequence]
+        if len(run.sequences) == 1:
+            if self._text:
+                self._write(event.text)
+            elif event.token is not None:
+                self._write(f"{' ' if len(sequence.tokens) > 1 else ''}{event.token}")
+        elif event.finish_reason is not None:
+            self._whole(event.sequence, sequence)
+
+    def end(self, run: Run) -> None:
+        """Print what was cut off, and on stderr how it went."""
+        if len(run.sequences) == 1:
+            self._write("\n")
+        else:
+            for index, sequence in enumerate(run.sequences):
+                if sequence.finish_reason is FinishReason.CANCELLED:
+                    self._whole(index, sequence)
+        prompt = sum(len(sequence.prompt) for sequence in run.sequences)
+        reasons = ", ".join(sorted({s.finish_reason.value for s in run.sequences if s.finish_reason}))
+        parts = [f"{prompt} prompt tokens", f"{run.count} new ({reasons})"]
+        parts += [] if run.first is None else [f"the first after {run.first:.3f} s"]
+        parts += [] if run.rate is None else [f"{run.rate:.1f} tokens/s"]
+        if run.config.prompt_lookup_num_tokens is not None:
+            stats = run.speculation
+            parts.append(f"{stats.accepted} of {stats.proposed} proposed tokens accepted")
+        parts += [f"seed {run.config.seed}"] if run.config.do_sample else []
+        print(f"{', '.join(parts)}; {run.runs_on}", file=sys.stderr)  # noqa: T201
+
+    def _whole(self, index: int, sequence: Generation) -> None:
+        body = sequence.text if self._text else " ".join(map(str, sequence.tokens))
+        reason = sequence.finish_reason.value if sequence.finish_reason else ""
+        self._write(f"--- {index} ({reason})\n{body}\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+def _sequence(sequence: Generation, config: GenerationConfig, text: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "prompt_tokens": len(sequence.prompt),
+        "tokens": sequence.tokens,
+        "text": sequence.text if text else None,
+        "finish_reason": sequence.finish_reason,
+    }
+    return {**shown, "logprobs": sequence.logprobs} if config.output_logprobs else shown
+
+
+def _speculation(run: Run) -> dict[str, Any] | None:
+    if run.config.prompt_lookup_num_tokens is None:
+        return None
+    stats = run.speculation
+    return {"proposed": stats.proposed, "accepted": stats.accepted, "acceptance": round(stats.acceptance, 4)}
+
+
+def _events(
+    session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig
+) -> Generator[TokenEvent]:
+    """`DecodeSession.stream`, as a generator whatever it is, so that it can be closed."""
+    yield from session.stream(prompts, config)
+
+
+@contextmanager
+def _interruptible() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that a step is never torn; a second one interrupts at once, as usual."""
+    asked = threading.Event()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    usual = signal.getsignal(signal.SIGINT) or signal.default_int_handler
+
+    def note(*_: object) -> None:
+        asked.set()
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, usual)
