@@ -17,9 +17,11 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Send, Stage
+from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, OutputError, TrtKvCacheError
 from trt_kvcache.importer.plan import Target
+
+_NO_KERNEL = "not supported by a dedicated kernel"
 
 
 def main() -> None:
@@ -103,6 +105,16 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         writer = make_writer(trt, file)
         # Handing the engine over in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
         built = builder.build_serialized_network_to_stream(network, config, writer)
+        if not built and _NO_KERNEL in logger.words():
+            # Which attentions have a fused kernel was measured on one version; another may lack one.
+            patch_network(network, job.plan, trt, decompose_all=True)
+            logger.errors.clear()
+            file.truncate(0)
+            file.seek(0)
+            writer = make_writer(trt, file)
+            built = builder.build_serialized_network_to_stream(network, config, writer)
+            send(Log(False, f"{job.title} lacks a fused kernel for an attention that was planned as fused: every "
+                            "attention may be decomposed"))  # fmt: skip
         if writer.error is not None:
             raise OutputError(f"the engine cannot be written: {writer.error.strerror}") from writer.error
         if not built or not writer.size:

@@ -8,7 +8,7 @@ from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import AttentionKind, CachePlan
 
 
-def patch_network(network: Any, plan: CachePlan, trt: Any) -> None:
+def patch_network(network: Any, plan: CachePlan, trt: Any, *, decompose_all: bool = False) -> None:
     """Let TensorRT decompose the attentions that no fused kernel covers.
 
     Without it the build fails ("Attention operation was not supported by a dedicated kernel", measured on TensorRT for
@@ -18,6 +18,7 @@ def patch_network(network: Any, plan: CachePlan, trt: Any) -> None:
         network: a parsed ``INetworkDefinition`` of the rewritten model.
         plan: what was decided for each attention.
         trt: the module ``tensorrt`` or ``tensorrt_rtx`` that parsed it.
+        decompose_all: let every attention be decomposed, for a TensorRT that lacks a kernel the plan counts on.
 
     Raises:
         BuildError: the network lacks an attention layer that the plan names.
@@ -33,7 +34,7 @@ def patch_network(network: Any, plan: CachePlan, trt: Any) -> None:
             continue
         name = layer.name.removesuffix(suffix)
         found.add(name)
-        if name in wanted:
+        if decompose_all or name in wanted:
             layer.__class__ = trt.IAttentionInputLayer
             layer.attention.decomposable = True
     expected = {a.node for a in plan.attention if a.kind is not AttentionKind.LOWERED}
