@@ -152,7 +152,7 @@ class OnnxRuntimeRunner:
             bound.inputs[name][...] = values
         try:
             session.run_with_iobinding(bound.binding, self._run_options)
-        except _ORT_ERRORS as error:
+        except (*_ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
             raise SessionError(f"{self.name} failed: {_one_line(error)}") from None
         rows = slice(batch.first_row, batch.first_row + batch.rows)
         for name, past in self._past.items():

@@ -1,0 +1,214 @@
+"""ONNX Runtime behind the runner interface: in place, rows apart, refusals."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from decoders import DecoderConfig, make_decoder, write_decoder
+from onnx import TensorProto, helper
+
+from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer.plan import Fallback, PlanOptions
+from trt_kvcache.runtime.open import open_runner
+from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.runner import Runner, StepBatch
+
+BASE = DecoderConfig(capacity=32, vocab=64)
+TOKENS = np.array([[3, 1, 4, 1], [5, 9, 2, 6]])
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_decoder(tmp_path / "model.onnx", BASE)
+
+
+def batch(first_row: int, tokens: np.ndarray, start: int = 0, keep: int | None = None) -> StepBatch:
+    return StepBatch(
+        first_row, tokens, np.full(len(tokens), start, np.int64), tokens.shape[1] if keep is None else keep
+    )
+
+
+def contents(runner: Runner) -> dict[str, np.ndarray]:
+    return {c.past: np.array(runner.view(c.past)) for c in runner.plan.caches}
+
+
+def test_facts(model: Path) -> None:
+    runner: Runner = OnnxRuntimeRunner(model, max_batch=3)
+    assert "ONNX Runtime" in runner.name
+    assert (runner.max_batch, runner.vocab, runner.max_chunk) == (3, 64, 32)
+    assert runner.max_positions == BASE.positions
+    assert all(runner.view(c.past).shape == (3, *c.physical_shape[1:]) for c in runner.plan.caches)
+    assert all((view == 0).all() for view in contents(runner).values())
+
+
+def test_a_step_touches_its_rows_alone_and_the_new_tokens_alone(model: Path) -> None:
+    runner = OnnxRuntimeRunner(model, max_batch=4)
+    for cache in runner.plan.caches:
+        runner.view(cache.past)[...] = 7
+    addresses = {c.past: runner.view(c.past).ctypes.data for c in runner.plan.caches}
+    logits = runner.step(batch(1, TOKENS))
+    assert logits.shape == (2, 4, 64)
+    for name, buffer in contents(runner).items():
+        assert (buffer[[0, 3]] == 7).all(), name
+        assert (buffer[1:3, :, 4:] == 7).all(), name
+        assert (buffer[1:3, :, :4] != 7).all(), name
+    assert addresses == {c.past: runner.view(c.past).ctypes.data for c in runner.plan.caches}
+
+
+def test_every_split_gives_the_same(model: Path) -> None:
+    runner = OnnxRuntimeRunner(model, max_batch=4)
+    whole = runner.step(batch(0, TOKENS)).copy()
+    at_once = contents(runner)
+    for row, split in ((2, 1), (2, 3)):
+        first = runner.step(batch(row, TOKENS[:, :split])).copy()
+        second = runner.step(batch(row, TOKENS[:, split:], split)).copy()
+        np.testing.assert_allclose(np.concatenate([first, second], 1), whole, atol=1e-5)
+        for name, buffer in contents(runner).items():
+            np.testing.assert_allclose(buffer[2:], at_once[name][:2], atol=1e-5)
+    for row in range(2):
+        alone = runner.step(batch(3, TOKENS[row : row + 1]))
+        np.testing.assert_allclose(alone[0], whole[row], atol=1e-5)
+
+
+def test_keep_gives_the_last_positions(model: Path) -> None:
+    runner = OnnxRuntimeRunner(model, max_batch=2)
+    whole = runner.step(batch(0, TOKENS)).copy()
+    for keep in range(5):
+        np.testing.assert_array_equal(runner.step(batch(0, TOKENS, keep=keep)), whole[:, 4 - keep :])
+
+
+def test_updates_that_are_not_in_place_end_in_the_same_buffer(tmp_path: Path) -> None:
+    config = replace(BASE, mode="circular", capacity=8, form="heads-major")
+    path = write_decoder(tmp_path / "model.onnx", config)
+    native = OnnxRuntimeRunner(path, max_batch=3)
+    functional = OnnxRuntimeRunner(path, PlanOptions(fallback=Fallback.FUNCTIONAL), max_batch=3)
+    assert not any(c.in_place for c in functional.plan.caches)
+    for start in range(0, 12, 4):
+        step = batch(1, TOKENS, start)
+        if start == 8:
+            step = batch(1, TOKENS[:, :1], start)
+        np.testing.assert_allclose(functional.step(step), native.step(step), atol=1e-5)
+    for name, buffer in contents(native).items():
+        np.testing.assert_allclose(contents(functional)[name], buffer, atol=1e-5)
+
+
+def test_rows_are_copied_zeroed_read_and_written(model: Path) -> None:
+    runner = OnnxRuntimeRunner(model, max_batch=3)
+    runner.step(batch(0, TOKENS))
+    name = runner.plan.caches[0].past
+    row = runner.read_row(name, 0, 4)
+    assert row.shape == (2, 4, 16)
+    runner.copy_rows(0, 2, 3)
+    np.testing.assert_array_equal(runner.read_row(name, 2, 4)[:, :3], row[:, :3])
+    assert (runner.read_row(name, 2, 4)[:, 3] == 0).all()
+    runner.zero_rows(0, 1, 100)
+    np.testing.assert_array_equal(runner.read_row(name, 0, 4)[:, :1], row[:, :1])
+    assert (runner.read_row(name, 0, 32)[:, 1:] == 0).all()
+    runner.write_row(name, 1, row)
+    np.testing.assert_array_equal(runner.read_row(name, 1, 4), row)
+    row[...] = 0
+    assert (runner.read_row(name, 1, 4) != 0).all()
+
+
+def test_half_precision_gives_float32_logits(tmp_path: Path) -> None:
+    runner = OnnxRuntimeRunner(write_decoder(tmp_path / "model.onnx", replace(BASE, dtype="float16")), max_batch=1)
+    assert runner.view(runner.plan.caches[0].past).dtype == np.float16
+    assert runner.step(batch(0, TOKENS[:1])).dtype == np.float32
+
+
+def test_external_weights_are_read_by_onnx_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_decoder(tmp_path / "model.onnx", BASE, 64)
+    inside = write_decoder(tmp_path / "inside.onnx", BASE)
+    monkeypatch.chdir(Path(__file__).parent)
+    runner, other = OnnxRuntimeRunner(path, max_batch=2), OnnxRuntimeRunner(inside, max_batch=2)
+    np.testing.assert_array_equal(runner.step(batch(0, TOKENS)), other.step(batch(0, TOKENS)))
+    assert runner.identity() != other.identity()
+    assert runner.identity() == OnnxRuntimeRunner(path).identity()
+
+
+def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
+    """ONNX Runtime warns at each TensorScatter whose past and present are two buffers: with its warnings on, none."""
+    path = write_decoder(tmp_path / "model.onnx", BASE)
+    code = (
+        "import sys, numpy as np\n"
+        "from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner\n"
+        "from trt_kvcache.runtime.runner import StepBatch\n"
+        f"r = OnnxRuntimeRunner({str(path)!r}, max_batch=3)\n"
+        "if sys.argv[1] == 'apart':\n"
+        "    r._present = {n: np.zeros_like(a) for n, a in r._past.items()}\n"
+        "r._run_options.log_severity_level = 2\n"
+        "r.step(StepBatch(1, np.array([[1], [2]]), np.zeros(2, np.int64)))\n"
+    )
+    found = {}
+    for way in ("apart", "in place"):
+        done = subprocess.run([sys.executable, "-c", code, way], capture_output=True, text=True, check=True)
+        found[way] = done.stderr.count("TensorScatter")
+    assert found["in place"] == 0
+    assert found["apart"] > 0
+
+
+def test_close(model: Path) -> None:
+    runner = OnnxRuntimeRunner(model)
+    runner.close()
+    runner.close()
+    with pytest.raises(SessionError, match="the runner is closed"):
+        runner.step(batch(0, TOKENS))
+
+
+def test_a_failing_step_is_our_error(model: Path) -> None:
+    runner = OnnxRuntimeRunner(model, max_batch=2)
+    with pytest.raises(SessionError, match=r"ONNX Runtime .* failed: .*indices"):
+        runner.step(batch(0, TOKENS + 1000))
+    assert runner.step(batch(0, TOKENS)).shape == (2, 4, 64)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "error", "words"),
+    [
+        (replace(BASE, dtype="bfloat16"), {}, UnsupportedModelError, "cannot run it on the CPU.*build an engine"),
+        (replace(BASE, batch=4), {}, UnsupportedModelError, "batch is fixed at 4"),
+        (replace(BASE, sequence=3), {}, UnsupportedModelError, "number of tokens per step is fixed at 3"),
+        (BASE, {"max_batch": 0}, OptionError, "max_batch is 0; it must be at least 1"),
+        (BASE, {"max_chunk": 33}, OptionError, "max_chunk is 33, and this model takes at most 32 tokens per update"),
+        (BASE, {"threads": -1}, OptionError, "threads is -1"),
+        (BASE, {"max_batch": 10**12}, SessionError, r"take .* GB .*; lower max_batch"),
+    ],
+)
+def test_refusals(
+    tmp_path: Path, config: DecoderConfig, options: dict[str, int], error: type[Exception], words: str
+) -> None:
+    path = write_decoder(tmp_path / "model.onnx", config)
+    with pytest.raises(error, match=words):
+        OnnxRuntimeRunner(path, **options)
+
+
+def test_an_input_without_a_role_is_refused_by_name(tmp_path: Path) -> None:
+    proto = make_decoder(BASE)
+    proto.graph.input.append(helper.make_tensor_value_info("temperature", TensorProto.FLOAT, [1]))
+    scaled = helper.make_node("Mul", ["logits", "temperature"], ["scaled_logits"])
+    proto.graph.node.append(scaled)
+    proto.graph.output.append(helper.make_tensor_value_info("scaled_logits", TensorProto.FLOAT, ["batch", "s", 64]))
+    onnx.save(proto, tmp_path / "model.onnx")
+    with pytest.raises(
+        UnsupportedModelError, match=r"input 'temperature' \(float \[1\]\) has no known part in decoding"
+    ):
+        OnnxRuntimeRunner(tmp_path / "model.onnx")
+
+
+def test_open_runner_chooses_by_file_and_says_what_does_not_fit(model: Path) -> None:
+    assert isinstance(open_runner(model, "auto", {"max_batch": 2, "max_chunk": None}), OnnxRuntimeRunner)
+    assert open_runner(model, "cpu", {"plan_options": PlanOptions(attention_span=False)}).plan.spans == ()
+    with pytest.raises(OptionError, match="a GPU runs engines; write one with 'trt-kvcache build'"):
+        open_runner(model, "cuda", {})
+    with pytest.raises(OptionError, match="the CPU runs models; open the .onnx file"):
+        open_runner("model.engine", "cpu", {})
+    with pytest.raises(OptionError, match="device is 'tpu'; it must be one of auto, cpu, cuda"):
+        open_runner(model, "tpu", {})
+    with pytest.raises(OptionError, match="'cuda_graphs' is no option of a model on the CPU"):
+        open_runner(model, "auto", {"cuda_graphs": True})
