@@ -7,7 +7,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from decoders import DecoderConfig, write_decoder
+from graphs import Graph
+from onnx import TensorProto
 
+from trt_kvcache.errors import OptionError
 from trt_kvcache.verify import VerifyReport, verify_model
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
@@ -214,3 +218,25 @@ def test_packed_updates_run_by_their_definition(tmp_path: Path) -> None:
     )
     assert any("packed updates" in note for note in report.notes)
     assert max(max(step.valid) for step in report.steps) == 32
+
+
+def test_fixed_updates_that_fit_no_circular_cache_are_refused(tmp_path):
+    # Two caches with different fixed updates: the longer one fits before no wrap of the other.
+    graph = Graph()
+    for name, capacity, length in (("a", 64, 32), ("b", 16, 8)):
+        past = graph.input(f"past_{name}", TensorProto.FLOAT, [2, 2, capacity, 4])
+        update = graph.input(f"update_{name}", TensorProto.FLOAT, [2, 2, length, 4])
+        where = graph.input(f"where_{name}", TensorProto.INT64, [2])
+        graph.node("TensorScatter", [past, update, where], f"present_{name}", mode="circular")
+        graph.output(f"present_{name}", TensorProto.FLOAT, [2, 2, capacity, 4])
+    path = tmp_path / "m.onnx"
+    onnx.save(graph.model(), path)
+    with pytest.raises(OptionError, match=r"'past_b' holds 16 rows, and the model's updates are fixed at 32 tokens"):
+        verify_model(path)
+
+
+@pytest.mark.parametrize("mask", ["float", "bool"])
+def test_masks_beside_a_causal_frontier_from_zero(mask, tmp_path):
+    # Without lengths the first query sees the first key only, whatever the mask adds to it.
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(form="heads-major", mask=mask, lengths=False))
+    verify_model(path).check()

@@ -101,6 +101,11 @@ class _Verification:
 
     def run(self) -> VerifyReport:
         episodes = [e for e in plan_schedule(self.limits, self.verify) if e.steps]
+        if not episodes:
+            raise OptionError(
+                "no update fits this model's caches: its fixed update length is longer than what the linear caches "
+                "hold or what the circular ones take before the wrap; export it with a shorter or an open update length"
+            )
         self._note_schedule(episodes)
         first = episodes[0].steps[0]
         trial = {**self.inputs.shared(first), **self._contents(first, 0.0, 0)}

@@ -146,7 +146,8 @@ class StepInputs:
         # softmax of nothing but lowest values would be an accident of the order in which they were added.
         token = arrange(np.broadcast_to(written, visible.shape), names, shape, tensor.axes)
         bias = np.where(placed, self._rng.uniform(-1, 1, shape), _FAINT)
-        return np.where(token, bias, np.finfo(dtype).min).astype(dtype)
+        # Not the lowest finite number: ONNX Runtime takes that for -inf, ONNX's own definition adds it as it stands.
+        return np.where(token, bias, -np.inf).astype(dtype)
 
     def _wraps(self, keys: int) -> bool:
         return any(c.mode is UpdateMode.CIRCULAR and c.capacity == keys for c in self._plan.caches)

@@ -69,6 +69,12 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
     fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
     batch = min(fixed_batches, default=options.batch)
     fixed_lengths = {c.update_length for c in plan.caches if isinstance(c.update_length, int)}
+    too_short = [c for c in plan.caches if c.contract and c.capacity < max(fixed_lengths, default=1)]
+    if too_short:
+        raise OptionError(
+            f"cache '{too_short[0].past}' holds {too_short[0].capacity} rows, and the model's updates are fixed at "
+            f"{max(fixed_lengths)} tokens: none fits without straddling the wrap; plan with --fallback functional"
+        )
     contracts = [c.contract for c in plan.caches if c.contract is not None]
     bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
     driven = [t for t in plan.tensors if t.io == "input" and t.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)]
