@@ -116,6 +116,21 @@ def test_no_ngram_is_repeated(scores: Scores, tokens: npt.NDArray[np.int64], siz
         assert (token in kept(found)) == (scores[token] > -math.inf and not repeats)
 
 
+@patient
+@given(score_rows, st.floats(0.05, 50))
+def test_temperature(scores: Scores, temperature: float) -> None:
+    found = processors.apply_temperature(scores, temperature)
+    assert probabilities(found) == pytest.approx(probabilities(scores / np.float32(temperature)), abs=1e-5)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e300])
+def test_no_temperature_overflows(temperature: float) -> None:
+    found = processors.apply_temperature(np.array([1e38, -1e38, 9e37, -math.inf], np.float32), temperature)
+    assert found[0] == 0
+    assert found[3] == -math.inf
+    assert not np.isnan(found).any()
+
+
 def test_biases_wait_for_their_run() -> None:
     scores = np.zeros(4, np.float32)
     biases = (((1,), 2.0), ((0, 2), 3.0), ((3, 0, 2), 4.0), ((0, 1, 3, 0, 2), 99.0), ((0, 3), -math.inf))
@@ -214,6 +229,8 @@ def test_the_same_as_transformers(
         assert at_a_boundary(ruled, config), (sorted(kept(ours)), sorted(kept(theirs)))
         return
     both = sorted(kept(ours))
+    # Ours are distances from the highest score once there is a temperature.
+    ours, theirs = ours - ours.max(), theirs - theirs.max()
     assert ours[both].tolist() == pytest.approx(theirs[both].tolist(), rel=1e-5, abs=1e-5)
 
 

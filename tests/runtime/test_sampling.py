@@ -119,6 +119,12 @@ def test_no_token_left_is_an_error(do_sample: bool) -> None:
         drawn(config, 0, [row(0, 1)])
 
 
+@pytest.mark.filterwarnings("ignore:overflow")
+def test_rules_that_overflow_are_an_error() -> None:
+    with pytest.raises(SessionError, match="the scores hold inf after sequence_bias and repetition_penalty"):
+        drawn(GenerationConfig(repetition_penalty=1e-38), 0, [row(9, 1)])
+
+
 class Letters:
     """One letter per token; token 7 begins and token 8 ends a character."""
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.runtime.text import StopStrings, TextStream
 from trt_kvcache.runtime.tokenizer import Tokenizer
 
@@ -178,6 +178,16 @@ def test_a_file_or_its_folder(tmp_path: Path) -> None:
         assert read.encode("the cache") == gpt().encode("the cache")
         assert read.vocab_size == 300
         assert (read.eos_token_id, read.special_tokens) == (None, {})
+
+
+def test_a_text_that_is_none_is_refused() -> None:
+    with pytest.raises(PromptError, match="a lone surrogate at character 2"):
+        gpt().encode("ab\udcff")
+
+
+def test_ids_past_the_tokenizer_have_no_text() -> None:
+    """Models have rounded-up vocabularies."""
+    assert "".join(pieces(gpt(), [*gpt().encode("the"), 5000])) == "the"
 
 
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from trt_kvcache.runtime.config import GenerationConfig
 
 __all__ = [
     "add_sequence_bias",
+    "apply_temperature",
     "ban_repeated_ngrams",
     "ban_tokens",
     "keep_min_p",
@@ -58,7 +59,7 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
 def warp(scores: Scores, config: GenerationConfig) -> Scores:
     """Shape the distribution to sample from: temperature, then top-k, top-p and min-p, each of what the last left."""
     if config.temperature != 1:
-        scores = scores / np.float32(config.temperature)
+        scores = apply_temperature(scores, config.temperature)
     if 0 < config.top_k < scores.size:
         scores = keep_top_k(scores, config.top_k)
     if config.top_p < 1:
@@ -109,6 +110,16 @@ def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:
     ids = np.asarray(tokens, dtype=np.int64)
     scores[ids[ids < scores.size]] = -np.inf
     return scores
+
+
+def apply_temperature(scores: Scores, temperature: float) -> Scores:
+    """Divide the distances from the highest score by `temperature`.
+
+    The probabilities are those of divided scores, and no temperature makes the highest one overflow.
+    """
+    with np.errstate(over="ignore"):  # of a hopeless token, to -inf
+        hot: Scores = ((scores - scores.max()).astype(np.float64) / temperature).astype(np.float32)
+    return hot
 
 
 def keep_top_k(scores: Scores, count: int) -> Scores:

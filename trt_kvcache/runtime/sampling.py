@@ -54,10 +54,8 @@ class Sampler:
             # max() is NaN where any value is.
             raise SessionError(f"the model's logits hold {top}: it overflowed, or its weights or caches are damaged")
         scores = process(logits, tokens, new_tokens, config)
-        if scores is not logits and scores.max() == -np.inf:
-            raise SessionError(
-                "no token is left: sequence_bias, no_repeat_ngram_size or min_new_tokens forbid them all"
-            )
+        if scores is not logits:
+            _check_ruled(float(scores.max()))
         token = self._draw(warp(scores, config)) if config.do_sample else int(scores.argmax())
         return token, _logprob(logits, token, top) if config.output_logprobs else None
 
@@ -68,6 +66,13 @@ class Sampler:
         cumulative = np.cumsum(np.exp(kept - kept.max()))
         at = np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")
         return int(ids[min(int(at), ids.size - 1)])
+
+
+def _check_ruled(top: float) -> None:
+    if top == -math.inf:
+        raise SessionError("no token is left: sequence_bias, no_repeat_ngram_size or min_new_tokens forbid them all")
+    if not math.isfinite(top):
+        raise SessionError(f"the scores hold {top} after sequence_bias and repetition_penalty; use moderate ones")
 
 
 def _logprob(logits: npt.NDArray[np.float32], token: int, top: float) -> float:

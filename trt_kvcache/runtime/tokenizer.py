@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -86,7 +86,14 @@ class Tokenizer:
             text: the prompt.
             special_tokens: add what the tokenizer adds around a text, such as a first token. A rendered chat has its
                 special tokens already.
+
+        Raises:
+            PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the text is no Unicode text: a lone surrogate at character {error.start}") from None
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
