@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tensorrt_rtx
 import trt
@@ -25,6 +26,27 @@ def test_cache_layer_attention_and_alias_query_exist() -> None:
     for name in ("add_kv_cache_update", "add_attention_v2"):
         assert hasattr(tensorrt_rtx.INetworkDefinition, name), name
     assert hasattr(tensorrt_rtx.ICudaEngine, "get_aliased_input_tensor")
+
+
+def test_external_data_is_looked_up_beside_a_path_that_need_not_exist(tmp_path: Path) -> None:
+    """A rewritten model is parsed from memory, its weights stay in the source's folder."""
+    weights = np.arange(12, dtype=np.float16)
+    (tmp_path / "weights.bin").write_bytes(weights.tobytes())
+    graph = Graph()
+    graph.input("x", HALF, ["B", 12])
+    graph.node("Mul", ["x", "weights"], "y")
+    graph.output("y", HALF, ["B", 12])
+    tensor = TensorProto(name="weights", data_type=HALF, dims=[12], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="weights.bin")
+    graph.initializers.append(tensor)
+    model = graph.model()
+    assert trt.build(model, path=str(tmp_path / "does_not_exist.onnx")).stage == "built"
+    elsewhere = trt.build(model, path=str(tmp_path / "other" / "does_not_exist.onnx"))
+    assert elsewhere.stage == "parse"
+
+
+def test_builder_can_stream_the_engine() -> None:
+    assert hasattr(tensorrt_rtx.Builder, "build_serialized_network_to_stream")
 
 
 def test_compute_capabilities() -> None:

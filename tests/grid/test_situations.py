@@ -133,7 +133,7 @@ def test_layers_of_different_geometry(tmp_path: Path) -> None:
 
 def test_layers_of_different_heads(tmp_path: Path) -> None:
     graph = Layers()
-    for i, (heads, kv_heads, size) in enumerate(((4, 2, 16), (8, 1, 32), (3, 3, 24))):
+    for i, (heads, kv_heads, size) in enumerate(((4, 2, 16), (8, 1, 32), (6, 3, 24))):
         key, value = (graph.cache(f"{kind}{i}", kv_heads, size) for kind in "kv")
         graph.attend(graph.query(f"query_{i}", heads, size), key, value, f"y{i}", is_causal=1)
     assert {a.kind for a in check(graph.model(), tmp_path).plan.attention} == {AttentionKind.FUSED}
