@@ -194,6 +194,10 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
     return AttentionAnalysis(tuple(plans), tuple(masks.values()), tuple(spans.values()), tuple(warnings))
 
 
+_FUSED_REACH = 24_576
+"""Keys and head size together, up to which masked float16 and bfloat16 attention has a fused kernel: 48 KiB."""
+
+
 def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     """Fused, decomposed or lowered. Measured on TensorRT for RTX 1.7.1, CPU-only builds, 2026."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
@@ -218,6 +222,8 @@ def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
         return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
     if not 16 <= size <= 256:
         return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
+    if isinstance(facts.keys, int) and facts.keys + size > _FUSED_REACH:
+        return AttentionKind.DECOMPOSED, f"more than {_FUSED_REACH - size} keys have no fused kernel"
     return AttentionKind.FUSED, "dedicated kernel"
 
 
