@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ml_dtypes
@@ -127,7 +127,16 @@ class StepInputs:
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Values of all inputs that are neither caches nor spans, by name: C-contiguous, in the model's dtype."""
-        return {t.name: self._fill(t, batch) for t in self._inputs}
+        sizes = _sizes(batch)
+        made = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
+        self.fill(batch, made)
+        return made
+
+    def fill(self, batch: StepBatch, into: Mapping[str, Array]) -> None:
+        """Write what `arrays` gives into arrays of the same shapes and dtypes: nothing is allocated for the model."""
+        for tensor in self._inputs:
+            target = into[tensor.name]
+            target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
         """Shapes of what `arrays` and `span_sizes` give, without computing the values."""
@@ -135,8 +144,8 @@ class StepInputs:
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
         return filled | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
-    def _fill(self, tensor: TensorRole, batch: StepBatch) -> Array:
-        shape = self._shape(tensor, _sizes(batch), batch)
+    def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
+        """Values of one input in a shape that broadcasts to its own."""
         names: tuple[str, ...]
         match tensor.role:
             case Role.TOKENS:
@@ -150,12 +159,10 @@ class StepInputs:
             case Role.UPDATE_LENGTHS:
                 values, names = np.arange(batch.rows + 1) * batch.length, ("batch+1",)
             case _:
-                values, names = self._visible(tensor, batch, shape[-1]), ("batch", "sequence", "keys")
+                values, names = self._visible(tensor, batch, keys), ("batch", "sequence", "keys")
                 if self._dtypes[tensor.name].kind not in "iub":  # a bias that is added to the scores
-                    lowest = _lowest(self._dtypes[tensor.name])
-                    values = np.where(values, 0.0, lowest)
-        placed = _place(values, names, tensor.axes, tensor.role is Role.MASK)
-        return np.ascontiguousarray(np.broadcast_to(placed, shape).astype(self._dtypes[tensor.name]))
+                    values = np.where(values, 0.0, _lowest(self._dtypes[tensor.name]))
+        return _place(values, names, tensor.axes, tensor.role is Role.MASK)
 
     def _visible(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
         """Which cache rows each new token sees, bool ``[R, S, keys]``: all tokens up to itself that are still there."""
@@ -338,12 +345,14 @@ def _by_token(values: Array, tensor: TensorRole) -> tuple[Array, tuple[str, ...]
     return (values.reshape(-1), ("tokens",)) if "tokens" in tensor.axes else (values, ("batch", "sequence"))
 
 
-def _place(values: Array, names: Sequence[str], axes: Sequence[str], mask: bool) -> Array:
+def _place(values: Array, names: tuple[str, ...], axes: Sequence[str], mask: bool) -> Array:
     """Values with named axes, shaped so that they broadcast to a tensor whose axes are called `axes`.
 
     Of a name that the tensor has no axis for, one entry stays: the last token of a sequence, the first row of a batch
     (all rows agree there). Fixed axes of the tensor repeat the values, but for a mask's last one: that is its keys.
     """
+    if tuple(axes) == names:
+        return values
     wanted = [*axes[:-1], "keys"] if mask else list(axes)
     for name in names:
         if name not in wanted:
