@@ -77,6 +77,19 @@ def test_top_p_of_equals_keeps_low_ids() -> None:
     assert kept(processors.keep_top_p(np.zeros(8, np.float32), 0.5)) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 30.0])
+@pytest.mark.parametrize("mass", [0.001, 0.5, 0.9, 0.9999])
+def test_top_p_of_a_large_vocabulary(spread: float, mass: float) -> None:
+    """Peaked and flat, with many equals: the head of the distribution alone must give what all of it gives."""
+    scores = np.random.default_rng(3).normal(0, spread, 9000).round(1).astype(np.float32)
+    share = np.exp(scores.astype(np.float64) - scores.max())
+    share /= share.sum()
+    order = sorted(range(scores.size), key=lambda token: (-scores[token], token))
+    sums = np.cumsum(share[order])
+    expected = int(np.searchsorted(sums, mass - 1e-12)) + 1
+    assert kept(processors.keep_top_p(scores, mass)) == set(order[:expected])
+
+
 def test_top_p_always_keeps_one() -> None:
     assert kept(processors.keep_top_p(np.array([0, 5, 0], np.float32), 1e-9)) == {1}
 

@@ -32,6 +32,8 @@ __all__ = [
 Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
+_HEAD = 1024
+
 
 def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationConfig) -> Scores:
     """Apply the rules over what came before: bias, repetition penalty, no repeated n-grams, no early end.
@@ -131,13 +133,18 @@ def keep_top_k(scores: Scores, count: int) -> Scores:
 
 def keep_top_p(scores: Scores, mass: float) -> Scores:
     """Keep the smallest set of most probable tokens with a probability of at least `mass`; of equals, low ids first."""
+    weights = np.exp(scores - scores.max())
+    enough = mass * weights.sum(dtype=np.float64)
     ids = np.flatnonzero(scores > -np.inf)
+    if ids.size > 4 * _HEAD:
+        # Sorting a whole vocabulary takes longer than a step of a small model; its head nearly always has the mass.
+        head = np.flatnonzero(scores >= np.partition(scores, scores.size - _HEAD)[scores.size - _HEAD])
+        ids = head if weights[head].sum(dtype=np.float64) > enough else ids
     ids = ids[np.argsort(-scores[ids], kind="stable")]
-    probabilities = np.exp(scores[ids].astype(np.float64) - scores[ids[:1]])
-    before = np.cumsum(probabilities) - probabilities
+    before = np.concatenate([[0.0], np.cumsum(weights[ids], dtype=np.float64)[:-1]])
     kept = np.zeros(scores.size, dtype=bool)
     # The first token whose predecessors have the mass is out, and so are all after it. The first one always stays.
-    kept[ids[: max(1, int(np.searchsorted(before, mass * probabilities.sum())))]] = True
+    kept[ids[: max(1, int(np.searchsorted(before, enough)))]] = True
     return _keep(scores, kept)
 
 
