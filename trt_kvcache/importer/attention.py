@@ -195,7 +195,8 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 _FUSED_REACH = 24_576
-"""Keys and head size together, up to which masked float16 and bfloat16 attention has a fused kernel: 48 KiB."""
+"""Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More queries
+have one at any length; `decomposable` lets TensorRT choose."""
 
 
 def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
@@ -223,7 +224,7 @@ def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     if not 16 <= size <= 256:
         return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
     if isinstance(facts.keys, int) and facts.keys + size > _FUSED_REACH:
-        return AttentionKind.DECOMPOSED, f"more than {_FUSED_REACH - size} keys have no fused kernel"
+        return AttentionKind.DECOMPOSED, f"more than {_FUSED_REACH - size} keys have no fused kernel for decoding"
     return AttentionKind.FUSED, "dedicated kernel"
 
 
