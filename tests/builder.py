@@ -12,7 +12,7 @@ import tensorrt_rtx
 import trt
 
 from trt_kvcache.importer.patch import patch_network
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.plan import AttentionKind, CachePlan, Route
 
 CRASHED = trt.Outcome("crash", "TensorRT ended its process")
 
@@ -42,5 +42,33 @@ def _close() -> None:
 
 
 def _build(model: bytes, profiles: Sequence[trt.Ranges], path: str, plan: CachePlan | None) -> trt.Outcome:
-    patch = None if plan is None else lambda network: patch_network(network, plan, tensorrt_rtx)
-    return trt.build(model, profiles, patch, path)
+    parsed = trt.parse(model, path)
+    if not parsed.ok:
+        return trt.Outcome("parse", parsed.words)
+    if plan is not None:
+        patch_network(parsed.network, plan, tensorrt_rtx)
+        audit(parsed, plan)
+    return trt.build_parsed(parsed, profiles)
+
+
+def audit(parsed: trt.Parsed, plan: CachePlan) -> None:
+    """The network holds what the plan says: each cache's layer between its input and output, each mask in place.
+
+    What a mask says is not left to a causal kind or to lengths as well, which the parser is known to get wrong.
+    """
+    updates = {layer.get_output(0).name: layer.get_input(0).name for layer in parsed.updates()}
+    assert updates == {cache.present: cache.past for cache in plan.caches if cache.route is Route.NATIVE}
+    outputs = {parsed.network.get_output(i).name for i in range(parsed.network.num_outputs)}
+    assert outputs >= set(updates)
+    layers = parsed.layers(tensorrt_rtx.LayerType.ATTENTION_INPUT)
+    found = {layer.name.removesuffix("_AttentionInput"): layer.attention for layer in layers}
+    for item in plan.attention:
+        if item.kind is AttentionKind.LOWERED:
+            assert item.node not in found
+            continue
+        attention = found[item.node]
+        assert attention.decomposable == (item.kind is AttentionKind.DECOMPOSED)
+        assert (attention.mask is not None) == (item.mask is not None)
+        assert attention.key_value_lengths is None
+        if item.mask is not None:
+            assert attention.causal_kind == tensorrt_rtx.CausalMaskKind.NONE
