@@ -162,8 +162,11 @@ def test_a_stop_string_and_a_forbidden_token(folder: Path) -> None:
 def test_beams(folder: Path) -> None:
     ((tokens, text),) = expected(folder, ["the cache"], max_new_tokens=6, num_beams=3, early_stopping="never")
     arguments = ("--prompt", "the cache", "--max-new-tokens", "6", "--num-beams", "3", "--early-stopping", "never")
-    (sequence,) = report(folder, *arguments, "--ignore-eos")["sequences"]
+    found = report(folder, *arguments, "--ignore-eos")
+    (sequence,) = found["sequences"]
     assert (sequence["tokens"], sequence["text"]) == (tokens, text)
+    times = found["timings"]
+    assert times["tokens_per_second"] == pytest.approx(len(tokens) / times["total_seconds"], rel=0.01)
 
 
 def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:

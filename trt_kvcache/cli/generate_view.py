@@ -51,7 +51,9 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first one; None where there are none."""
+        """Tokens per second after the first one (beam search gives all at its end); None where there are none."""
+        if self.config.num_beams > 1:
+            return self.count / self.total if self.total else None
         later = self.total - (self.first or 0.0)
         return (self.count - 1) / later if self.count > 1 and later > 0 else None
 
@@ -165,7 +167,7 @@ class LiveView:
         prompt = sum(len(sequence.prompt) for sequence in run.sequences)
         reasons = ", ".join(sorted({s.finish_reason.value for s in run.sequences if s.finish_reason}))
         parts = [f"{prompt} prompt tokens", f"{run.count} new ({reasons})"]
-        parts += [] if run.first is None else [f"the first after {run.first:.3f} s"]
+        parts += [] if run.first is None or run.config.num_beams > 1 else [f"the first after {run.first:.3f} s"]
         parts += [] if run.rate is None else [f"{run.rate:.1f} tokens/s"]
         if run.config.prompt_lookup_num_tokens is not None:
             stats = run.speculation

@@ -15,12 +15,20 @@ from trt_kvcache.importer.plan import Route
 _PACKAGES = {
     "onnx": "reading and rewriting models",
     "onnx-graphsurgeon": "rewriting models",
-    "onnxruntime": "verify",
+    "onnxruntime": "verify, and decoding on the CPU",
     "polygraphy": "build",
-    "numpy": "verify",
+    "numpy": "verify, and decoding",
+    "safetensors": "saving caches",
     "cuda-python": "GPU and driver",
+    "tokenizers": "generate with text",
+    "jinja2": "generate --chat",
     "mobius-onnx": "exporting decoders with static caches",
 }
+_EXTRAS = {
+    "text": (("tokenizers", "jinja2"), "prompts as text; token ids need neither"),
+    "exporters": (("mobius-onnx",), "to export decoders with static caches"),
+}
+"""Packages that only some uses need, and how they are installed."""
 _BACKENDS = {
     "tensorrt-rtx": ("tensorrt_rtx", ("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx")),
     "tensorrt": ("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12")),
@@ -208,8 +216,7 @@ def _advice(
 ) -> tuple[str, ...]:
     advice = []
     missing = {package.name for package in packages if package.version is None}
-    optional = "mobius-onnx"
-    if required := sorted(missing - {optional}):
+    if required := sorted(missing - {name for names, _ in _EXTRAS.values() for name in names}):
         advice.append(f"pip install {' '.join(required)}: these come with trt-kvcache; the installation is incomplete")
     by_name = {backend.name: backend for backend in backends}
     if not by_name["tensorrt-rtx"].importable:
@@ -220,8 +227,9 @@ def _advice(
         advice.append("pip install 'tensorrt>=10.15': the first version with the cache update layer")
     if gpu_problem:
         advice.append("an NVIDIA GPU and its driver: to run engines; TensorRT for RTX builds them without")
-    if optional in missing:
-        advice.append("pip install 'trt-kvcache[exporters]': mobius-onnx, to export decoders with static caches")
+    for extra, (names, use) in _EXTRAS.items():
+        if absent := [name for name in names if name in missing]:
+            advice.append(f"pip install 'trt-kvcache[{extra}]': {', '.join(absent)}, {use}")
     return tuple(advice)
 
 
