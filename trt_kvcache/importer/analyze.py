@@ -11,7 +11,17 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.attention import analyze_attention, read_attention, relaxable_mask
 from trt_kvcache.importer.caches import analyze_caches
 from trt_kvcache.importer.graph import contains, dims, is_op, producer
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, PlanOptions, Role, Route, SpanInput, TensorRole
+from trt_kvcache.importer.plan import (
+    CachePlan,
+    CacheUpdate,
+    Dim,
+    PlanOptions,
+    Role,
+    Route,
+    SpanInput,
+    TensorRole,
+    UpdateForm,
+)
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
 
@@ -83,7 +93,16 @@ def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...]) -> GraphFacts:
         valid_lengths=frozenset(lengths),
         masks=frozenset(masks),
         sequence_axis={c.past: c.sequence_axis for c in caches},
+        updates={c.update: _update_axes(c) for c in caches},
     )
+
+
+def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
+    """What each axis of an update is."""
+    if cache.form is UpdateForm.PACKED_NHD:
+        return "tokens", "?", "?"
+    rank = len(cache.logical_shape)
+    return tuple("batch" if i == 0 else "sequence" if i == cache.sequence_axis else "?" for i in range(rank))
 
 
 def _relaxed_masks(graph: gs.Graph, options: PlanOptions) -> dict[str, str]:

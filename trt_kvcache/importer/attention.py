@@ -195,8 +195,8 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
 
 
 _FUSED_REACH = 24_576
-"""Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More queries
-have one at any length; `decomposable` lets TensorRT choose."""
+"""Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More
+queries have one at any length; `decomposable` lets TensorRT choose."""
 
 
 def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:

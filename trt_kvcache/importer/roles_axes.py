@@ -36,6 +36,8 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
             shape = index.shape(node.input[1])
             axis = facts.sequence_axis[node.input[0]]
             learn(shape, ["batch", *(["?"] * (axis - 1)), "sequence"])
+    for name, meanings in facts.updates.items():
+        learn(index.shape(name), meanings)
     # The rest may be laid out in more than one way; the symbols known so far say which.
     for role in roles:
         learn(role.shape, _layout(role, facts, symbols))
@@ -57,6 +59,8 @@ def _layout(role: TensorRole, facts: GraphFacts, symbols: dict[str, str]) -> lis
     row = first or ("tokens" if packed else "sequence")
     known: list[str]
     match role.role:
+        case Role.OTHER if role.name in facts.updates:
+            known = list(facts.updates[role.name])
         case Role.CACHE | Role.WRITE_INDICES | Role.VALID_LENGTHS:
             known = ["batch"]
         case Role.UPDATE_LENGTHS:

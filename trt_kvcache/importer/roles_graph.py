@@ -9,7 +9,7 @@ role; one that others are added to only takes part in computing it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
@@ -29,6 +29,7 @@ class GraphFacts:
         valid_lengths: used as Attention's nonpad_kv_seqlen.
         masks: used as Attention's attn_mask.
         sequence_axis: past -> axis of its sequence, never negative.
+        updates: written into a cache -> what each of its axes is, as in `TensorRole.axes`.
     """
 
     caches: dict[str, str]
@@ -37,6 +38,7 @@ class GraphFacts:
     valid_lengths: frozenset[str]
     masks: frozenset[str]
     sequence_axis: dict[str, int]
+    updates: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 class Strength(IntEnum):

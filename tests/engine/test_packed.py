@@ -1,0 +1,64 @@
+"""Packed updates, TensorRT's own operator, from a model to an engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import reference
+from graphs import Graph
+from harness import imported, run
+from onnx import TensorProto
+
+from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.manifest import ShapeRange
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.importer.plan import Route, UpdateForm
+
+HALF, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
+
+
+def packed_model(domain: str = "trt", indices: int | None = I64) -> onnx.ModelProto:
+    graph = Graph()
+    inputs = [
+        graph.input("past", HALF, ["B", 2, 16, 8]),
+        graph.input("update", HALF, ["T", 2, 8]),
+        graph.input("where", indices, ["B"]) if indices else "",
+        graph.input("lengths", I32, ["B1"]),
+    ]
+    graph.node("TRT_KVCacheUpdate", inputs, "present", domain=domain, update_form="packed_nhd")
+    graph.output("present", HALF, ["B", 2, 16, 8])
+    return graph.model(domains=[domain] if domain else [])
+
+
+@pytest.mark.parametrize("domain", ["", "trt"])
+@pytest.mark.parametrize("indices", [I64, I32, None])
+def test_function_body_gives_the_numbers(domain, indices, tmp_path: Path):
+    result = imported(packed_model(domain, indices), tmp_path)
+    onnx.checker.check_model(result.model, full_check=True)
+    rng = np.random.default_rng(0)
+    feeds = {
+        "past": (rng.standard_normal((3, 2, 16, 8)) * 1e4).astype(np.float16),
+        "update": rng.standard_normal((7, 2, 8)).astype(np.float16),
+        "lengths": np.array([0, 2, 2, 6], np.int32),  # the last token is padding
+    }
+    where = np.array([3, 0, 12])
+    if indices:
+        feeds["where"] = where.astype(np.int32 if indices == I32 else np.int64)
+    want = reference.packed_scatter(feeds["past"], feeds["update"], where if indices else None, feeds["lengths"])
+    np.testing.assert_array_equal(run(result.model, feeds)["present"], want)
+
+
+def test_built_natively_with_profiles_over_tokens(tmp_path: Path):
+    path = tmp_path / "m.onnx"
+    onnx.save(packed_model(), path)
+    manifest = build_engine(path, tmp_path / "m.engine", build=BuildOptions(max_batch=4, max_chunk=8))
+    (cache,) = manifest.plan.caches
+    assert (cache.route, cache.form) == (Route.NATIVE, UpdateForm.PACKED_NHD)
+    assert manifest.aliases == {"present": "past"}
+    prefill, decode = manifest.profiles
+    assert prefill.shapes["update"] == ShapeRange((1, 2, 8), (32, 2, 8), (32, 2, 8))
+    assert decode.shapes["update"] == ShapeRange((1, 2, 8), (4, 2, 8), (4, 2, 8))
+    assert decode.shapes["lengths"] == ShapeRange((2,), (5,), (5,))
