@@ -11,7 +11,18 @@ import pytest
 
 import trt_kvcache
 
-HEAVY = ("onnx", "onnx_graphsurgeon", "numpy", "onnxruntime", "polygraphy", "tensorrt_rtx", "tensorrt", "cuda", "yaml", "tokenizers")
+HEAVY = (
+    "onnx",
+    "onnx_graphsurgeon",
+    "numpy",
+    "onnxruntime",
+    "polygraphy",
+    "tensorrt_rtx",
+    "tensorrt",
+    "cuda",
+    "yaml",
+    "tokenizers",
+)
 LOADED = f"import sys; print([name for name in {HEAVY} if name in sys.modules])"
 
 
