@@ -87,7 +87,10 @@ def test_past_and_present_have_one_address(workshop: Any) -> None:
 
 @pytest.mark.parametrize("garbage", [1e4, -1e4])
 def test_garbage_in_unused_rows_is_never_seen(workshop: Any, garbage: float) -> None:
-    """Rows beyond the length hold large finite numbers: the logits are the same, bit for bit."""
+    """Rows beyond the length hold large finite numbers: the logits are the same.
+
+    On TensorRT bit for bit; TensorRT for RTX may exchange a kernel at any moment, when a better one is compiled.
+    """
     clean, dirty = workshop.engine(*CASES["float16"]), workshop.engine(*CASES["float16"])
     for cache in dirty.plan.caches:
         row = dirty.read_row(cache.past, 0, cache.capacity)
@@ -96,7 +99,9 @@ def test_garbage_in_unused_rows_is_never_seen(workshop: Any, garbage: float) -> 
     walk = Walk(clean.vocab)
     for length in (7, 1, 1, 4, 1):
         batch = walk.step(1, 2, length, keep=length)
-        np.testing.assert_array_equal(clean.step(batch).copy(), dirty.step(batch))
+        expected, actual = clean.step(batch).copy(), dirty.step(batch)
+        close(actual, expected, "float16")
+        assert clean._trt.rtx or (actual == expected).all()
 
 
 def test_a_thousand_steps(workshop: Any) -> None:

@@ -55,6 +55,17 @@ class GraphStrategy(enum.Enum):
     WHOLE_GRAPH_CAPTURE = 1
 
 
+class Kernels(enum.Enum):
+    LAZY = 0
+    EAGER = 1
+    NONE = 2
+
+
+class Location(enum.Enum):
+    DEVICE = 0
+    HOST = 1
+
+
 class Invalidity(enum.IntFlag):
     VERSION_MISMATCH = 1
     UNSUPPORTED_CC = 2
@@ -69,17 +80,19 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
         rtx: which of the two.
         version: of the module.
         faults: ``refuse``: words with which engines are not opened; ``diagnostics``: an `Invalidity`; ``aliases``: what
-            engines report instead of the truth; ``not_recordable``: words with which a step is not recorded;
-            ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps are refused.
+            engines report instead of the truth; ``on_host``: names of tensors; ``not_recordable``: words with which a
+            step is not recorded; ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps
+            are refused.
     """
     module = SimpleNamespace(
         __version__=version, ILogger=ILogger, ExecutionContextAllocationStrategy=AllocationStrategy, rtx=rtx,
-        machine=machine, faults=faults, compiled=[], contexts=[],
+        TensorLocation=Location, machine=machine, faults=faults, compiled=[], contexts=[],
     )  # fmt: skip
     kind = RtxRuntime if rtx else Runtime
     module.Runtime = lambda logger: kind(module, logger)
     if rtx:
         module.CudaGraphStrategy, module.EngineInvalidityDiagnostics = GraphStrategy, Invalidity
+        module.DynamicShapesKernelSpecializationStrategy = Kernels
     return module
 
 
@@ -135,6 +148,9 @@ class Engine:
     def get_tensor_shape(self, name: str) -> tuple[int, ...]:
         return tuple(d if isinstance(d, int) else -1 for d in self._dims(name))
 
+    def get_tensor_location(self, name: str) -> Location:
+        return Location.HOST if name in self._module.faults.get("on_host", ()) else Location.DEVICE
+
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return dict(self._module.faults.get("aliases", self._aliases)).get(name)
 
@@ -188,6 +204,7 @@ class RuntimeConfig:
 
     def __init__(self) -> None:
         self.cuda_graph_strategy = GraphStrategy.DISABLED
+        self.dynamic_shapes_kernel_specialization_strategy = Kernels.LAZY
         self._strategy = AllocationStrategy.STATIC
         self._cache: RuntimeCache | None = None
 
@@ -213,6 +230,8 @@ class Context:
         self._engine, self._module, self._machine = engine, engine._module, engine._module.machine
         self._cache = config._cache if config else None
         self._records = bool(config) and config.cuda_graph_strategy is GraphStrategy.WHOLE_GRAPH_CAPTURE
+        if self._records and config.dynamic_shapes_kernel_specialization_strategy is not Kernels.EAGER:
+            raise BrokenRuleError("a context records before its kernels are there")
         self._profile: int | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}

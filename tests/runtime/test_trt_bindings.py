@@ -56,6 +56,8 @@ def test_public_names_sees_attributes_too() -> None:
     [
         (fake_tensorrt.AllocationStrategy, trt.ExecutionContextAllocationStrategy),
         (fake_tensorrt.GraphStrategy, trt.CudaGraphStrategy),
+        (fake_tensorrt.Kernels, trt.DynamicShapesKernelSpecializationStrategy),
+        (fake_tensorrt.Location, trt.TensorLocation),
         (fake_tensorrt.Invalidity, trt.EngineInvalidityDiagnostics),
     ],
     ids=lambda c: c.__name__,

@@ -220,6 +220,10 @@ def test_input_without_a_part(engine: Path) -> None:
     refused(UnsupportedModelError, "input 'position_ids' .* has no known part in decoding", engine)
 
 
+def test_input_in_host_memory(engine: Path) -> None:
+    refused(UnsupportedModelError, "input_ids must lie in host memory", engine, on_host=("input_ids",))
+
+
 def test_step_that_fits_no_profile(engine: Path) -> None:
     runner = open_(engine)
     before = runner.read_row("key_cache.0", 0, 64)

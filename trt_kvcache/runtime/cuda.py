@@ -71,6 +71,7 @@ class Cuda:
     def __init__(self, device: int, bindings: CudaBindings) -> None:
         self._driver = bindings.driver
         self._core = bindings.core
+        self._index = device
         self._memory: dict[int, int] = {}
         self._pinned: set[int] = set()
         self._current = threading.local()
@@ -85,11 +86,11 @@ class Cuda:
         if not 0 <= device < count:
             raise BackendError(f"there is no GPU number {device}: the driver finds {count}, counted from 0")
         with self._core_errors("open the GPU"):
-            self._device = self._core.Device(device)
-            self._device.set_current()
-            self.name = str(self._device.name)
-            self.compute_capability = "{}.{}".format(*self._device.compute_capability)
-            self._stream = self._device.create_stream()
+            gpu = self._core.Device(device)
+            gpu.set_current()
+            self.name = str(gpu.name)
+            self.compute_capability = "{}.{}".format(*gpu.compute_capability)
+            self._stream = gpu.create_stream()
         self._current.done = True
         self.stream = int(self._stream.handle)
 
@@ -97,7 +98,7 @@ class Cuda:
         """Make the GPU's context current in the calling thread; CUDA keeps one per thread."""
         if not getattr(self._current, "done", False):
             with self._core_errors("use the GPU in this thread"):
-                self._device.set_current()
+                self._core.Device(self._index).set_current()  # its Device objects belong to one thread
             self._current.done = True
 
     def free_memory(self) -> tuple[int, int]:

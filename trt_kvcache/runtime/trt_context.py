@@ -104,7 +104,8 @@ class ContextFactory:
         """The ``IRuntimeConfig`` of TensorRT for RTX for contexts with or without its own CUDA graphs.
 
         Its graphs, not ours, on that backend: it swaps kernels while a model runs (quick ones at first, specialized
-        ones once they are compiled), and a graph recorded from outside would keep the quick ones.
+        ones once they are compiled), and a graph recorded from outside would keep the quick ones. Contexts that record
+        have one shape for life, so they wait for its kernels; others, whose shapes come and go, do not.
         """
         if graphs not in self._configs:
             module = self._trt.module
@@ -113,6 +114,8 @@ class ContextFactory:
             config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
             strategy = module.CudaGraphStrategy
             config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if graphs else strategy.DISABLED
+            kernels = module.DynamicShapesKernelSpecializationStrategy
+            config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER if graphs else kernels.LAZY
             if self.kernels is not None:
                 self.kernels.share(config)
             self._configs[graphs] = config

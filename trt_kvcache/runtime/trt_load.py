@@ -14,7 +14,7 @@ from typing import Any
 from trt_kvcache.engine.backend import PACKAGES
 from trt_kvcache.engine.inspect import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
-from trt_kvcache.errors import BackendError, ManifestError
+from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.runtime.cuda import Cuda
 
@@ -79,6 +79,7 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
     Raises:
         BackendError: TensorRT cannot open it here: another GPU, another version, a damaged file.
         ManifestError: its tensors, profiles or aliases are not those of the manifest.
+        UnsupportedModelError: it wants a tensor in host memory.
     """
     target = Target(manifest.backend)
     title = f"{PACKAGES[target].title} {module.__version__}"
@@ -94,7 +95,19 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
         raise ManifestError(
             f"{path}: the engine and its manifest differ: {'; '.join(differences)}; do not run it: build it again"
         )
+    _check_locations(path, module, engine)
     return TensorRT(module, engine, runtime, logger, title, target is Target.TENSORRT_RTX)
+
+
+def _check_locations(path: Path, module: Any, engine: Any) -> None:
+    """Refuse an engine that reads an input on the host: every buffer of the runtime is on the GPU."""
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    on_host = [name for name in names if engine.get_tensor_location(name) != module.TensorLocation.DEVICE]
+    if on_host:
+        raise UnsupportedModelError(
+            f"{path}: {', '.join(on_host)} must lie in host memory, because the model computes shapes from the values; "
+            "the runtime can run models whose shapes follow from the shapes of their inputs: export it that way"
+        )
 
 
 def check_manifest(manifest: Manifest, path: Path) -> None:
