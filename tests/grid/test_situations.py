@@ -235,6 +235,35 @@ def test_last_query_only(tmp_path: Path) -> None:
     assert len(check(graph.model(), tmp_path).plan.masks) == 2
 
 
+@pytest.mark.parametrize("layout", ["bnsh", "bsnh", "bsd"])
+def test_attention_spelled_out(layout: str, tmp_path: Path) -> None:
+    """Attention in plain operators reads the caches in the model's own layout."""
+    graph = Graph()
+    indices = graph.input("write_indices", INT64, ["B"])
+    read = []
+    for name in ("k", "v"):
+        shape: list[Dim] = {"bnsh": ["B", 2, "", 16], "bsnh": ["B", "", 2, 16], "bsd": ["B", "", 32]}[layout]
+        axis = shape.index("")
+        past = graph.input(f"past_{name}", HALF, [CAPACITY if dim == "" else dim for dim in shape])
+        new = graph.input(f"new_{name}", HALF, ["S" if dim == "" else dim for dim in shape])
+        present = graph.node("TensorScatter", [past, new, indices], f"present_{name}", axis=axis)
+        graph.output(present, HALF, [CAPACITY if dim == "" else dim for dim in shape])
+        if layout == "bsd":
+            present = graph.node("Reshape", [present, graph.constant([0, 0, 2, 16])])
+        read.append(present if layout == "bnsh" else graph.node("Transpose", [present], perm=[0, 2, 1, 3]))
+    turned = graph.node("Transpose", [read[0]], perm=[0, 1, 3, 2])
+    scores = graph.node("MatMul", [graph.input("query", HALF, ["B", 2, "S", 16]), turned])
+    weights = graph.node("Softmax", [graph.node("Mul", [scores, graph.constant(0.1, np.float16)])])
+    graph.node("MatMul", [weights, read[1]], "y")
+    graph.output("y", HALF, ["B", 2, "S", 16])
+    model = graph.model()
+    feeds = random_feeds(model, {"B": BATCH, "S": STEP}, np.random.default_rng(3))
+    feeds["write_indices"] = STARTS
+    plan = check(model, tmp_path, feeds).plan
+    assert {c.route for c in plan.caches} == {Route.NATIVE}
+    assert {c.physical_shape for c in plan.caches} == {("B", 2, CAPACITY, 16)}
+
+
 def test_lengths_computed_in_the_graph(tmp_path: Path) -> None:
     """Valid lengths that no input bounds: all rows are read, and the plan says so."""
     graph = Layers()
