@@ -8,7 +8,8 @@ Three ways to decode one sequence with one model, random weights, 200 tokens in 
     rewritten   a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
     original    the same bare loop over the model as exported: what the rewrite gains shows here
 
-All three hold each cache in one buffer. Rounds take turns, so that a machine that slows down slows all of them.
+All three hold each cache in one buffer. They take turns of a few steps, so that a machine that slows down slows all of
+them, and the medians of their step times are compared.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,24 +33,19 @@ from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, array_dtype
 
-Run = Callable[[list[int], int], tuple[list[int], float]]
-"""A prompt and a number of tokens to the tokens and the seconds that all but the first took."""
+BURST, SKIPPED = 12, 2  # steps per turn, and those at its start that still meet the threads of the one before
+
+Steps = Iterator[int]
+"""The tokens after a prompt, one per step."""
 
 
-def session_run(session: DecodeSession) -> Run:
+def session_steps(session: DecodeSession, prompt: list[int], count: int) -> Steps:
     """The session as a user drives it."""
-
-    def run(prompt: list[int], count: int) -> tuple[list[int], float]:
-        session.add(prompt, GenerationConfig(max_new_tokens=count))
-        tokens: list[int] = []
-        while not tokens:
-            tokens += [event.token for event in session.step()]
-        start = time.perf_counter()
-        while session.running:
-            tokens += [event.token for event in session.step()]
-        return tokens, time.perf_counter() - start
-
-    return run
+    session.add(prompt, GenerationConfig(max_new_tokens=count))
+    while session.running:
+        for event in session.step():
+            assert event.token is not None
+            yield event.token
 
 
 class BareLoop:
@@ -105,28 +101,30 @@ class BareLoop:
         self.session.run_with_iobinding(binding)
         return int(arrays["logits"][0, -1].argmax())
 
-    def run(self, prompt: list[int], count: int) -> tuple[list[int], float]:
-        """See `Run`."""
-        tokens = [self.step(prompt, 0)]
-        start = time.perf_counter()
-        while len(tokens) < count:
-            tokens.append(self.step(tokens[-1:], len(prompt) + len(tokens) - 1))
-        return tokens, time.perf_counter() - start
+    def steps(self, prompt: list[int], count: int) -> Steps:
+        """See `Steps`."""
+        token = self.step(prompt, 0)
+        yield token
+        for number in range(count - 1):
+            token = self.step([token], len(prompt) + number)
+            yield token
 
 
-def measure(runs: dict[str, Run], prompt: list[int], count: int, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each way in each round; all must give the same tokens."""
-    speeds: dict[str, list[float]] = {name: [] for name in runs}
-    expected = None
-    for number in range(rounds + 1):
-        for name, run in runs.items():
-            tokens, seconds = run(prompt, count)
-            expected = expected or tokens
-            if tokens != expected:
-                raise SystemExit(f"{name} gives other tokens: {tokens[:10]} ..., {expected[:10]} ...")
-            if number:  # the first round warms up
-                speeds[name].append((count - 1) / seconds)
-    return speeds
+def measure(ways: dict[str, Steps], count: int) -> dict[str, list[float]]:
+    """Seconds of the steps of each way; all must give the same tokens."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    tokens: dict[str, list[int]] = {name: [next(steps)] for name, steps in ways.items()}  # the prompt
+    for number in range(0, count - 1, BURST):
+        for name, steps in ways.items():
+            for place in range(min(BURST, count - 1 - number)):
+                start = time.perf_counter()
+                tokens[name].append(next(steps))
+                if place >= SKIPPED and number:  # the first turn warms up
+                    times[name].append(time.perf_counter() - start)
+    for name, found in tokens.items():
+        if found != tokens["session"]:
+            raise SystemExit(f"{name} gives other tokens than the session: {found[:10]}, {tokens['session'][:10]}")
+    return times
 
 
 def main() -> None:
@@ -134,15 +132,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--capacity", type=int, action="append", help="rows of each cache; default 4096 and 16384")
     parser.add_argument("--prompt", type=int, default=200, help="tokens in the cache")
-    parser.add_argument("--tokens", type=int, default=48, help="tokens per round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=400, help="steps of each way")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocab", type=int, default=16384)
     parser.add_argument("--threads", type=int, help="of ONNX Runtime; default: one per core")
     given = parser.parse_args()
     prompt = np.random.default_rng(0).integers(1, given.vocab, given.prompt).tolist()
-    table = Table("capacity", "way", "tokens/s", "spread", "session is")
+    table = Table("capacity", "way", "tokens/s", "quartiles", "session is")
     results = []
     for capacity in given.capacity or [4096, 16384]:
         config = DecoderConfig(
@@ -152,17 +149,18 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             model = write_decoder(Path(folder) / "model.onnx", config, 1024)
             with DecodeSession.open(model, max_batch=1, threads=given.threads) as session:
-                runs = {
-                    "session": session_run(session),
-                    "rewritten": BareLoop(model, True, given.threads).run,
-                    "original": BareLoop(model, False, given.threads).run,
+                ways = {
+                    "session": session_steps(session, prompt, given.tokens),
+                    "rewritten": BareLoop(model, True, given.threads).steps(prompt, given.tokens),
+                    "original": BareLoop(model, False, given.threads).steps(prompt, given.tokens),
                 }
-                speeds = measure(runs, prompt, given.tokens, given.rounds)
-        medians = {name: statistics.median(values) for name, values in speeds.items()}
-        for name, values in speeds.items():
-            spread = f"{min(values):.1f} to {max(values):.1f}"
+                times = measure(ways, given.tokens)
+        speeds = {name: 1 / statistics.median(values) for name, values in times.items()}
+        for name, values in times.items():
+            low, _, high = statistics.quantiles(values, n=4)
+            spread = f"{1 / high:.1f} to {1 / low:.1f}"
             table.add_row(
-                str(capacity), name, f"{medians[name]:.1f}", spread, f"{medians['session'] / medians[name]:.2f}x"
+                str(capacity), name, f"{speeds[name]:.1f}", spread, f"{speeds['session'] / speeds[name]:.3f}x"
             )
         results.append({"capacity": capacity, "tokens_per_second": speeds})
     Console().print(table)

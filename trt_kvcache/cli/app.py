@@ -8,6 +8,7 @@ import typer
 from typer.core import TyperGroup
 
 from trt_kvcache import __version__
+from trt_kvcache.cli.bench import bench
 from trt_kvcache.cli.build import build
 from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.generate import generate
@@ -51,5 +52,5 @@ def _root(
     """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
 
 
-for _command in (plan, rewrite, build, verify, generate, inspect, doctor):
+for _command in (plan, rewrite, build, verify, generate, bench, inspect, doctor):
     app.command()(_command)

@@ -110,6 +110,11 @@ class DecodeSession:
         return self._runner.max_batch
 
     @property
+    def max_chunk(self) -> int:
+        """Most tokens of one sequence in one step; longer prompts take several."""
+        return self._runner.max_chunk
+
+    @property
     def tokenizer(self) -> Any:
         """What turns text into tokens and back, or None."""
         return self._tokenizer

@@ -1,0 +1,99 @@
+"""The bench command and what it measures with."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+from runtime.hash_runner import HashRunner
+from typer.testing import CliRunner
+
+from trt_kvcache.cli import bench_plot
+from trt_kvcache.cli.app import app
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.bench import bench_session, default_sizes
+from trt_kvcache.runtime.session import DecodeSession
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("bench") / "model.onnx", DecoderConfig(capacity=64, vocab=64))
+
+
+def test_what_is_measured_is_what_was_asked_for() -> None:
+    runner = HashRunner(max_batch=4, max_chunk=8)
+    with DecodeSession(runner) as session:
+        timings = list(
+            bench_session(session, lengths=[8, 20], positions=[10, 40], batches=[1, 2, 4], repeats=3, warmup=2)
+        )
+        assert session.cache.slots == ()
+    cases = [(t.phase, t.batch, t.tokens) for t in timings]
+    assert cases[:4] == [("prefill", 1, 8), ("prefill", 1, 20), ("decode", 1, 10), ("decode", 1, 40)]
+    assert cases[4:] == [("decode", 2, 10), ("decode", 4, 10)]
+    decode = [b for b in runner.steps if b.length == 1]
+    assert [(b.rows, int(b.starts[0])) for b in decode[:5]] == [(1, 10 + i) for i in range(5)]
+    assert [(b.rows, int(b.starts[0])) for b in decode[-5:]] == [(4, 10 + i) for i in range(5)]
+    assert sum(b.length == 8 and b.starts[0] == 0 for b in runner.steps) >= 5
+    assert all(t.low_ms <= t.median_ms <= t.high_ms for t in timings)
+
+
+def test_default_sizes() -> None:
+    assert default_sizes(1000) == [16, 64, 256, 1000]
+    assert default_sizes(3) == [3]
+    assert default_sizes(8, 1, 2) == [1, 2, 4, 8]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ({"lengths": [65]}, "lengths up to 65 .* need 65 rows, and the caches hold 64"),
+        ({"positions": [60]}, "from position 60 need 65 rows"),
+        ({"batches": [5]}, "batch 5 is more than the 4 rows that are free"),
+        ({"lengths": [0]}, r"length is \[0\]"),
+        ({"positions": []}, r"position is \[\]"),
+    ],
+)
+def test_sizes_that_do_not_fit(sizes: dict[str, Any], words: str) -> None:
+    given = {"lengths": [4], "positions": [4], "batches": [1], "repeats": 3, "warmup": 2} | sizes
+    with DecodeSession(HashRunner()) as session, pytest.raises(OptionError, match=words):
+        list(bench_session(session, **given))
+
+
+def test_command(model: Path) -> None:
+    sizes = ["--lengths", "4,16", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1"]
+    result = CliRunner().invoke(app, ["bench", str(model), *sizes])
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.strip().splitlines()
+    report = json.loads(lines[-1])
+    assert [(t["phase"], t["batch"], t["tokens"]) for t in report["timings"]] == [
+        ("prefill", 1, 4), ("prefill", 1, 16), ("decode", 1, 8), ("decode", 2, 8),
+    ]  # fmt: skip
+    assert "capacity 64" in lines[0]
+    alone = CliRunner().invoke(app, ["bench", str(model), *sizes, "--json"])
+    assert json.loads(alone.stdout)["capacity"] == 64
+
+
+def test_command_refusals(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["bench", str(model), "--lengths", "4;16"])
+    assert result.exit_code == 1
+    assert "--lengths is '4;16'; give numbers with commas" in result.stderr
+
+    def missing(_: str) -> Any:
+        raise ImportError
+
+    monkeypatch.setattr(bench_plot, "import_module", missing)
+    result = CliRunner().invoke(app, ["bench", str(model), "--plot", str(tmp_path / "plot.png")])
+    assert result.exit_code == 1
+    assert "--plot needs matplotlib: pip install matplotlib" in result.stderr
+
+
+def test_plot(model: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
+    plot = tmp_path / "plot.png"
+    sizes = ["--lengths", "4,16", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1"]
+    result = CliRunner().invoke(app, ["bench", str(model), *sizes, "--plot", str(plot)])
+    assert result.exit_code == 0, result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,173 @@
+"""Times of a session: prompts by length, steps by position, steps by batch."""
+
+from __future__ import annotations
+
+import resource
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.session import DecodeSession
+
+__all__ = ["BenchReport", "Timing", "bench_session", "default_sizes", "report"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One measured case.
+
+    Attributes:
+        phase: ``"prefill"``: a whole prompt of `tokens`; ``"decode"``: one token per sequence.
+        batch: sequences per step.
+        tokens: of the prompt; for decoding, in each cache at the first measured step.
+        median_ms: of the repeats.
+        low_ms, high_ms: quartiles.
+        tokens_per_second: of all sequences together, at the median.
+    """
+
+    phase: str
+    batch: int
+    tokens: int
+    median_ms: float
+    low_ms: float
+    high_ms: float
+    tokens_per_second: float
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """What was measured, and on what.
+
+    Attributes:
+        capacity: tokens per sequence; None where circular caches go on for ever.
+        cache_bytes: of all cache buffers.
+        peak_bytes: most main memory that the process has had.
+    """
+
+    runner: str
+    capacity: int | None
+    max_batch: int
+    max_chunk: int
+    cache_bytes: int
+    peak_bytes: int
+    timings: tuple[Timing, ...]
+
+
+def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:
+    """`first` times powers of `factor`, up to `most` and with `most`, if it is small."""
+    sizes = []
+    while first < most:
+        sizes.append(first)
+        first *= factor
+    return [*sizes, most]
+
+
+def bench_session(
+    session: DecodeSession,
+    *,
+    lengths: Sequence[int],
+    positions: Sequence[int],
+    batches: Sequence[int],
+    repeats: int = 20,
+    warmup: int = 3,
+) -> Iterator[Timing]:
+    """Measure one case after the other: prefill by length, decode by position, decode by batch at the first position.
+
+    Args:
+        session: with all rows free.
+        lengths: tokens of prompts.
+        positions: tokens in the cache before the first measured step.
+        batches: sequences per step.
+        repeats: steps that count.
+        warmup: steps before them.
+
+    Raises:
+        OptionError: a size does not fit the session.
+        SessionError: a step failed.
+    """
+    for name, values in (("length", lengths), ("position", positions), ("batch", batches), ("repeats", [repeats])):
+        if not values or min(values) < 1:
+            raise OptionError(f"{name} is {list(values)}; give at least one, each at least 1")
+    capacity = session.cache.capacity
+    longest = max(max(lengths), max(positions) + warmup + repeats)
+    if capacity is not None and longest > capacity:
+        raise OptionError(
+            f"lengths up to {max(lengths)} and {warmup + repeats} steps from position {max(positions)} need {longest} "
+            f"rows, and the caches hold {capacity}; ask for less"
+        )
+    if max(batches) > session.cache.free:
+        raise OptionError(f"batch {max(batches)} is more than the {session.cache.free} rows that are free")
+    rng = np.random.default_rng(0)
+
+    def tokens(count: int) -> list[int]:
+        drawn: list[int] = rng.integers(0, session.vocab, count).tolist()
+        return drawn
+
+    for length in lengths:
+        yield _timing("prefill", 1, length, _prefill(session, tokens, length, repeats, warmup), length)
+    for position in positions:
+        yield _timing("decode", 1, position, _decode(session, tokens, 1, position, repeats, warmup), 1)
+    for batch in batches:
+        if batch > 1:
+            yield _timing(
+                "decode", batch, positions[0], _decode(session, tokens, batch, positions[0], repeats, warmup), batch
+            )
+
+
+def report(session: DecodeSession, timings: Sequence[Timing]) -> BenchReport:
+    """The timings with what they were measured on."""
+    return BenchReport(
+        runner=session.name,
+        capacity=session.cache.capacity,
+        max_batch=session.max_batch,
+        max_chunk=session.max_chunk,
+        cache_bytes=session.cache.bytes,
+        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        timings=tuple(timings),
+    )
+
+
+Tokens = Callable[[int], list[int]]
+
+
+def _prefill(session: DecodeSession, tokens: Tokens, length: int, repeats: int, warmup: int) -> list[float]:
+    times = []
+    for _ in range(warmup + repeats):
+        slot, prompt = session.cache.acquire(), tokens(length)
+        try:
+            times.append(_seconds(session, {slot: prompt}))
+        finally:
+            session.remove(slot)
+    return times[warmup:]
+
+
+def _decode(
+    session: DecodeSession, tokens: Tokens, batch: int, position: int, repeats: int, warmup: int
+) -> list[float]:
+    slots = [session.cache.acquire() for _ in range(batch)]
+    try:
+        session.update({slot: tokens(position) for slot in slots})
+        times = [
+            _seconds(session, {slot: [token] for slot, token in zip(slots, tokens(batch), strict=True)})
+            for _ in range(warmup + repeats)
+        ]
+    finally:
+        for slot in slots:
+            session.remove(slot)
+    return times[warmup:]
+
+
+def _seconds(session: DecodeSession, update: dict[int, list[int]]) -> float:
+    start = time.perf_counter()
+    session.update(update)
+    return time.perf_counter() - start
+
+
+def _timing(phase: str, batch: int, tokens: int, seconds: list[float], count: int) -> Timing:
+    median = statistics.median(seconds)
+    low, _, high = statistics.quantiles(seconds, n=4) if len(seconds) > 1 else (median, median, median)
+    return Timing(phase, batch, tokens, 1e3 * median, 1e3 * low, 1e3 * high, count / median)
