@@ -25,6 +25,7 @@ from trt_kvcache.importer.graph import (
     is_op,
     producer,
 )
+from trt_kvcache.importer.kernels import attention_kind
 from trt_kvcache.importer.plan import (
     AttentionKind,
     AttentionPlan,
@@ -168,7 +169,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
                     f"Attention '{node.name}' gives its present key or value as '{extra.name}' without a past: only "
                     "caches updated by TensorScatter are supported"
                 )
-        kind, reason = _kind(facts)
+        kind, reason = attention_kind(facts)
         read = tuple(c.past for t in node.inputs[1:3] if (c := _cache_behind(t, present)) is not None)
         span = _span(graph, facts, read, caches, options, spans, warnings)
         keys = "span" if span else "mask" if _shorter_mask(graph, facts, options) else "all"
@@ -192,40 +193,6 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
             )
         )
     return AttentionAnalysis(tuple(plans), tuple(masks.values()), tuple(spans.values()), tuple(warnings))
-
-
-_FUSED_REACH = 24_576
-"""Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More
-queries have one at any length; `decomposable` lets TensorRT choose."""
-
-
-def _kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
-    """Fused, decomposed or lowered. Measured on TensorRT for RTX 1.7.1, CPU-only builds, 2026."""
-    half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
-    size = facts.head_size
-    if facts.softcap:
-        return AttentionKind.LOWERED, f"softcap {facts.softcap:g}"
-    if facts.softmax_precision not in (None, facts.dtype):
-        precision = onnx.TensorProto.DataType.Name(facts.softmax_precision).lower()
-        return AttentionKind.LOWERED, f"softmax_precision {precision}"
-    if facts.value_head_size != size:
-        return AttentionKind.LOWERED, f"head size of K is {size}, of V {facts.value_head_size}"
-    if facts.qk_output:
-        return AttentionKind.LOWERED, "qk_matmul_output is used"
-    if elem_type(facts.node.inputs[2]) not in (None, 0, facts.dtype):
-        return AttentionKind.LOWERED, "V has another type than Q and K"
-    if half and size % 8:
-        return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
-    if not half:
-        return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
-    if isinstance(facts.query_heads, int) and facts.query_heads < 4:
-        # One head never has a kernel, two and three have none for a single query, which every decode profile is.
-        return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
-    if not 16 <= size <= 256:
-        return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
-    if isinstance(facts.keys, int) and facts.keys + size > _FUSED_REACH:
-        return AttentionKind.DECOMPOSED, f"more than {_FUSED_REACH - size} keys have no fused kernel for decoding"
-    return AttentionKind.FUSED, "dedicated kernel"
 
 
 def _span(
