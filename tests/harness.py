@@ -16,18 +16,13 @@ from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import CacheUpdate, PhysicalLayout, PlanOptions, Role, UpdateForm
+from trt_kvcache.importer.plan import CacheUpdate, PhysicalLayout, PlanOptions
 
 Array = NDArray[np.generic]
 Feeds = dict[str, Array]
 
 _ORT_OPSET = 26
-_NOT_IN_ORT = {
-    TensorProto.BFLOAT16, TensorProto.UINT16, TensorProto.UINT32, TensorProto.UINT64, TensorProto.STRING,
-    TensorProto.COMPLEX64, TensorProto.COMPLEX128, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E4M3FNUZ,
-    TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E5M2FNUZ, TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT4E2M1,
-    TensorProto.FLOAT8E8M0,
-}  # fmt: skip
+_NOT_IN_ORT = {TensorProto.BFLOAT16}
 
 
 def imported(model: onnx.ModelProto, folder: Path, options: PlanOptions | None = None) -> ImportedModel:
@@ -120,7 +115,6 @@ def to_logical(cache: CacheUpdate, array: Array) -> Array:
 def ranges_of(result: ImportedModel) -> dict[str, tuple[int, int, int]]:
     """(min, opt, max) of every symbol of the rewritten model's inputs, from what the plan says each axis is."""
     capacity = min((cache.capacity for cache in result.plan.caches), default=4)
-    packed = any(cache.form is UpdateForm.PACKED_NHD for cache in result.plan.caches)
     known = {
         "batch": (1, 2, 4),
         "batch+1": (2, 3, 5),
@@ -139,7 +133,6 @@ def ranges_of(result: ImportedModel) -> dict[str, tuple[int, int, int]]:
             elif axis in ("span", "keys"):
                 longest = next((s.capacity for s in result.plan.spans if s.name == tensor.name), capacity)
                 ranges[dim] = (1, max(1, longest // 2), longest)
-    assert not packed or result.plan.options.packed_native
     return ranges
 
 
@@ -161,14 +154,8 @@ def symbols_of(result: ImportedModel, axis: str) -> set[str]:
 def random_array(rng: np.random.Generator, dtype: int, shape: Sequence[int], scale: float = 1.0) -> Array:
     """Random values of an ONNX type: integers over a small range, floats from a normal distribution."""
     kind = helper.tensor_dtype_to_np_dtype(dtype)
-    if dtype == TensorProto.STRING:
-        return rng.integers(0, 100, shape).astype(str).astype(object)
     if dtype == TensorProto.BOOL:
         return rng.random(shape) < 0.5
-    if dtype in (TensorProto.COMPLEX64, TensorProto.COMPLEX128):
-        return (rng.standard_normal(shape) + 1j * rng.standard_normal(shape)).astype(kind)
-    if dtype in (TensorProto.UINT4, TensorProto.INT4):
-        return rng.integers(0, 8, shape).astype(kind)
     if np.issubdtype(kind, np.integer):
         return rng.integers(0, 100, shape).astype(kind)
     return (rng.standard_normal(shape) * scale).astype(kind)
@@ -192,8 +179,3 @@ def random_feeds(model: onnx.ModelProto, sizes: Mapping[str, int], rng: np.rando
         dtype = value.type.tensor_type.elem_type
         feeds[value.name] = random_array(rng, dtype, shape_of(value, sizes))
     return feeds
-
-
-def roles(result: ImportedModel, role: Role) -> list[str]:
-    """Names of the inputs with a role."""
-    return [tensor.name for tensor in result.plan.tensors if tensor.role is role and tensor.io == "input"]
