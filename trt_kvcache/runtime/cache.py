@@ -272,6 +272,8 @@ class KVCache:
         """Move slots so that n of them lie in rows 0 to n - 1, and a step over all of them is one row range."""
         with self._guard:
             count = len(self._slots)
+            if all(slot.row < count for slot in self._slots.values()):
+                return
             holes = sorted(set(range(count)) - {s.row for s in self._slots.values()})
             for name, slot in self._slots.items():
                 if slot.row >= count:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, Literal
@@ -79,7 +80,7 @@ class GenerationConfig:
         self._check_ranges()
         self._check_together()
 
-    @property
+    @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
         """`eos_token_id`, always as a tuple."""
         return tuple(int(token) for token in _as_sequence(self.eos_token_id))
@@ -89,7 +90,7 @@ class GenerationConfig:
         """`stop_strings`, always as a tuple."""
         return tuple(_as_sequence(self.stop_strings))
 
-    @property
+    @cached_property
     def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
         """`sequence_bias` as pairs: the run of tokens, and what is added to the score of its last."""
         return tuple(((key,) if isinstance(key, int) else key, bias) for key, bias in self.sequence_bias.items())

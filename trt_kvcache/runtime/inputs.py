@@ -84,6 +84,7 @@ class StepInputs:
         self._inputs = tuple(t for t in plan.tensors if t.io == "input" and t.role not in (Role.CACHE, Role.SPAN))
         self._check()
         self._reach = {t.name: self._capacity_under(t) for t in self._inputs}
+        self._largest = max(c.capacity for c in self._caches)
         self._dtypes = {t.name: array_dtype(t.dtype) for t in self._inputs}
         self.uniform = any(_has_no_rows(t) for t in self._inputs)
         batches = {c.physical_shape[0] for c in self._caches}
@@ -117,13 +118,11 @@ class StepInputs:
 
     def signature(self, batch: StepBatch) -> tuple[int, int, int]:
         """Rows, tokens per row and cache rows read: steps of one signature have inputs of the same shapes."""
-        longest = int(batch.starts.max()) + batch.length
-        return batch.rows, batch.length, self._rows(longest, max(c.capacity for c in self._caches))
+        return batch.rows, batch.length, self._rows(batch.longest, self._largest)
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
         """Length of each span input for this step; the contents are always 0, 1, ... length - 1."""
-        longest = int(batch.starts.max()) + batch.length
-        return {name: self._rows(longest, span.capacity) for name, span in self._spans.items()}
+        return {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Values of all inputs that are neither caches nor spans, by name: C-contiguous, in the model's dtype."""
@@ -151,7 +150,7 @@ class StepInputs:
             case Role.TOKENS:
                 values, names = _by_token(batch.tokens, tensor)
             case Role.POSITIONS:
-                values, names = _by_token(batch.starts[:, None] + np.arange(batch.length), tensor)
+                values, names = _by_token(np.add.outer(batch.starts, np.arange(batch.length)), tensor)
             case Role.WRITE_INDICES:
                 values, names = batch.starts, ("batch",)
             case Role.VALID_LENGTHS:
@@ -177,8 +176,7 @@ class StepInputs:
         return row <= query
 
     def _shape(self, tensor: TensorRole, sizes: dict[str, int], batch: StepBatch) -> tuple[int, ...]:
-        longest = int(batch.starts.max()) + batch.length
-        known = sizes | {"keys": self._rows(longest, self._reach[tensor.name])}
+        known = sizes | {"keys": self._rows(batch.longest, self._reach[tensor.name])}
         return tuple(
             d if isinstance(d, int) else known[axis] for d, axis in zip(tensor.shape, tensor.axes, strict=True)
         )

@@ -143,9 +143,11 @@ class DecodeLoop:
         slot = self._cache.slot(run.slot)
         if slot.pending > 1:
             return self._piece(run.slot, 1)
-        room = self._cache.room(run.slot)
-        most = self._cache.largest_update(run.slot) - 1
-        draft = run.continuation.draft(most if room is None else min(most, room)).tolist()
+        draft: list[int] = []
+        if run.continuation.config.prompt_lookup_num_tokens:
+            room = self._cache.room(run.slot)
+            most = self._cache.largest_update(run.slot) - 1
+            draft = run.continuation.draft(most if room is None else min(most, room)).tolist()
         return _Piece(run.slot, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int) -> _Piece:

@@ -9,6 +9,7 @@ may rely on it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,15 +38,20 @@ class StepBatch:
     starts: npt.NDArray[np.int64]
     keep: int = 1
 
-    @property
+    @cached_property
     def rows(self) -> int:
         """R."""
         return int(self.tokens.shape[0])
 
-    @property
+    @cached_property
     def length(self) -> int:
         """S."""
         return int(self.tokens.shape[1])
+
+    @cached_property
+    def longest(self) -> int:
+        """Most tokens in a row after this step."""
+        return int(self.starts.max()) + self.length
 
 
 class Runner(Protocol):
