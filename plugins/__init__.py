@@ -1,0 +1,8 @@
+"""The cache-update kernel, and its registration as a TensorRT plugin. Importing this imports neither CUDA nor TensorRT.
+
+    spec.py       which kernel an update needs, its arguments and its launch: plain data
+    source.py     the kernel's text: the shared files and one entry function for a configuration
+    compile.py    NVRTC: PTX and cubin, resource use, the cache on disk
+
+In a source tree this folder lies beside the package, which reaches it by a symbolic link; in a wheel it lies inside.
+"""

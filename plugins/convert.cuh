@@ -1,0 +1,79 @@
+// How an update becomes cache bytes: as it is, or by ONNX QuantizeLinear with a float32 scale and zero point 0.
+
+enum class Type { BYTES, FLOAT16, BFLOAT16, FLOAT32, INT8, FLOAT8E4M3FN };
+
+template <int WIDTH> struct VectorOf;  // what one access moves
+template <> struct VectorOf<1> { using type = unsigned char; };
+template <> struct VectorOf<2> { using type = unsigned short; };
+template <> struct VectorOf<4> { using type = unsigned int; };
+template <> struct VectorOf<8> { using type = uint2; };
+template <> struct VectorOf<16> { using type = uint4; };
+template <int WIDTH> using Vector = typename VectorOf<WIDTH>::type;
+
+template <Type> struct Storage { using type = unsigned short; };
+template <> struct Storage<Type::FLOAT32> { using type = unsigned int; };
+template <> struct Storage<Type::BYTES> { using type = unsigned char; };
+
+template <Type TYPE>
+__device__ inline float to_float(typename Storage<TYPE>::type bits) {
+    if (TYPE == Type::FLOAT32) return __uint_as_float(bits);
+    if (TYPE == Type::BFLOAT16) return __uint_as_float(static_cast<unsigned>(bits) << 16);
+    const unsigned sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
+    if ((bits & 0x7c00u) == 0x7c00u) return __uint_as_float(sign | magnitude | 0x7f800000u);  // infinities, NaN
+    // An exponent bias of 15 read as one of 127: 2^112 too small, subnormal numbers included.
+    return __uint_as_float(sign | __float_as_uint(__uint_as_float(magnitude) * 0x1p112f));
+}
+
+// Rounds half to even, saturates; NaN becomes -128, as in ONNX's reference.
+__device__ inline unsigned char to_int8(float value) {
+    return static_cast<unsigned char>(static_cast<int>(rintf(fminf(fmaxf(value, -128.0f), 127.0f))));
+}
+
+// Rounds half to even, saturates to +-448 (infinities too); NaN stays NaN.
+__device__ inline unsigned char to_float8e4m3fn(float value) {
+    const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80u;
+    unsigned magnitude = bits & 0x7fffffffu;
+    if (magnitude > 0x7f800000u) return static_cast<unsigned char>(sign | 0x7fu);
+    if (magnitude >= 0x43e00000u) return static_cast<unsigned char>(sign | 0x7eu);  // 448
+    if (magnitude < 0x3c800000u) {  // below 2^-6: steps of 2^-9, which are the last place of 2^14
+        const unsigned steps = __float_as_uint(__uint_as_float(magnitude) + 0x1p14f) - 0x46800000u;
+        return static_cast<unsigned char>(sign | steps);
+    }
+    magnitude += 0x7ffffu + (magnitude >> 20 & 1u);  // to 3 bits of mantissa; a carry moves the exponent
+    return static_cast<unsigned char>(sign | ((magnitude >> 20) - (120u << 3)));
+}
+
+// What a thread holds of the update between loading it and writing WIDTH bytes of the cache.
+template <Type SOURCE, Type TARGET, int WIDTH>
+struct Fragment {
+    static constexpr int BYTES = WIDTH * static_cast<int>(sizeof(typename Storage<SOURCE>::type));
+    static constexpr int PIECE = BYTES < 16 ? BYTES : 16;
+    Vector<PIECE> piece[BYTES / PIECE];
+
+    __device__ void load(const char* source) {
+#pragma unroll
+        for (int i = 0; i < BYTES / PIECE; ++i) piece[i] = reinterpret_cast<const Vector<PIECE>*>(source)[i];
+    }
+
+    __device__ void store(char* target, float scale) const {
+        typename Storage<SOURCE>::type element[WIDTH];
+        unsigned char quantized[WIDTH];
+        memcpy(element, piece, BYTES);
+#pragma unroll
+        for (int i = 0; i < WIDTH; ++i) {
+            const float quotient = __fdiv_rn(to_float<SOURCE>(element[i]), scale);
+            quantized[i] = TARGET == Type::INT8 ? to_int8(quotient) : to_float8e4m3fn(quotient);
+        }
+        Vector<WIDTH> vector;
+        memcpy(&vector, quantized, WIDTH);
+        *reinterpret_cast<Vector<WIDTH>*>(target) = vector;
+    }
+};
+
+template <Type TARGET, int WIDTH>
+struct Fragment<Type::BYTES, TARGET, WIDTH> {
+    Vector<WIDTH> piece;
+
+    __device__ void load(const char* source) { piece = *reinterpret_cast<const Vector<WIDTH>*>(source); }
+    __device__ void store(char* target, float) const { *reinterpret_cast<Vector<WIDTH>*>(target) = piece; }
+};

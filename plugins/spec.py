@@ -1,0 +1,233 @@
+"""Which kernel a cache update needs, in what order its arguments come, and how it is launched: plain data.
+
+The plugin's registration and the kernel's source both follow this file. Shapes are those of the canonical view: caches
+``[B, N, S_max, H]``; updates ``[B, N, S_new, H]`` (padded) or ``[T, N, H]`` (packed).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+
+IntegerType = Literal["int32", "int64"]
+
+THREADS = 128
+"""Threads in a block."""
+
+VECTOR_BYTES = 16
+"""Bytes that one access moves where rows and addresses allow."""
+
+VECTORS_PER_THREAD = 4
+"""Accesses a thread has in flight at once."""
+
+HEADS_PER_THREAD = VECTORS_PER_THREAD
+"""Heads for which a thread writes one packed token."""
+
+BLOCK_BYTES = THREADS * VECTOR_BYTES * VECTORS_PER_THREAD
+"""Bytes of the cache that one block writes before it moves on."""
+
+ELEMENT_BITS = (4, 8, 16, 32, 64, 128)
+
+_SOURCE_BITS = {"float16": 16, "bfloat16": 16, "float": 32}
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """Fused quantization on write: ``QuantizeLinear(update, scale)`` with float32 scales and zero point 0.
+
+    Source of the semantics: https://onnx.ai/onnx/operators/onnx__QuantizeLinear.html (version 23 and later, whose
+    division has the precision of the scale).
+
+    Attributes:
+        source: ONNX name of the update's type.
+        target: ONNX name of the cache's type.
+        per_head: one scale for each head ``[N]``; otherwise one for the tensor, ``[1]``.
+    """
+
+    source: Literal["float16", "bfloat16", "float"]
+    target: Literal["int8", "float8e4m3fn"]
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self.source not in _SOURCE_BITS:
+            raise OptionError(f"quantization from {self.source!r}: expected one of {', '.join(_SOURCE_BITS)}")
+        if self.target not in ("int8", "float8e4m3fn"):
+            raise OptionError(f"quantization to {self.target!r}: expected int8 or float8e4m3fn")
+
+    @property
+    def source_bits(self) -> int:
+        """Bits of one element of the update."""
+        return _SOURCE_BITS[self.source]
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """One member of the kernel family.
+
+    Attributes:
+        element_bits: of the cache; without quantization also of the update. Bytes are moved, not numbers, so types of
+            one size share a kernel.
+        form: padded or packed updates.
+        mode: linear or circular.
+        caches: 1, or 2 for a layer's K and V in one launch. The two share B, N, S_max, write indices and lengths; their
+            head sizes may differ.
+        index_type: of the write indices ``[B]``.
+        length_type: padded: of the valid lengths ``[B]``, None without them; packed: of the cumulative lengths
+            ``[B + 1]``, required.
+        errors: also write the int32 flags ``[B]``: 0, or 1 for a row that was refused and wrote nothing.
+        quantization: quantize on write.
+    """
+
+    element_bits: int
+    form: UpdateForm = UpdateForm.PADDED
+    mode: UpdateMode = UpdateMode.LINEAR
+    caches: int = 1
+    index_type: IntegerType = "int64"
+    length_type: IntegerType | None = None
+    errors: bool = False
+    quantization: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        if self.element_bits not in ELEMENT_BITS:
+            raise OptionError(f"cache elements of {self.element_bits} bits: expected one of {ELEMENT_BITS}")
+        if self.caches not in (1, 2):
+            raise OptionError(f"{self.caches} caches in one launch: expected 1 or 2")
+        if self.index_type not in ("int32", "int64"):
+            raise OptionError(f"write indices of type {self.index_type!r}: expected int32 or int64")
+        if self.length_type not in (None, "int32", "int64"):
+            raise OptionError(f"lengths of type {self.length_type!r}: expected int32 or int64")
+        if self.form is UpdateForm.PACKED_NHD and self.length_type is None:
+            raise OptionError("a packed update needs the cumulative lengths [B + 1]; give their type")
+        if self.quantization is not None and self.element_bits != 8:
+            raise OptionError(f"quantization on write into elements of {self.element_bits} bits: expected 8")
+
+    @property
+    def name(self) -> str:
+        """The entry function's name, a C identifier. Configurations with one name have one source.
+
+        Neither the element size nor the number of scales is in it: both are arguments.
+        """
+        parts = ["kvcache", self.form.value.split("_")[0], self.mode.value]
+        if self.quantization is not None:
+            parts += [self.quantization.source, "to", self.quantization.target]
+        parts += [f"c{self.caches}", f"i{self.index_type[3:]}"]
+        if self.length_type is not None:
+            parts.append(f"l{self.length_type[3:]}")
+        if self.errors:
+            parts.append("e")
+        return "_".join(parts)
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The entry function's arguments, in the order in which TensorRT's AOT plugins pass them.
+
+    Attributes:
+        inputs: pointers, named as the plugin's inputs: ``cache_0[, cache_1], update_0[, update_1], write_indices,
+            [lengths,] [scale_0[, scale_1]]``.
+        scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` when packed),
+            ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``) and, with quantization, ``scale_step`` (0: one scale for
+            the tensor, 1: one for each head).
+        outputs: pointers: ``present_0[, present_1], [errors]``.
+    """
+
+    inputs: tuple[str, ...]
+    scalars: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+def arguments(config: KernelConfig) -> Arguments:
+    """Name the arguments of a configuration's entry function, in order."""
+
+    def each(name: str) -> list[str]:
+        return [f"{name}_{i}" for i in range(config.caches)]
+
+    inputs = [*each("cache"), *each("update"), "write_indices"]
+    if config.length_type is not None:
+        inputs.append("lengths")
+    if config.quantization is not None:
+        inputs += each("scale")
+    scalars = ["batch", "heads", "capacity", "length", *each("row_bytes")]
+    if config.quantization is not None:
+        scalars.append("scale_step")
+    outputs = each("present") + (["errors"] if config.errors else [])
+    return Arguments(tuple(inputs), tuple(scalars), tuple(outputs))
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of one launch: integers, or TensorRT's symbolic ones (``ShapeExpr``, whose operators are used here).
+
+    Attributes:
+        length: tokens of the update: ``S_new``, or ``T`` when packed.
+        head_sizes: ``H`` of each cache, in elements.
+    """
+
+    batch: Any
+    heads: Any
+    capacity: Any
+    length: Any
+    head_sizes: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class LaunchParams:
+    """How a kernel is launched.
+
+    Attributes:
+        grid: number of blocks (x; y and z are 1).
+        block: threads in each (x).
+        scalars: the int32 extra arguments, in the order of `Arguments.scalars`.
+    """
+
+    grid: Any
+    block: int
+    scalars: tuple[Any, ...]
+
+
+def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
+    """Size the grid, as expressions of the sizes; the kernel is right under any grid, and fast under this one.
+
+    Args:
+        config: the kernel.
+        shapes: sizes of the tensors.
+        copies: the outputs are other buffers than the caches, so that the grid is sized to the cache; otherwise to the
+            update.
+
+    Raises:
+        OptionError: a size that is known and that the kernel cannot take.
+    """
+    if len(shapes.head_sizes) != config.caches:
+        raise OptionError(f"{len(shapes.head_sizes)} head sizes for {config.caches} caches: give one for each")
+    rows = tuple(_row_bytes(config.element_bits, size) for size in shapes.head_sizes)
+    planes, heads = shapes.batch * shapes.heads, (shapes.heads + (HEADS_PER_THREAD - 1)) // HEADS_PER_THREAD
+    if copies:
+        blocks = planes * _blocks(shapes.capacity * rows[0], BLOCK_BYTES)
+    elif config.form is UpdateForm.PADDED:
+        blocks = planes * _blocks(shapes.length * rows[0], BLOCK_BYTES)
+    else:
+        blocks = heads * _blocks(shapes.length * rows[0], THREADS * VECTOR_BYTES)
+    grid = blocks * config.caches
+    scalars = (shapes.batch, shapes.heads, shapes.capacity, shapes.length, *rows)
+    for value in (*scalars, grid):
+        if isinstance(value, int) and not 0 <= value < 2**31:
+            raise OptionError(f"a launch of {grid} blocks over {shapes}: sizes and blocks have to be below 2^31")
+    if config.quantization is not None:
+        scalars = (*scalars, 1 if config.quantization.per_head else 0)
+    return LaunchParams(grid, THREADS, scalars)
+
+
+def _row_bytes(bits: int, size: Any) -> Any:
+    if bits % 8 == 0:
+        return size * (bits // 8)
+    if isinstance(size, int) and size * bits % 8:
+        raise OptionError(f"rows of {size} elements of {bits} bits do not end on a byte: an even number is needed")
+    return size * bits // 8
+
+
+def _blocks(size: Any, each: int) -> Any:
+    # One too many where `size` divides: never zero, and free of negative numbers, whose floor TensorRT does not promise.
+    return size // each + 1
