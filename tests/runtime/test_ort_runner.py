@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
+from graphs import Graph
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
@@ -167,6 +168,41 @@ def test_a_failing_step_is_our_error(model: Path) -> None:
     with pytest.raises(SessionError, match=r"ONNX Runtime .* failed: .*indices"):
         runner.step(batch(0, TOKENS + 1000))
     assert runner.step(batch(0, TOKENS)).shape == (2, 4, 64)
+
+
+def test_out_of_memory_is_our_error_and_passes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = OnnxRuntimeRunner(model, max_batch=2)
+    with monkeypatch.context() as patched:
+
+        def exhausted(*_: object, **__: object) -> None:
+            raise MemoryError
+
+        patched.setattr(np, "empty", exhausted)
+        with pytest.raises(SessionError, match="out of memory for a step of 2 x 4 tokens; lower max_chunk"):
+            runner.step(batch(0, TOKENS))
+    assert runner.step(batch(0, TOKENS)).shape == (2, 4, 64)
+
+
+def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
+    """Tokens of all rows in one axis, with cumulative lengths: no padding, and not in place on ONNX Runtime."""
+    g = Graph()
+    ids = g.input("input_ids", TensorProto.INT64, ["T"])
+    indices = g.input("write_indices", TensorProto.INT64, ["B"])
+    lengths = g.input("lengths", TensorProto.INT32, ["B1"])
+    past = g.input("key_cache", TensorProto.FLOAT, ["B", 1, 16, 8])
+    rows = g.node("Gather", [g.constant(np.arange(64).reshape(8, 8), np.float32), ids])
+    new = g.node("Unsqueeze", [rows, g.constant([1])])
+    g.node("TRT_KVCacheUpdate", [past, new, indices, lengths], "present", update_form="packed_nhd")
+    g.output("present", TensorProto.FLOAT, ["B", 1, 16, 8])
+    g.node("Neg", [rows], "logits")
+    g.output("logits", TensorProto.FLOAT, ["T", 8])
+    onnx.save(g.model(), tmp_path / "model.onnx")
+    runner = OnnxRuntimeRunner(tmp_path / "model.onnx", max_batch=4)
+    logits = runner.step(StepBatch(1, np.array([[1, 2], [3, 4]]), np.array([0, 5]), 2))
+    np.testing.assert_array_equal(logits[..., 0], [[-8, -16], [-24, -32]])
+    expected = np.zeros((4, 16))
+    expected[1, :2], expected[2, 5:7] = [8, 16], [24, 32]
+    np.testing.assert_array_equal(runner.view("key_cache")[:, 0, :, 0], expected)
 
 
 @pytest.mark.parametrize(

@@ -146,12 +146,16 @@ class OnnxRuntimeRunner:
         session = self._session
         if session is None:
             raise SessionError("the runner is closed; open the model again")
-        bound = self._bound(batch)
-        self._inputs.fill(batch, bound.inputs)
         try:
+            bound = self._bound(batch)
+            self._inputs.fill(batch, bound.inputs)
             session.run_with_iobinding(bound.binding, self._run_options)
         except (*_ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
             raise SessionError(f"{self.name} failed: {_one_line(error)}") from None
+        except MemoryError:
+            raise SessionError(
+                f"out of memory for a step of {batch.rows} x {batch.length} tokens; lower max_chunk or max_batch"
+            ) from None
         rows = slice(batch.first_row, batch.first_row + batch.rows)
         for name, past in self._past.items():
             if self._present[name] is not past:
