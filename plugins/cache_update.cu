@@ -28,15 +28,13 @@ __device__ inline Share share(int block, int blocks, int parts) {
     return {block / each, blocks / each, block % each, each};
 }
 
-// Calls work(Width<w>) with the widest access that divides `bits`: addresses and sizes in bytes, joined by "or".
+// Calls work(Width<w>) with an access that divides `bits`: addresses and sizes in bytes, joined by "or".
 template <int BYTES> struct Width { static constexpr int VALUE = BYTES; };
 
 template <class Work>
 __device__ inline void with_width(unsigned long long bits, const Work& work) {
     if (bits % 16 == 0) work(Width<16>());
-    else if (bits % 8 == 0) work(Width<8>());
     else if (bits % 4 == 0) work(Width<4>());
-    else if (bits % 2 == 0) work(Width<2>());
     else work(Width<1>());
 }
 
@@ -47,7 +45,7 @@ __device__ inline unsigned long long address(const void* pointer) {
 // Moves the bytes [0, size) of a run: chunk by chunk, several accesses of each thread in flight. source(o) and target(o)
 // are the addresses of offset o in the cache's bytes; no source means that nothing is written there.
 template <class Piece, int WIDTH, int FLIGHT, class Source, class Target>
-__device__ inline void move_run(Int64 size, const Share& chunks, float scale, const Source& source,
+__device__ inline void move_run(Int64 size, const Share& chunks, const Scale& scale, const Source& source,
                                 const Target& target) {
     constexpr int STEP = THREADS * WIDTH;
     const Int64 first = static_cast<Int64>(chunks.chunk) * (STEP * FLIGHT) + static_cast<Int64>(threadIdx.x) * WIDTH;
@@ -71,11 +69,8 @@ __device__ inline void move_run(Int64 size, const Share& chunks, float scale, co
 template <class Config>
 class Update {
 public:
-    using Index = typename Config::Index;
-    using Length = typename Config::Length;
-
-    __device__ Update(const Sizes& sizes, const Tensors& tensors, const Index* write_indices, const Length* lengths,
-                      int block, int blocks)
+    __device__ Update(const Sizes& sizes, const Tensors& tensors, Integers write_indices, Integers lengths, int block,
+                      int blocks)
         : sizes_(sizes), tensors_(tensors), write_indices_(write_indices), lengths_(lengths), block_(block),
           blocks_(blocks), plane_bytes_(sizes.row_bytes * sizes.capacity) {}
 
@@ -98,6 +93,7 @@ public:
 
 private:
     static constexpr int RATIO = static_cast<int>(sizeof(typename Storage<Config::SOURCE>::type));
+    static constexpr int FLIGHT = IN_FLIGHT / RATIO;  // as many bytes of the update in flight, whatever the ratio
 
     __device__ Rows rows(int b) const {
         return rows_of<Config>(b, write_indices_, lengths_, sizes_.length, sizes_.capacity);
@@ -107,8 +103,8 @@ private:
         return tensor + (b * sizes_.heads + head) * plane_bytes_;
     }
 
-    __device__ float scale(int head) const {
-        return Config::SOURCE == Type::BYTES ? 1.0f : tensors_.scales[head * tensors_.scale_step];
+    __device__ Scale scale(int head) const {
+        return Config::SOURCE == Type::BYTES ? Scale() : Scale(tensors_.scales[head * tensors_.scale_step]);
     }
 
     // The rows that no update covers. Never the others: they are written at the same time.
@@ -123,7 +119,7 @@ private:
             const char* cache = tensors_.cache + p * plane_bytes_;
             char* present = tensors_.present + p * plane_bytes_;
             move_run<Piece, WIDTH, IN_FLIGHT>(
-                plane_bytes_, mine, 1.0f,
+                plane_bytes_, mine, Scale(),
                 [&](Int64 offset) -> const char* {
                     const Int64 ahead = offset >= first ? offset - first : offset - first + plane_bytes_;
                     return ahead < size ? nullptr : cache + offset;
@@ -135,7 +131,6 @@ private:
     template <int WIDTH>
     __device__ void write_padded() const {
         using Piece = Fragment<Config::SOURCE, Config::TARGET, WIDTH>;
-        constexpr int FLIGHT = IN_FLIGHT / RATIO;
         const int planes = sizes_.batch * sizes_.heads;
         const Share mine = share(block_, blocks_, planes);
         for (int p = mine.part; p < planes; p += mine.part_step) {
@@ -174,7 +169,9 @@ private:
             if (Config::CIRCULAR && row >= sizes_.capacity) row -= sizes_.capacity;
             for (int head = mine.part * IN_FLIGHT; head < sizes_.heads; head += mine.part_step * IN_FLIGHT) {
                 for (Int64 lane = static_cast<int>(threadIdx.x) % lanes; lane < pieces; lane += lanes) {
-                    write_heads<WIDTH>(b, head, token, row, lane * WIDTH);
+                    for (int i = 0; i < IN_FLIGHT; i += FLIGHT) {
+                        write_heads<WIDTH>(b, head + i, token, row, lane * WIDTH);
+                    }
                 }
             }
         }
@@ -182,23 +179,22 @@ private:
 
     template <int WIDTH>
     __device__ void write_heads(int b, int head, Int64 token, Int64 row, Int64 offset) const {
-        Fragment<Config::SOURCE, Config::TARGET, WIDTH> piece[IN_FLIGHT];
+        Fragment<Config::SOURCE, Config::TARGET, WIDTH> piece[FLIGHT];
         const char* update = tensors_.update + ((token * sizes_.heads + head) * sizes_.row_bytes + offset) * RATIO;
         char* present = plane(tensors_.present, b, head) + row * sizes_.row_bytes + offset;
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
+        for (int i = 0; i < FLIGHT; ++i) {
             if (head + i < sizes_.heads) piece[i].load(update + i * sizes_.row_bytes * RATIO);
         }
 #pragma unroll
-        for (int i = 0; i < IN_FLIGHT; ++i) {
+        for (int i = 0; i < FLIGHT; ++i) {
             if (head + i < sizes_.heads) piece[i].store(present + i * plane_bytes_, scale(head + i));
         }
     }
 
     Sizes sizes_;
     Tensors tensors_;
-    const Index* write_indices_;
-    const Length* lengths_;
+    Integers write_indices_, lengths_;
     int block_, blocks_;
     Int64 plane_bytes_;
 };

@@ -4,7 +4,7 @@ enum class Type { BYTES, FLOAT16, BFLOAT16, FLOAT32, INT8, FLOAT8E4M3FN };
 
 template <int WIDTH> struct VectorOf;  // what one access moves
 template <> struct VectorOf<1> { using type = unsigned char; };
-template <> struct VectorOf<2> { using type = unsigned short; };
+template <> struct VectorOf<2> { using type = unsigned short; };  // a half-precision number on its own
 template <> struct VectorOf<4> { using type = unsigned int; };
 template <> struct VectorOf<8> { using type = uint2; };
 template <> struct VectorOf<16> { using type = uint4; };
@@ -23,6 +23,32 @@ __device__ inline float to_float(typename Storage<TYPE>::type bits) {
     // An exponent bias of 15 read as one of 127: 2^112 too small, subnormal numbers included.
     return __uint_as_float(sign | __float_as_uint(__uint_as_float(magnitude) * 0x1p112f));
 }
+
+// Divides by one number, often, rounded as IEEE division is wherever the result has a part in [2^-12, 512): smaller ones
+// are zero, larger ones saturate. Markstein: with the reciprocal correctly rounded and a quotient off by one unit at most,
+// one more step with an exact remainder rounds correctly; the first product may be off by two units, hence two steps.
+class Scale {
+public:
+    __device__ Scale() : factor_(1.0f), divisor_(1.0f), reciprocal_(1.0f) {}
+
+    __device__ explicit Scale(float scale) {
+        // Keeps reciprocal and remainders away from the ends of the exponent range. Powers of two lose nothing.
+        factor_ = fabsf(scale) < 0x1p-60f ? 0x1p80f : fabsf(scale) > 0x1p60f ? 0x1p-80f : 1.0f;
+        divisor_ = scale * factor_;
+        reciprocal_ = __frcp_rn(divisor_);
+    }
+
+    __device__ float divide(float value) const {
+        const float dividend = value * factor_;
+        const float first = dividend * reciprocal_;
+        const float second = fmaf(fmaf(-first, divisor_, dividend), reciprocal_, first);
+        const float third = fmaf(fmaf(-second, divisor_, dividend), reciprocal_, second);
+        return fabsf(first) >= 0x1p-12f && fabsf(first) < 512.0f ? third : first;  // zeros keep their sign, NaN stays
+    }
+
+private:
+    float factor_, divisor_, reciprocal_;
+};
 
 // Rounds half to even, saturates; NaN becomes -128, as in ONNX's reference.
 __device__ inline unsigned char to_int8(float value) {
@@ -55,13 +81,13 @@ struct Fragment {
         for (int i = 0; i < BYTES / PIECE; ++i) piece[i] = reinterpret_cast<const Vector<PIECE>*>(source)[i];
     }
 
-    __device__ void store(char* target, float scale) const {
+    __device__ void store(char* target, const Scale& scale) const {
         typename Storage<SOURCE>::type element[WIDTH];
         unsigned char quantized[WIDTH];
         memcpy(element, piece, BYTES);
 #pragma unroll
         for (int i = 0; i < WIDTH; ++i) {
-            const float quotient = __fdiv_rn(to_float<SOURCE>(element[i]), scale);
+            const float quotient = scale.divide(to_float<SOURCE>(element[i]));
             quantized[i] = TARGET == Type::INT8 ? to_int8(quotient) : to_float8e4m3fn(quotient);
         }
         Vector<WIDTH> vector;
@@ -75,5 +101,5 @@ struct Fragment<Type::BYTES, TARGET, WIDTH> {
     Vector<WIDTH> piece;
 
     __device__ void load(const char* source) { piece = *reinterpret_cast<const Vector<WIDTH>*>(source); }
-    __device__ void store(char* target, float) const { *reinterpret_cast<Vector<WIDTH>*>(target) = piece; }
+    __device__ void store(char* target, const Scale&) const { *reinterpret_cast<Vector<WIDTH>*>(target) = piece; }
 };

@@ -33,15 +33,24 @@ __device__ inline Rows covered_rows(Int64 first, Int64 token, Int64 count, Int64
     return {first, token, count, false};
 }
 
+// A tensor of int32 or int64. Which one is known at run time only: its few reads are no reason for another kernel.
+struct Integers {
+    const void* data;
+    int bytes;
+
+    __device__ Int64 operator[](int i) const {
+        return bytes == 8 ? static_cast<const Int64*>(data)[i] : static_cast<const int*>(data)[i];
+    }
+};
+
 // The rows of sequence `b`. Padded: `lengths` [B] or null, `length` is S_new. Packed: `lengths` [B + 1], `length` is T.
 template <class Config>
-__device__ inline Rows rows_of(int b, const typename Config::Index* write_indices,
-                               const typename Config::Length* lengths, int length, int capacity) {
+__device__ inline Rows rows_of(int b, Integers write_indices, Integers lengths, int length, int capacity) {
     Int64 token = 0, end = length;
     if (Config::PACKED) {
         token = lengths[b];
         end = lengths[b + 1];
-    } else if (Config::LENGTHS) {
+    } else if (lengths.data != nullptr) {
         end = lengths[b];
     }
     if (token < 0 || end < token || end > length) return refused_rows();
@@ -50,8 +59,7 @@ __device__ inline Rows rows_of(int b, const typename Config::Index* write_indice
 
 // The sequence that a packed token belongs to: the last one that starts at it or before it; -1 if none does. The caller
 // checks that it does not end before the token.
-template <class Length>
-__device__ inline int sequence_of(int token, const Length* lengths, int batch) {
+__device__ inline int sequence_of(int token, Integers lengths, int batch) {
     int low = 0, high = batch;
     while (low < high) {
         const int middle = (low + high) / 2;
@@ -61,8 +69,7 @@ __device__ inline int sequence_of(int token, const Length* lengths, int batch) {
 }
 
 // Cumulative lengths that do not ascend give no sequence to search for.
-template <class Length>
-__device__ inline bool ascending(const Length* lengths, int batch) {
+__device__ inline bool ascending(Integers lengths, int batch) {
     bool ascends = true;
     for (int b = 0; b < batch; ++b) ascends &= lengths[b] <= lengths[b + 1];
     return ascends;

@@ -16,8 +16,6 @@ _TYPES = {
     "float8e4m3fn": "Type::FLOAT8E4M3FN",
 }
 
-_INTEGERS = {"int32": "int", "int64": "long long"}
-
 
 def kernel_source(config: KernelConfig) -> str:
     """Return one CUDA C++ translation unit, without includes, whose entry function is ``config.name``."""
@@ -39,9 +37,6 @@ def entry_source(config: KernelConfig) -> str:
     types |= dict.fromkeys(args.scalars, "int") | {"errors": "int*"}
     types |= {name: "void*" for name in args.outputs if name.startswith("present")}
     types |= {name: "const float*" for name in args.inputs if name.startswith("scale")}
-    index = _INTEGERS[config.index_type]
-    length = _INTEGERS[config.length_type or "int32"]
-    types |= {"write_indices": f"const {index}*", "lengths": f"const {length}*"}
     signature = ", ".join(f"{types[name]} {name}" for name in (*args.inputs, *args.scalars, *args.outputs))
 
     def chosen(name: str) -> str:
@@ -54,11 +49,8 @@ def entry_source(config: KernelConfig) -> str:
 struct {config.name}_config {{
     static constexpr bool PACKED = {flag(config.form is UpdateForm.PACKED_NHD)};
     static constexpr bool CIRCULAR = {flag(config.mode is UpdateMode.CIRCULAR)};
-    static constexpr bool LENGTHS = {flag(config.length_type is not None)};
     static constexpr Type SOURCE = {_TYPES[q.source] if q else "Type::BYTES"};
     static constexpr Type TARGET = {_TYPES[q.target] if q else "Type::BYTES"};
-    using Index = {index};
-    using Length = {length};
 }};
 
 extern "C" __global__ void __launch_bounds__(THREADS) {config.name}({signature}) {{
@@ -68,8 +60,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) {config.name}({signature})
     const Tensors tensors = {{static_cast<const char*>({chosen("cache")}), static_cast<const char*>({chosen("update")}),
                              static_cast<char*>({chosen("present")}), {chosen("scale") if q else "nullptr"},
                              {"scale_step" if q else "0"}}};
-    const Update<{config.name}_config> update(sizes, tensors, write_indices,
-                                              {"lengths" if config.length_type else "nullptr"},
+    const Update<{config.name}_config> update(sizes, tensors, {{write_indices, index_bytes}},
+                                              {"{lengths, length_bytes}" if config.length_type else "{nullptr, 0}"},
                                               block / {config.caches}, blocks / {config.caches});
     update.run();
     {"if (block == 0) update.flag(errors);" if config.errors else ""}

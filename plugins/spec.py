@@ -31,6 +31,8 @@ BLOCK_BYTES = THREADS * VECTOR_BYTES * VECTORS_PER_THREAD
 
 ELEMENT_BITS = (4, 8, 16, 32, 64, 128)
 
+_INTEGER_BYTES = {"int32": 4, "int64": 8}
+
 _SOURCE_BITS = {"float16": 16, "bfloat16": 16, "float": 32}
 
 
@@ -108,16 +110,16 @@ class KernelConfig:
     def name(self) -> str:
         """The entry function's name, a C identifier. Configurations with one name have one source.
 
-        Neither the element size nor the number of scales is in it: both are arguments.
+        Element size, integer types and number of scales are not in it: they are arguments.
         """
         parts = ["kvcache", self.form.value.split("_")[0], self.mode.value]
         if self.quantization is not None:
             parts += [self.quantization.source, "to", self.quantization.target]
-        parts += [f"c{self.caches}", f"i{self.index_type[3:]}"]
-        if self.length_type is not None:
-            parts.append(f"l{self.length_type[3:]}")
+        parts.append("one" if self.caches == 1 else "two")
+        if self.form is UpdateForm.PADDED and self.length_type is not None:
+            parts.append("lengths")
         if self.errors:
-            parts.append("e")
+            parts.append("errors")
         return "_".join(parts)
 
 
@@ -129,8 +131,8 @@ class Arguments:
         inputs: pointers, named as the plugin's inputs: ``cache_0[, cache_1], update_0[, update_1], write_indices,
             [lengths,] [scale_0[, scale_1]]``.
         scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` when packed),
-            ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``) and, with quantization, ``scale_step`` (0: one scale for
-            the tensor, 1: one for each head).
+            ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``), ``index_bytes``, with lengths ``length_bytes`` (of one
+            integer), with quantization ``scale_step`` (0: one scale for the tensor, 1: one for each head).
         outputs: pointers: ``present_0[, present_1], [errors]``.
     """
 
@@ -150,7 +152,9 @@ def arguments(config: KernelConfig) -> Arguments:
         inputs.append("lengths")
     if config.quantization is not None:
         inputs += each("scale")
-    scalars = ["batch", "heads", "capacity", "length", *each("row_bytes")]
+    scalars = ["batch", "heads", "capacity", "length", *each("row_bytes"), "index_bytes"]
+    if config.length_type is not None:
+        scalars.append("length_bytes")
     if config.quantization is not None:
         scalars.append("scale_step")
     outputs = each("present") + (["errors"] if config.errors else [])
@@ -215,9 +219,10 @@ def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False)
     for value in (*scalars, grid):
         if isinstance(value, int) and not 0 <= value < 2**31:
             raise OptionError(f"a launch of {grid} blocks over {shapes}: sizes and blocks have to be below 2^31")
+    options = [_INTEGER_BYTES[kind] for kind in (config.index_type, config.length_type) if kind is not None]
     if config.quantization is not None:
-        scalars = (*scalars, 1 if config.quantization.per_head else 0)
-    return LaunchParams(grid, THREADS, scalars)
+        options.append(1 if config.quantization.per_head else 0)
+    return LaunchParams(grid, THREADS, (*scalars, *options))
 
 
 def _row_bytes(bits: int, size: Any) -> Any:
@@ -229,5 +234,5 @@ def _row_bytes(bits: int, size: Any) -> Any:
 
 
 def _blocks(size: Any, each: int) -> Any:
-    # One too many where `size` divides: never zero, and free of negative numbers, whose floor TensorRT does not promise.
+    # One too many where `each` divides: never zero, and free of negative numbers.
     return size // each + 1

@@ -1,0 +1,230 @@
+"""NVRTC: kernels as PTX or cubin for an architecture, with the compiler's account of them, kept on disk.
+
+Neither a GPU nor a driver is needed. The calls go to ``cuda.bindings.nvrtc``, because ``cuda.core.Program`` (1.2) asks
+the driver for its version as soon as PTX is wanted.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from blake3 import blake3
+
+from trt_kvcache.engine.files import atomic_file
+from trt_kvcache.errors import BackendError, OptionError, OutputError
+from trt_kvcache.plugins.source import kernel_source
+from trt_kvcache.plugins.spec import THREADS, KernelConfig
+
+CACHE_VARIABLE = "TRT_KVCACHE_KERNELS"
+"""Environment variable: the folder of compiled kernels, instead of ``trt_kvcache/kernels`` in the user's cache."""
+
+_WARPS = {75: 32, 80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110: 48, 120: 48, 121: 48}
+"""Warps that a multiprocessor holds, by compute capability (CUDA Programming Guide, technical specifications)."""
+
+_REGISTERS = 65536  # of a multiprocessor, on all of them; given to a warp in units of 256
+
+
+@dataclass(frozen=True)
+class ResourceUse:
+    """What ptxas says of one kernel.
+
+    Attributes:
+        registers: of one thread.
+        stack_bytes, spill_store_bytes, spill_load_bytes: of local memory, for one thread; nonzero is slow.
+        occupancy: resident warps over those that a multiprocessor can hold, as registers allow; None where the
+            architecture's limit is not known here.
+    """
+
+    registers: int
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    occupancy: float | None
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """One kernel, compiled.
+
+    Attributes:
+        name: of the entry function.
+        arch: such as ``"sm_90"``.
+        nvrtc: major and minor version. PTX needs a driver for that version of CUDA at least, a cubin one for its major.
+        ptx: `code` is PTX, without a final zero byte; otherwise a cubin.
+        log: the compiler's.
+    """
+
+    name: str
+    arch: str
+    nvrtc: tuple[int, int]
+    ptx: bool
+    code: bytes
+    log: str
+
+    @property
+    def resources(self) -> ResourceUse:
+        """What ptxas says of a cubin.
+
+        Raises:
+            OptionError: this is PTX, which ptxas has not seen.
+        """
+        if self.ptx:
+            raise OptionError(f"kernel {self.name} is PTX, whose registers are not known yet: compile a cubin")
+        found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
+        used = re.search(r"Used (\d+) registers", self.log)
+        if found is None or used is None:
+            raise BackendError(f"NVRTC {_text(self.nvrtc)} gave no account of kernel {self.name}: {self.log.strip()!r}")
+        registers = int(used[1])
+        stack, stores, loads = (int(count) for count in found.groups())
+        return ResourceUse(registers, stack, stores, loads, _occupancy(registers, self.arch))
+
+
+def compile_kernel(
+    config: KernelConfig, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
+) -> CompiledKernel:
+    """Compile a kernel, or take it from the cache on disk.
+
+    The cache's key is the source, the options, the architecture and NVRTC's version; files appear whole or not at all.
+    A cache that cannot be written costs time and nothing else.
+
+    Args:
+        config: which kernel.
+        arch: the GPU's architecture, such as ``"sm_90"``.
+        ptx: compile to PTX, which later architectures take as well; otherwise to a cubin for this one.
+        driver: the CUDA version of the driver that will load it, if known.
+
+    Raises:
+        OptionError: NVRTC does not know the architecture, or makes code that the driver is too old for.
+        BackendError: NVRTC is not installed, or it failed; the message carries the compiler's log.
+    """
+    version = nvrtc_version()
+    _check_arch(arch, version)
+    if driver is not None:
+        _check_driver(driver, version, ptx=ptx)
+    source = kernel_source(config)
+    # A virtual architecture: PTX for this one and all later ones.
+    target = arch.replace("sm_", "compute_") if ptx else arch
+    options = (f"--gpu-architecture={target}", "--std=c++17", *(() if ptx else ("--ptxas-options=-v",)))
+    key = blake3("\0".join((source, *options, arch, str(ptx), _text(version))).encode()).hexdigest()
+    path = kernel_folder() / f"{key}.kernel"
+    kept = _read(path)
+    if kept is not None:
+        return kept
+    code, log = _compile(source, config.name, options, ptx=ptx)
+    made = CompiledKernel(config.name, arch, version, ptx, code, log)
+    _write(path, made)
+    return made
+
+
+def kernel_folder() -> Path:
+    """The folder where compiled kernels are kept (it need not exist yet)."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trt_kvcache" / "kernels"
+
+
+def nvrtc_version() -> tuple[int, int]:
+    """NVRTC's major and minor version.
+
+    Raises:
+        BackendError: NVRTC is not installed.
+    """
+    major, minor = _handle_return(_nvrtc().nvrtcVersion())
+    return int(major), int(minor)
+
+
+def supported_archs() -> tuple[str, ...]:
+    """The architectures that NVRTC knows, such as ``"sm_90"``, in ascending order.
+
+    Raises:
+        BackendError: NVRTC is not installed.
+    """
+    return tuple(f"sm_{number}" for number in _handle_return(_nvrtc().nvrtcGetSupportedArchs()))
+
+
+def _compile(source: str, name: str, options: tuple[str, ...], *, ptx: bool) -> tuple[bytes, str]:
+    nvrtc = _nvrtc()
+    program = _handle_return(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = b" " * _handle_return(nvrtc.nvrtcGetProgramLogSize(program))
+        _handle_return(nvrtc.nvrtcGetProgramLog(program, log))
+        text = log.rstrip(b"\0").decode(errors="replace")
+        _handle_return((status,), f"kernel {name} with {' '.join(options)}: {text.strip()}")
+        size, read = (
+            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX) if ptx else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        )
+        code = b" " * _handle_return(size(program))
+        _handle_return(read(program, code))
+        return (code.rstrip(b"\0") if ptx else code), text
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _nvrtc() -> Any:
+    from cuda.bindings import nvrtc
+
+    return nvrtc
+
+
+def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
+    """Return what an NVRTC call gave besides its status: nothing, one value, or several."""
+    status, *values = result
+    if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
+        raise BackendError(f"NVRTC: {status.name}{f': {about}' if about else ''}")
+    return values[0] if len(values) == 1 else tuple(values)
+
+
+def _check_arch(arch: str, version: tuple[int, int]) -> None:
+    known = supported_archs()
+    if arch not in known:
+        raise OptionError(f"architecture {arch!r}: NVRTC {_text(version)} knows {', '.join(known)}; give one of those")
+
+
+def _check_driver(driver: tuple[int, int], version: tuple[int, int], *, ptx: bool) -> None:
+    if (driver < version) if ptx else (driver[0] < version[0]):
+        kind = "PTX" if ptx else "a cubin"
+        raise OptionError(
+            f"the driver is for CUDA {_text(driver)}, and {kind} of NVRTC {_text(version)} needs CUDA "
+            f"{_text(version) if ptx else version[0]}: install an older nvidia-cuda-nvrtc, or a newer driver"
+            + (", or compile a cubin" if ptx and driver[0] >= version[0] else "")
+        )
+
+
+def _read(path: Path) -> CompiledKernel | None:
+    """A kept kernel, or None if there is none that is whole."""
+    try:
+        digest, content = (data := path.read_bytes())[:32], data[32:]
+        if blake3(content).digest() != digest:
+            return None
+        return msgspec.msgpack.decode(content, type=CompiledKernel)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _write(path: Path, kernel: CompiledKernel) -> None:
+    content = msgspec.msgpack.encode(kernel)
+    with suppress(OSError, OutputError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(blake3(content).digest() + content)
+
+
+def _occupancy(registers: int, arch: str) -> float | None:
+    limit = _WARPS.get(int(arch.removeprefix("sm_")))
+    if limit is None:
+        return None
+    warps = THREADS // 32
+    per_warp = -(-registers * 32 // 256) * 256
+    return min(limit // warps, _REGISTERS // (per_warp * warps)) * warps / limit
+
+
+def _text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
