@@ -2,14 +2,15 @@
 
     python scripts/bench_decode.py --capacity 4096 --capacity 16384
 
-Three ways to decode one sequence with one model, random weights, 200 tokens in the cache:
+Ways to decode one sequence with one model, random weights, 200 tokens in the cache:
 
-    session     `DecodeSession`: one loop for everything
-    rewritten   a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
-    original    the same bare loop over the model as exported: what the rewrite gains shows here
+    session        `DecodeSession`: one loop for everything
+    rewritten      a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
+    original       the same bare loop over the model as exported: what the rewrite gains shows here
+    transformers   `generate` over the same weights, where transformers and torch are installed
 
-All three hold each cache in one buffer. They take turns of a few steps, so that a machine that slows down slows all of
-them, and the medians of their step times are compared.
+The first three hold each cache in one buffer. All take turns of a few steps, so that a machine that slows down slows
+all of them, and the medians of their step times are compared.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,6 +27,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from bench_peers import TransformersPeer
 from decoders import DecoderConfig, write_decoder
 from rich.console import Console
 from rich.table import Table
@@ -155,6 +158,10 @@ def main() -> None:
                     "rewritten": BareLoop(model, True, given.threads).steps(prompt, given.tokens),
                     "original": BareLoop(model, False, given.threads).steps(prompt, given.tokens),
                 }
+                try:
+                    ways["transformers"] = TransformersPeer(model, config, given.threads).steps(prompt, given.tokens)
+                except ImportError as error:
+                    print(f"transformers is left out: {error}", file=sys.stderr)
                 times = measure(ways, given.tokens)
         speeds = {name: 1 / statistics.median(values) for name, values in times.items()}
         for name, values in times.items():
