@@ -64,7 +64,7 @@ class TransformersPeer:
         self._model.load_state_dict(state)
 
     def steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        """The tokens after a prompt, one per step: `generate` runs in a thread, and waits until a token is asked for."""
+        """The tokens after a prompt: `generate` runs in a thread, and waits until the next token is asked for."""
         asked, given = threading.Semaphore(0), queue.SimpleQueue[int | BaseException]()
         inputs = self._torch.tensor([prompt])
 
