@@ -1,0 +1,143 @@
+"""The plugin's operators: nodes of domain ``trt_kvcache`` that TensorRT's parser resolves to the plugin of that name.
+
+One operator for each set of inputs and outputs, because TensorRT's plugins have neither optional inputs nor optional
+outputs. Operators have no attributes of their own: mode and form are in the name, types and sizes come from the
+tensors. Nothing here needs ONNX or TensorRT.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, cast
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.plugins.spec import IntegerType, KernelConfig, Quantization, arguments
+
+NAMESPACE = "trt_kvcache"
+"""The ONNX domain of the nodes, and the plugin namespace in TensorRT's registry."""
+
+VERSION = "1"
+"""The plugin version; quickly deployable plugins have no other."""
+
+CACHE_BITS = {
+    "float": 32, "float16": 16, "bfloat16": 16, "int8": 8, "uint8": 8, "bool": 8, "float8e4m3fn": 8, "int32": 32,
+    "int64": 64, "int4": 4, "float4e2m1": 4,
+}  # fmt: skip
+"""Bits of the element types (ONNX names) that a cache in TensorRT can have."""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """One operator: which tensors it takes and gives, and how the update goes into the cache.
+
+    Attributes:
+        form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths.
+        mode: linear or circular.
+        caches: 1, or 2 for the K and V of a layer in one launch.
+        lengths: valid lengths ``[B]`` of a padded update; a packed one always has its cumulative ``[B + 1]``.
+        quantized: quantize on write, by float32 scales ``[1]`` or ``[N]``.
+        errors: an int32 output ``[B]``, 1 for a sequence that was refused and wrote nothing.
+    """
+
+    form: UpdateForm = UpdateForm.PADDED
+    mode: UpdateMode = UpdateMode.LINEAR
+    caches: int = 1
+    lengths: bool = False
+    quantized: bool = False
+    errors: bool = False
+
+    def __post_init__(self) -> None:
+        if self.form is UpdateForm.PACKED_NHD and not self.lengths:
+            raise OptionError("a packed update needs the cumulative lengths [B + 1]")
+
+    @property
+    def name(self) -> str:
+        """The ONNX operator type, which is the plugin's name: ``KVCacheUpdate`` and what is special about it."""
+        packed = self.form is UpdateForm.PACKED_NHD
+        parts = (
+            ("Packed", packed),
+            ("Circular", self.mode is UpdateMode.CIRCULAR),
+            ("Pair", self.caches == 2),
+            ("Lengths", self.lengths and not packed),
+            ("Quantized", self.quantized),
+            ("Errors", self.errors),
+        )
+        return "KVCacheUpdate" + "".join(part for part, given in parts if given)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the inputs, in order."""
+        return arguments(self._any_config()).inputs
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the outputs, in order: ``present_i`` is like ``cache_i``."""
+        return arguments(self._any_config()).outputs
+
+    def _any_config(self) -> KernelConfig:
+        types = {"cache_0": "int8", "update_0": "float16" if self.quantized else "int8", "write_indices": "int64"}
+        return self.config({**types, "cache_1": "int8", "update_1": types["update_0"], "lengths": "int64"})
+
+    def config(self, types: Mapping[str, str], *, per_head: bool = False) -> KernelConfig:
+        """The kernel for tensors of these types.
+
+        Args:
+            types: the ONNX type name of each input, by the operator's input names.
+            per_head: there is one scale for each head.
+
+        Raises:
+            OptionError: no kernel takes them: what was found, and what is supported.
+        """
+        for i in range(self.caches):
+            cache, update = types[f"cache_{i}"], types[f"update_{i}"]
+            if cache not in CACHE_BITS:
+                raise OptionError(f"{self.name}: cache_{i} is {cache}; supported are {', '.join(CACHE_BITS)}")
+            if not self.quantized and update != cache:
+                raise OptionError(
+                    f"{self.name}: update_{i} is {update} and cache_{i} {cache}; they must have one type, or the "
+                    "operator must quantize"
+                )
+        if self.caches == 2 and (types["cache_0"], types["update_0"]) != (types["cache_1"], types["update_1"]):
+            raise OptionError(f"{self.name}: the two caches differ in type, {types['cache_0']} and {types['cache_1']}")
+        for i in range(self.caches):
+            if self.quantized and types.get(f"scale_{i}", "float") != "float":
+                raise OptionError(f"{self.name}: scale_{i} is {types[f'scale_{i}']}; scales are float32")
+        return KernelConfig(
+            element_bits=CACHE_BITS[types["cache_0"]],
+            form=self.form,
+            mode=self.mode,
+            caches=self.caches,
+            index_type=self._integer("write_indices", types),
+            length_type=self._integer("lengths", types) if self.lengths else None,
+            errors=self.errors,
+            quantization=self._quantization(types, per_head) if self.quantized else None,
+        )
+
+    def _integer(self, name: str, types: Mapping[str, str]) -> IntegerType:
+        if types[name] not in ("int32", "int64"):
+            raise OptionError(f"{self.name}: {name} is {types[name]}; expected int32 or int64")
+        return cast(IntegerType, types[name])
+
+    def _quantization(self, types: Mapping[str, str], per_head: bool) -> Quantization:
+        source = cast(Literal["float16", "bfloat16", "float"], types["update_0"])
+        target = cast(Literal["int8", "float8e4m3fn"], types["cache_0"])
+        return Quantization(source, target, per_head)
+
+
+def _all_operators() -> dict[str, Operator]:
+    flags = (False, True)
+    forms = ((UpdateForm.PADDED, False), (UpdateForm.PADDED, True), (UpdateForm.PACKED_NHD, True))
+    made = [
+        Operator(form, mode, caches, lengths, quantized, errors)
+        for (form, lengths), mode, caches, quantized, errors in itertools.product(
+            forms, UpdateMode, (1, 2), flags, flags
+        )
+    ]
+    return {operator.name: operator for operator in made}
+
+
+OPERATORS = _all_operators()
+"""Every operator, by name."""

@@ -1,0 +1,166 @@
+"""Registers the plugin's operators with TensorRT: quickly deployable plugins with an ahead-of-time implementation.
+
+TensorRT embeds the kernel that `aot_impl` returns in the engine, so that an engine runs under trtexec, Triton or C++
+with no Python. The bindings check the signatures of the two functions of an operator, which are therefore made for it.
+Rules: the bindings' own checks (``tensorrt.plugin``, read in 10.15 and 11.4).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, Union
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, VERSION, Operator
+from trt_kvcache.plugins.spec import KernelConfig, Shapes, launch_params
+
+Compile = Callable[[KernelConfig], bytes]
+"""PTX for a configuration, with ``config.name`` as its entry function."""
+
+TYPES = {
+    "FLOAT": "float", "HALF": "float16", "BF16": "bfloat16", "INT8": "int8", "UINT8": "uint8", "BOOL": "bool",
+    "FP8": "float8e4m3fn", "INT32": "int32", "INT64": "int64", "INT4": "int4", "FP4": "float4e2m1",
+}  # fmt: skip
+"""ONNX names of TensorRT's data types."""
+
+
+def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool = False) -> tuple[str, ...]:
+    """Register every operator in this process, before a network is parsed.
+
+    Args:
+        trt: the module ``tensorrt``, 10.15 or later.
+        compile_kernel: makes the PTX; called while an engine is built, once for each kernel that it needs.
+        declare_aliases: tell TensorRT that present and past are one buffer. Needs the preview feature
+            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it they are one only because the caller
+            binds one address to both, which the kernel recognizes.
+
+    Returns:
+        The names of the operators.
+
+    Raises:
+        OptionError: this TensorRT takes no such plugins, or they are registered already.
+    """
+    try:
+        import tensorrt.plugin as trtp
+    except ImportError as error:
+        raise OptionError(f"TensorRT {trt.__version__} has no quickly deployable plugins: {error}") from error
+    if not hasattr(trtp, "aot_impl"):
+        raise OptionError(f"TensorRT {trt.__version__} has no ahead-of-time plugins; 10.15 or later is needed")
+    if trt.get_plugin_registry().get_creator("KVCacheUpdate", VERSION, NAMESPACE) is not None:
+        raise OptionError("the cache-update plugin is already registered in this process")
+    for operator in OPERATORS.values():
+        name = f"{NAMESPACE}::{operator.name}"
+        trtp.register(name)(_description(trt, trtp, operator, declare_aliases))
+        trtp.aot_impl(name)(_implementation(trtp, operator, compile_kernel))
+    return tuple(OPERATORS)
+
+
+def _description(trt: Any, trtp: Any, operator: Operator, declare_aliases: bool) -> Any:
+    """The function that says what an operator's outputs are: ``present_i`` is like ``cache_i``."""
+
+    def describe(*inputs: Any) -> Any:
+        tensors = dict(zip(operator.inputs, inputs, strict=True))
+        _check_ranks(operator, tensors)
+        config = _config(operator, tensors)
+        _check_bytes(operator, tensors, config.element_bits)
+        caches = [tensors[f"cache_{i}"] for i in range(operator.caches)]
+        outputs = [cache.aliased() if declare_aliases else cache.like() for cache in caches]
+        if operator.errors:
+            flags = tensors["write_indices"].like()
+            flags.dtype = trt.int32
+            outputs.append(flags)
+        return tuple(outputs)
+
+    descs = (trtp.TensorDesc,) * len(operator.outputs)
+    parameters = _tensors(trtp, operator)
+    return _with_signature(describe, inspect.Signature(parameters, return_annotation=tuple[descs]))  # type: ignore[valid-type]
+
+
+def _implementation(trtp: Any, operator: Operator, compile_kernel: Compile) -> Any:
+    """The function that gives TensorRT an operator's kernel and how it is launched."""
+
+    def implement(*arguments: Any) -> Any:
+        tensors = dict(zip(operator.inputs, arguments, strict=False))
+        config = _config(operator, tensors)
+        launch = launch_params(config, _shapes(operator, tensors))
+        params = trtp.KernelLaunchParams(grid_x=launch.grid, block_x=launch.block)
+        scalars = trtp.SymIntExprs(len(launch.scalars))
+        for i, value in enumerate(launch.scalars):
+            scalars[i] = trtp.SymInt32(value)
+        return config.name, compile_kernel(config), params, scalars
+
+    descs = (trtp.TensorDesc,) * len(operator.outputs)
+    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [
+        *_tensors(trtp, operator),
+        inspect.Parameter("outputs", keyword, annotation=tuple[descs]),  # type: ignore[valid-type]
+        inspect.Parameter("tactic", keyword, annotation=int),
+    ]
+    # The bindings look for typing.Union.
+    text = Union[str, bytes]  # noqa: UP007
+    returned = tuple[text, text, trtp.KernelLaunchParams, trtp.SymExprs]
+    return _with_signature(implement, inspect.Signature(parameters, return_annotation=returned))
+
+
+def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
+    keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [inspect.Parameter(name, keyword, annotation=trtp.TensorDesc) for name in operator.inputs]
+
+
+def _with_signature(function: Any, signature: inspect.Signature) -> Any:
+    function.__signature__ = signature
+    return function
+
+
+def _check_ranks(operator: Operator, tensors: dict[str, Any]) -> None:
+    """Caches are 4-D, padded updates too, packed ones 3-D, all else 1-D."""
+    update = 3 if operator.form.value == "packed_nhd" else 4
+    for name, tensor in tensors.items():
+        rank = len(tensor.shape_expr)
+        expected = {"cache": 4, "update": update}.get(name.rpartition("_")[0], 1)
+        if rank != expected:
+            raise OptionError(f"{operator.name}: {name} has {rank} dimensions; it must have {expected}")
+
+
+def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
+    """The kernel for these tensors; whether there is a scale for each head is known once shapes are."""
+    types = {name: TYPES.get(tensor.dtype.name, tensor.dtype.name) for name, tensor in tensors.items()}
+    return operator.config(types, per_head=operator.quantized and _per_head(operator, tensors))
+
+
+def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
+    counts = []
+    heads = _constant(tensors["cache_0"].shape_expr[1])
+    for i in range(operator.caches):
+        count = _constant(tensors[f"scale_{i}"].shape_expr[0])
+        if count is None or heads is None:  # shapes are not known yet
+            return False
+        if count not in (1, heads):
+            raise OptionError(f"{operator.name}: scale_{i} has {count} values; it must have 1, or one for each of the "
+                              f"{heads} heads")  # fmt: skip
+        counts.append(count)
+    if len(set(counts)) != 1:
+        raise OptionError(f"{operator.name}: scales of {counts} values; both caches must have as many")
+    return counts[0] != 1
+
+
+def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None:
+    """Rows of 4-bit elements must end on a byte."""
+    for i in range(operator.caches):
+        size = _constant(tensors[f"cache_{i}"].shape_expr[3])
+        if size is not None and size * bits % 8:
+            raise OptionError(f"{operator.name}: rows of cache_{i} hold {size} elements of {bits} bits and do not end "
+                              "on a byte; an even number is needed")  # fmt: skip
+
+
+def _constant(size: Any) -> int | None:
+    """A size that is fixed, or None where it is open or asked for before shapes are computed."""
+    return int(size.constant_value()) if not size.is_fake and size.is_constant else None
+
+
+def _shapes(operator: Operator, tensors: dict[str, Any]) -> Shapes:
+    batch, heads, capacity, _ = tensors["cache_0"].shape_expr
+    length = tensors["update_0"].shape_expr[0 if operator.form.value == "packed_nhd" else 2]
+    sizes = tuple(tensors[f"cache_{i}"].shape_expr[3] for i in range(operator.caches))
+    return Shapes(batch, heads, capacity, length, sizes)
