@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 from cases import BF16, FLOAT, HALF
+from harness import imported
 from layers import CAPACITY, Layers, check
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.plan import AttentionKind, PhysicalLayout, PlanOptions, Route
 
 
@@ -68,8 +70,9 @@ def test_key_and_value_of_different_head_sizes(sequence_major: bool, tmp_path: P
     assert {c.physical_shape[3] for c in plan.caches} == {16, 32}
 
 
-@pytest.mark.parametrize("shared", ["caches", "query", "both"])
-@pytest.mark.parametrize("readers", [2, 5])
+@pytest.mark.parametrize(
+    ("shared", "readers"), [("caches", 2), ("caches", 16), ("query", 2), ("query", 5), ("both", 5)]
+)
 @pytest.mark.parametrize("span", [True, False])
 @pytest.mark.parametrize("dtype", [HALF, FLOAT, BF16])
 def test_one_cache_read_by_several_attentions(
@@ -84,6 +87,15 @@ def test_one_cache_read_by_several_attentions(
     plan = check(graph.model(), tmp_path, options=PlanOptions(attention_span=span)).plan
     assert {len(c.readers) for c in plan.caches} == {1 if shared == "query" else readers}
     assert {c.route for c in plan.caches} == {Route.NATIVE}
+
+
+def test_more_readers_of_one_query_are_refused(tmp_path: Path) -> None:
+    graph = Layers()
+    query = graph.query()
+    for i in range(6):
+        graph.attend(query, graph.cache(f"k{i}"), graph.cache(f"v{i}"), f"y{i}", is_causal=1)
+    with pytest.raises(UnsupportedModelError, match=r"'node_y5' is one more than 5 over the query 'query'"):
+        imported(graph.model(), tmp_path)
 
 
 @pytest.mark.parametrize("one_query", [True, False])

@@ -7,6 +7,7 @@ rest) was measured on TensorRT for RTX 1.7.1; tests/facts pins it.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import onnx
@@ -35,6 +36,9 @@ from trt_kvcache.importer.plan import (
     PlanOptions,
     SpanInput,
 )
+
+MOST_READERS = 5
+"""Attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16 for them, which float16 still holds."""
 
 
 @dataclass(frozen=True)
@@ -161,7 +165,15 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
     masks: dict[tuple[object, ...], MaskGeometry] = {}
     spans: dict[tuple[int, str], SpanInput] = {}
     warnings: list[str] = []
+    queries: Counter[str] = Counter()
     for node in [n for n in graph.nodes if is_op(n, "Attention")]:
+        queries[whole_query(node).name] += 1
+        if queries[whole_query(node).name] > MOST_READERS:
+            raise UnsupportedModelError(
+                f"Attention '{node.name}' is one more than {MOST_READERS} over the query '{whole_query(node).name}': "
+                "TensorRT's builder dies on attentions that share a query, and more cannot be told apart exactly; give "
+                "each its own projection"
+            )
         facts = read_attention(graph, node)
         for extra in node.outputs[1:3]:
             if _used(graph, extra):
@@ -346,6 +358,14 @@ def _cache_behind(tensor: gs.Tensor, present: dict[str, CacheUpdate]) -> CacheUp
 def _axis(tensor: gs.Tensor, axis: int) -> Dim:
     shape = dims(tensor)
     return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
+
+
+def whole_query(node: gs.Node) -> gs.Tensor:
+    """What Q of an attention is a part or view of."""
+    tensor = node.inputs[0]
+    while (maker := producer(tensor)) is not None and is_op(maker, *VIEW_OPS):
+        tensor = maker.inputs[0]
+    return tensor
 
 
 def sequence_axis(tensor: gs.Tensor) -> int:

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.attention import AttentionFacts, read_attention, sequence_axis
+from trt_kvcache.importer.attention import AttentionFacts, read_attention, sequence_axis, whole_query
 from trt_kvcache.importer.graph import Emitter, dims, is_op, producer
 from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan
 from trt_kvcache.importer.rewrite.caches import CacheView
@@ -25,32 +25,41 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
     """Rewrite every Attention node as planned."""
     nodes = {node.name: node for node in graph.nodes}
     masks = {mask.name: mask for mask in plan.masks}
-    readers: Counter[str] = Counter()
+    queries: Counter[str] = Counter()
+    keys = Counter(nodes[item.node].inputs[1].name for item in plan.attention)
     for item in plan.attention:
         node = nodes[item.node]
-        facts = _apart(emitter, read_attention(graph, node), readers)
+        facts = _apart(emitter, read_attention(graph, node), queries, keys)
         mask = build_mask(graph, emitter, facts, item, masks.get(item.mask or ""))
         _rewrite(emitter, node, facts, item, mask, views)
 
 
-def _apart(emitter: Emitter, facts: AttentionFacts, readers: Counter[str]) -> AttentionFacts:
-    """Keep attentions apart that share Q or K: all but the first see Q scaled, by a power of two that K undoes.
+def _apart(emitter: Emitter, facts: AttentionFacts, queries: Counter[str], keys: Counter[str]) -> AttentionFacts:
+    """Keep attentions apart that share Q or K, so that TensorRT cannot merge what it makes of them.
 
     TensorRT's importer multiplies Q and K by the root of the scale; where two attentions get the same product, the
-    builder of TensorRT for RTX 1.7.1 dies of SIGSEGV. Q times 4^n under scale / 4^n doubles Q and halves K n times,
-    which no rounding sees.
+    builder of TensorRT for RTX 1.7.1 dies of SIGSEGV. So under a shared K, the scale goes to Q alone; and the readers
+    of one Q, or of parts of it, see it times different powers of four, under a scale that makes up for it.
+
+    Args:
+        emitter: adds the products.
+        facts: of the attention at hand.
+        queries: readers of each Q so far.
+        keys: all readers of each K.
     """
     node = facts.node
-    names = {tensor.name for tensor in node.inputs[:2]}
-    power = max(readers[name] for name in names)
-    readers.update(names)
-    if power == 0:
-        return facts
-    factor = emitter.scalar(4.0**power, facts.dtype)
-    scaled = emitter.op("Mul", [node.inputs[0], factor], "query_apart", facts.dtype)
-    scaled.shape = node.inputs[0].shape
+    query, key = node.inputs[:2]
+    whole = whole_query(node).name
+    turn = queries[whole]
+    queries[whole] += 1
+    power = 4.0 ** ((turn + 1) // 2 * (1 if turn % 2 else -1))  # 1, 4, 1/4, 16, 1/16, ...: near 1 for any real model
+    factor, scale = (power * facts.scale, 1 / power) if keys[key.name] > 1 else (power, facts.scale / power)
+    if factor == 1:
+        return replace(facts, scale=scale)
+    scaled = emitter.op("Mul", [query, emitter.scalar(factor, facts.dtype)], "query_apart", facts.dtype)
+    scaled.shape = query.shape
     node.inputs[0] = scaled
-    return replace(facts, scale=facts.scale / 4.0**power)
+    return replace(facts, scale=scale)
 
 
 def _rewrite(
