@@ -262,3 +262,17 @@ def test_a_decoder_layer_parses_with_its_losses() -> None:
     assert attention.key_value_lengths is None
     assert attention.causal_kind == tensorrt_rtx.CausalMaskKind.UPPER_LEFT
     assert trt.build_parsed(parsed).stage == "built"
+
+
+def test_function_is_taken_for_the_operator_of_its_name() -> None:
+    # The parser looks operators up by name alone: my::Relu, which squares, is built as a ReLU.
+    graph = Graph()
+    graph.node("Relu", [graph.input("x", TensorProto.FLOAT, ["B", 3])], "y", domain="my")
+    graph.output("y", TensorProto.FLOAT, ["B", 3])
+    square = helper.make_node("Mul", ["x", "x"], ["y"])
+    function = helper.make_function("my", "Relu", ["x"], ["y"], [square], [helper.make_opsetid("", 24)])
+    parsed = trt.parse(graph.model(domains=["my"], functions=[function]))
+    assert parsed.ok
+    assert [parsed.network.get_layer(i).type for i in range(parsed.network.num_layers)] == [
+        trt.trt.LayerType.ACTIVATION
+    ]

@@ -17,8 +17,6 @@ from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.runner import Runner
 
-__all__ = ["KVCache", "Slot"]
-
 
 @dataclass
 class Slot:
