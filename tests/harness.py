@@ -22,7 +22,7 @@ Array = NDArray[np.generic]
 Feeds = dict[str, Array]
 
 _ORT_OPSET = 26
-_NOT_IN_ORT = {TensorProto.BFLOAT16}
+_NOT_IN_ORT = {TensorProto.BFLOAT16, TensorProto.FLOAT8E4M3FN, TensorProto.INT4, TensorProto.FLOAT4E2M1}
 
 
 def imported(model: onnx.ModelProto, folder: Path, options: PlanOptions | None = None) -> ImportedModel:

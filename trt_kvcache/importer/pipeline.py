@@ -14,9 +14,11 @@ from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
 from trt_kvcache.importer.rewrite import rewrite_graph
-from trt_kvcache.importer.rewrite.packed import DOMAIN, add_packed_function
+from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
+from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.importer.rewritten import record_plan, recorded_plan
 from trt_kvcache.importer.source import SourceModel, load_source, save_model
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
 
@@ -122,6 +124,8 @@ def _export(source: onnx.ModelProto, prepared: Prepared, graph: gs.Graph) -> onn
     del model.metadata_props[:]
     model.metadata_props.extend(source.metadata_props)
     attach_weights(model, prepared.weights)
-    if any(node.domain == DOMAIN for node in model.graph.node) and not model.functions:
+    if any(node.domain == DOMAIN and node.op_type == OP for node in model.graph.node) and not model.functions:
         add_packed_function(model)
+    if any(node.domain == NAMESPACE and node.op_type in OPERATORS for node in model.graph.node):
+        add_plugin_functions(model)
     return model

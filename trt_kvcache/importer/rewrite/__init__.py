@@ -11,6 +11,7 @@ from trt_kvcache.importer.graph import Emitter
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
+from trt_kvcache.importer.rewrite.plugin import rewrite_plugins
 from trt_kvcache.importer.rewrite.spans import add_spans, relax_masks
 
 __all__ = ["rewrite_graph"]
@@ -23,4 +24,5 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     add_spans(graph, plan)
     views = rewrite_caches(graph, emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
+    rewrite_plugins(graph, emitter, plan)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()

@@ -1,0 +1,217 @@
+"""Cache updates as nodes of the project's own plugin, in place on full TensorRT.
+
+TensorScatter(past, update, write_indices, mode="circular")
+    -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
+TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
+    -> trt_kvcache::KVCacheUpdateQuantized(past, update, write_indices, scale)
+two updates that one Attention reads, at the same write indices
+    -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
+
+The nodes carry their meaning as ONNX functions (`plugin_functions`). TensorRT's parser prefers a registered plugin to a
+model-local function of that name (its source, ModelImporter.cpp: ``isNodeInPluginRegistry``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    INT32,
+    INT64,
+    Emitter,
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    input_or_none,
+    is_op,
+    producer,
+    small_constant,
+)
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm
+from trt_kvcache.importer.rewrite.plugin_functions import operator_function
+from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
+
+_THROUGH_FLOAT = {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4, onnx.TensorProto.FLOAT4E2M1}
+
+
+@dataclass(frozen=True)
+class _Update:
+    """One update in the form of the plugin's single-cache operators.
+
+    Attributes:
+        scale: float32 ``[1]`` or ``[N]`` where the update is quantized on write.
+    """
+
+    cache: CacheUpdate
+    node: gs.Node
+    operator: Operator
+    scale: gs.Tensor | None
+
+    @property
+    def shared(self) -> list[gs.Tensor]:
+        """What the K and V of a pair have in common: write indices, and lengths."""
+        return list(self.node.inputs[2:4] if self.operator.lengths else self.node.inputs[2:3])
+
+
+def rewrite_plugins(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
+    """Replace every update of the route `PLUGIN`, already 4-D in its physical layout, by a node of the plugin.
+
+    Raises:
+        UnsupportedModelError: rows of 4-bit elements that do not end on a byte.
+    """
+    nodes = {node.name: node for node in graph.nodes}
+    updates = [_update(emitter, nodes[c.node], c) for c in plan.caches if c.route is Route.PLUGIN]
+    while updates:
+        update = updates.pop(0)
+        partner = next((u for u in updates if _is_pair(update, u)), None)
+        if partner is not None:
+            updates.remove(partner)
+        _emit(graph, emitter, [update] if partner is None else [update, partner])
+
+
+def add_plugin_functions(model: onnx.ModelProto) -> None:
+    """Attach the meaning of the plugin's operators to a model that has such nodes."""
+    opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
+    if not any(o.domain == NAMESPACE for o in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(NAMESPACE, 1))
+    types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
+    caches: dict[str, set[int]] = {}
+    for node in model.graph.node:
+        if node.domain == NAMESPACE and node.op_type in OPERATORS:
+            caches.setdefault(node.op_type, set()).add(types[node.input[0]])
+    for name, found in caches.items():
+        narrow = bool(found & _THROUGH_FLOAT)
+        if narrow and found & {INT32, INT64}:
+            names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in found))
+            raise UnsupportedModelError(
+                f"the model has caches of types {names} that are updated in one way, which the definition of the "
+                "plugin's node in ONNX cannot cover at once: export all caches in one type"
+            )
+        model.functions.append(operator_function(OPERATORS[name], opset, through_float=narrow))
+
+
+def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
+    size = cache.physical_shape[-1]
+    if isinstance(size, int) and size * CACHE_BITS[cache.dtype] % 8:
+        raise UnsupportedModelError(
+            f"cache '{cache.past}' of '{cache.node}' is {cache.dtype} with rows of {size} elements, which do not end "
+            "on a byte; the plugin writes whole bytes: export with an even size after the sequence axis"
+        )
+    packed = cache.form is UpdateForm.PACKED_NHD
+    if input_or_none(node, 2) is None:
+        past = node.inputs[0]
+        batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
+        zeros = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", INT64)
+        node.inputs = [*node.inputs[:2], zeros, *node.inputs[3:]]
+    scale = _take_quantization(emitter, node, cache)
+    return _Update(cache, node, Operator(cache.form, cache.mode, lengths=packed, quantized=scale is not None), scale)
+
+
+def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> gs.Tensor | None:
+    """Quantize on write, if the update comes from a QuantizeLinear that the kernel does exactly; returns its scales.
+
+    Exactly: float32 scales, so that the division is in float32; zero point 0; one scale, or one for each head.
+    """
+    between: list[gs.Tensor] = []  # results of the reshape and the transpose that the physical layout asks for
+    update = node.inputs[1]
+    while update.name != cache.update:
+        between.append(update)
+        (maker,) = update.inputs
+        update = maker.inputs[0]
+    quantize = producer(update)
+    if cache.dtype not in ("int8", "float8e4m3fn") or quantize is None or not is_op(quantize, "QuantizeLinear"):
+        return None
+    source, scale = quantize.inputs[:2]
+    zero = input_or_none(quantize, 2)
+    zeros = np.zeros(1) if zero is None else small_constant(zero)
+    attributes = quantize.attrs
+    if (
+        len(consumers(update)) > 1
+        or contains(emitter.graph.outputs, update)
+        or dtype_name(source) not in ("float16", "bfloat16", "float")
+        or dtype_name(scale) != "float"
+        or zeros is None
+        or np.any(zeros.astype(np.float32))
+        or attributes.get("block_size", 0) != 0
+        or attributes.get("saturate", 1) != 1
+        or attributes.get("precision", 0) not in (0, onnx.TensorProto.FLOAT)
+        or not _scales_heads(scale, int(attributes.get("axis", 1)), cache)
+    ):
+        return None
+    reader = consumers(update)[0]
+    reader.inputs = [source if t is update else t for t in reader.inputs]
+    for tensor in between:
+        tensor.dtype = source.dtype
+    value = small_constant(scale)
+    if value is not None:
+        return emitter.constant(value.astype(np.float32).reshape(-1))
+    return emitter.op("Reshape", [scale, emitter.ints([-1])], f"{cache.past}_scale")
+
+
+def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
+    """Whether there is one scale, or one for each head of the physical cache."""
+    shape = dims(scale)
+    if shape is None or len(shape) > 1 or any(not isinstance(d, int) for d in shape):
+        return False
+    if not shape or shape[0] == 1:
+        return True
+    packed, rank = cache.form is UpdateForm.PACKED_NHD, len(cache.logical_shape)
+    if cache.layout is PhysicalLayout.VIEW or (cache.layout is PhysicalLayout.HEADS_MAJOR and rank != 4):
+        return False
+    heads_axis = 2 if cache.layout is PhysicalLayout.HEADS_MAJOR else 1
+    return axis % (3 if packed else 4) == heads_axis and shape[0] == cache.physical_shape[1]
+
+
+def _is_pair(a: _Update, b: _Update) -> bool:
+    """Whether two updates can be one node: one kernel, one place to write to, and no way from one to the other."""
+    one, other = a.cache, b.cache
+    return (
+        bool(one.readers)
+        and one.readers == other.readers
+        and a.operator == b.operator
+        and one.dtype == other.dtype
+        and one.physical_shape[:3] == other.physical_shape[:3]
+        and all(x is y for x, y in zip(a.shared, b.shared, strict=True))
+        and not _depends(b.node, a.node)
+        and not _depends(a.node, b.node)
+    )
+
+
+def _depends(node: gs.Node, on: gs.Node) -> bool:
+    """Whether `node` needs a result of `on`."""
+    seen: set[int] = set()
+    queue = [node]
+    while queue:
+        current = queue.pop()
+        for tensor in current.inputs:
+            maker = producer(tensor)
+            if maker is on:
+                return True
+            if maker is not None and id(maker) not in seen:
+                seen.add(id(maker))
+                queue.append(maker)
+    return False
+
+
+def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
+    """One node of the plugin for one update, or for the two of a pair."""
+    first = updates[0]
+    operator = replace(first.operator, caches=len(updates))
+    inputs = [u.node.inputs[0] for u in updates] + [u.node.inputs[1] for u in updates] + first.shared
+    inputs += [u.scale for u in updates if u.scale is not None]
+    outputs = [u.node.outputs[0] for u in updates]
+    attributes = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
+    for update in updates:
+        update.node.inputs.clear()
+        update.node.outputs.clear()
+    name = first.node.name if len(updates) == 1 else emitter.name("+".join(u.node.name for u in updates))
+    graph.nodes.append(gs.Node(operator.name, name, attributes, inputs, outputs, domain=NAMESPACE))
+    for update in updates:
+        graph.nodes.remove(update.node)
