@@ -4,6 +4,12 @@
 // too, so that a plane's update is one run of bytes (two where it wraps). A packed update [T, N, H] is taken token by
 // token. The result depends on neither the number of blocks nor their order; the launch decides only how fast it is.
 
+template <bool PACKED_UPDATE, bool CIRCULAR_MODE, Type UPDATE, Type CACHE>
+struct Config {
+    static constexpr bool PACKED = PACKED_UPDATE, CIRCULAR = CIRCULAR_MODE;
+    static constexpr Type SOURCE = UPDATE, TARGET = CACHE;
+};
+
 struct Sizes {
     int batch, heads, capacity, length;
     Int64 row_bytes;  // of the cache
@@ -66,7 +72,7 @@ __device__ inline void move_run(Int64 size, const Share& chunks, const Scale& sc
     }
 }
 
-template <class Config>
+template <class Chosen>
 class Update {
 public:
     __device__ Update(const Sizes& sizes, const Tensors& tensors, Integers write_indices, Integers lengths, int block,
@@ -81,22 +87,22 @@ public:
         }
         // RATIO bytes of the update for each byte of the cache.
         with_width(sizes_.row_bytes | address(tensors_.present) | address(tensors_.update) / RATIO, [&](auto width) {
-            if constexpr (Config::PACKED) write_packed<decltype(width)::VALUE>();
+            if constexpr (Chosen::PACKED) write_packed<decltype(width)::VALUE>();
             else write_padded<decltype(width)::VALUE>();
         });
     }
 
     __device__ void flag(int* errors) const {
-        const bool valid = !Config::PACKED || ascending(lengths_, sizes_.batch);
+        const bool valid = !Chosen::PACKED || ascending(lengths_, sizes_.batch);
         for (int b = threadIdx.x; b < sizes_.batch; b += THREADS) errors[b] = !valid || rows(b).refused;
     }
 
 private:
-    static constexpr int RATIO = static_cast<int>(sizeof(typename Storage<Config::SOURCE>::type));
+    static constexpr int RATIO = static_cast<int>(sizeof(typename Storage<Chosen::SOURCE>::type));
     static constexpr int FLIGHT = IN_FLIGHT / RATIO;  // as many bytes of the update in flight, whatever the ratio
 
     __device__ Rows rows(int b) const {
-        return rows_of<Config>(b, write_indices_, lengths_, sizes_.length, sizes_.capacity);
+        return rows_of<Chosen>(b, write_indices_, lengths_, sizes_.length, sizes_.capacity);
     }
 
     __device__ char* plane(char* tensor, Int64 b, int head) const {
@@ -104,7 +110,7 @@ private:
     }
 
     __device__ Scale scale(int head) const {
-        return Config::SOURCE == Type::BYTES ? Scale() : Scale(tensors_.scales[head * tensors_.scale_step]);
+        return Chosen::SOURCE == Type::BYTES ? Scale() : Scale(tensors_.scales[head * tensors_.scale_step]);
     }
 
     // The rows that no update covers. Never the others: they are written at the same time.
@@ -130,7 +136,7 @@ private:
 
     template <int WIDTH>
     __device__ void write_padded() const {
-        using Piece = Fragment<Config::SOURCE, Config::TARGET, WIDTH>;
+        using Piece = Fragment<Chosen::SOURCE, Chosen::TARGET, WIDTH>;
         const int planes = sizes_.batch * sizes_.heads;
         const Share mine = share(block_, blocks_, planes);
         for (int p = mine.part; p < planes; p += mine.part_step) {
@@ -144,7 +150,7 @@ private:
                 [&](Int64 offset) { return update + offset * RATIO; },
                 [&](Int64 offset) {
                     const Int64 to = first + offset;
-                    return present + (Config::CIRCULAR && to >= plane_bytes_ ? to - plane_bytes_ : to);
+                    return present + (Chosen::CIRCULAR && to >= plane_bytes_ ? to - plane_bytes_ : to);
                 });
         }
     }
@@ -166,7 +172,7 @@ private:
             const Int64 ahead = token - covered.token;
             if (ahead < 0 || ahead >= covered.count) continue;
             Int64 row = covered.first + ahead;
-            if (Config::CIRCULAR && row >= sizes_.capacity) row -= sizes_.capacity;
+            if (Chosen::CIRCULAR && row >= sizes_.capacity) row -= sizes_.capacity;
             for (int head = mine.part * IN_FLIGHT; head < sizes_.heads; head += mine.part_step * IN_FLIGHT) {
                 for (Int64 lane = static_cast<int>(threadIdx.x) % lanes; lane < pieces; lane += lanes) {
                     for (int i = 0; i < IN_FLIGHT; i += FLIGHT) {
@@ -179,7 +185,7 @@ private:
 
     template <int WIDTH>
     __device__ void write_heads(int b, int head, Int64 token, Int64 row, Int64 offset) const {
-        Fragment<Config::SOURCE, Config::TARGET, WIDTH> piece[FLIGHT];
+        Fragment<Chosen::SOURCE, Chosen::TARGET, WIDTH> piece[FLIGHT];
         const char* update = tensors_.update + ((token * sizes_.heads + head) * sizes_.row_bytes + offset) * RATIO;
         char* present = plane(tensors_.present, b, head) + row * sizes_.row_bytes + offset;
 #pragma unroll

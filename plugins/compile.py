@@ -136,7 +136,14 @@ def nvrtc_version() -> tuple[int, int]:
     Raises:
         BackendError: NVRTC is not installed.
     """
-    major, minor = _handle_return(_nvrtc().nvrtcVersion())
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    try:
+        major, minor = _handle_return(_nvrtc().nvrtcVersion())
+    except DynamicLibNotFoundError as error:  # the bindings load the library with the first call
+        raise BackendError(
+            "NVRTC, the compiler of the cache-update plugin, is not installed: pip install 'trt-kvcache[plugin]'"
+        ) from error
     return int(major), int(minor)
 
 

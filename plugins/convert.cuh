@@ -24,9 +24,9 @@ __device__ inline float to_float(typename Storage<TYPE>::type bits) {
     return __uint_as_float(sign | __float_as_uint(__uint_as_float(magnitude) * 0x1p112f));
 }
 
-// Divides by one number, often, rounded as IEEE division is wherever the result has a part in [2^-12, 512): smaller ones
-// are zero, larger ones saturate. Markstein: with the reciprocal correctly rounded and a quotient off by one unit at most,
-// one more step with an exact remainder rounds correctly; the first product may be off by two units, hence two steps.
+// Divides by one number, often, rounded as IEEE division is wherever the quotient has a part in [2^-12, 512): smaller ones
+// are zero, larger ones saturate. An approximate reciprocal, one step to improve it, two to improve the quotient, each
+// from an exact remainder (Markstein). Division itself would call a subroutine, for which registers are saved in memory.
 class Scale {
 public:
     __device__ Scale() : factor_(1.0f), divisor_(1.0f), reciprocal_(1.0f) {}
@@ -35,7 +35,9 @@ public:
         // Keeps reciprocal and remainders away from the ends of the exponent range. Powers of two lose nothing.
         factor_ = fabsf(scale) < 0x1p-60f ? 0x1p80f : fabsf(scale) > 0x1p60f ? 0x1p-80f : 1.0f;
         divisor_ = scale * factor_;
-        reciprocal_ = __frcp_rn(divisor_);
+        reciprocal_ = __fdividef(1.0f, divisor_);
+        const bool ordinary = fabsf(reciprocal_) > 0.0f && fabsf(reciprocal_) < 0x1p127f;  // not of 0, infinity or NaN
+        if (ordinary) reciprocal_ = fmaf(fmaf(-reciprocal_, divisor_, 1.0f), reciprocal_, reciprocal_);
     }
 
     __device__ float divide(float value) const {

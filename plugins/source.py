@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
-from trt_kvcache.plugins.spec import THREADS, VECTORS_PER_THREAD, KernelConfig, arguments
+from trt_kvcache.plugins.spec import BLOCKS_PER_MULTIPROCESSOR, THREADS, VECTORS_PER_THREAD, KernelConfig, arguments
 from trt_kvcache.resources import resource_dir
 
 _FILES = ("rows.cuh", "convert.cuh", "cache_update.cu")
@@ -24,7 +24,8 @@ def kernel_source(config: KernelConfig) -> str:
 
 def family_source() -> str:
     """Return the text that all entry functions share."""
-    lines = [f"constexpr int THREADS = {THREADS};", f"constexpr int IN_FLIGHT = {VECTORS_PER_THREAD};", ""]
+    constants = {"THREADS": THREADS, "BLOCKS": BLOCKS_PER_MULTIPROCESSOR, "IN_FLIGHT": VECTORS_PER_THREAD}
+    lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     for name in _FILES:
         lines += [f'#line 1 "{name}"', (resource_dir("plugins") / name).read_text(encoding="utf-8")]
     return "\n".join(lines)
@@ -45,24 +46,19 @@ def entry_source(config: KernelConfig) -> str:
     def flag(value: bool) -> str:
         return "true" if value else "false"
 
+    kinds = (_TYPES[q.source], _TYPES[q.target]) if q else ("Type::BYTES", "Type::BYTES")
+    lengths = "{lengths, length_bytes}" if config.length_type else "{nullptr, 0}"
+    family = ", ".join((flag(config.form is UpdateForm.PACKED_NHD), flag(config.mode is UpdateMode.CIRCULAR), *kinds))
     return f"""#line 1 "{config.name}.cu"
-struct {config.name}_config {{
-    static constexpr bool PACKED = {flag(config.form is UpdateForm.PACKED_NHD)};
-    static constexpr bool CIRCULAR = {flag(config.mode is UpdateMode.CIRCULAR)};
-    static constexpr Type SOURCE = {_TYPES[q.source] if q else "Type::BYTES"};
-    static constexpr Type TARGET = {_TYPES[q.target] if q else "Type::BYTES"};
-}};
-
-extern "C" __global__ void __launch_bounds__(THREADS) {config.name}({signature}) {{
+extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) {config.name}({signature}) {{
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-    const bool second = {"block % 2 != 0" if config.caches == 2 else "false"};
+    {"const bool second = block % 2 != 0;" if config.caches == 2 else ""}
     const Sizes sizes = {{batch, heads, capacity, length, {chosen("row_bytes")}}};
     const Tensors tensors = {{static_cast<const char*>({chosen("cache")}), static_cast<const char*>({chosen("update")}),
                              static_cast<char*>({chosen("present")}), {chosen("scale") if q else "nullptr"},
                              {"scale_step" if q else "0"}}};
-    const Update<{config.name}_config> update(sizes, tensors, {{write_indices, index_bytes}},
-                                              {"{lengths, length_bytes}" if config.length_type else "{nullptr, 0}"},
-                                              block / {config.caches}, blocks / {config.caches});
+    const Update<Config<{family}>> update(
+        sizes, tensors, {{write_indices, index_bytes}}, {lengths}, block / {config.caches}, blocks / {config.caches});
     update.run();
     {"if (block == 0) update.flag(errors);" if config.errors else ""}
 }}

@@ -17,6 +17,9 @@ IntegerType = Literal["int32", "int64"]
 THREADS = 128
 """Threads in a block."""
 
+BLOCKS_PER_MULTIPROCESSOR = 4
+"""What ptxas aims at: 128 registers a thread at most. Left to itself it takes fewer, and spills (sm_86, CUDA 13.5)."""
+
 VECTOR_BYTES = 16
 """Bytes that one access moves where rows and addresses allow."""
 

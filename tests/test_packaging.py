@@ -64,6 +64,19 @@ def test_a_wheel_holds_the_package_and_its_metadata_only(unpacked: Path) -> None
     assert (unpacked / "trt_kvcache" / "py.typed").is_file()
 
 
+def test_the_plugin_is_imported_from_the_wheel(unpacked: Path) -> None:
+    code = "import trt_kvcache.plugins.source as s; print(s.__file__, len(s.family_source()))"
+    file, size = run_unpacked(unpacked, "-c", code).split()
+    assert Path(file) == unpacked / "trt_kvcache" / "plugins" / "source.py"
+    assert int(size) > 5000
+
+
+def test_the_plugin_is_imported_from_a_source_tree() -> None:
+    from trt_kvcache.plugins import source
+
+    assert Path(source.__file__).resolve() == ROOT / "plugins" / "source.py"
+
+
 def test_the_commands_work_from_the_wheel(unpacked: Path, tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig())
     assert "caches in place" in run_unpacked(unpacked, "-m", "trt_kvcache", "plan", str(model))

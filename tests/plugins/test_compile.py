@@ -1,0 +1,200 @@
+"""Kernels compiled by NVRTC, with no GPU and no driver: architectures, no spills, wide accesses, the disk cache."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from trt_kvcache.errors import BackendError, OptionError
+from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.plugins import compile as compiling
+from trt_kvcache.plugins.compile import CompiledKernel, compile_kernel, nvrtc_version, supported_archs
+from trt_kvcache.plugins.family import all_kernels
+from trt_kvcache.plugins.spec import KernelConfig, Quantization
+
+ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+KERNELS = tuple(all_kernels())
+
+PLAIN = KernelConfig(16)
+
+
+def missing() -> str:
+    try:
+        nvrtc_version()
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(compiling.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+def check(config: KernelConfig, arch: str) -> None:
+    use = compile_kernel(config, arch).resources
+    assert (use.stack_bytes, use.spill_store_bytes, use.spill_load_bytes) == (0, 0, 0), (config.name, arch, use)
+    assert use.registers <= 128, (config.name, arch, use)
+    assert use.occupancy is not None
+    assert use.occupancy >= 0.25, (config.name, arch, use)
+
+
+# Each architecture gets another sixth of the family.
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kernels_compile_without_local_memory(arch: str) -> None:
+    for config in KERNELS[ARCHS.index(arch) * 5 % 28 :: 28]:
+        check(config, arch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_kernel_compiles_without_local_memory(arch: str) -> None:
+    for config in KERNELS:
+        check(config, arch)
+
+
+def test_the_family_has_as_many_names_as_kernels() -> None:
+    assert len({config.name for config in KERNELS}) == len(KERNELS) == 168
+
+
+@pytest.mark.parametrize(
+    "config", [PLAIN, KernelConfig(16, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR, 2, length_type="int32")]
+)
+def test_plain_kernels_move_16_bytes_at_a_time(config: KernelConfig) -> None:
+    text = compile_kernel(config, "sm_80", ptx=True).code.decode()
+    assert "ld.global.v4.u32" in text
+    assert "st.global.v4.u32" in text
+    assert ".local" not in text
+
+
+@pytest.mark.parametrize("source", ["float16", "float"])
+def test_quantizing_kernels_move_16_bytes_at_a_time(source: str) -> None:
+    config = KernelConfig(8, quantization=Quantization(source, "int8"))  # type: ignore[arg-type]
+    text = compile_kernel(config, "sm_80", ptx=True).code.decode()
+    assert re.search(r"ld\.global\.v4\.[uf]32", text)
+    assert "st.global.v4.u32" in text
+    assert ".local" not in text
+
+
+def test_ptx_is_for_the_architecture_and_has_the_entry_function() -> None:
+    made = compile_kernel(PLAIN, "sm_89", ptx=True)
+    assert f".entry {PLAIN.name}(".encode() in made.code
+    assert b".target sm_89" in made.code
+    assert not made.code.endswith(b"\0")
+
+
+def test_a_cubin_is_an_elf_file_with_the_entry_function() -> None:
+    made = compile_kernel(PLAIN, "sm_90")
+    assert made.code.startswith(b"\x7fELF")
+    assert PLAIN.name.encode() in made.code
+
+
+def test_a_second_request_comes_from_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = compile_kernel(PLAIN, "sm_80")
+    (kept,) = folder.iterdir()
+
+    def broken(*arguments: object, **options: object) -> None:
+        raise AssertionError("compiled again")
+
+    monkeypatch.setattr(compiling, "_compile", broken)
+    assert compile_kernel(PLAIN, "sm_80") == first
+    assert compile_kernel(replace(PLAIN, element_bits=32), "sm_80") == first, "one source, one kernel"
+    for other in (
+        lambda: compile_kernel(PLAIN, "sm_86"),
+        lambda: compile_kernel(PLAIN, "sm_80", ptx=True),
+        lambda: compile_kernel(replace(PLAIN, caches=2), "sm_80"),
+    ):
+        with pytest.raises(AssertionError, match="compiled again"):
+            other()
+    monkeypatch.setattr(compiling, "nvrtc_version", lambda: (99, 0))
+    with pytest.raises(AssertionError, match="compiled again"):
+        compile_kernel(PLAIN, "sm_80")
+    assert list(folder.iterdir()) == [kept]
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_file_is_compiled_again(folder: Path, damage: str) -> None:
+    first = compile_kernel(PLAIN, "sm_80")
+    (kept,) = folder.iterdir()
+    whole = kept.read_bytes()
+    middle = len(whole) // 2
+    flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1 :]
+    kept.write_bytes({"cut": whole[:middle], "flipped": flipped, "empty": b""}[damage])
+    assert compile_kernel(PLAIN, "sm_80") == first
+    assert kept.read_bytes() == whole
+
+
+def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
+    folder.write_text("a file where the folder should be")
+    assert compile_kernel(PLAIN, "sm_80").code
+
+
+def test_an_unknown_architecture_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"architecture 'sm_12': NVRTC .* knows .*sm_90"):
+        compile_kernel(PLAIN, "sm_12")
+
+
+def test_the_compilers_log_is_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "kernel_source", lambda config: "no program")
+    with pytest.raises(BackendError, match=rf"NVRTC_ERROR_COMPILATION: kernel {PLAIN.name} with .*sm_80.*error"):
+        compile_kernel(PLAIN, "sm_80")
+
+
+def test_code_that_the_driver_is_too_old_for_is_refused() -> None:
+    major, minor = nvrtc_version()
+    with pytest.raises(OptionError, match=rf"driver is for CUDA {major - 1}\.9, and a cubin .* needs CUDA {major}:"):
+        compile_kernel(PLAIN, "sm_80", driver=(major - 1, 9))
+    with pytest.raises(OptionError, match=rf"PTX .* needs CUDA {major}\.{minor}: install an older nvidia-cuda-nvrtc"):
+        compile_kernel(PLAIN, "sm_80", ptx=True, driver=(major - 1, 9))
+    assert compile_kernel(PLAIN, "sm_80", ptx=True, driver=(major, minor)).code
+    assert compile_kernel(PLAIN, "sm_80", driver=(major, 0)).code
+
+
+def test_ptx_has_no_resource_use() -> None:
+    with pytest.raises(OptionError, match="compile a cubin"):
+        _ = compile_kernel(PLAIN, "sm_80", ptx=True).resources
+
+
+def test_a_compiler_that_says_nothing_is_reported() -> None:
+    silent = CompiledKernel(PLAIN.name, "sm_80", (13, 0), False, b"", "")
+    with pytest.raises(BackendError, match="gave no account of kernel"):
+        _ = silent.resources
+
+
+@pytest.mark.parametrize(
+    ("registers", "arch", "occupancy"),
+    [(32, "sm_90", 1.0), (64, "sm_90", 0.5), (72, "sm_90", 0.4375), (32, "sm_86", 1.0), (64, "sm_86", 32 / 48)],
+)
+def test_occupancy_follows_registers(registers: int, arch: str, occupancy: float) -> None:
+    log = f"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed {registers} registers"
+    assert CompiledKernel("k", arch, (13, 0), False, b"", log).resources.occupancy == pytest.approx(occupancy)
+
+
+def test_an_architecture_whose_limits_are_unknown_has_no_occupancy() -> None:
+    log = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
+    assert CompiledKernel("k", "sm_999", (13, 0), False, b"", log).resources.occupancy is None
+
+
+def test_all_supported_architectures_are_listed_in_order() -> None:
+    numbers = [int(arch[3:]) for arch in supported_archs()]
+    assert numbers == sorted(numbers)
+    assert set(ARCHS) <= set(supported_archs())
+
+
+def test_without_nvrtc_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import nvrtc
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    def absent() -> None:
+        raise DynamicLibNotFoundError("libnvrtc.so not found")
+
+    monkeypatch.setattr(nvrtc, "nvrtcVersion", absent)
+    with pytest.raises(BackendError, match=r"NVRTC.*pip install 'trt-kvcache\[plugin\]'"):
+        nvrtc_version()

@@ -1,0 +1,154 @@
+"""The kernel's source, compiled for the host, against numpy: bytes equal, and the sanitizers are silent."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from host_kernel import HostKernels, Launch, compiler, sanitizer_flags
+from kernel_cases import FLOATS, Case, make_case, quantize_linear
+from onnx import TensorProto, helper
+from onnx.reference import ReferenceEvaluator
+
+from trt_kvcache.importer.plan import UpdateForm
+from trt_kvcache.plugins.family import all_kernels
+from trt_kvcache.plugins.spec import ELEMENT_BITS, KernelConfig, Quantization, Shapes, launch_params
+
+CASES_PER_KERNEL = 15
+"""For each of the 168 kernels: 2,520 cases."""
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C++ compiler (g++ or clang++)")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
+    folder = tmp_path_factory.mktemp("host")
+    flags = sanitizer_flags(folder)
+    if flags is None:
+        pytest.skip(f"{compiler()} has no address and undefined-behavior sanitizers (libasan, libubsan)")
+    return HostKernels(folder, all_kernels(), ["-O1", *flags])
+
+
+def check(host: HostKernels, cases: list[Case]) -> None:
+    for case, outputs in zip(cases, host.run([case.launch for case in cases]), strict=True):
+        for i, (output, expected) in enumerate(zip(outputs, case.expected, strict=True)):
+            if output.tobytes() != expected:
+                wrong = np.flatnonzero(output != np.frombuffer(expected, np.uint8))
+                raise AssertionError(f"output {i} differs in {wrong.size} bytes, first {wrong[:8]}: {case.about}")
+
+
+def varied(rng: np.random.Generator, config: KernelConfig) -> KernelConfig:
+    """The same kernel with other element sizes and integer types, which are arguments."""
+    bits = int(rng.choice(ELEMENT_BITS)) if config.quantization is None else 8
+    types = ["int32", "int64"]
+    lengths = str(rng.choice(types)) if config.length_type else None
+    return replace(config, element_bits=bits, index_type=str(rng.choice(types)), length_type=lengths)  # type: ignore[arg-type]
+
+
+def test_every_kernel_equals_the_reference(host: HostKernels) -> None:
+    rng = np.random.default_rng(0)
+    cases = [make_case(rng, varied(rng, config)) for config in host.configs.values() for _ in range(CASES_PER_KERNEL)]
+    assert len(cases) >= 2000
+    check(host, cases)
+
+
+def test_cumulative_lengths_that_do_not_ascend_flag_every_sequence(host: HostKernels) -> None:
+    cases = []
+    for config in host.configs.values():
+        if config.form is UpdateForm.PACKED_NHD and config.errors:
+            case = packed_case(config, np.array([0, 3, 1, 4], np.int32))
+            cases.append(case)
+            (*_, flags) = host.run([case])[0]
+            assert flags.view(np.int32).tolist() == [1, 1, 1], config
+    assert cases
+
+
+def packed_case(config: KernelConfig, lengths: np.ndarray) -> Launch:
+    """Four packed tokens for caches [3, 2, 8, 16]."""
+    q = config.quantization
+    shapes = Shapes(3, 2, 8, 4, (16,) * config.caches)
+    launch = launch_params(config, shapes)
+    cache = np.zeros((3, 2, 8, 16), np.uint8)
+    update = np.zeros((4, 2, 16), f"V{q.source_bits // 8 if q else 1}")
+    inputs = [*[cache] * config.caches, *[update] * config.caches, np.zeros(3, np.int64), lengths]
+    inputs += [np.ones(1, np.float32)] * (config.caches if q else 0)
+    sizes, aliases = [cache.nbytes] * config.caches + [12], [*range(config.caches), -1]
+    return Launch(config, launch.grid, launch.block, inputs, [0] * len(inputs), launch.scalars, sizes, aliases)
+
+
+@pytest.mark.parametrize("target", ["int8", "float8e4m3fn"])
+def test_quantization_equals_division_and_rounding_for_all_halves_and_many_floats(
+    host: HostKernels, target: str
+) -> None:
+    rng = np.random.default_rng(1)
+    scales = [2.0**k for k in (-149, -130, -126, -61, -60, 0, 60, 61, 127)] + [
+        0.0,
+        np.inf,
+        np.nan,
+        -0.3,
+        1 / 3,
+        3e-39,
+        2.5e38,
+    ]
+    scales += (2.0 ** rng.uniform(-30, 30, 20)).tolist()
+    launches, expected = [], []
+    for source in ("float16", "bfloat16", "float"):
+        config = KernelConfig(8, quantization=Quantization(source, target))  # type: ignore[arg-type]
+        for scale in np.array(scales, np.float32):
+            bits = np.arange(2**16, dtype=np.uint16)
+            if source == "float":  # any floats, and those whose quotient is near what rounding decides on
+                with np.errstate(all="ignore"):
+                    near = (rng.integers(-1000, 1000, 2**15) / 2 * scale).astype(np.float32).view(np.uint32)
+                bits = np.concatenate([rng.integers(0, 2**32, 2**15, np.uint32), near + rng.integers(-1, 2, 2**15)])
+            x = bits.astype(np.uint32 if source == "float" else np.uint16).view(FLOATS[source])
+            launch = launch_params(config, Shapes(1, 1, 1, 1, (x.size,)))
+            inputs = [np.zeros(x.size, np.uint8), x, np.zeros(1, np.int64), np.array([scale], np.float32)]
+            launches.append(Launch(config, launch.grid, launch.block, inputs, [0] * 4, launch.scalars, [x.size], [0]))
+            expected.append((scale, x, quantize_linear(x, np.float32(scale), target)))
+    for (scale, x, wanted), (got,) in zip(expected, host.run(launches), strict=True):
+        wrong = np.flatnonzero(got != wanted)
+        if target == "float8e4m3fn":  # the sign of NaN is nobody's
+            wrong = wrong[((got | 0x80) != 0xFF)[wrong] | ((wanted | 0x80) != 0xFF)[wrong]]
+        assert wrong.size == 0, f"{x.dtype} {x[wrong[:4]]} / {scale}: {got[wrong[:4]]}, not {wanted[wrong[:4]]}"
+
+
+@pytest.mark.parametrize("target", ["int8", "float8e4m3fn"])
+@pytest.mark.parametrize("source", ["float16", "float"])
+def test_the_reference_is_onnx_quantize_linear(source: str, target: str) -> None:
+    rng = np.random.default_rng(2)
+    x = np.concatenate([rng.normal(0, 100, 4000), rng.integers(-700, 700, 4000) / 4]).astype(FLOATS[source])
+    scale = np.float32(0.37)
+    for run in (run_with_onnx, run_with_onnxruntime):
+        for each in (scale, np.float32(0.5)):
+            assert np.array_equal(run(x, each, target), quantize_linear(x, each, target)), run.__name__
+
+
+def quantize_model(x: np.ndarray, target: str) -> onnx.ModelProto:
+    number = {"int8": TensorProto.INT8, "float8e4m3fn": TensorProto.FLOAT8E4M3FN}[target]
+    source = helper.np_dtype_to_tensor_dtype(x.dtype)
+    node = helper.make_node("QuantizeLinear", ["x", "scale"], ["y"], output_dtype=number, precision=TensorProto.FLOAT)
+    graph = helper.make_graph(
+        [node],
+        "quantize",
+        [helper.make_tensor_value_info("x", source, [x.size]), helper.make_tensor_value_info("scale", 1, [])],
+        [helper.make_tensor_value_info("y", number, [x.size])],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=11)
+
+
+def run_with_onnx(x: np.ndarray, scale: np.float32, target: str) -> np.ndarray:
+    (y,) = ReferenceEvaluator(quantize_model(x, target)).run(None, {"x": x, "scale": np.asarray(scale)})
+    return y.view(np.uint8)
+
+
+def run_with_onnxruntime(x: np.ndarray, scale: np.float32, target: str) -> np.ndarray:
+    # ONNX Runtime has no kernel that takes float16 numbers with a float32 scale: the numbers are the same as float32.
+    x = x.astype(np.float32)
+    session = ort.InferenceSession(quantize_model(x, target).SerializeToString())
+    value = session.run_with_ort_values(
+        ["y"], {"x": ort.OrtValue.ortvalue_from_numpy(x), "scale": ort.OrtValue.ortvalue_from_numpy(np.asarray(scale))}
+    )[0]
+    return value.numpy().view(np.uint8)
