@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+from cases import decoder_attention, packed_model
 from graphs import Graph, scatter_model
 from harness import Array, Feeds, imported, random_array, run, run_rewritten
 from onnx import TensorProto, helper
@@ -181,3 +182,197 @@ def test_no_plugin_where_none_is_wanted(options: PlanOptions, tmp_path: Path) ->
     result = imported(scatter_model(mode="circular"), tmp_path, options)
     assert operators_of(result) == []
     assert not result.model.functions
+
+
+# K and V of a layer in one node.
+
+LAYOUTS = {"bnsh": (2, 6, 4), "bsnh": (6, 2, 4), "bsd": (6, 8)}
+
+
+def layer_feeds(layout: str, rng: np.random.Generator, length: int) -> Feeds:
+    dims = LAYOUTS[layout]
+    update = tuple(length if d == CAPACITY else d for d in dims)
+    query = (2, 4, length, 4) if layout != "bsd" else (2, length, 16)
+    feeds = {"query": random_array(rng, TensorProto.FLOAT16, query), "write_indices": rng.integers(0, 20, 2)}
+    for name in ("key", "value"):
+        feeds[f"past_{name}"] = random_array(rng, TensorProto.FLOAT16, (2, *dims))
+        feeds[f"new_{name}"] = random_array(rng, TensorProto.FLOAT16, (2, *update))
+    feeds["nonpad_kv_seqlen"] = np.array([6, 5])
+    return feeds
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_layer_is_one_node(layout: str, tmp_path: Path) -> None:
+    """The same caches and the same attention as the model that was given, in every layout."""
+    model = decoder_attention(head_size=4, layout=layout, mode="circular", capacity=CAPACITY)
+    result = imported(model, tmp_path, FULL)
+    assert operators_of(result) == ["KVCacheUpdateCircularPair"]
+    (node,) = [n for n in result.model.graph.node if n.domain == NAMESPACE]
+    assert list(node.input[:2]) == ["past_key", "past_value"]
+    assert list(node.output) == ["present_key", "present_value"]
+    assert {a.name: helper.get_attribute_value(a) for a in node.attribute} == {
+        "plugin_namespace": b"trt_kvcache", "plugin_version": b"1", "aot": 1
+    }  # fmt: skip
+    assert {c.present: c.past for c in result.plan.caches if c.in_place} == {
+        "present_key": "past_key", "present_value": "past_value"
+    }  # fmt: skip
+    rng = np.random.default_rng(7)
+    for length in (1, 3, 5):
+        feeds = layer_feeds(layout, rng, length)
+        expected, got = run(model, feeds), run_rewritten(result, feeds)
+        for name, value in expected.items():
+            if name.startswith("present"):
+                np.testing.assert_array_equal(got[name], value)
+            else:
+                np.testing.assert_allclose(got[name], value, rtol=2e-3, atol=2e-3)
+
+
+def test_a_value_that_depends_on_the_present_key_is_a_node_of_its_own(tmp_path: Path) -> None:
+    model = decoder_attention(head_size=4, mode="circular", capacity=CAPACITY)
+    scatter = next(n for n in model.graph.node if "present_value" in n.output)
+    model.graph.node.insert(1, helper.make_node("ReduceMax", ["present_key"], ["peak"], keepdims=0, name="peak"))
+    model.graph.node.insert(2, helper.make_node("Mul", ["new_value", "peak"], ["scaled_value"], name="mul"))
+    scatter.input[1] = "scaled_value"
+    result = imported(model, tmp_path, FULL)
+    assert operators_of(result) == ["KVCacheUpdateCircular"] * 2
+    feeds = layer_feeds("bnsh", np.random.default_rng(0), 3)
+    np.testing.assert_array_equal(run_rewritten(result, feeds)["present_value"], run(model, feeds)["present_value"])
+
+
+def test_different_write_indices_are_two_nodes(tmp_path: Path) -> None:
+    model = decoder_attention(head_size=4, mode="circular", capacity=CAPACITY)
+    model.graph.input.append(helper.make_tensor_value_info("other_indices", TensorProto.INT64, ["B"]))
+    next(n for n in model.graph.node if "present_value" in n.output).input[2] = "other_indices"
+    assert operators_of(imported(model, tmp_path, FULL)) == ["KVCacheUpdateCircular"] * 2
+
+
+# Quantization on write.
+
+
+def quantized_model(
+    scales: int = 1,
+    cache: int = TensorProto.INT8,
+    source: int = TensorProto.FLOAT16,
+    scale_type: Any = np.float32,
+    zero: int | None = 0,
+    axis: int = 1,
+    packed: bool = False,
+    extra_output: bool = False,
+) -> onnx.ModelProto:
+    """A cache of 8 bits `[B, 2, 6, 4]` that takes quantized updates; its values are floats to whoever reads it."""
+    graph = Graph()
+    past = graph.input("past", cache, ["B", 2, CAPACITY, 4])
+    update = graph.input("update", source, ["T", 2, 4] if packed else ["B", 2, "S", 4])
+    indices = graph.input("write_indices", TensorProto.INT64, ["B"])
+    scale = graph.constant(0.37 * (1 + np.arange(scales)) if scales else 0.37, scale_type)
+    inputs = [update, scale]
+    if zero is not None:
+        points = np.full((scales,) if scales else (), zero)
+        inputs.append(graph.constant(points, helper.tensor_dtype_to_np_dtype(cache)))
+    attrs: dict[str, Any] = {"axis": axis} if zero is not None else {"axis": axis, "output_dtype": cache}
+    quantized = graph.node("QuantizeLinear", inputs, "quantized", **attrs)
+    if packed:
+        lengths = graph.input("lengths", TensorProto.INT64, ["B_plus_1"])
+        graph.node("TRT_KVCacheUpdate", [past, quantized, indices, lengths], "present", update_form="packed_nhd")
+    else:
+        graph.node("TensorScatter", [past, quantized, indices], "present", mode="circular")
+    graph.output("present", cache, ["B", 2, CAPACITY, 4])
+    if extra_output:
+        graph.output("quantized", cache, ["B", 2, "S", 4])
+    return graph.model()
+
+
+@pytest.mark.parametrize("source", ["FLOAT16", "FLOAT"])
+@pytest.mark.parametrize("scales", [0, 1, 2])
+def test_quantization_on_write_is_quantize_linear(scales: int, source: str, tmp_path: Path) -> None:
+    """Halves, ties and saturation: the node alone gives what QuantizeLinear and TensorScatter give."""
+    kind = TensorProto.DataType.Value(source)
+    result = imported(quantized_model(scales, source=kind), tmp_path, FULL)
+    assert operators_of(result) == ["KVCacheUpdateCircularQuantized"]
+    assert "QuantizeLinear" not in {n.op_type for n in result.model.graph.node}
+    rng = np.random.default_rng(scales)
+    ties = (np.arange(-40, 40).reshape(2, 2, 5, 4) + 0.5) * 0.37
+    scale = np.full((2,), 0.37, np.float32) if scales < 2 else np.array([0.37, 0.74], np.float32)
+    for values in (ties, rng.standard_normal((2, 2, 5, 4)) * 40):
+        update = values.astype(helper.tensor_dtype_to_np_dtype(kind))
+        past = rng.integers(-100, 100, (2, 2, CAPACITY, 4)).astype(np.int8)
+        feeds: Feeds = {"past": past, "update": update, "write_indices": np.array([4, 13])}
+        rounded = np.clip(np.rint(update.astype(np.float32) / scale.reshape(1, 2, 1, 1)), -128, 127).astype(np.int8)
+        expected = tensor_scatter(past, rounded, feeds["write_indices"], 2, "circular")
+        np.testing.assert_array_equal(run_rewritten(result, feeds)["present"], expected)
+
+
+@pytest.mark.parametrize("zero", [0, None])
+def test_float8_quantization_on_write(zero: int | None, tmp_path: Path) -> None:
+    model = quantized_model(2, cache=TensorProto.FLOAT8E4M3FN, zero=zero)
+    result = imported(model, tmp_path, FULL)
+    assert operators_of(result) == ["KVCacheUpdateCircularQuantized"]
+    rng = np.random.default_rng(1)
+    feeds: Feeds = {
+        "past": random_array(rng, TensorProto.FLOAT8E4M3FN, (2, 2, CAPACITY, 4)),
+        "update": (rng.standard_normal((2, 2, 5, 4)) * 90).astype(np.float16),
+        "write_indices": np.array([4, 13]),
+    }
+    got, expected = run_rewritten(result, feeds)["present"], run(model, feeds)["present"]
+    np.testing.assert_array_equal(got.astype(np.float32), expected.astype(np.float32))
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "a zero point": {"zero": 3, "source": TensorProto.FLOAT},
+    "scales of another axis": {"scales": 4, "axis": 3, "source": TensorProto.FLOAT},
+    "division in float16": {"scale_type": np.float16},
+    "somebody else reads the quantized update": {"extra_output": True, "source": TensorProto.FLOAT},
+}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_quantization_stays_a_node(what: str, tmp_path: Path) -> None:
+    model = quantized_model(**OTHERS[what])
+    result = imported(model, tmp_path, FULL)
+    assert operators_of(result) == ["KVCacheUpdateCircular"]
+    assert "QuantizeLinear" in {n.op_type for n in result.model.graph.node}
+    rng = np.random.default_rng(2)
+    feeds: Feeds = {
+        "past": rng.integers(-100, 100, (2, 2, CAPACITY, 4)).astype(np.int8),
+        "update": random_array(rng, OTHERS[what].get("source", TensorProto.FLOAT16), (2, 2, 3, 4), 20.0),
+        "write_indices": np.array([4, 13]),
+    }
+    np.testing.assert_array_equal(run_rewritten(result, feeds)["present"], run(model, feeds)["present"])
+
+
+# Packed updates.
+
+BEFORE_11 = PlanOptions(target=Target.TENSORRT, packed_native=False)
+
+
+@pytest.mark.parametrize("integer", [TensorProto.INT32, TensorProto.INT64])
+@pytest.mark.parametrize("mode", [None, "circular"])
+@pytest.mark.parametrize("indices", [True, False])
+def test_packed_updates(indices: bool, mode: str | None, integer: int, tmp_path: Path) -> None:
+    model = packed_model(indices=indices, mode=mode, integer=integer)
+    result = imported(model, tmp_path, BEFORE_11 if mode is None else FULL)
+    assert operators_of(result) == ["KVCacheUpdatePackedCircular" if mode else "KVCacheUpdatePacked"]
+    assert [c.route for c in result.plan.caches] == [Route.PLUGIN]
+    rng = np.random.default_rng(3)
+    past = random_array(rng, TensorProto.FLOAT16, (2, 2, 16, 8))
+    lengths = np.array([0, 3, 7])
+    kind = helper.tensor_dtype_to_np_dtype(integer)
+    feeds: Feeds = {"past": past, "update": random_array(rng, TensorProto.FLOAT16, (9, 2, 8)),
+                    "lengths": lengths.astype(kind)}  # fmt: skip
+    first = np.array([14, 37] if mode else [4, 11])
+    if indices:
+        feeds["write_indices"] = first.astype(kind)
+    expected = past.copy()
+    for b, t in [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)]:
+        expected[b, :, ((first[b] if indices else 0) + t - lengths[b]) % 16] = feeds["update"][t]
+    np.testing.assert_array_equal(run_rewritten(result, feeds)["present"], expected)
+
+
+def test_packed_quantized(tmp_path: Path) -> None:
+    result = imported(quantized_model(2, packed=True), tmp_path, FULL)
+    assert operators_of(result) == ["KVCacheUpdatePackedQuantized"]
+
+
+def test_packed_circular_needs_the_plugin(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"'node_present' is circular; .* plan for TensorRT"):
+        imported(packed_model(mode="circular"), tmp_path)

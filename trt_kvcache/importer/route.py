@@ -74,6 +74,13 @@ def decide(facts: UpdateFacts, options: PlanOptions) -> Decision:
 
 def _packed(facts: UpdateFacts, options: PlanOptions) -> Decision:
     _check_dtype(facts, NATIVE_DTYPES if options.target is Target.TENSORRT_RTX else PLUGIN_DTYPES)
+    if facts.mode is UpdateMode.CIRCULAR:
+        if options.target is Target.TENSORRT_RTX:
+            raise UnsupportedModelError(
+                f"packed update '{facts.node}' is circular; TensorRT for RTX writes packed updates linearly, and only "
+                "TensorRT can do this one, by the plugin: plan for TensorRT, or export with padded updates"
+            )
+        return Decision(Route.PLUGIN, "circular packed update, which IKVCacheUpdateLayer does not know")
     if options.packed_native and facts.dtype in NATIVE_DTYPES:
         return Decision(Route.NATIVE, "packed update, native from TensorRT 11.0 on and on TensorRT for RTX")
     return Decision(Route.PLUGIN, "packed update, which TensorRT before 11.0 does not know")
