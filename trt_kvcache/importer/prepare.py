@@ -6,6 +6,7 @@ copies, shape inference and graph edits cost the graph's size, not the weights'.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.inline import inline_bodies
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
-_INLINE_LIMIT = 4096  # bytes; smaller initializers may be shapes or axes, which shape inference reads
+_INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
 _STAND_IN = "trt_kvcache:detached"
 
 
@@ -64,7 +65,7 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
             _copy_field(model.graph, field.name, value)
     for tensor in source.graph.initializer:
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
-        if external or tensor.ByteSize() <= _INLINE_LIMIT:
+        if external or math.prod(tensor.dims) <= _INLINE_LIMIT:  # not ByteSize, which encodes the tensor to count
             model.graph.initializer.append(tensor)
             continue
         weights[tensor.name] = tensor

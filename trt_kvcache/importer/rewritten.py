@@ -7,6 +7,7 @@ analyzed a second time (its span inputs and masks would look like the model's ow
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import blake3
 import msgspec
@@ -17,7 +18,7 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions
 
 PLAN_KEY = "trt_kvcache.plan"
 DIGEST_KEY = "trt_kvcache.graph"
-_SMALL = 1 << 16  # bytes; larger tensors are weights, which an optimizer may replace without changing the plan
+_SMALL = 1 << 14  # elements; larger tensors are weights, which an optimizer may replace without changing the plan
 
 
 def record_plan(model: onnx.ModelProto, plan: CachePlan) -> None:
@@ -62,7 +63,7 @@ def graph_digest(model: onnx.ModelProto) -> str:
     for item in (*model.graph.node, *model.graph.input, *model.graph.output, *model.functions, *model.opset_import):
         digest.update(item.SerializeToString(deterministic=True))
     for tensor in model.graph.initializer:
-        small = tensor.data_location != onnx.TensorProto.EXTERNAL and tensor.ByteSize() < _SMALL
+        small = tensor.data_location != onnx.TensorProto.EXTERNAL and math.prod(tensor.dims) < _SMALL
         digest.update(
             tensor.SerializeToString(deterministic=True)
             if small
