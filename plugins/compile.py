@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,25 @@ def compile_kernel(
     made = CompiledKernel(config.name, arch, version, ptx, code, log)
     _write(path, made)
     return made
+
+
+def compile_ahead(
+    configs: Sequence[KernelConfig], archs: Sequence[str]
+) -> Iterator[tuple[CompiledKernel, CompiledKernel]]:
+    """Compile kernels for architectures, several at a time; yields cubin and PTX, architecture by architecture.
+
+    Raises:
+        OptionError: NVRTC does not know an architecture; nothing was compiled.
+        BackendError: NVRTC is not installed, or it failed.
+    """
+    for arch in archs:
+        _check_arch(arch, nvrtc_version())
+
+    def both(job: tuple[str, KernelConfig]) -> tuple[CompiledKernel, CompiledKernel]:
+        return compile_kernel(job[1], job[0]), compile_kernel(job[1], job[0], ptx=True)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works outside Python's lock
+        yield from pool.map(both, [(arch, config) for arch in archs for config in configs])
 
 
 def kernel_folder() -> Path:

@@ -30,7 +30,10 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
 
 
-@pytest.mark.parametrize("command", ["", "plan", "rewrite", "build", "verify", "generate", "inspect", "doctor"])
+COMMANDS = ("plan", "rewrite", "build", "verify", "generate", "inspect", "plugins", "doctor")
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [command, "--help"] if command else ["--help"]
     code = f"""

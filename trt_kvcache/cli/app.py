@@ -15,6 +15,7 @@ from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.inspect import inspect
 from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
+from trt_kvcache.cli.plugins import plugins
 from trt_kvcache.cli.rewrite import rewrite
 from trt_kvcache.cli.verify import verify
 from trt_kvcache.errors import TrtKvCacheError
@@ -52,5 +53,5 @@ def _root(
     """From an ONNX decoder to a TensorRT engine that updates its KV caches in place."""
 
 
-for _command in (plan, rewrite, build, verify, generate, bench, inspect, doctor):
+for _command in (plan, rewrite, build, verify, generate, bench, inspect, plugins, doctor):
     app.command()(_command)
