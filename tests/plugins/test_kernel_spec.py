@@ -37,10 +37,9 @@ def test_the_smallest_kernel_has_no_optional_arguments() -> None:
 
 
 def test_scalars_say_what_is_no_part_of_the_source() -> None:
-    one, other = (
-        KernelConfig(8, PACKED, length_type="int32", quantization=Quantization("float16", "int8")),
-        KernelConfig(8, PACKED, index_type="int32", length_type="int64", quantization=Quantization("float16", "int8", True)),
-    )  # fmt: skip
+    by_tensor, by_head = (Quantization("float16", "int8", per_head) for per_head in (False, True))
+    one = KernelConfig(8, PACKED, length_type="int32", quantization=by_tensor)
+    other = KernelConfig(8, PACKED, index_type="int32", length_type="int64", quantization=by_head)
     assert kernel_source(one) == kernel_source(other)
     shapes = Shapes(2, 4, 128, 9, (64,))
     assert launch_params(one, shapes).scalars == (2, 4, 128, 9, 64, 8, 4, 0)
