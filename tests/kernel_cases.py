@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from reference import tensor_scatter
 
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
-from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
+from trt_kvcache.plugins.spec import ELEMENT_BITS, KernelConfig, Quantization, Shapes, launch_params
 
 Array = NDArray[np.generic]
 
@@ -45,6 +45,14 @@ def refused(first: int, count: int, limit: int, capacity: int, mode: UpdateMode)
     if not 0 <= count <= limit:
         return True
     return count > 0 and mode is UpdateMode.LINEAR and not 0 <= first <= capacity - count
+
+
+def varied(rng: np.random.Generator, config: KernelConfig) -> KernelConfig:
+    """The same kernel with other element sizes and integer types, which are arguments."""
+    bits = int(rng.choice(ELEMENT_BITS)) if config.quantization is None else 8
+    types = ["int32", "int64"]
+    lengths = str(rng.choice(types)) if config.length_type else None
+    return replace(config, element_bits=bits, index_type=str(rng.choice(types)), length_type=lengths)  # type: ignore[arg-type]
 
 
 def make_case(rng: np.random.Generator, config: KernelConfig) -> Case:

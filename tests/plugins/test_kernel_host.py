@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
 from host_kernel import HostKernels, Launch, compiler, sanitizer_flags
-from kernel_cases import FLOATS, Case, make_case, quantize_linear
+from kernel_cases import FLOATS, Case, make_case, quantize_linear, varied
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
 from trt_kvcache.importer.plan import UpdateForm
 from trt_kvcache.plugins.family import all_kernels
-from trt_kvcache.plugins.spec import ELEMENT_BITS, KernelConfig, Quantization, Shapes, launch_params
+from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
 
 CASES_PER_KERNEL = 15
 """For each of the 168 kernels: 2,520 cases."""
@@ -38,14 +36,6 @@ def check(host: HostKernels, cases: list[Case]) -> None:
             if output.tobytes() != expected:
                 wrong = np.flatnonzero(output != np.frombuffer(expected, np.uint8))
                 raise AssertionError(f"output {i} differs in {wrong.size} bytes, first {wrong[:8]}: {case.about}")
-
-
-def varied(rng: np.random.Generator, config: KernelConfig) -> KernelConfig:
-    """The same kernel with other element sizes and integer types, which are arguments."""
-    bits = int(rng.choice(ELEMENT_BITS)) if config.quantization is None else 8
-    types = ["int32", "int64"]
-    lengths = str(rng.choice(types)) if config.length_type else None
-    return replace(config, element_bits=bits, index_type=str(rng.choice(types)), length_type=lengths)  # type: ignore[arg-type]
 
 
 def test_every_kernel_equals_the_reference(host: HostKernels) -> None:

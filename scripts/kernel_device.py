@@ -1,0 +1,120 @@
+"""Launches the cache-update kernels on a GPU, without TensorRT: for the kernel's tests and its benchmark."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trt_kvcache.plugins.compile import compile_kernel
+from trt_kvcache.plugins.spec import KernelConfig
+
+
+class KernelDevice:
+    """A GPU, its stream, the kernels loaded on it, and the memory taken."""
+
+    def __init__(self, index: int = 0) -> None:
+        import cuda.core
+        from cuda.bindings import driver
+
+        self._core, self._driver = cuda.core, driver
+        self._device = cuda.core.Device(index)
+        self._device.set_current()
+        self.name = str(self._device.name)
+        self.arch = "sm_{}{}".format(*self._device.compute_capability)
+        self.stream = self._device.create_stream()
+        self._handle = int(self.stream.handle)
+        self._kernels: dict[str, Any] = {}
+        self._memory: list[int] = []
+
+    def kernel(self, config: KernelConfig) -> Any:
+        """The kernel, compiled for this GPU and loaded once."""
+        if config.name not in self._kernels:
+            code = self._core.ObjectCode.from_cubin(compile_kernel(config, self.arch).code, name=config.name)
+            self._kernels[config.name] = code.get_kernel(config.name)
+        return self._kernels[config.name]
+
+    def empty_kernel(self) -> Any:
+        """A kernel that does nothing: what a launch costs by itself."""
+        options = self._core.ProgramOptions(arch=self.arch)
+        program = self._core.Program('extern "C" __global__ void nothing() {}', "c++", options)
+        return program.compile("cubin").get_kernel("nothing")
+
+    def launch(self, kernel: Any, grid: int, block: int, *arguments: int | np.int32) -> None:
+        """Put a launch on the stream; addresses are ints, extra arguments ``np.int32``."""
+        self._core.launch(self.stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
+
+    def launch_update(
+        self,
+        config: KernelConfig,
+        grid: int,
+        block: int,
+        inputs: Sequence[int],
+        scalars: Sequence[int],
+        outputs: Sequence[int],
+    ) -> None:
+        """Put an update on the stream, its arguments in TensorRT's order."""
+        self.launch(self.kernel(config), grid, block, *inputs, *map(np.int32, scalars), *outputs)
+
+    def allocate(self, size: int, fill: int = 0) -> int:
+        """Memory of `size` bytes, each `fill`."""
+        address = int(self._check(self._driver.cuMemAlloc(max(size, 1))))
+        self._memory.append(address)
+        self._check(self._driver.cuMemsetD8Async(address, fill, max(size, 1), self._handle))
+        return address
+
+    def upload(self, tensor: NDArray[np.generic], shift: int = 0) -> int:
+        """The address of a copy of `tensor`, `shift` bytes past an aligned one."""
+        address = self.allocate(tensor.nbytes + shift) + shift
+        self.sync()
+        content = tensor.tobytes()
+        if content:
+            self._check(self._driver.cuMemcpyHtoD(address, content, len(content)))
+        return address
+
+    def download(self, address: int, size: int) -> NDArray[np.uint8]:
+        """Bytes of the GPU's memory."""
+        self.sync()
+        content = np.empty(size, np.uint8)
+        if size:
+            self._check(self._driver.cuMemcpyDtoH(content.ctypes.data_as(ctypes.c_void_p).value, address, size))
+        return content
+
+    def copy(self, target: int, source: int, size: int) -> None:
+        """Put a device-to-device copy on the stream."""
+        self._check(self._driver.cuMemcpyDtoDAsync(target, source, size, self._handle))
+
+    def seconds(self, work: Callable[[], None], repeat: int) -> float:
+        """Median time of one `work` on the stream, each timed by events of its own, after three that are not."""
+        from cuda.core import EventOptions
+
+        for _ in range(3):
+            work()
+        times = []
+        for _ in range(repeat):
+            start = self.stream.record(options=EventOptions(timing_enabled=True))
+            work()
+            stop = self.stream.record(options=EventOptions(timing_enabled=True))
+            stop.sync()
+            times.append((stop - start) / 1000)
+        return float(np.median(times))
+
+    def sync(self) -> None:
+        """Wait for the stream; what failed on it is raised here."""
+        self.stream.sync()
+
+    def free(self) -> None:
+        """Give all memory back."""
+        self.sync()
+        for address in self._memory:
+            self._check(self._driver.cuMemFree(address))
+        self._memory.clear()
+
+    def _check(self, result: tuple[Any, ...]) -> Any:
+        status, *values = result
+        if status != self._driver.CUresult.CUDA_SUCCESS:
+            raise RuntimeError(f"CUDA driver: {status.name}")
+        return values[0] if values else None

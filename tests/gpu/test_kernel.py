@@ -1,0 +1,47 @@
+"""The cache-update kernel on a GPU against numpy, byte for byte: the cases that the host build passes, too.
+
+Nobody has run these tests on a GPU yet. For memory errors: ``compute-sanitizer python -m pytest -m gpu
+tests/gpu/test_kernel.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from kernel_cases import GARBAGE, Case, make_case, varied
+from kernel_device import KernelDevice
+
+from trt_kvcache.plugins.family import all_kernels
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def device() -> Iterator[KernelDevice]:
+    opened = KernelDevice()
+    yield opened
+    opened.free()
+
+
+def run(device: KernelDevice, case: Case) -> list[bytes]:
+    launch = case.launch
+    inputs = [device.upload(x, shift) for x, shift in zip(launch.inputs, launch.shifts, strict=True)]
+    outputs = [
+        inputs[alias] if alias >= 0 else device.allocate(size + launch.output_shift, GARBAGE) + launch.output_shift
+        for size, alias in zip(launch.output_sizes, launch.aliases, strict=True)
+    ]
+    device.launch_update(launch.config, launch.grid, launch.block, inputs, launch.scalars, outputs)
+    written = [device.download(x, size).tobytes() for x, size in zip(outputs, launch.output_sizes, strict=True)]
+    device.free()
+    return written
+
+
+@pytest.mark.parametrize("config", list(all_kernels()), ids=lambda config: config.name)
+def test_the_kernel_equals_the_reference(device: KernelDevice, config: object) -> None:
+    rng = np.random.default_rng(3)
+    for _ in range(15):
+        case = make_case(rng, varied(rng, config))  # type: ignore[arg-type]
+        for i, (output, expected) in enumerate(zip(run(device, case), case.expected, strict=True)):
+            assert output == expected, f"output {i}: {case.about}"
