@@ -4,30 +4,36 @@
 
 Ways to decode one sequence with one model, random weights, 200 tokens in the cache:
 
-    session        `DecodeSession`: one loop for everything
-    rewritten      a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
-    original       the same bare loop over the model as exported: what the rewrite gains shows here
-    transformers   `generate` over the same weights, where transformers and torch are installed
+    session               `DecodeSession`: one loop for everything
+    rewritten             a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
+    original              the same bare loop over the model as exported: what the rewrite gains shows here
+    onnxruntime-genai     its own export and its own loop
+    transformers          `generate`, with the default cache, which grows
+    transformers, static  `generate`, with a static cache
 
-The first three hold each cache in one buffer. All take turns of a few steps, so that a machine that slows down slows
-all of them, and the medians of their step times are compared.
+The model as exported comes from mobius-onnx where it is installed, else from scripts/decoders.py. Peers are the extra
+`bench`; a peer that is not installed is named on stderr and left out. All but transformers' default hold each cache in
+one buffer of the whole capacity. All take turns of a few steps, in random order, so that a machine that slows down
+slows all of them, and the medians of their step times are compared.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import random
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from bench_peers import TransformersPeer
+from bench_peers import GenaiPeer, TransformersPeer, export_mobius, save_llama
 from decoders import DecoderConfig, write_decoder
 from rich.console import Console
 from rich.table import Table
@@ -117,9 +123,10 @@ def measure(ways: dict[str, Steps], count: int) -> dict[str, list[float]]:
     """Seconds of the steps of each way; all must give the same tokens."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     tokens: dict[str, list[int]] = {name: [next(steps)] for name, steps in ways.items()}  # the prompt
+    order, shuffle = [*ways.items()], random.Random(0).shuffle
     for number in range(0, count - 1, BURST):
-        shift = number // BURST % len(ways)  # nobody always comes after the same one
-        for name, steps in [*ways.items()][shift:] + [*ways.items()][:shift]:
+        shuffle(order)  # nobody always comes after the same one
+        for name, steps in order:
             for place in range(min(BURST, count - 1 - number)):
                 start = time.perf_counter()
                 tokens[name].append(next(steps))
@@ -131,6 +138,40 @@ def measure(ways: dict[str, Steps], count: int) -> dict[str, list[float]]:
     return times
 
 
+def attempt(name: str, make: Callable[[], Any]) -> Any:
+    """What `make` makes; None, and a line on stderr, where a package that it needs is not installed."""
+    try:
+        return make()
+    except ImportError as error:
+        print(f"{name} is left out: {error}", file=sys.stderr)
+        return None
+
+
+def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, folder: Path) -> dict[str, Any]:
+    """Every way over one decoder: who exported it, and the seconds of the steps of each."""
+    assert isinstance(config.capacity, int)
+    model = write_decoder(folder / "decoder.onnx", config, 1024)
+    exporter, capacity = "scripts/decoders.py", config.capacity
+    peers: dict[str, Any] = {}
+    llama = attempt("transformers", lambda: save_llama(model, config, folder / "llama"))
+    if llama is not None:
+        exported = attempt("mobius-onnx", lambda: export_mobius(llama, capacity, folder / "exported.onnx"))
+        if exported is not None:
+            model, exporter = exported, "mobius-onnx"
+        peers["onnxruntime-genai"] = attempt(
+            "onnxruntime-genai", lambda: GenaiPeer(llama, folder / "genai", capacity, threads)
+        )
+        peers["transformers"] = TransformersPeer(llama, threads)
+        peers["transformers, static"] = TransformersPeer(llama, threads, capacity)
+    else:
+        print("mobius-onnx and onnxruntime-genai are left out: they start from transformers' files", file=sys.stderr)
+    with DecodeSession.open(model, max_batch=1, threads=threads) as session:
+        bare = {"rewritten": BareLoop(model, True, threads), "original": BareLoop(model, False, threads)}
+        ways = {"session": session_steps(session, prompt, count)}
+        ways |= {name: way.steps(prompt, count) for name, way in (bare | peers).items() if way is not None}
+        return {"exporter": exporter, "times": measure(ways, count)}
+
+
 def main() -> None:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -140,7 +181,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--vocab", type=int, default=16384)
-    parser.add_argument("--threads", type=int, help="of ONNX Runtime; default: one per core")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every way; default: one per core")
     given = parser.parse_args()
     prompt = np.random.default_rng(0).integers(1, given.vocab, given.prompt).tolist()
     table = Table("capacity", "way", "tokens/s", "quartiles", "session is")
@@ -151,26 +192,16 @@ def main() -> None:
             head_size=64, vocab=given.vocab, capacity=capacity, positions=capacity,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            model = write_decoder(Path(folder) / "model.onnx", config, 1024)
-            with DecodeSession.open(model, max_batch=1, threads=given.threads) as session:
-                ways = {
-                    "session": session_steps(session, prompt, given.tokens),
-                    "rewritten": BareLoop(model, True, given.threads).steps(prompt, given.tokens),
-                    "original": BareLoop(model, False, given.threads).steps(prompt, given.tokens),
-                }
-                try:
-                    ways["transformers"] = TransformersPeer(model, config, given.threads).steps(prompt, given.tokens)
-                except ImportError as error:
-                    print(f"transformers is left out: {error}", file=sys.stderr)
-                times = measure(ways, given.tokens)
+            found = compare(config, prompt, given.tokens, given.threads, Path(folder))
+        times = found.pop("times")
         speeds = {name: 1 / statistics.median(values) for name, values in times.items()}
         for name, values in times.items():
             low, _, high = statistics.quantiles(values, n=4)
             spread = f"{1 / high:.1f} to {1 / low:.1f}"
             table.add_row(
-                str(capacity), name, f"{speeds[name]:.1f}", spread, f"{speeds['session'] / speeds[name]:.3f}x"
+                str(capacity), name, f"{speeds[name]:.1f}", spread, f"{speeds['session'] / speeds[name]:.2f}x"
             )
-        results.append({"capacity": capacity, "tokens_per_second": speeds})
+        results.append({"capacity": capacity, **found, "tokens_per_second": speeds})
     Console().print(table)
     print(json.dumps({"benchmark": "decode", "onnxruntime": ort.__version__, **vars(given), "results": results}))
 

@@ -1,11 +1,26 @@
-"""Other people's decode loops over the same weights, for scripts/bench_decode.py."""
+"""Other people's exporters and decode loops over the same weights, for scripts/bench_decode.py.
+
+Everything starts from one decoder of scripts/decoders.py, which is Llama's architecture:
+
+    save_llama        its weights as a folder that transformers reads: what the others start from
+    export_mobius     mobius-onnx' export of that folder, with static caches
+    TransformersPeer  `generate` of transformers
+    GenaiPeer         onnxruntime-genai over its own model builder's export
+
+The packages are the extra `bench`. Each function raises ImportError where one that it needs is not installed.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import queue
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import onnx
 from decoders import DecoderConfig
@@ -22,49 +37,112 @@ _PARTS = {
     "up": "mlp.up_proj",
     "down": "mlp.down_proj",
 }
-"""What transformers calls the weights of a layer; our decoders are Llama's architecture."""
+"""What transformers calls the weights of a layer."""
 
 
-class TransformersPeer:
-    """``LlamaForCausalLM.generate`` of transformers, greedy, with its default cache.
+def save_llama(path: Path, config: DecoderConfig, folder: Path) -> Path:
+    """Save a decoder's weights as a `LlamaForCausalLM`, with the tokenizer that onnxruntime-genai's builder asks for.
+
+    onnxruntime-genai needs an end of sequence among the tokens: 0, which a random decoder of a large vocabulary hardly
+    ever chooses. Where it does, that peer's tokens differ and the benchmark stops.
 
     Args:
         path: a float32 decoder in the mobius form that scripts/decoders.py wrote.
         config: what it was made from.
+        folder: made here.
+
+    Raises:
+        ImportError: transformers or torch is not installed.
+    """
+    import torch
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    shape = LlamaConfig(
+        vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=2 * config.hidden,
+        num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
+        num_key_value_heads=config.kv_heads, head_dim=config.head_size, rms_norm_eps=1e-6,
+        max_position_embeddings=config.positions, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    state = {}
+    for tensor in onnx.load(path).graph.initializer:
+        name = _name(tensor.name)
+        if name is not None:
+            values = torch.from_numpy(numpy_helper.to_array(tensor).copy())
+            state[name] = values if values.dim() == 1 or "embed" in name else values.T.contiguous()
+    with torch.device("meta"):
+        model = LlamaForCausalLM(shape)
+    model.load_state_dict(state, assign=True)
+    model.save_pretrained(folder)
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<unk>": 1}, unk_token="<unk>"))
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def _name(weight: str) -> str | None:
+    """What transformers calls a weight; None for what it computes itself."""
+    if weight.startswith(("rotary.", "const.")):
+        return None
+    if weight.startswith("layers."):
+        _, layer, part, _ = weight.split(".")
+        return f"model.layers.{layer}.{_PARTS[part]}.weight"
+    return {
+        "embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight",
+        "head.weight": "lm_head.weight",
+    }[weight]  # fmt: skip
+
+
+def export_mobius(llama: Path, capacity: int, output: Path) -> Path:
+    """Export a folder of transformers with static caches of `capacity` rows to `output`, weights beside it.
+
+    Raises:
+        ImportError: mobius-onnx or safetensors' torch side is not installed.
+    """
+    import mobius
+    import onnx_ir
+    from safetensors.torch import load_file
+    from transformers import AutoConfig
+
+    config = mobius.ArchitectureConfig.from_transformers(AutoConfig.from_pretrained(llama))
+    config.dtype = onnx_ir.DataType.FLOAT
+    module = mobius.models.CausalLMModel(config)
+    task = mobius.CausalLMTask(static_cache=True, max_seq_len=capacity)
+    model = mobius.build_from_module(module, config, task)["model"]
+    mobius.apply_weights(model, module.preprocess_weights(load_file(llama / "model.safetensors")))
+    onnx_ir.save(model, output, external_data=f"{output.name}.data")
+    return output
+
+
+class TransformersPeer:
+    """`generate` of transformers, greedy.
+
+    Args:
+        llama: what `save_llama` made.
         threads: of torch; None: its default.
+        capacity: rows of a static cache; None: the default cache, which grows with the tokens.
 
     Raises:
         ImportError: transformers or torch is not installed.
     """
 
-    def __init__(self, path: Path, config: DecoderConfig, threads: int | None) -> None:
+    def __init__(self, llama: Path, threads: int | None, capacity: int | None = None) -> None:
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import LlamaForCausalLM, StaticCache
 
         if threads:
             torch.set_num_threads(threads)
-        assert isinstance(config.capacity, int)
-        shape = LlamaConfig(
-            vocab_size=config.vocab, hidden_size=config.hidden, intermediate_size=2 * config.hidden,
-            num_hidden_layers=config.layers, num_attention_heads=config.query_heads,
-            num_key_value_heads=config.kv_heads, head_dim=config.head_size, rms_norm_eps=1e-6,
-            max_position_embeddings=config.capacity, tie_word_embeddings=False,
-            bos_token_id=None, eos_token_id=None, pad_token_id=0,
-        )  # fmt: skip
-        state = {}
-        for tensor in onnx.load(path).graph.initializer:
-            if tensor.name.startswith("const."):
-                continue
-            values = torch.from_numpy(numpy_helper.to_array(tensor).copy())
-            name = _name(tensor.name)
-            if name is not None:
-                state[name] = values if values.dim() == 1 or "embed" in name else values.T.contiguous()
         self._torch = torch
-        self._model = LlamaForCausalLM(shape).eval()
-        self._model.load_state_dict(state)
+        self._model = LlamaForCausalLM.from_pretrained(llama).eval()
+        self._model.generation_config.eos_token_id = None
+        self._options: dict[str, Any] = {}
+        if capacity is not None:
+            self._options["past_key_values"] = StaticCache(config=self._model.config, max_cache_len=capacity)
 
     def steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        """The tokens after a prompt: `generate` runs in a thread, and waits until the next token is asked for."""
+        """The tokens after a prompt: `generate` runs in a thread, and waits until a token is asked for."""
         asked, given = threading.Semaphore(0), queue.SimpleQueue[int | BaseException]()
         inputs = self._torch.tensor([prompt])
 
@@ -85,7 +163,7 @@ class TransformersPeer:
                 with self._torch.inference_mode():
                     self._model.generate(
                         inputs, attention_mask=self._torch.ones_like(inputs), do_sample=False, max_new_tokens=count,
-                        streamer=Streamer(),
+                        streamer=Streamer(), **self._options,
                     )  # fmt: skip
             except BaseException as error:  # noqa: BLE001 - it is raised where the token is missed
                 given.put(error)
@@ -99,13 +177,46 @@ class TransformersPeer:
             yield token
 
 
-def _name(weight: str) -> str | None:
-    """What transformers calls a weight; None for what it computes itself."""
-    if weight.startswith("rotary."):
-        return None
-    if weight.startswith("layers."):
-        _, layer, part, _ = weight.split(".")
-        return f"model.layers.{layer}.{_PARTS[part]}.weight"
-    return {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight"}.get(
-        weight, "lm_head.weight"
-    )
+class GenaiPeer:
+    """onnxruntime-genai over the export of its own model builder, greedy, its caches in place.
+
+    Args:
+        llama: what `save_llama` made.
+        folder: of the export; made here.
+        capacity: rows of each cache (`max_length`).
+        threads: of ONNX Runtime; None: one per core.
+
+    Raises:
+        ImportError: onnxruntime-genai or onnx-ir is not installed.
+        RuntimeError: its builder refuses the model.
+    """
+
+    def __init__(self, llama: Path, folder: Path, capacity: int, threads: int | None) -> None:
+        import onnx_ir  # noqa: F401 - the builder is another process: its lack would show there
+        import onnxruntime_genai
+
+        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu"]
+        builder += ["-i", str(llama), "-o", str(folder), "-c", str(folder)]
+        offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(builder, capture_output=True, text=True, env=offline, check=False)
+        if done.returncode:
+            raise RuntimeError(f"onnxruntime-genai's model builder: {done.stderr.strip().splitlines()[-1]}")
+        config = onnxruntime_genai.Config(str(folder))
+        if threads:
+            options = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}
+            config.overlay(json.dumps(options))
+        self._genai = onnxruntime_genai
+        self._model = onnxruntime_genai.Model(config)
+        self._capacity = capacity
+
+    def steps(self, prompt: list[int], count: int) -> Iterator[int]:
+        """The tokens after a prompt, one per step."""
+        parameters = self._genai.GeneratorParams(self._model)
+        parameters.set_search_options(
+            max_length=self._capacity, do_sample=False, past_present_share_buffer=True, batch_size=1
+        )
+        generator = self._genai.Generator(self._model, parameters)
+        generator.append_tokens([prompt])
+        for _ in range(count):
+            generator.generate_next_token()
+            yield int(generator.get_next_tokens()[0])
