@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 from trt_kvcache.plugins.compile import compile_kernel
 from trt_kvcache.plugins.spec import KernelConfig
 
+_BUSY_BYTES = 1 << 30
+"""What keeps a GPU busy for a few hundred microseconds: longer than a launch from Python takes."""
+
 
 class KernelDevice:
     """A GPU, its stream, the kernels loaded on it, and the memory taken."""
@@ -87,20 +90,24 @@ class KernelDevice:
         """Put a device-to-device copy on the stream."""
         self._check(self._driver.cuMemcpyDtoDAsync(target, source, size, self._handle))
 
-    def seconds(self, work: Callable[[], None], repeat: int) -> float:
-        """Median time of one `work` on the stream, each timed by events of its own, after three that are not."""
+    def seconds(self, work: Callable[[], None], repeat: int = 50) -> float:
+        """Median time of one `work` on the stream.
+
+        Each is put there, with an event before and after it, while the GPU is still busy with something else, so that
+        the time that Python takes to launch is not measured.
+        """
         from cuda.core import EventOptions
 
-        for _ in range(3):
-            work()
+        busy, size = self.allocate(_BUSY_BYTES), _BUSY_BYTES
         times = []
-        for _ in range(repeat):
+        for _ in range(repeat + 3):  # the first ones warm up
+            self._check(self._driver.cuMemsetD8Async(busy, 0, size, self._handle))
             start = self.stream.record(options=EventOptions(timing_enabled=True))
             work()
             stop = self.stream.record(options=EventOptions(timing_enabled=True))
             stop.sync()
             times.append((stop - start) / 1000)
-        return float(np.median(times))
+        return float(np.median(times[3:]))
 
     def sync(self) -> None:
         """Wait for the stream; what failed on it is raised here."""
