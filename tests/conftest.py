@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from trt_kvcache.engine.doctor import find_gpus
+
+
+def pytest_configure() -> None:
+    """Let children receive Ctrl-C: a shell starts what it runs in the background with SIGINT ignored, for good."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
