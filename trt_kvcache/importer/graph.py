@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,30 +95,6 @@ def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[A
                 value = node.attrs[key]
                 return small_constant(value, limit) if isinstance(value, gs.Constant) else np.asarray(value)
     return None
-
-
-def graph_inputs_behind(tensor: gs.Tensor, graph: gs.Graph) -> list[gs.Tensor]:
-    """The graph inputs that a tensor is computed from, nearest first."""
-    found: list[gs.Tensor] = []
-    seen: set[int] = set()
-    queue = [tensor]
-    while queue:
-        current = queue.pop(0)
-        if id(current) in seen or current.is_empty():
-            continue
-        seen.add(id(current))
-        if contains(graph.inputs, current):
-            found.append(current)
-        elif (node := producer(current)) is not None:
-            queue.extend(node.inputs)
-    return found
-
-
-def subgraphs(node: gs.Node) -> Iterator[tuple[str, gs.Graph]]:
-    """The bodies of a control-flow node, by attribute name."""
-    for name, value in node.attrs.items():
-        if isinstance(value, gs.Graph):
-            yield name, value
 
 
 class Emitter:

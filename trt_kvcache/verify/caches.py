@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Role, TensorRole
 from trt_kvcache.verify.dtypes import numpy_dtype
 
 Array = npt.NDArray[Any]
@@ -130,8 +130,3 @@ def _values(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generat
     else:
         block = draw(min(count, _BLOCK))
     return np.resize(block.astype(dtype), shape)
-
-
-def is_circular(cache: CacheTensor) -> bool:
-    """Whether the cache wraps."""
-    return cache.update is not None and cache.update.mode is UpdateMode.CIRCULAR
