@@ -30,7 +30,7 @@ struct Share {
 };
 
 __device__ inline Share share(int block, int blocks, int parts) {
-    const int each = blocks > parts ? blocks / parts : 1;
+    const int each = parts > 0 && blocks > parts ? blocks / parts : 1;
     return {block / each, blocks / each, block % each, each};
 }
 

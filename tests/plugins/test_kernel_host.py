@@ -69,6 +69,32 @@ def packed_case(config: KernelConfig, lengths: np.ndarray) -> Launch:
     return Launch(config, launch.grid, launch.block, inputs, [0] * len(inputs), launch.scalars, sizes, aliases)
 
 
+@pytest.mark.parametrize("empty", ["batch", "heads", "capacity", "length", "size"])
+def test_sizes_may_be_zero(host: HostKernels, empty: str) -> None:
+    launches = []
+    for config in host.configs.values():
+        sizes = {"batch": 2, "heads": 3, "capacity": 4, "length": 3, "size": 16} | {empty: 0}
+        batch, heads, capacity, length, size = sizes.values()
+        q, packed = config.quantization, config.form is UpdateForm.PACKED_NHD
+        update = (length, heads, size) if packed else (batch, heads, length, size)
+        inputs = [np.zeros((batch, heads, capacity, size), np.uint8)] * config.caches
+        inputs += [np.zeros(update, f"V{q.source_bits // 8 if q else 1}")] * config.caches
+        inputs.append(np.zeros(batch, np.int64))
+        if config.length_type is not None:
+            inputs.append(np.full(batch + packed, length, np.int32) * (np.arange(batch + packed, dtype=np.int32) > 0))
+        inputs += [np.ones(1, np.float32)] * (config.caches if q else 0)
+        scalars = launch_params(config, Shapes(batch, heads, capacity, length, (size,) * config.caches)).scalars
+        outputs = [inputs[0].size] * config.caches + [4 * batch] * config.errors
+        aliases = [-1] * len(outputs)
+        launches.append(Launch(config, 4, 128, inputs, [0] * len(inputs), scalars, outputs, aliases))
+    for launch, outputs in zip(launches, host.run(launches), strict=True):
+        for present in outputs[: launch.config.caches]:
+            assert not present.any(), launch.config
+        for flags in outputs[launch.config.caches :]:
+            must_refuse = empty == "capacity" and launch.config.form is UpdateForm.PADDED
+            assert flags.view(np.int32).any() or not must_refuse, launch.config
+
+
 @pytest.mark.parametrize("target", ["int8", "float8e4m3fn"])
 def test_quantization_equals_division_and_rounding_for_all_halves_and_many_floats(
     host: HostKernels, target: str
