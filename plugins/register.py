@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Union
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, VERSION, Operator
 from trt_kvcache.plugins.spec import KernelConfig, Shapes, launch_params
 
@@ -25,7 +26,20 @@ TYPES = {
 """ONNX names of TensorRT's data types."""
 
 
-def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool = False) -> tuple[str, ...]:
+@dataclass(frozen=True)
+class Registration:
+    """The operators in TensorRT's registry.
+
+    Attributes:
+        names: of the operators.
+        errors: what was refused while TensorRT asked, which it reports in words of its own only.
+    """
+
+    names: tuple[str, ...]
+    errors: list[TrtKvCacheError] = field(default_factory=list)
+
+
+def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool = False) -> Registration:
     """Register every operator in this process, before a network is parsed.
 
     Args:
@@ -34,9 +48,6 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
         declare_aliases: tell TensorRT that present and past are one buffer. Needs the preview feature
             ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it they are one only because the caller
             binds one address to both, which the kernel recognizes.
-
-    Returns:
-        The names of the operators.
 
     Raises:
         OptionError: this TensorRT takes no such plugins, or they are registered already.
@@ -49,14 +60,15 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
         raise OptionError(f"TensorRT {trt.__version__} has no ahead-of-time plugins; 10.15 or later is needed")
     if trt.get_plugin_registry().get_creator("KVCacheUpdate", VERSION, NAMESPACE) is not None:
         raise OptionError("the cache-update plugin is already registered in this process")
+    registration = Registration(tuple(OPERATORS))
     for operator in OPERATORS.values():
         name = f"{NAMESPACE}::{operator.name}"
-        trtp.register(name)(_description(trt, trtp, operator, declare_aliases))
-        trtp.aot_impl(name)(_implementation(trtp, operator, compile_kernel))
-    return tuple(OPERATORS)
+        trtp.register(name)(_description(trt, trtp, operator, declare_aliases, registration.errors))
+        trtp.aot_impl(name)(_implementation(trtp, operator, compile_kernel, registration.errors))
+    return registration
 
 
-def _description(trt: Any, trtp: Any, operator: Operator, declare_aliases: bool) -> Any:
+def _description(trt: Any, trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
     """The function that says what an operator's outputs are: ``present_i`` is like ``cache_i``."""
 
     def describe(*inputs: Any) -> Any:
@@ -74,10 +86,10 @@ def _description(trt: Any, trtp: Any, operator: Operator, declare_aliases: bool)
 
     descs = (trtp.TensorDesc,) * len(operator.outputs)
     parameters = _tensors(trtp, operator)
-    return _with_signature(describe, inspect.Signature(parameters, return_annotation=tuple[descs]))  # type: ignore[valid-type]
+    return _typed(describe, errors, inspect.Signature(parameters, return_annotation=tuple[descs]))  # type: ignore[valid-type]
 
 
-def _implementation(trtp: Any, operator: Operator, compile_kernel: Compile) -> Any:
+def _implementation(trtp: Any, operator: Operator, compile_kernel: Compile, errors: list[TrtKvCacheError]) -> Any:
     """The function that gives TensorRT an operator's kernel and how it is launched."""
 
     def implement(*arguments: Any) -> Any:
@@ -100,7 +112,7 @@ def _implementation(trtp: Any, operator: Operator, compile_kernel: Compile) -> A
     # The bindings look for typing.Union.
     text = Union[str, bytes]  # noqa: UP007
     returned = tuple[text, text, trtp.KernelLaunchParams, trtp.SymExprs]
-    return _with_signature(implement, inspect.Signature(parameters, return_annotation=returned))
+    return _typed(implement, errors, inspect.Signature(parameters, return_annotation=returned))
 
 
 def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
@@ -108,9 +120,18 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
     return [inspect.Parameter(name, keyword, annotation=trtp.TensorDesc) for name in operator.inputs]
 
 
-def _with_signature(function: Any, signature: inspect.Signature) -> Any:
-    function.__signature__ = signature
-    return function
+def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
+    """A function of this signature that keeps its refusals in `errors`, too."""
+
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except TrtKvCacheError as error:
+            errors.append(error)
+            raise
+
+    kept.__signature__ = signature  # type: ignore[attr-defined]
+    return kept
 
 
 def _check_ranks(operator: Operator, tensors: dict[str, Any]) -> None:

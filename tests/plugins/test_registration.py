@@ -171,6 +171,7 @@ def test_what_no_kernel_takes_is_refused_by_name(tmp_path: Path) -> None:
         assert found.get("error", "").startswith((f"{given['name']}: ", "quantization ")), (words, found)
         assert words in found["error"]
     assert not answer["compiled"]
+    assert answer["refused"] == [found["error"] for found in answer["cases"]]
 
 
 DTYPES = {
@@ -198,3 +199,17 @@ def test_scales_per_tensor(tmp_path: Path) -> None:
     answer = ask(NEWEST, SCRIPT, {"declare_aliases": False, "cases": cases}, tmp_path)
     steps = [found["scalars"][-1][0] for found in answer["cases"]]
     assert steps == [0, 1, 0]
+
+
+def test_arguments_arrive_in_the_order_of_the_compiled_kernel(tmp_path: Path) -> None:
+    """TensorRT passes input pointers, int32 arguments, output pointers: the parameters of the PTX's entry are those."""
+    cases = [case(o) for o in OPERATORS.values() if o.mode is UpdateMode.CIRCULAR]
+    question = {"declare_aliases": False, "cases": cases, "arch": "sm_90"}
+    answer = ask(NEWEST, SCRIPT, question, tmp_path)
+    for given, found in zip(cases, answer["cases"], strict=True):
+        assert "error" not in found, found
+        operator = OPERATORS[given["name"]]
+        (entry,) = re.findall(rf"\.entry {found['kernel']}\((.*?)\)", found["ptx"], re.DOTALL)
+        kinds = re.findall(r"\.param \.([a-z]\d+)", entry)
+        pointers, scalars = len(operator.inputs), len(found["scalars"])
+        assert kinds == ["u64"] * pointers + ["u32"] * scalars + ["u64"] * len(operator.outputs)

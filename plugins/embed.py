@@ -1,0 +1,71 @@
+"""Kernels for the GPU of this machine, to be embedded in the engine that TensorRT builds here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.errors import BackendError
+from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
+from trt_kvcache.plugins.operators import Operator
+from trt_kvcache.plugins.register import Compile, Registration, register_plugins
+from trt_kvcache.plugins.spec import KernelConfig
+
+
+def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
+    """Register the plugin with kernels for the GPU that TensorRT builds for (CUDA's first visible device).
+
+    One kernel is compiled at once, so that a missing NVRTC, an architecture that it does not know and a driver that is
+    too old are errors before TensorRT begins.
+
+    Raises:
+        OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
+        BackendError: there is no NVRTC, or no driver.
+    """
+    arch, driver = this_gpu()
+    compile_here = kernels_for(arch, driver)
+    compile_here(Operator().config({"cache_0": "float16", "update_0": "float16", "write_indices": "int64"}))
+    return register_plugins(trt, compile_here, declare_aliases=declare_aliases)
+
+
+def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
+    """A compiler for one GPU: to PTX, which later GPUs take as well, where the driver takes it; else to a cubin.
+
+    NVRTC's PTX needs a driver of at least NVRTC's own CUDA version; a cubin needs one of its major version.
+
+    Args:
+        arch: such as ``"sm_90"``.
+        driver: the CUDA version that the driver is for.
+    """
+    ptx = driver >= nvrtc_version() or driver[0] < nvrtc_version()[0]  # neither will do: let PTX be refused
+
+    def compile_here(config: KernelConfig) -> bytes:
+        return compile_kernel(config, arch, ptx=ptx, driver=driver).code
+
+    return compile_here
+
+
+def this_gpu() -> tuple[str, tuple[int, int]]:
+    """Architecture of the first GPU, and the CUDA version that its driver is for.
+
+    Raises:
+        BackendError: there is no driver, or no GPU.
+    """
+    from cuda.bindings import driver
+
+    names = driver.CUdevice_attribute
+    try:
+        _call(driver.cuInit(0))
+        version = _call(driver.cuDriverGetVersion())
+        device = _call(driver.cuDeviceGet(0))
+        major = _call(driver.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, device))
+        minor = _call(driver.cuDeviceGetAttribute(names.CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR, device))
+    except RuntimeError as error:  # cuda-python: the driver's library is not on this machine
+        raise BackendError(f"the cache-update plugin is compiled for the GPU here, no driver works: {error}") from error
+    return f"sm_{major}{minor}", (version // 1000, version % 1000 // 10)
+
+
+def _call(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if int(status):
+        raise BackendError(f"the cache-update plugin is compiled for the GPU here, and the driver says {status.name}")
+    return values[0] if values else None
