@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -53,6 +54,19 @@ def test_a_wheel_has_them_inside_the_package(unpacked: Path, name: str) -> None:
     folder = Path(run_unpacked(unpacked, "-c", code).strip())
     assert folder == unpacked / "trt_kvcache" / name
     assert files_in(folder) == files_in(ROOT / name)
+
+
+def test_a_source_archive_gives_the_same_wheel(unpacked: Path, tmp_path: Path) -> None:
+    """What archives leave out is the symbolic link of a source tree."""
+    build = [sys.executable, "-m", "hatchling", "build", "--directory", str(tmp_path), "--target"]
+    subprocess.run([*build, "sdist"], cwd=ROOT, capture_output=True, check=True, timeout=120)
+    (archive,) = tmp_path.iterdir()
+    shutil.unpack_archive(archive, tmp_path / "source", filter="data")
+    (tree,) = (tmp_path / "source").iterdir()
+    subprocess.run([*build, "wheel"], cwd=tree, capture_output=True, check=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as made:
+        assert set(made.namelist()) == files_in(unpacked)
 
 
 def test_a_wheel_holds_the_package_and_its_metadata_only(unpacked: Path) -> None:
