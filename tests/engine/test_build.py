@@ -13,7 +13,6 @@ from decoders import DecoderConfig, make_decoder, write_decoder
 from onnx import helper, numpy_helper
 
 from trt_kvcache.engine import process
-from trt_kvcache.engine.backend import Backend
 from trt_kvcache.engine.build import ProgressEvent, build_engine
 from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.manifest import check_engine, load_manifest
@@ -127,21 +126,6 @@ def test_functional_caches_have_two_buffers(tmp_path: Path) -> None:
     manifest = build_engine(model, tmp_path / "model.engine", options=PlanOptions(fallback=Fallback.FUNCTIONAL))
     assert manifest.aliases == {}
     assert set(manifest.double_buffered) == {c.present for c in manifest.plan.caches}
-
-
-def test_updates_that_need_the_plugin_are_refused_with_the_alternatives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trt_kvcache.engine.build.choose_backend", lambda _: Backend(Target.TENSORRT, "11.4.0.106"))
-    config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)
-    model = write_decoder(tmp_path / "model.onnx", config)
-    with pytest.raises(
-        BuildError, match="needs the cache-update plugin on TensorRT 11.4.0.106, and this version"
-    ) as error:
-        build_engine(model, tmp_path / "model.engine")
-    assert "--fallback contract (in place" in str(error.value)
-    assert "--fallback functional (plain operators" in str(error.value)
-    assert names(tmp_path) == {"model.onnx"}
 
 
 def test_what_the_parser_refuses_is_named(tmp_path: Path) -> None:

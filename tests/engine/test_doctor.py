@@ -103,7 +103,7 @@ def test_an_old_tensorrt_has_no_native_route(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_command_prints_tables_and_json() -> None:
     text = CliRunner().invoke(app, ["doctor"])
     assert text.exit_code == 0
-    for part in ("tensorrt-rtx", "native", "packed", "functional", "this version of trt-kvcache has no plugin yet"):
+    for part in ("tensorrt-rtx", "native", "packed", "functional", "TensorRT for RTX takes no plugins"):
         assert part in text.stdout
     data = CliRunner().invoke(app, ["doctor", "--json"])
     assert msgspec.json.decode(data.stdout, type=Diagnosis) == diagnose()

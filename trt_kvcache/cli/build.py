@@ -91,6 +91,10 @@ def build(
     version_compatible: Annotated[
         bool, typer.Option("--version-compatible", help="Runs on later TensorRT versions too.", rich_help_panel=_HOW)
     ] = False,
+    declare_aliases: Annotated[
+        bool,
+        typer.Option("--declare-aliases", help="Tell TensorRT what the plugin does in place.", rich_help_panel=_HOW),
+    ] = False,
     strip_plan: Annotated[
         bool, typer.Option("--strip-plan", help="Leave the weights out of the engine.", rich_help_panel=_HOW)
     ] = False,
@@ -126,6 +130,7 @@ def build(
         opt_level=opt_level,
         timing_cache=None if timing_cache is None else str(timing_cache),
         version_compatible=version_compatible,
+        declare_aliases=declare_aliases,
         strip_plan=strip_plan,
         refit=refit,
         profiling_verbosity=profiling_verbosity.value,

@@ -157,6 +157,7 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     useless = {
         "--opt-level": (build.opt_level is not None, "gives the same engine at every optimization level"),
         "--timing-cache": (build.timing_cache is not None, "measures no kernels while building"),
+        "--declare-aliases": (build.declare_aliases, "has no plugins"),
         "--version-compatible": (build.version_compatible, "comes without the lean runtime that such engines contain"),
     }
     for flag, (given, why) in useless.items():

@@ -18,8 +18,8 @@ from trt_kvcache.engine.options import BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import Limits, make_profiles, resolve_limits
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
-from trt_kvcache.errors import BuildError, ModelError, OutputError
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PlanOptions, Route, UpdateMode
+from trt_kvcache.errors import ModelError, OutputError
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
 
 __all__ = ["ProgressEvent", "build_engine"]
 
@@ -73,7 +73,6 @@ def build_engine(
     tables = index_limits(imported.model, plan)
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, files)
-    _refuse_plugins(backend, plan)
     limits = resolve_limits(plan, build)
     profiles = make_profiles(plan, build, limits)
     plan = _bound_contracts(plan, limits.max_chunk)
@@ -97,23 +96,6 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
         for path in files:
             if written.exists() and written.samefile(path):
                 raise OutputError(f"{written}: is a file of the model; give another name for the engine")
-
-
-def _refuse_plugins(backend: Backend, plan: CachePlan) -> None:
-    """Say what can be built instead of an update that only the plugin can do."""
-    for cache in plan.caches:
-        if cache.route is Route.PLUGIN:
-            raise BuildError(_plugin_message(backend, cache))
-
-
-def _plugin_message(backend: Backend, cache: CacheUpdate) -> str:
-    ways = ["--fallback functional (plain operators: right in every case, but a new copy of the cache each step)"]
-    if cache.mode is UpdateMode.CIRCULAR:
-        ways.insert(0, "--fallback contract (in place, as long as no update straddles the end of the buffer)")
-    return (
-        f"cache {cache.past!r} (node {cache.node!r}) needs the cache-update plugin on {backend.title}, and this "
-        f"version of trt_kvcache has none: {cache.reason}; build with {' or '.join(ways)}"
-    )
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:

@@ -61,6 +61,11 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
 
         # Otherwise engines with large tensors may allocate while they run, and cannot become CUDA graphs (its header).
         config.set_flag(tensorrt_rtx.BuilderFlag.REQUIRE_USER_ALLOCATION)
+    elif build.declare_aliases:
+        # Marked as a preview since 10.3; without it TensorRT refuses plugins that declare an alias.
+        import tensorrt
+
+        config.set_preview_feature(tensorrt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     return config
 
 

@@ -198,6 +198,7 @@ def _backend(name: str) -> BackendStatus:
 def _routes(backends: tuple[BackendStatus, ...]) -> tuple[RouteStatus, ...]:
     padded = [b.name for b in backends if b.native]
     packed = [b.name for b in backends if b.packed_native]
+    plugins = [b.name for b in backends if b.native and b.plugins]
     anything = [b.name for b in backends if b.importable]
 
     def status(route: Route, form: str, having: list[str], missing: str) -> RouteStatus:
@@ -206,7 +207,7 @@ def _routes(backends: tuple[BackendStatus, ...]) -> tuple[RouteStatus, ...]:
     return (
         status(Route.NATIVE, "padded", padded, "needs TensorRT for RTX, or TensorRT 10.15 or later"),
         status(Route.NATIVE, "packed", packed, "needs TensorRT for RTX, or TensorRT 11.0 or later"),
-        RouteStatus(Route.PLUGIN, "any", False, "this version of trt-kvcache has no plugin yet"),
+        status(Route.PLUGIN, "any", plugins, "needs TensorRT 10.15 or later; TensorRT for RTX takes no plugins"),
         status(Route.FUNCTIONAL, "any", anything, "needs TensorRT for RTX, or TensorRT"),
     )
 

@@ -21,6 +21,7 @@ def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
         BuildError: they differ; an engine would not do what its manifest says.
     """
     _check_updates(network, plan, trt)
+    _check_plugins(network, plan, trt)
     for io, count, tensor in (
         ("input", network.num_inputs, network.get_input),
         ("output", network.num_outputs, network.get_output),
@@ -47,6 +48,27 @@ def _check_updates(network: Any, plan: CachePlan, trt: Any) -> None:
         raise BuildError(
             f"the parsed network has KV-cache layers that the plan does not know: {pairs}. "
             "This is a fault in trt_kvcache, please report it with the model"
+        )
+
+
+def _check_plugins(network: Any, plan: CachePlan, trt: Any) -> None:
+    """Every update of the plugin is a plugin layer from the cache's input to its output.
+
+    The parser would import a node that it finds no plugin for by the node's definition in ONNX: right, but a copy.
+    """
+    planned = [(c.past, c.present) for c in plan.caches if c.route is Route.PLUGIN]
+    if not planned:
+        return
+    found = set()
+    for i in range(network.num_layers):
+        layer = network.get_layer(i)
+        if layer.type == trt.LayerType.PLUGIN_V3:  # its caches come first, among inputs and among outputs
+            found |= {(layer.get_input(j).name, layer.get_output(j).name) for j in range(layer.num_outputs)}
+    if missing := [pair for pair in planned if pair not in found]:
+        pairs = ", ".join(f"{past} -> {present}" for past, present in missing)
+        raise BuildError(
+            f"the parsed network has no layer of the cache-update plugin for {pairs}. The engine would not update them "
+            "in place; this is a fault in trt_kvcache, please report it with the model"
         )
 
 

@@ -41,6 +41,8 @@ class BuildOptions:
         opt_level: TensorRT's builder optimization level, 0 to 5. None: its default (TensorRT only).
         timing_cache: file of measured kernel times, read if it exists and written after the build (TensorRT only).
         version_compatible: the engine runs on later TensorRT versions of the same major version (TensorRT only).
+        declare_aliases: tell TensorRT that the plugin's present and past caches are one buffer, instead of only binding
+            one address to both (TensorRT only). TensorRT may then copy whole caches to keep its own promises.
         strip_plan: leave the weights that can be refitted out of the engine.
         refit: weights can be changed after the build.
         profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: what the engine tells about its
@@ -62,6 +64,7 @@ class BuildOptions:
     opt_level: int | None = None
     timing_cache: str | None = None
     version_compatible: bool = False
+    declare_aliases: bool = False
     strip_plan: bool = False
     refit: bool = False
     profiling_verbosity: str = "layer-names-only"

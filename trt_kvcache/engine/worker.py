@@ -19,7 +19,7 @@ import msgspec
 
 from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, OutputError, TrtKvCacheError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.plan import Route, Target
 
 _NO_KERNEL = "not supported by a dedicated kernel"
 
@@ -85,6 +85,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     from trt_kvcache.importer.patch import patch_network
 
     logger, monitor = make_listeners(trt, send)
+    refusals = _register_plugins(trt, job)
     builder = trt.Builder(logger)
     # TensorRT 10 would otherwise be free to change precisions; 11 and TensorRT for RTX always keep them.
     typed = 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED) if job.target is Target.TENSORRT else 0
@@ -93,7 +94,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     send(Stage(STAGES[1]))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse(model.pop(), job.model):
-        raise BuildError(_parser_message(job, parser))
+        raise BuildError(_with_refusals(_parser_message(job, parser), refusals))
 
     send(Stage(STAGES[2]))
     patch_network(network, job.plan, trt)
@@ -118,7 +119,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         if writer.error is not None:
             raise OutputError(f"the engine cannot be written: {writer.error.strerror}") from writer.error
         if not built or not writer.size:
-            raise BuildError(f"{job.title} cannot build the engine: {logger.words()}")
+            raise BuildError(_with_refusals(f"{job.title} cannot build the engine: {logger.words()}", refusals))
         try:
             file.flush()
             os.fsync(file.fileno())
@@ -144,6 +145,20 @@ def _import_tensorrt(target: Target) -> Any:
     if not hasattr(trt.INetworkDefinition, "add_kv_cache_update"):
         raise BuildError(f"{target.value} {trt.__version__} has no KV-cache layer (IKVCacheUpdateLayer); update it")
     return trt
+
+
+def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
+    """Register the cache-update plugin if the plan needs it; returns a list that its refusals will appear in."""
+    if not any(cache.route is Route.PLUGIN for cache in job.plan.caches):
+        return []
+    from trt_kvcache.plugins.embed import register_for_this_gpu
+
+    return register_for_this_gpu(trt, declare_aliases=job.build.declare_aliases).errors
+
+
+def _with_refusals(message: str, refusals: list[TrtKvCacheError]) -> str:
+    """A message of TensorRT's with what the plugin refused, which TensorRT does not pass on."""
+    return "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])
 
 
 def _parser_message(job: Job, parser: Any) -> str:

@@ -1,0 +1,142 @@
+"""From a plan with the plugin to TensorRT: registered before the parser runs, refused by name, found in the network."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+from graphs import scatter_model
+from harness import imported
+from real_bindings import NEWEST, ask
+
+from trt_kvcache.engine.backend import Backend, check_build_options
+from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.network import check_network
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.errors import BuildError, OptionError
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Route, Target
+from trt_kvcache.plugins.compile import nvrtc_version
+
+SCRIPT = Path(__file__).with_name("build_for_tensorrt.py")
+
+
+def circular_decoder(folder: Path) -> Path:
+    return write_decoder(folder / "model.onnx", DecoderConfig(layers=1, mode="circular", lengths=False, causal=False))
+
+
+def stubs(folder: Path) -> Path:
+    (folder / "stubs").mkdir()
+    return folder / "stubs"
+
+
+def test_a_build_needs_a_gpu_to_compile_the_kernel_for(tmp_path: Path) -> None:
+    """All the way through `build_engine` and its child process, with TensorRT's bindings, before anything is parsed."""
+    if find_gpus()[2] == "":
+        pytest.skip("there is a driver here; the builder behind the bindings is none")
+    model = circular_decoder(tmp_path)
+    question = {"version": NEWEST, "model": str(model), "engine": str(tmp_path / "model.engine")}
+    answer = ask(NEWEST, SCRIPT, question, stubs(tmp_path))
+    assert answer["kind"] == "BackendError"
+    assert "the cache-update plugin is compiled for the GPU here" in answer["error"]
+    assert not (tmp_path / "model.engine").exists()
+
+
+def text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+MAJOR, MINOR = NVRTC = nvrtc_version()
+OLD = (MAJOR - 1, 8)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "words"),
+    [
+        (("sm_90", NVRTC), ""),
+        (("sm_120", (MAJOR, MINOR + 1)), ""),
+        (("sm_90", (MAJOR, 0)), ""),  # PTX is too new for this driver, a cubin is not
+        (("sm_999", NVRTC), f"architecture 'sm_999': NVRTC {text(NVRTC)} knows sm_"),
+        (("sm_90", OLD), f"the driver is for CUDA {text(OLD)}, and PTX of NVRTC {text(NVRTC)} needs CUDA"),
+    ],
+    ids=str,
+)
+def test_the_worker_registers_or_refuses(gpu: tuple[str, tuple[int, int]], words: str, tmp_path: Path) -> None:
+    model = circular_decoder(tmp_path)
+    answer = ask(NEWEST, SCRIPT, {"model": str(model), "gpu": gpu}, stubs(tmp_path))
+    assert answer["registered"] == (not words)
+    assert words in answer.get("error", "")
+    assert answer.get("kind") == ("OptionError" if words else None)
+
+
+def test_plans_without_the_plugin_do_not_register_it(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    assert not ask(NEWEST, SCRIPT, {"model": str(model), "gpu": ("none", (0, 0))}, stubs(tmp_path))["registered"]
+
+
+# The parsed network.
+
+
+class Layer:
+    def __init__(self, kind: str, inputs: list[str], outputs: list[str]) -> None:
+        self.type, self.name, self.num_outputs = kind, "layer", len(outputs)
+        self.get_input = lambda i: SimpleNamespace(name=inputs[i])
+        self.get_output = lambda i: SimpleNamespace(name=outputs[i])
+
+
+class Network:
+    """A network of layers, with the inputs and outputs of a plan."""
+
+    def __init__(self, plan: CachePlan, layers: list[Layer]) -> None:
+        self.num_layers, self.get_layer = len(layers), layers.__getitem__
+        tensors = {io: [self.tensor(t) for t in plan.tensors if t.io == io] for io in ("input", "output")}
+        self.num_inputs, self.get_input = len(tensors["input"]), tensors["input"].__getitem__
+        self.num_outputs, self.get_output = len(tensors["output"]), tensors["output"].__getitem__
+
+    @staticmethod
+    def tensor(role: Any) -> Any:
+        shape = [d if isinstance(d, int) else -1 for d in role.shape]
+        dtype = {"float16": "HALF", "int64": "INT64", "float": "FLOAT", "bool": "BOOL"}[role.dtype]
+        return SimpleNamespace(name=role.name, dtype=SimpleNamespace(name=dtype), shape=shape, is_shape_tensor=False)
+
+
+TRT = SimpleNamespace(LayerType=SimpleNamespace(KV_CACHE_UPDATE="kv", PLUGIN_V3="plugin"))
+
+
+def test_plugin_layers_are_found_in_the_network(tmp_path: Path) -> None:
+    plan = imported(scatter_model(mode="circular"), tmp_path, PlanOptions(target=Target.TENSORRT)).plan
+    layer = Layer("plugin", ["past", "update", "write_indices"], ["present"])
+    check_network(Network(plan, [layer]), plan, TRT)
+    copies = [Layer("scatter", ["past"], ["present"])]
+    other = [Layer("plugin", ["other", "update"], ["present"])]
+    for layers in ([], copies, other):
+        with pytest.raises(
+            BuildError, match="no layer of the cache-update plugin for past -> present.*not update them in"
+        ):
+            check_network(Network(plan, layers), plan, TRT)
+
+
+def test_a_pair_is_two_caches_of_one_layer(tmp_path: Path) -> None:
+    plan = import_model(circular_decoder(tmp_path), PlanOptions(target=Target.TENSORRT)).plan
+    key, value = plan.caches
+    assert key.route is value.route is Route.PLUGIN
+    pair = Layer("plugin", [key.past, value.past, "k", "v"], [key.present, value.present])
+    check_network(Network(plan, [pair]), plan, TRT)
+    swapped = Layer("plugin", [value.past, key.past, "k", "v"], [key.present, value.present])
+    with pytest.raises(BuildError, match="no layer of the cache-update plugin"):
+        check_network(Network(plan, [swapped]), plan, TRT)
+
+
+def test_rtx_has_no_aliases_to_declare() -> None:
+    with pytest.raises(OptionError, match="--declare-aliases has no use here: .* has no plugins"):
+        check_build_options(Backend(Target.TENSORRT_RTX, "1.7.1"), BuildOptions(declare_aliases=True))
+
+
+def test_plans_for_rtx_have_no_plugin(tmp_path: Path) -> None:
+    for mode, dtype in (("circular", 10), ("circular", 3), ("linear", 3)):
+        result = imported(scatter_model(mode=mode, dtype=dtype), tmp_path)
+        assert all(c.route is not Route.PLUGIN for c in result.plan.caches)
+        assert not any(n.domain == "trt_kvcache" for n in result.model.graph.node)
