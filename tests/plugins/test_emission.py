@@ -11,6 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from cases import decoder_attention, packed_model
+from decoders import DecoderConfig, write_decoder
 from graphs import Graph, scatter_model
 from harness import Array, Feeds, imported, random_array, run, run_rewritten
 from onnx import TensorProto, helper
@@ -21,6 +22,8 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target, UpdateForm, UpdateMode
 from trt_kvcache.importer.rewrite.plugin_functions import operator_function
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, Operator
+from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.runner import StepBatch
 
 FULL = PlanOptions(target=Target.TENSORRT)
 CAPACITY = 6
@@ -376,3 +379,18 @@ def test_packed_quantized(tmp_path: Path) -> None:
 def test_packed_circular_needs_the_plugin(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'node_present' is circular; .* plan for TensorRT"):
         imported(packed_model(mode="circular"), tmp_path)
+
+
+def test_circular_decoding_past_three_wraps_runs_on_onnx_runtime(tmp_path: Path) -> None:
+    """The plugin's definition in ONNX under the runner of sessions, beside plain operators: the same logits."""
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=16, mode="circular"))
+    plans = (FULL, PlanOptions(fallback=Fallback.FUNCTIONAL))
+    plugin, plain = (OnnxRuntimeRunner(model, options, max_batch=2, max_chunk=16) for options in plans)
+    assert {cache.route for cache in plugin.plan.caches} == {Route.PLUGIN}
+    rng = np.random.default_rng(0)
+    lengths = np.zeros(2, np.int64)
+    for length in (8, 5, 1, 7, 1, 5, 3, 16, 1, 6, 5, 1):
+        batch = StepBatch(0, rng.integers(0, plugin.vocab, (2, length)), lengths.copy(), length)
+        np.testing.assert_array_equal(plugin.step(batch), plain.step(batch))
+        lengths += length
+    assert lengths.min() > 3 * 16
