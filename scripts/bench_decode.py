@@ -42,7 +42,8 @@ from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, array_dtype
 
-BURST, SKIPPED = 12, 2  # steps per turn, and those at its start that still meet the threads of the one before
+BURST, SKIPPED = 16, 4  # steps per turn, and those at its start that meet cold caches and sleeping threads
+REST = 0.1  # seconds before a turn: the threads of the one before spin for tens of milliseconds
 
 Steps = Iterator[int]
 """The tokens after a prompt, one per step."""
@@ -127,6 +128,7 @@ def measure(ways: dict[str, Steps], count: int) -> dict[str, list[float]]:
     for number in range(0, count - 1, BURST):
         shuffle(order)  # nobody always comes after the same one
         for name, steps in order:
+            time.sleep(REST)
             for place in range(min(BURST, count - 1 - number)):
                 start = time.perf_counter()
                 tokens[name].append(next(steps))
@@ -180,6 +182,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="steps of each way")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=768)
+    parser.add_argument("--kv-heads", type=int, help="heads of 64; default: a third of the query heads")
     parser.add_argument("--vocab", type=int, default=16384)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every way; default: one per core")
     given = parser.parse_args()
@@ -188,8 +191,8 @@ def main() -> None:
     results = []
     for capacity in given.capacity or [4096, 16384]:
         config = DecoderConfig(
-            layers=given.layers, hidden=given.hidden, query_heads=given.hidden // 64, kv_heads=given.hidden // 192,
-            head_size=64, vocab=given.vocab, capacity=capacity, positions=capacity,
+            layers=given.layers, hidden=given.hidden, head_size=64, vocab=given.vocab, capacity=capacity,
+            query_heads=given.hidden // 64, kv_heads=given.kv_heads or given.hidden // 192, positions=capacity,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
             found = compare(config, prompt, given.tokens, given.threads, Path(folder))
