@@ -22,7 +22,18 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def gpu_tests(**environment: str) -> str:
-    command = ["-m", "pytest", "-q", "-p", "runtime.fake_gpu", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu/test_engines.py"]
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "runtime.fake_gpu",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        "gpu",
+        "tests/gpu/test_engines.py",
+    ]
     return run(*command, **environment).stdout
 
 
