@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
+from hypothesis import settings
 
 from trt_kvcache.engine.doctor import find_gpus
 
 
 def pytest_configure() -> None:
-    """Let children receive Ctrl-C: a shell starts what it runs in the background with SIGINT ignored, for good."""
+    """Settle what depends on the surroundings.
+
+    Children receive Ctrl-C: a shell starts what it runs in the background with SIGINT ignored, for good. In CI,
+    generated cases are the same in every run and slow machines are no failures; elsewhere every run looks for new ones.
+    """
+    settings.register_profile("ci", derandomize=True, deadline=None)
+    if os.environ.get("CI"):
+        settings.load_profile("ci")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
