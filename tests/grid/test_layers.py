@@ -89,6 +89,20 @@ def test_one_cache_read_by_several_attentions(
     assert {c.route for c in plan.caches} == {Route.NATIVE}
 
 
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("span", [True, False])
+def test_parts_of_one_projection_are_many_queries(span: bool, shared: bool, tmp_path: Path) -> None:
+    """One attention per group of heads, over slices of one wide query: not the same query several times."""
+    graph = Layers()
+    wide = graph.query(heads=32)
+    one = (graph.cache("k"), graph.cache("v")) if shared else None
+    for i in range(8):
+        bounds = [graph.constant([4 * i]), graph.constant([4 * i + 4]), graph.constant([1])]
+        part = graph.node("Slice", [wide, *bounds])
+        graph.attend(part, *(one or (graph.cache(f"k{i}"), graph.cache(f"v{i}"))), f"y{i}", is_causal=1)
+    check(graph.model(), tmp_path, options=PlanOptions(attention_span=span))
+
+
 def test_more_readers_of_one_query_are_refused(tmp_path: Path) -> None:
     graph = Layers()
     query = graph.query()

@@ -36,9 +36,7 @@ from trt_kvcache.importer.plan import (
     PlanOptions,
     SpanInput,
 )
-
-MOST_READERS = 5
-"""Attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16 for them, which float16 still holds."""
+from trt_kvcache.importer.queries import MOST_READERS, sequence_axis, whole_query
 
 
 @dataclass(frozen=True)
@@ -358,20 +356,6 @@ def _cache_behind(tensor: gs.Tensor, present: dict[str, CacheUpdate]) -> CacheUp
 def _axis(tensor: gs.Tensor, axis: int) -> Dim:
     shape = dims(tensor)
     return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
-
-
-def whole_query(node: gs.Node) -> gs.Tensor:
-    """What Q of an attention is a part or view of."""
-    tensor = node.inputs[0]
-    while (maker := producer(tensor)) is not None and is_op(maker, *VIEW_OPS):
-        tensor = maker.inputs[0]
-    return tensor
-
-
-def sequence_axis(tensor: gs.Tensor) -> int:
-    """The sequence axis of Q, K or V: 1 of ``[B, S, N*H]``, 2 of ``[B, N, S, H]``."""
-    shape = dims(tensor)
-    return 1 if shape is not None and len(shape) == 3 else 2
 
 
 def _head_size(node: gs.Node, tensor: gs.Tensor, heads: Dim) -> int | None:

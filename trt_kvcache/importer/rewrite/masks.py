@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.attention import AttentionFacts, sequence_axis, sequence_source
+from trt_kvcache.importer.attention import AttentionFacts, sequence_source
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
+from trt_kvcache.importer.queries import sequence_axis
 
 
 @dataclass(frozen=True)
