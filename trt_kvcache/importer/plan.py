@@ -94,6 +94,40 @@ class AttentionKind(str, Enum):
     """Plain MatMul, Softmax, MatMul: IAttention cannot express it."""
 
 
+class Sliding(str, Enum):
+    """The option ``--sliding``: how to hold a cache of which attention only sees a window."""
+
+    LINEAR = "linear"
+    """All tokens up to the capacity, as the model has it."""
+    CIRCULAR = "circular"
+    """A circular buffer of the window and one update: memory and step time stop growing with the text."""
+
+
+class OriginalRole(str, Enum):
+    """The part that an input or output plays in a model whose interface normalization changed."""
+
+    TOKENS = "tokens"
+    """Token ids or embeddings ``[B, S, ...]``."""
+    POSITIONS = "positions"
+    """Position of every new token: ``P + arange(S)``, as ``[S]``, ``[1, S]`` or ``[B, S]``."""
+    PADDING_MASK = "padding_mask"
+    """Ones for every token of the past and of the update: integer or bool ``[B, P + S]``."""
+    PAST_LENGTH = "past_length"
+    """Tokens in the cache before the step: ``P``, a scalar or one per row."""
+    MASK = "mask"
+    """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
+    GROWING_CACHE = "growing_cache"
+    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out."""
+    FIXED_CACHE = "fixed_cache"
+    """A cache of fixed capacity, the same length in and out."""
+    CONSTANT = "constant"
+    """Given once and only read, such as the output of an encoder or its keys and values."""
+    STATE = "state"
+    """State of fixed shape that every step replaces."""
+    LOGITS = "logits"
+    OTHER = "other"
+
+
 class Role(str, Enum):
     """The part that an input or output of the model plays in a decode loop."""
 
@@ -105,6 +139,7 @@ class Role(str, Enum):
     MASK = "mask"
     CACHE = "cache"
     SPAN = "span"
+    STATE = "state"
     LOGITS = "logits"
     OTHER = "other"
 
@@ -142,6 +177,7 @@ class CacheUpdate:
         update_length: ``S_new``: a size, or a symbol.
         readers: names of the Attention nodes that read `present`.
         carried: past is an input and present an output of the graph, so the caller keeps it from step to step.
+        idiom: how the model as exported writes this cache, such as ``"Concat"``; ``"TensorScatter"`` as it stands.
     """
 
     node: str
@@ -165,6 +201,7 @@ class CacheUpdate:
     contract: UpdateContract | None = None
     readers: tuple[str, ...] = ()
     carried: bool = True
+    idiom: str = "TensorScatter"
 
     @property
     def in_place(self) -> bool:
@@ -263,6 +300,58 @@ class TensorRole:
 
 
 @dataclass(frozen=True)
+class InterfaceChange:
+    """An input or output of the model as exported that changes or disappears.
+
+    Attributes:
+        io: ``"input"`` or ``"output"``.
+        old: name and shape in the model as exported, such as ``"attention_mask [batch, P + S]"``; empty: it is new.
+        new: name and shape in the rewritten model; empty: it is gone.
+        why: what it becomes, or what the caller gives instead.
+    """
+
+    io: str
+    old: str
+    new: str
+    why: str
+
+
+@dataclass(frozen=True)
+class OriginalTensor:
+    """One input or output of the model as exported, where normalization changed the interface.
+
+    Attributes:
+        io: ``"input"`` or ``"output"``.
+        shape: as exported; fixed sizes and symbols.
+        axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S), ``"capacity"``, or
+            ``""``.
+    """
+
+    name: str
+    io: str
+    role: OriginalRole
+    dtype: str
+    shape: tuple[Dim, ...]
+    axes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StateUpdate:
+    """State that is no attention cache, replaced as a whole by every step: convolution and linear-attention state.
+
+    Attributes:
+        past, present: names of the graph's input and output, of one dtype and shape.
+        reason: why past and present need two buffers.
+    """
+
+    past: str
+    present: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
 class PlanOptions:
     """What a caller may decide about a plan.
 
@@ -274,6 +363,9 @@ class PlanOptions:
         fallback: what to do where TensorRT's own layer does not know an update.
         packed_native: the target knows packed updates natively (TensorRT from 11.0 on, TensorRT for RTX).
         config: a YAML file with name patterns for roles, used before the shipped ones.
+        sliding: how to hold caches of which attention only sees a window.
+        window_chunk: the most tokens of one update, where `sliding` makes circular caches: they hold that many rows beside
+            the window.
     """
 
     target: Target = Target.TENSORRT_RTX
@@ -283,6 +375,8 @@ class PlanOptions:
     fallback: Fallback = Fallback.AUTO
     packed_native: bool = True
     config: str | None = None
+    sliding: Sliding = Sliding.LINEAR
+    window_chunk: int = 128
 
 
 @dataclass(frozen=True)
@@ -293,6 +387,10 @@ class CachePlan:
         schema_version: of this data, written into JSON.
         opset: of the model's default domain.
         warnings: what the user should know before building.
+        notes: what normalization did, such as what a circular window saves.
+        changes: inputs and outputs of the model as exported that change or disappear.
+        original: the interface of the model as exported; empty where normalization left it as it is.
+        states: state that is no attention cache.
     """
 
     options: PlanOptions
@@ -304,6 +402,10 @@ class CachePlan:
     tensors: tuple[TensorRole, ...]
     warnings: tuple[str, ...] = ()
     inlined: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    changes: tuple[InterfaceChange, ...] = ()
+    original: tuple[OriginalTensor, ...] = ()
+    states: tuple[StateUpdate, ...] = ()
     schema_version: int = field(default=1)
 
     def cache_bytes(self, batch: int = 1) -> int:

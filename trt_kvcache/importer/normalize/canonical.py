@@ -1,0 +1,179 @@
+"""Emit the canonical form: TensorScatter caches, Attention over them, and the inputs that both need.
+
+    write_indices [B]        first row that this step writes, per sequence
+    nonpad_kv_seqlen [B]     rows that hold tokens after this step: write_indices + S
+    present = TensorScatter(past [B, N, L, D], update [B, N, S, D], write_indices, axis=2)
+    output  = Attention(query [B, Hq, S, D], present key, present value, own mask?, nonpad_kv_seqlen, is_causal=1)
+
+It is the form of mobius-onnx's static caches (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
+https://onnx.ai/onnx/operators/onnx__Attention.html), which the importer plans.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import Emitter, contains, dims, elem_type
+from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
+
+_INT64 = int(onnx.TensorProto.INT64)
+
+
+class Canonical:
+    """Emits into one graph. Inputs are added to the graph when the first node needs them.
+
+    Args:
+        graph: edited in place.
+        tokens: the graph input ``[B, S, ...]`` of the new tokens: its shape gives B and S.
+        batch: the batch dimension, as caches have it.
+        capacity: tokens per sequence.
+    """
+
+    def __init__(self, graph: gs.Graph, tokens: gs.Tensor, batch: int | str, capacity: int) -> None:
+        self.graph = graph
+        self.emit = Emitter(graph)
+        self.tokens = tokens
+        self.batch = batch
+        self.capacity = capacity
+        self.idioms: dict[str, str] = {}
+        self.opset = 24
+        self._taken = set(graph.tensors())
+
+    @property
+    def write_indices(self) -> gs.Variable:
+        """int64 ``[B]``: the row that the first new token of each sequence goes to."""
+        return self._input("write_indices")
+
+    @property
+    def lengths(self) -> gs.Variable:
+        """int64 ``[B]``: rows that hold tokens after this step."""
+        return self._input("nonpad_kv_seqlen")
+
+    def positions(self) -> gs.Variable:
+        """int64 ``[B, S]``: position of each new token."""
+        emit = self.emit
+
+        def make() -> gs.Variable:
+            shape = emit.op("Shape", [self.tokens], "tokens_shape", _INT64)
+            length = emit.op("Gather", [shape, emit.ints(1)], "new_tokens", _INT64, axis=0)
+            steps = emit.op("Range", [emit.ints(0), length, emit.ints(1)], "new_token", _INT64)
+            first = emit.op("Unsqueeze", [self.write_indices, emit.ints([1])], "first_position", _INT64)
+            return emit.op("Add", [first, steps], "positions", _INT64)
+
+        made: gs.Variable = emit.once("positions", make)
+        return made
+
+    def write(self, write: Write) -> None:
+        """Make `write.present` by TensorScatter from `write.past`, whatever made it before."""
+        update = write.update
+        if write.perm is not None and write.perm != tuple(range(len(write.perm))):
+            update = self.emit.op("Transpose", [update], "update", perm=list(write.perm))
+        mode = "circular" if write.circular else "linear"
+        self.scatter(write.past, update, write.present, write.axis, mode, write.idiom)
+
+    def scatter(
+        self,
+        past: gs.Tensor,
+        update: gs.Tensor,
+        present: gs.Tensor,
+        axis: int = 2,
+        mode: str = "linear",
+        idiom: str = "?",
+    ) -> None:
+        """Make `present` by TensorScatter.
+
+        Args:
+            past: the graph input.
+            update: new rows, in the axis order of the cache.
+            present: the graph output, taken from its producer.
+            axis: the sequence axis.
+            mode: ``"linear"`` or ``"circular"``.
+            idiom: how the model as exported did it, for the plan.
+        """
+        present.inputs.clear()
+        present.shape = past.shape
+        present.dtype = past.dtype
+        name = self.emit.name(f"{past.name}:update")
+        attrs = {"axis": axis, "mode": mode}
+        self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [present]))
+        self.idioms[past.name] = idiom
+
+    def core(self, core: Core) -> None:
+        """Make `core.output` by Attention, whatever made it before."""
+        self.attention(
+            core.output,
+            core.query,
+            core.key.present,
+            core.value.present,
+            core.visibility,
+            core.scale,
+            core.softcap,
+            core.node,
+        )
+
+    def attention(
+        self,
+        output: gs.Tensor,
+        query: gs.Tensor,
+        key: gs.Tensor,
+        value: gs.Tensor,
+        visibility: Visibility,
+        scale: float,
+        softcap: float = 0.0,
+        name: str = "attention",
+    ) -> None:
+        """Make `output` by Attention over caches.
+
+        Args:
+            output: ``[B, Hq, S, Dv]``, taken from its producer.
+            query: ``[B, Hq, S, D]``.
+            key, value: presents ``[B, N, L, D]``.
+            visibility: which keys a query sees.
+            scale: of the scores.
+            softcap: of the scores; 0: none.
+            name: of the node.
+        """
+        output.inputs.clear()
+        nothing = gs.Variable.empty()
+        attrs: dict[str, int | float] = {"is_causal": int(visibility.causal), "scale": float(np.float32(scale))}
+        if softcap:
+            attrs["softcap"] = float(np.float32(softcap))
+        if visibility.window is not None:
+            attrs["left_window_size"] = visibility.window - 1  # ONNX counts the keys before the query's own
+            self.opset = 25
+        inputs = [query, key, value]
+        bounded = visibility.bounded or visibility.causal
+        if visibility.own is not None or bounded:
+            inputs.append(visibility.own if visibility.own is not None else nothing)
+        if bounded:
+            inputs += [nothing, nothing, self.lengths]
+        self.graph.nodes.append(gs.Node("Attention", self.emit.name(name), attrs, inputs, [output]))
+        if elem_type(output) in (None, 0):
+            output.dtype = query.dtype
+
+    def _input(self, name: str) -> gs.Variable:
+        def make() -> gs.Variable:
+            free = name
+            while free in self._taken:
+                free += "_"
+            self._taken.add(free)
+            tensor = gs.Variable(free, dtype=np.int64, shape=[self.batch])
+            self.graph.inputs.append(tensor)
+            return tensor
+
+        made: gs.Variable = self.emit.once(("input", name), make)
+        return made
+
+    @property
+    def added(self) -> list[gs.Tensor]:
+        """The graph inputs that were added so far."""
+        made = [self.emit._made.get(("input", name)) for name in ("write_indices", "nonpad_kv_seqlen")]
+        return [t for t in made if t is not None and contains(self.graph.inputs, t)]
+
+
+def batch_of(tensor: gs.Tensor) -> int | str:
+    """The batch dimension of a cache, ``"batch"`` where it has no name."""
+    first = (dims(tensor) or ("?",))[0]
+    return "batch" if first == "?" else first

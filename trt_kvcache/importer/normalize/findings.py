@@ -1,0 +1,95 @@
+"""What was found in a model as exported: plain data between finding and rewriting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
+
+
+@dataclass(frozen=True, eq=False)
+class Write:
+    """One cache update.
+
+    Attributes:
+        idiom: the operator or pattern in the model as exported, for the plan.
+        past: the graph input that holds the cache.
+        present: the graph output that holds the cache and the update.
+        update: the new rows.
+        perm: the permutation that brings `update` to the axis order of the cache; None: it has that order.
+        axis: the sequence axis of the cache.
+        growing: past holds as many rows as there are tokens, present more; else both have the capacity.
+        circular: rows wrap around the capacity.
+        node: name of the node that writes, for messages.
+        positions: names of the graph inputs that say where the rows go; empty for growing caches.
+        aliases: tensors with the same contents as `present` in the same layout, which attention may read instead.
+    """
+
+    idiom: str
+    past: gs.Tensor
+    present: gs.Tensor
+    update: gs.Tensor
+    perm: tuple[int, ...] | None
+    axis: int
+    growing: bool
+    circular: bool
+    node: str
+    positions: tuple[str, ...] = ()
+    aliases: tuple[gs.Tensor, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class Visibility:
+    """Which keys a query sees. A key row ``j`` is visible to query ``i`` where every given condition holds.
+
+    Attributes:
+        causal: ``j <= write_index + i``.
+        window: ``j > write_index + i - window``: as many keys, the query's own included; None: all.
+        own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: none.
+        bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
+    """
+
+    causal: bool = True
+    window: int | None = None
+    own: gs.Tensor | None = None
+    bounded: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Core:
+    """One attention over caches.
+
+    Attributes:
+        node: name of the node that stands for it in messages and plans.
+        output: the tensor ``[B, Hq, S, Dv]`` that it makes.
+        query: ``[B, Hq, S, D]``.
+        key, value: the writes whose present it reads.
+        scale: factor of the scores.
+        softcap: 0: none.
+    """
+
+    node: str
+    output: gs.Tensor
+    query: gs.Tensor
+    key: Write
+    value: Write
+    scale: float
+    softcap: float
+    visibility: Visibility
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What normalization did to a model, for the plan.
+
+    Attributes:
+        idioms: by name of the cache input.
+    """
+
+    idioms: dict[str, str]
+    changes: tuple[InterfaceChange, ...] = ()
+    original: tuple[OriginalTensor, ...] = ()
+    states: tuple[StateUpdate, ...] = ()
+    notes: tuple[str, ...] = ()
