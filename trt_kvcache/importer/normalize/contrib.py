@@ -1,0 +1,263 @@
+"""Write ONNX Runtime's fused operators (domain ``com.microsoft``) in standard operators of opset 23.
+
+    SimplifiedLayerNormalization(x, g)                 RMSNormalization(x, g)
+    SkipSimplifiedLayerNormalization(x, skip, g, b)    s = x + skip + b; RMSNormalization(s, g); s
+    SkipLayerNormalization(x, skip, g, beta, b)        s = x + skip + b; LayerNormalization(s, g, beta); s
+    RotaryEmbedding(x, position_ids, cos, sin)         RotaryEmbedding(x, cos, sin, position_ids), see `rotary`
+    Gelu, FastGelu, BiasGelu                           Gelu(x + b), exact or tanh
+    QuickGelu(x)                                       x * Sigmoid(alpha * x)
+    FusedMatMul(a, b)                                  MatMul(Transpose(a), Transpose(b)) * alpha
+
+Measured against ONNX Runtime's own kernels: equal bit for bit, except for sums before a normalization and for Gelu,
+which its fp16 kernels keep in fp32 (one unit in the last place of fp16).
+
+Quantized weights (MatMulNBits and its kin) are refused: TensorRT knows them in the QuantizeLinear/DequantizeLinear form
+only. Operators that hold a cache have a stage of their own; any other operator stays as it is.
+
+Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    ONNX_DOMAINS,
+    Emitter,
+    consumers,
+    contains,
+    dims,
+    elem_type,
+    input_or_none,
+    replace_uses,
+)
+from trt_kvcache.importer.normalize.rotary import lower_rotary
+
+CONTRIB = "com.microsoft"
+"""The domain of ONNX Runtime's own operators."""
+
+FLOAT = int(onnx.TensorProto.FLOAT)
+
+_QUANTIZED = {
+    "MatMulNBits": "export unquantized, or in QDQ form (onnxruntime-genai: extra option use_qdq=true)",
+    "MatMulBnb4": "export unquantized",
+    "GatherBlockQuantized": "export with an embedding that is not quantized",
+    "QMoE": "export unquantized",
+    "MatMulInteger16": "export unquantized",
+}
+
+
+def lower_contrib(graph: gs.Graph) -> None:
+    """Replace, in place, the fused operators that have an exact form in standard operators.
+
+    What is emitted needs opset 23: raise the model first (`opset.raise_opset` leaves these operators alone).
+
+    Raises:
+        UnsupportedModelError: a fused operator asks for what standard operators cannot express, or is quantized.
+    """
+    emitter = Emitter(graph)
+    lowered: set[int] = set()
+    for node in list(graph.nodes):
+        fused = node.domain == CONTRIB
+        if fused and node.op in _QUANTIZED:
+            raise UnsupportedModelError(
+                f"{_label(node)} computes on quantized weights in ONNX Runtime's own format, which TensorRT has no "
+                f"operator for; supported are float weights and DequantizeLinear: {_QUANTIZED[node.op]}"
+            )
+        lowering = _LOWERINGS.get(node.op) if fused else None
+        if node.op == "SimplifiedLayerNormalization" and (fused or node.domain in ONNX_DOMAINS):
+            lowering = _simplified_norm
+        if lowering is not None:
+            outputs = list(node.outputs)
+            results = lowering(emitter, node)
+            node.outputs.clear()
+            for result, output in zip(results, outputs, strict=False):
+                if result is not None:
+                    become(result, output)
+            lowered.add(id(node))
+    if lowered:
+        graph.nodes[:] = [node for node in graph.nodes if id(node) not in lowered]
+        graph.toposort()
+
+
+def become(result: gs.Tensor, output: gs.Tensor) -> None:
+    """Let the emitted tensor `result` take the place and the name of the model's tensor `output`, which has no maker.
+
+    Empty outputs (which the model leaves out) are passed over.
+    """
+    if output.is_empty():
+        return
+    output.dtype = output.dtype if elem_type(output) else result.dtype
+    maker = result.inputs[0]
+    replace_uses(result, output)
+    maker.outputs = [output if t is result else t for t in maker.outputs]
+
+
+def scalar_like(emitter: Emitter, value: float, like: gs.Tensor) -> gs.Tensor:
+    """A scalar constant of the element type of `like`, even where the model does not state that type."""
+    dtype = elem_type(like)
+    if dtype:
+        return emitter.scalar(value, dtype)
+    return emitter.op("CastLike", [emitter.scalar(value, FLOAT), like], "scalar")
+
+
+def used(graph: gs.Graph, node: gs.Node, index: int) -> bool:
+    """Whether anything reads output `index` of a node."""
+    if index >= len(node.outputs) or node.outputs[index].is_empty():
+        return False
+    tensor = node.outputs[index]
+    return bool(consumers(tensor)) or contains(graph.outputs, tensor)
+
+
+def _label(node: gs.Node) -> str:
+    return f"{node.domain or 'ai.onnx'}::{node.op} '{node.name}'"
+
+
+Results = Sequence[gs.Tensor | None]
+
+
+def _simplified_norm(emitter: Emitter, node: gs.Node) -> Results:
+    x, scale = node.inputs[:2]
+    axis, epsilon = int(node.attrs.get("axis", -1)), float(node.attrs.get("epsilon", 1e-5))
+    stash = int(node.attrs.get("stash_type", FLOAT))
+    mixed = elem_type(scale) not in (None, 0, elem_type(x)) and elem_type(x)
+    if mixed:  # the result has the scale's type; one type for both is what every RMSNormalization kernel takes
+        x = emitter.op("Cast", [x], "norm_in", elem_type(scale), to=elem_type(scale))
+    y = _rms_norm(emitter, x, scale, axis, epsilon, stash)
+    if not used(emitter.graph, node, 1):
+        return [y]
+    return [y, _inverse_rms(emitter, node.inputs[0], axis, epsilon)]
+
+
+def _rms_norm(emitter: Emitter, x: gs.Tensor, scale: gs.Tensor, axis: int, epsilon: float, stash: int) -> gs.Tensor:
+    y = emitter.op("RMSNormalization", [x, scale], "norm", axis=axis, epsilon=epsilon, stash_type=stash)
+    y.shape = x.shape
+    return y
+
+
+def _inverse_rms(emitter: Emitter, x: gs.Tensor, axis: int, epsilon: float) -> gs.Tensor:
+    """``1 / sqrt(mean(x^2) + epsilon)`` in fp32 over `axis` and all behind it."""
+    shape = dims(x)
+    if axis >= 0 and shape is None:
+        raise UnsupportedModelError(f"the rank of '{x.name}' is not in the model: export it with shapes")
+    axes = list(range(axis if axis < 0 else axis - len(shape or ()), 0))
+    wide = emitter.op("Cast", [x], "norm_wide", FLOAT, to=FLOAT)
+    square = emitter.op("Mul", [wide, wide], "norm_square", FLOAT)
+    mean = emitter.op("ReduceMean", [square, emitter.ints(axes)], "norm_mean", FLOAT, keepdims=1)
+    shifted = emitter.op("Add", [mean, emitter.scalar(epsilon, FLOAT)], "norm_mean", FLOAT)
+    return emitter.op("Reciprocal", [emitter.op("Sqrt", [shifted], "norm_root", FLOAT)], "norm_inverse", FLOAT)
+
+
+def _residual(emitter: Emitter, node: gs.Node, bias_index: int) -> gs.Tensor:
+    """Sum of input, skip and bias; a skip of lower rank or batch 1 broadcasts in the operator as in Add."""
+    result = emitter.op("Add", node.inputs[:2], "residual")
+    result.shape = node.inputs[0].shape
+    bias = input_or_none(node, bias_index)
+    if bias is not None:
+        result = emitter.op("Add", [result, bias], "residual_bias")
+        result.shape = node.inputs[0].shape
+    return result
+
+
+def _skip_simplified_norm(emitter: Emitter, node: gs.Node) -> Results:
+    if used(emitter.graph, node, 1):
+        raise UnsupportedModelError(
+            f"the output 'mean' of {_label(node)} is read, which no kernel defines (RMS normalization has no mean): "
+            "export for inference"
+        )
+    total = _residual(emitter, node, 3)
+    epsilon = float(node.attrs.get("epsilon", 1e-12))
+    y = _rms_norm(emitter, total, node.inputs[2], -1, epsilon, FLOAT)
+    inverse = _inverse_rms(emitter, total, -1, epsilon) if used(emitter.graph, node, 2) else None
+    return [y, None, inverse, total]
+
+
+def _skip_norm(emitter: Emitter, node: gs.Node) -> Results:
+    total = _residual(emitter, node, 4)
+    beta = input_or_none(node, 3)
+    inputs = [total, node.inputs[2]] + ([beta] if beta is not None else [])
+    epsilon = float(node.attrs.get("epsilon", 1e-12))
+    y = emitter.op("LayerNormalization", inputs, "norm", axis=-1, epsilon=epsilon, stash_type=FLOAT)
+    y.shape = total.shape
+    results: list[gs.Tensor | None] = [y, None, None, total]
+    if used(emitter.graph, node, 1) or used(emitter.graph, node, 2):
+        for index, name in ((1, "norm_mean"), (2, "norm_inverse")):
+            results[index] = gs.Variable(emitter.name(name), dtype=FLOAT)
+            y.inputs[0].outputs.append(results[index])
+    return results
+
+
+def _gelu(emitter: Emitter, node: gs.Node, approximate: str) -> Results:
+    x, bias = node.inputs[0], input_or_none(node, 1)
+    if bias is not None:
+        x = emitter.op("Add", [x, bias], "gelu_bias")
+        x.shape = node.inputs[0].shape
+    return [emitter.op("Gelu", [x], "gelu", approximate=approximate)]
+
+
+def _exact_gelu(emitter: Emitter, node: gs.Node) -> Results:
+    return _gelu(emitter, node, "none")
+
+
+def _fast_gelu(emitter: Emitter, node: gs.Node) -> Results:
+    return _gelu(emitter, node, "tanh")
+
+
+def _quick_gelu(emitter: Emitter, node: gs.Node) -> Results:
+    x = scaled = node.inputs[0]
+    alpha = float(node.attrs.get("alpha", 1.702))
+    if alpha != 1:
+        scaled = emitter.op("Mul", [x, scalar_like(emitter, alpha, x)], "quick_gelu")
+    gate = emitter.op("Sigmoid", [scaled], "quick_gelu", elem_type(x))
+    return [emitter.op("Mul", [x, gate], "quick_gelu")]
+
+
+def _fused_matmul(emitter: Emitter, node: gs.Node) -> Results:
+    a = _matmul_operand(emitter, node, 0, "A")
+    b = _matmul_operand(emitter, node, 1, "B")
+    result = emitter.op("MatMul", [a, b], "matmul")
+    alpha = float(node.attrs.get("alpha", 1.0))
+    return [emitter.op("Mul", [result, scalar_like(emitter, alpha, a)], "matmul_scaled") if alpha != 1 else result]
+
+
+def _matmul_operand(emitter: Emitter, node: gs.Node, index: int, letter: str) -> gs.Tensor:
+    """One side of a FusedMatMul as MatMul takes it. Vectors are never transposed (measured)."""
+    tensor = node.inputs[index]
+    swap, batch = bool(node.attrs.get(f"trans{letter}", 0)), bool(node.attrs.get(f"transBatch{letter}", 0))
+    if not swap and not batch:
+        return tensor
+    shape = dims(tensor)
+    if shape is None:
+        raise UnsupportedModelError(
+            f"{_label(node)} transposes '{tensor.name}', whose rank is not in the model: export it with shapes"
+        )
+    perm = list(range(len(shape)))
+    if batch and len(perm) > 2:  # the first axis goes behind the batch axes
+        perm = [*perm[1:-1], 0, perm[-1]]
+    if swap and len(perm) > 1:
+        perm[-2:] = perm[:-3:-1]
+    if perm == sorted(perm):
+        return tensor
+    moved = emitter.op("Transpose", [tensor], "matmul_operand", perm=perm)
+    moved.shape = [None if shape[axis] == "?" else shape[axis] for axis in perm]
+    return moved
+
+
+def _rotary(emitter: Emitter, node: gs.Node) -> Results:
+    return [lower_rotary(emitter, node)]
+
+
+_LOWERINGS: dict[str, Callable[[Emitter, gs.Node], Results]] = {
+    "SkipSimplifiedLayerNormalization": _skip_simplified_norm,
+    "SkipLayerNormalization": _skip_norm,
+    "RotaryEmbedding": _rotary,
+    "Gelu": _exact_gelu,
+    "FastGelu": _fast_gelu,
+    "BiasGelu": _exact_gelu,
+    "QuickGelu": _quick_gelu,
+    "FusedMatMul": _fused_matmul,
+}
