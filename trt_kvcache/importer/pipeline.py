@@ -56,7 +56,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     if recorded is not None:
         return recorded
     prepared, graph = _prepare(source, options)
-    return analyze(prepared.model, graph, options, prepared.inlined)
+    return analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
 
 
 def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> ImportedModel:
@@ -77,7 +77,7 @@ def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> Impo
     if recorded is not None:
         return ImportedModel(source, recorded, source.proto)
     prepared, graph = _prepare(source, options)
-    plan = analyze(prepared.model, graph, options, prepared.inlined)
+    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
     rewrite_graph(graph, plan)
     rewritten = _export(source.proto, prepared, graph)
     record_plan(rewritten, plan)
@@ -104,7 +104,7 @@ def rewrite_model(
 
 
 def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Graph]:
-    prepared = prepare(source.proto, options.capacity)
+    prepared = prepare(source.proto, options)
     try:
         graph = gs.import_onnx(prepared.model)
     except Exception as error:  # graphsurgeon has no exceptions of its own

@@ -140,6 +140,8 @@ class Role(str, Enum):
     CACHE = "cache"
     SPAN = "span"
     STATE = "state"
+    CONSTANT = "constant"
+    """Given once per sequence and only read: the output of an encoder, its keys and values, its mask."""
     LOGITS = "logits"
     OTHER = "other"
 
@@ -286,8 +288,8 @@ class TensorRole:
         shape: of the rewritten model.
         found_by: what showed it: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
         axes: for dynamic dimensions, which size of a decode loop each axis is: ``"batch"``, ``"sequence"`` (S_new),
-            ``"span"``, ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask), or ``""`` where it is
-            fixed, or ``"?"`` where nothing says.
+            ``"span"``, ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask), ``"encoder"`` (length of
+            what the decoder attends beside its own text), or ``""`` where it is fixed, or ``"?"`` where nothing says.
     """
 
     name: str
@@ -409,8 +411,15 @@ class CachePlan:
     schema_version: int = field(default=1)
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Bytes of all carried cache buffers for `batch` sequences; those not in place count twice (past, present)."""
-        return sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
+        """Bytes of all carried caches and states for `batch` sequences; those not in place count twice (past, present)."""
+        caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
+        return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
+
+    @property
+    def double_buffered(self) -> dict[str, str]:
+        """Present -> past of all that is carried from step to step in two buffers."""
+        caches = {c.present: c.past for c in self.caches if c.carried and not c.in_place}
+        return caches | {s.present: s.past for s in self.states}
 
     def tensor(self, role: Role, io: str = "input") -> TensorRole | None:
         """The only tensor with this role, or None. Caches and spans may be several: filter `tensors` for those."""
@@ -428,8 +437,11 @@ _BITS = {
 
 def cache_bytes(cache: CacheUpdate, batch: int) -> int:
     """Bytes of one buffer of this cache for `batch` sequences (a fixed batch size in the model wins)."""
-    first = cache.physical_shape[0]
-    count = first if isinstance(first, int) else batch
-    for dim in cache.physical_shape[1:]:
+    return _bytes(cache.dtype, cache.physical_shape, batch)
+
+
+def _bytes(dtype: str, shape: tuple[Dim, ...], batch: int) -> int:
+    count = shape[0] if isinstance(shape[0], int) else batch
+    for dim in shape[1:]:
         count *= dim if isinstance(dim, int) else 1
-    return (count * _BITS[cache.dtype] + 7) // 8
+    return (count * _BITS[dtype] + 7) // 8

@@ -14,6 +14,8 @@ import onnx
 
 from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.inline import inline_bodies
+from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.plan import PlanOptions
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
@@ -28,20 +30,23 @@ class Prepared:
         model: the working copy; its large inline weights are stand-ins until `attach_weights`.
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
+        findings: what normalization did; None where the caches were canonical already.
     """
 
     model: onnx.ModelProto
     weights: dict[str, onnx.TensorProto]
     inlined: tuple[str, ...]
+    findings: Findings | None = None
 
 
-def prepare(source: onnx.ModelProto, capacity: int | None) -> Prepared:
-    """Copy `source`, fix digit-string dimensions, inline what hides a cache, bind the capacity, infer shapes.
+def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
+    """Copy `source`, fix digit-string dimensions, inline what hides a cache, normalize, bind the capacity, infer shapes.
 
     Raises:
-        UnsupportedModelError: a cache update sits in a body that cannot be inlined.
+        UnsupportedModelError: a cache update sits in a body that cannot be inlined, or cannot be normalized.
         OptionError: the capacity is missing, not positive, or contradicts the model.
     """
+    capacity = options.capacity
     if capacity is not None and capacity < 1:
         raise OptionError(f"--capacity is {capacity}; it must be at least 1 token")
     model, weights = detach_weights(source)
@@ -49,8 +54,16 @@ def prepare(source: onnx.ModelProto, capacity: int | None) -> Prepared:
     model, inlined = inline_bodies(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
+    try:
+        from trt_kvcache.importer.normalize import normalize
+    except ImportError:
+        return Prepared((bind_capacity(model.graph, capacity), infer_shapes(model))[1], weights, inlined)
+    normalized = normalize(model, weights, options)
+    model = normalized.model
+    if normalized.findings is not None:
+        name_nodes(model.graph)
     bind_capacity(model.graph, capacity)
-    return Prepared(infer_shapes(model), weights, inlined)
+    return Prepared(infer_shapes(model), weights, inlined, normalized.findings)
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:

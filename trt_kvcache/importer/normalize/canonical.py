@@ -102,11 +102,20 @@ class Canonical:
 
     def core(self, core: Core) -> None:
         """Make `core.output` by Attention, whatever made it before."""
+        query, output, cache_type = core.query, core.output, elem_type(core.key.past)
+        if core.query_type != cache_type:
+            query = self.emit.op("Cast", [query], "query", cache_type, to=cache_type)
+        if core.output_type != cache_type:
+            output.inputs.clear()
+            raw = gs.Variable(self.emit.name("attention"), dtype=cache_type)
+            self.graph.nodes.append(gs.Node("Cast", self.emit.name("cast"), {"to": core.output_type}, [raw], [output]))
+            output = raw
+        size = core.query.shape[3] if core.query.shape is not None else None
         self.attention(
-            core.output,
-            core.query,
-            core.key.present,
-            core.value.present,
+            output,
+            query,
+            self._heads_major(core.key, size),
+            self._heads_major(core.value, None),
             core.visibility,
             core.scale,
             core.softcap,
@@ -152,6 +161,17 @@ class Canonical:
         self.graph.nodes.append(gs.Node("Attention", self.emit.name(name), attrs, inputs, [output]))
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
+
+    def _heads_major(self, write: Write, size: int | str | None) -> gs.Tensor:
+        """A present as ``[B, N, L, D]``: the importer then changes the layout of the cache itself."""
+        if write.axis == 2:
+            return write.present
+        tensor = write.present
+        shape = dims(tensor) or ()
+        if len(shape) == 3:
+            heads = -1 if size is None else int(shape[2]) // int(size)
+            tensor = self.emit.op("Reshape", [tensor, self.emit.ints([0, 0, heads, int(size or 0)])], "heads")
+        return self.emit.op("Transpose", [tensor], "heads_major", perm=[0, 2, 1, 3])
 
     def _input(self, name: str) -> gs.Variable:
         def make() -> gs.Variable:

@@ -68,6 +68,7 @@ class Core:
         key, value: the writes whose present it reads.
         scale: factor of the scores.
         softcap: 0: none.
+        query_type, output_type: ONNX element types; where they are not the caches', casts stand around the attention.
     """
 
     node: str
@@ -78,6 +79,8 @@ class Core:
     scale: float
     softcap: float
     visibility: Visibility
+    query_type: int
+    output_type: int
 
 
 @dataclass(frozen=True)

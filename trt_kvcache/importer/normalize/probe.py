@@ -105,6 +105,11 @@ class Probe:
         dims = kind.tensor_type.shape.dim
         return tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
 
+    def elem_type(self, name: str) -> int | None:
+        """The ONNX element type of a tensor, or None where it is unknown."""
+        kind = self._type(name)
+        return None if kind is None else int(kind.tensor_type.elem_type)
+
     def value(self, name: str) -> Array | None:
         """The value of a tensor, or None where weights, tokens or an unknown operator take part in it."""
         for needed in self._order(name):
@@ -190,7 +195,8 @@ class Probe:
         return self._types[name]
 
     def _missing_types(self, name: str) -> list[str]:
-        made = None if name in self._given or name in self._values else self._blueprint.producers.get(name)
+        known = name in self._given or self._values.get(name) is not None
+        made = None if known else self._blueprint.producers.get(name)
         if made is None or made[0].op_type in ("Shape", "Size", "Constant"):
             return []
         return [n for n in made[0].input if n and n not in self._types]

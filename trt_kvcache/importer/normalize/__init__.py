@@ -1,0 +1,151 @@
+"""Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
+
+    com.microsoft operators -> standard ones            contrib
+    opset 17..23 -> 24                                  opset
+    what the inputs are, samples of a step              samples, probe
+    cache updates, found and proven                     writes, concat, scatter, select
+    attention over them, found and proven               attention, masks
+    caches inside operators                             gqa, mha, in_op
+    the canonical form                                  canonical, residual
+
+Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical already,
+or that has none, goes through as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import consumers, contains, fold_identities, is_op
+from trt_kvcache.importer.normalize.attention import find_cores
+from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
+from trt_kvcache.importer.normalize.changes import find_changes
+from trt_kvcache.importer.normalize.contrib import lower_contrib
+from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.opset import raise_opset
+from trt_kvcache.importer.normalize.probe import Blueprint
+from trt_kvcache.importer.normalize.residual import free_positions
+from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.writes import find_candidates, prove
+from trt_kvcache.importer.plan import OriginalRole, PlanOptions
+
+__all__ = ["Normalized", "normalize"]
+
+_UPDATES = ("TensorScatter", "TRT_KVCacheUpdate")
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """A model in canonical form.
+
+    Attributes:
+        model: the model; the same object where nothing was to do.
+        findings: what was done; None where nothing was.
+    """
+
+    model: onnx.ModelProto
+    findings: Findings | None
+
+
+def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> Normalized:
+    """Bring the caches of a model into canonical form.
+
+    Args:
+        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
+        weights: the detached weights.
+        options: capacity, name patterns, and what to do with windows.
+
+    Raises:
+        UnsupportedModelError: what was found cannot be proven to be what is supported.
+        OptionError: the capacity is missing or contradicts the model.
+    """
+    if any(node.op_type in _UPDATES for node in model.graph.node):
+        return Normalized(model, None)
+    graph = gs.import_onnx(model)
+    fold_identities(graph)
+    candidates = find_candidates(graph)
+    if not candidates:
+        return Normalized(model, None)
+    lower_contrib(graph)
+    snapshot = raise_opset(gs.export_onnx(graph.cleanup().toposort()))
+    snapshot = onnx.shape_inference.infer_shapes(snapshot, data_prop=True)
+    graph = gs.import_onnx(snapshot)
+    candidates = find_candidates(graph)
+    interface = Interface(snapshot, candidates, options.config)
+    capacity = interface.capacity(options.capacity)
+    samples = Samples(Blueprint(snapshot, weights), interface, capacity)
+
+    writes = [prove(graph, candidate, samples.all) for candidate in candidates]
+    cores = find_cores(graph, writes, interface, samples)
+
+    tokens = next(t for t in graph.inputs if t.name == interface.tokens)
+    canonical = Canonical(graph, tokens, batch_of(candidates[0].past), capacity)
+    before = [(t.name, t) for t in graph.inputs]
+    for write in writes:
+        canonical.write(write)
+    for core in cores:
+        canonical.core(core)
+    counts = _drop_counts(graph, interface, samples)
+    graph.cleanup().toposort()
+    free_positions(graph, canonical, interface, samples)
+    graph.cleanup().toposort()
+    _check_readers(graph)
+    _drop_inputs(graph, interface)
+    normalized = _export(graph, snapshot, canonical)
+    findings = Findings(canonical.idioms, find_changes(interface, normalized, counts), interface.tensors)
+    return Normalized(normalized, findings)
+
+
+def _drop_counts(graph: gs.Graph, interface: Interface, samples: Samples) -> set[str]:
+    """Take away outputs that count the tokens in the cache: the caller knows."""
+    counts = set()
+    for tensor in list(graph.outputs):
+        values = [(s, s.probe.value(tensor.name)) for s in samples.plain]
+        if all(v is not None and v.dtype.kind in "iu" and bool((v == s.total).all()) for s, v in values):
+            counts.add(str(tensor.name))
+            graph.outputs = [t for t in graph.outputs if t is not tensor]
+    return counts
+
+
+def _check_readers(graph: gs.Graph) -> None:
+    """Refuse a cache that something else than attention reads.
+
+    Raises:
+        UnsupportedModelError: naming the reader.
+    """
+    for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
+        for tensor in (update.inputs[0], update.outputs[0]):
+            for node in consumers(tensor):
+                is_view = is_op(node, "Transpose", "Reshape") and all(is_op(n, "Transpose", "Attention")
+                                                                     for n in consumers(node.outputs[0]))  # fmt: skip
+                if not is_op(node, "TensorScatter", "Attention", "Shape") and not is_view:
+                    raise UnsupportedModelError(
+                        f"{node.op} '{node.name}' reads the cache '{update.inputs[0].name}' and is no attention that the importer "
+                        "can prove; supported are caches that only attention reads"
+                    )
+
+
+def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:
+    """Take away the inputs that only served the caches as exported."""
+    gone = {OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS, OriginalRole.MASK}
+    graph.inputs = [
+        t
+        for t in graph.inputs
+        if consumers(t) or contains(graph.outputs, t) or t.name not in interface.inputs
+        or interface.inputs[t.name].role not in gone
+    ]  # fmt: skip
+
+
+def _export(graph: gs.Graph, snapshot: onnx.ModelProto, canonical: Canonical) -> onnx.ModelProto:
+    model: onnx.ModelProto = gs.export_onnx(graph)
+    del model.graph.value_info[:]
+    for opset in model.opset_import:
+        if opset.domain in ("", "ai.onnx"):
+            opset.version = max(opset.version, canonical.opset)
+    model.ir_version = max(snapshot.ir_version, 10)
+    return model

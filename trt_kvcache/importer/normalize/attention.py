@@ -1,0 +1,324 @@
+"""Find attention over caches, decomposed or as an Attention node, and prove what it computes.
+
+    K ── repeat_kv, Transpose, Mul ─┐
+    Q ──────────────────────────── MatMul ── Mul, softcap, Add(mask) ── Softmax ── MatMul ── output
+    V ── repeat_kv ───────────────────────────────────────────────────────────────┘
+
+becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. The chains between a cache and its MatMul
+are not matched: the cache is filled with numbers, the chain is evaluated, and the result must be the cache with its heads
+repeated, transposed, and scaled by one factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import consumers, input_or_none, is_op, producer
+from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, classify
+from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+
+Array = npt.NDArray[Any]
+
+_MOVES = (
+    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather", "Cast",
+)  # fmt: skip
+_HIDDEN = -1e3
+_ELEMENTS = 1 << 26  # of one cache filled with numbers
+
+
+@dataclass
+class _Scores:
+    """What lies between the first MatMul and the softmax."""
+
+    matmul: gs.Node
+    scale: float
+    softcap: float
+    masks: list[MaskUse]
+
+
+def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
+    """Find and prove every attention over the caches, in graph order.
+
+    Raises:
+        UnsupportedModelError: an attention over a cache is not what is supported; see `masks.classify` too.
+    """
+    finder = _Finder(graph, writes, interface, samples)
+    cores: list[Core] = []
+    for node in graph.nodes:
+        if is_op(node, "Softmax"):
+            core = finder.decomposed(node)
+        elif is_op(node, "Attention") and input_or_none(node, 4) is None and input_or_none(node, 5) is None:
+            core = finder.fused(node)
+        else:
+            continue
+        if core is not None:
+            cores.append(core)
+    return tuple(cores)
+
+
+class _Finder:
+    def __init__(self, graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> None:
+        self._graph = graph
+        self._interface = interface
+        self._samples = samples
+        self._small = min(samples.plain, key=lambda s: (s.batch < 2, s.total * s.batch))
+        self._presents: dict[str, Write] = {}
+        for write in writes:
+            for tensor in (write.present, *write.aliases):
+                self._presents[tensor.name] = write
+
+    def decomposed(self, softmax: gs.Node) -> Core | None:
+        """The attention around a Softmax, or None if no cache takes part."""
+        scores = self._scores(softmax.inputs[0])
+        if scores is None:
+            return None
+        key = self._cache_behind(scores.matmul.inputs[1])
+        query = scores.matmul.inputs[0]
+        assert key is not None
+        if not _last_axis(softmax, self._small):
+            raise UnsupportedModelError(
+                f"'{softmax.name}' over the scores of cache '{key.past.name}' is not over the keys"
+            )
+        product = self._product(softmax.outputs[0])
+        value = self._cache_behind(product.inputs[1]) if product is not None else None
+        if product is None or value is None:
+            raise UnsupportedModelError(
+                f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul with a "
+                "cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
+            )
+        return self._core(softmax.name, scores.matmul.inputs[1], product.inputs[1], query, product.outputs[0], key, value,
+                          scores, transposed=True, is_causal=False)  # fmt: skip
+
+    def fused(self, node: gs.Node) -> Core | None:
+        """An Attention node over caches, or None."""
+        key, value = self._cache_behind(node.inputs[1]), self._cache_behind(node.inputs[2])
+        if key is None and value is None:
+            return None
+        if key is None or value is None or input_or_none(node, 6) is not None:
+            raise UnsupportedModelError(
+                f"Attention '{node.name}' reads a cache as only one of K and V, or has nonpad_kv_seqlen beside a cache that is "
+                "not updated by TensorScatter; supported is a pair of caches"
+            )
+        if len(node.outputs) > 1 and any(consumers(t) for t in node.outputs[1:]):
+            raise UnsupportedModelError(
+                f"Attention '{node.name}' has outputs beside its result that are read; none may be"
+            )
+        if any(int(node.attrs.get(name, -1)) >= 0 for name in ("left_window_size", "right_window_size")):
+            raise UnsupportedModelError(
+                f"Attention '{node.name}' has a window and no past: export the mask as an input"
+            )
+        size = (self._small.probe.shape(node.inputs[0].name) or (0,))[-1]
+        scale = float(node.attrs.get("scale") or size**-0.5)
+        mask = input_or_none(node, 3)
+        scores = _Scores(node, scale, float(node.attrs.get("softcap", 0.0)), [])
+        if mask is not None:
+            scores.masks.append(MaskUse(mask, MaskKind.ADDED))
+        return self._core(node.name, node.inputs[1], node.inputs[2], node.inputs[0], node.outputs[0], key, value, scores,
+                          transposed=False, is_causal=bool(node.attrs.get("is_causal", 0)))  # fmt: skip
+
+    def _core(
+        self,
+        name: str,
+        keys: gs.Tensor,
+        values: gs.Tensor,
+        query: gs.Tensor,
+        output: gs.Tensor,
+        key: Write,
+        value: Write,
+        scores: _Scores,
+        *,
+        transposed: bool,
+        is_causal: bool,
+    ) -> Core:
+        shape = self._small.probe.shape(query.name)
+        if shape is None or len(shape) != 4:
+            raise UnsupportedModelError(
+                f"the query '{query.name}' of '{name}' has the shape {list(shape or ())}; supported is [B, heads, S, head size]"
+            )
+        key_scale = self._prove(name, keys, key, shape[1], transposed=transposed)
+        value_scale = self._prove(name, values, value, shape[1], transposed=False)
+        if abs(value_scale - 1) > 1e-6:
+            raise UnsupportedModelError(
+                f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
+            )
+        visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples)
+        types = [self._small.probe.elem_type(t.name) or _elem_type(key.past) for t in (query, output)]
+        return Core(name, output, query, key, value, scores.scale * key_scale, scores.softcap, visibility, *types)
+
+    def _cache_behind(self, tensor: gs.Tensor) -> Write | None:
+        """The cache that a tensor is made of by moving, repeating and scaling values."""
+        return found[0] if (found := self._chain(tensor)) is not None else None
+
+    def _chain(self, tensor: gs.Tensor) -> tuple[Write, float] | None:
+        """The cache behind a tensor, and the product of the factors on the way."""
+        factor = 1.0
+        while tensor.name not in self._presents:
+            node = producer(tensor)
+            if node is None:
+                return None
+            if is_op(node, *_MOVES):
+                tensor = node.inputs[0]
+            elif is_op(node, "Mul", "Div") and (pair := self._split(node)) is not None:
+                tensor = pair[0]
+                factor *= pair[1]
+            else:
+                return None
+        return self._presents[tensor.name], factor
+
+    def _split(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
+        """The varying operand of a Mul or Div, and the factor that the other one is."""
+        for data, other in (node.inputs, reversed(node.inputs)):
+            value = self._small.probe.value(other.name)
+            if value is None or value.size != 1 or (is_op(node, "Div") and other is node.inputs[0]):
+                continue
+            if self._small.probe.value(data.name) is None:
+                number = float(value.reshape(()))
+                return data, 1 / number if is_op(node, "Div") else number
+        return None
+
+    def _scores(self, tensor: gs.Tensor) -> _Scores | None:
+        """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""
+        node = producer(tensor)
+        if node is None:
+            return None
+        if is_op(node, "MatMul"):
+            return _Scores(node, 1.0, 0.0, []) if self._cache_behind(node.inputs[1]) is not None else None
+        if is_op(node, "Cast", "Identity"):
+            return self._scores(node.inputs[0])
+        if is_op(node, "Mul", "Div"):
+            return self._scaled(node)
+        if is_op(node, "Tanh"):
+            if (scores := self._scores(node.inputs[0])) is not None:
+                if scores.masks or scores.softcap:
+                    raise UnsupportedModelError(f"'{node.name}' caps scores that are masked or capped already")
+                scores.softcap = -1.0  # the cap is the factor that follows
+            return scores
+        if is_op(node, "Add"):
+            return self._masked(node.inputs[0], node.inputs[1], MaskKind.ADDED) or self._masked(
+                node.inputs[1], node.inputs[0], MaskKind.ADDED
+            )
+        if is_op(node, "Where"):
+            condition, yes, no = node.inputs
+            if self._very_low(no) and (scores := self._masked(yes, condition, MaskKind.VISIBLE)) is not None:
+                return scores
+            return self._masked(no, condition, MaskKind.HIDDEN) if self._very_low(yes) else None
+        if is_op(node, "Max") and len(node.inputs) == 2 and self._very_low(node.inputs[1]):
+            return self._scores(node.inputs[0])
+        return None
+
+    def _masked(self, scores: gs.Tensor, mask: gs.Tensor, kind: MaskKind) -> _Scores | None:
+        found = self._scores(scores)
+        if found is not None:
+            found.masks.append(MaskUse(mask, kind))
+        return found
+
+    def _scaled(self, node: gs.Node) -> _Scores | None:
+        pair = self._split(node)
+        scores = self._scores(pair[0]) if pair is not None else None
+        if pair is None or scores is None:
+            return None
+        if scores.softcap < 0:  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
+            scores.softcap = pair[1]
+        elif scores.softcap:
+            raise UnsupportedModelError(f"'{node.name}' scales scores that are capped already")
+        scores.scale *= pair[1]
+        return scores
+
+    def _very_low(self, tensor: gs.Tensor) -> bool:
+        value = self._small.probe.value(tensor.name)
+        return value is not None and value.size > 0 and bool(np.all(value.astype(np.float64) < _HIDDEN))
+
+    def _product(self, probabilities: gs.Tensor) -> gs.Node | None:
+        """The MatMul that the probabilities go to."""
+        tensor = probabilities
+        for _ in range(8):
+            readers = [n for n in consumers(tensor) if not is_op(n, "IsNaN")]
+            if len(readers) != 1:
+                return None
+            node = readers[0]
+            if is_op(node, "MatMul") and node.inputs[0] is tensor:
+                return node
+            guarded = is_op(node, "Where") and node.inputs[2] is tensor and _is_nan_of(node.inputs[0], tensor)
+            if not guarded and not is_op(node, "Cast", "Identity", "Dropout"):
+                return None
+            tensor = node.outputs[0]
+        return None
+
+    def _prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> float:
+        """Prove that `tensor` is a cache with repeated heads; returns the factor that scales it."""
+        chain = self._chain(tensor)
+        assert chain is not None
+        for sample in self._samples.plain[: 2 if write.growing else 1]:
+            self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
+        return chain[1]
+
+    def _compare(
+        self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
+    ) -> None:
+        """Fill the cache with numbers and look at what becomes of them."""
+        past, update = sample.probe.shape(write.past.name), sample.probe.shape(write.update.name)
+        if past is None or update is None:
+            raise UnsupportedModelError(
+                f"the shape of the update '{write.update.name}' of cache '{write.past.name}' is unknown"
+            )
+        shape = [update[i] for i in write.perm or range(len(update))]
+        shape[write.axis] = sample.total if write.growing else past[write.axis]
+        if int(np.prod(shape)) > _ELEMENTS:
+            raise UnsupportedModelError(
+                f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a symbolic length"
+            )
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(_elem_type(write.past))
+        numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
+        names = [t.name for t in (write.present, *write.aliases)]
+        made = sample.probe.given(dict.fromkeys(names, numbers)).value(tensor.name)
+        if made is not None and made.ndim == 4:
+            size = made.shape[2 if transposed else 3]
+            major = _heads_major(numbers, write, size)
+            if major is not None and heads % major.shape[1] == 0:
+                repeats = made.shape[1] // major.shape[1]  # an Attention node may leave the repetition to itself
+                expected = factor * np.repeat(major, max(repeats, 1), axis=1).astype(np.float64)
+                expected = expected.swapaxes(2, 3) if transposed else expected
+                tolerance = 4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5
+                if expected.shape == made.shape and np.allclose(
+                    made.astype(np.float64), expected, rtol=tolerance, atol=0
+                ):
+                    return
+        raise UnsupportedModelError(
+            f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
+            f"{' and transposed' if transposed else ''} (found {'no value' if made is None else f'shape {list(made.shape)}'} "
+            f"from {shape} for {heads} query heads); supported is grouped-query attention over the cache as it is"
+        )
+
+
+def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
+    """A cache as ``[B, N, rows, D]``."""
+    if numbers.ndim == 4 and write.axis in (1, 2):
+        return numbers if write.axis == 2 else numbers.swapaxes(1, 2)
+    if numbers.ndim == 3 and write.axis == 1 and size and numbers.shape[2] % size == 0:
+        return numbers.reshape(*numbers.shape[:2], -1, size).swapaxes(1, 2)
+    return None
+
+
+def _elem_type(tensor: gs.Tensor) -> int:
+    dtype = tensor.dtype
+    return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def _is_nan_of(condition: gs.Tensor, tensor: gs.Tensor) -> bool:
+    node = producer(condition)
+    return node is not None and is_op(node, "IsNaN") and node.inputs[0] is tensor
+
+
+def _last_axis(softmax: gs.Node, sample: Sample) -> bool:
+    axis = int(softmax.attrs.get("axis", -1))
+    shape = sample.probe.shape(softmax.inputs[0].name)
+    return axis == -1 or (shape is not None and axis == len(shape) - 1)

@@ -1,0 +1,80 @@
+"""Say which inputs and outputs of a model as exported change, old to new."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx
+
+from trt_kvcache.importer.normalize.samples import Interface
+from trt_kvcache.importer.plan import InterfaceChange, OriginalRole, OriginalTensor
+from trt_kvcache.importer.protos import shape_of
+
+_WHY = {
+    OriginalRole.PADDING_MASK: "masks follow from write_indices and nonpad_kv_seqlen; do not pad on the left",
+    OriginalRole.PAST_LENGTH: "write_indices says, per sequence, how many tokens the cache holds",
+    OriginalRole.POSITIONS: "new tokens are at write_indices, write_indices + 1, ...",
+    OriginalRole.MASK: "masks follow from write_indices and nonpad_kv_seqlen",
+}
+_ADDED = {
+    "write_indices": "tokens in the cache before this step: the row of the first new token, per sequence",
+    "nonpad_kv_seqlen": "write_indices + number of new tokens, per sequence",
+}
+
+
+def find_changes(interface: Interface, model: onnx.ModelProto, counts: set[str]) -> tuple[InterfaceChange, ...]:
+    """Compare the interface of a model as exported with that of its canonical form.
+
+    Args:
+        interface: of the model as exported.
+        model: the canonical form.
+        counts: outputs that were dropped because they count tokens.
+    """
+    changes: list[InterfaceChange] = []
+    for io, values in (("input", model.graph.input), ("output", model.graph.output)):
+        kept = {v.name: v for v in values}
+        for tensor in (t for t in interface.tensors if t.io == io):
+            if tensor.name not in kept:
+                why = (
+                    "the caller counts tokens itself"
+                    if tensor.name in counts
+                    else _WHY.get(tensor.role, "nothing reads it")
+                )
+                changes.append(InterfaceChange(io, _old(tensor), "", why))
+            elif tensor.role is OriginalRole.GROWING_CACHE:
+                new = _new(tensor)
+                changes.append(InterfaceChange(io, _old(tensor), new, "a buffer of fixed capacity L, updated in place"))
+        known = {t.name for t in interface.tensors}
+        for name, value in kept.items():
+            if name not in known:
+                changes.append(
+                    InterfaceChange(io, "", _text(name, shape_of(value) or ()), _ADDED.get(name.rstrip("_"), ""))
+                )
+    return tuple(changes)
+
+
+def _old(tensor: OriginalTensor) -> str:
+    names = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacity": "L"}
+    if tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE:
+        names["past"] = "P + S"
+    dims = (
+        names.get(a, str(d)) if not isinstance(d, int) else str(d)
+        for a, d in zip(tensor.axes, tensor.shape, strict=True)
+    )
+    return _join(tensor.name, dims)
+
+
+def _new(tensor: OriginalTensor) -> str:
+    names = {"batch": "B", "past": "L"}
+    dims = (
+        str(d) if isinstance(d, int) else names.get(a, str(d)) for a, d in zip(tensor.axes, tensor.shape, strict=True)
+    )
+    return _join(tensor.name, dims)
+
+
+def _text(name: str, shape: Iterable[int | str]) -> str:
+    return _join(name, map(str, shape))
+
+
+def _join(name: str, dims: Iterable[str]) -> str:
+    return f"{name} [{', '.join(dims)}]"

@@ -1,0 +1,211 @@
+"""Say what a mask means, by its values: causal, a window, padding, or the caller's own.
+
+Exporters build masks from lengths in too many ways to match the operators. So the mask is evaluated on samples and compared
+with templates. For query ``i`` of row ``b``, key row ``j``, P tokens in the cache and S new ones:
+
+    causal    j <= P + i
+    window    j > P + i - W, beside causal
+    bounded   j < P + S only: every token sees every other
+    padding   the padding mask has a one at [b, j], beside one of these
+    own       exactly what the caller's mask over the rows of the cache says
+
+A mask of scores must be 0 where a key is visible and (nearly) the lowest number where it is not: a bias is no mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize.findings import Visibility
+from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.plan import OriginalRole
+
+Array = npt.NDArray[Any]
+
+_HIDDEN = -1e3  # GPT-2's exporters add -1e4, others the lowest finite number or -inf
+_SEED = 1
+
+
+class MaskKind(Enum):
+    """How a tensor hides keys."""
+
+    ADDED = "added"
+    """Added to the scores: 0 or very low."""
+    VISIBLE = "visible"
+    """True where a key is visible."""
+    HIDDEN = "hidden"
+    """True where a key is hidden."""
+
+
+@dataclass(frozen=True, eq=False)
+class MaskUse:
+    """One mask of an attention. Several hide what any of them hides."""
+
+    tensor: gs.Tensor
+    kind: MaskKind
+
+
+def classify(
+    node: str, masks: Sequence[MaskUse], is_causal: bool, graph: gs.Graph, interface: Interface, samples: Samples
+) -> Visibility:
+    """Say which keys the queries of one attention see.
+
+    Args:
+        node: its name, for messages.
+        masks: all of its masks.
+        is_causal: ONNX Attention's attribute of a node without a past: aligned to the upper left corner.
+        graph: of the model as exported.
+        interface: of the model as exported.
+        samples: of it.
+
+    Raises:
+        UnsupportedModelError: the mask is none of the templates.
+    """
+    own = _own_mask(node, masks, graph, interface, samples)
+    if own is not None:
+        _check_own(node, masks, is_causal, own, samples)
+        return Visibility(causal=False, own=own, bounded=False)
+    seen = [(s, _visible(node, masks, is_causal, s)) for s in samples.plain]
+    window: int | None = None
+    causal = all(_same(v, _causal(s, v.shape[-1])) for s, v in seen)
+    if not causal and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
+        return Visibility(causal=False)
+    if not causal:
+        sample, visible = max(seen, key=lambda pair: pair[0].total)
+        window = int(visible[..., -1, :].sum(-1).max())
+        if not all(_same(v, _causal(s, v.shape[-1], window)) for s, v in seen):
+            raise UnsupportedModelError(_unknown(node, sample, visible))
+    for sample in samples.padded:
+        visible = _visible(node, masks, is_causal, sample)
+        assert sample.padding is not None
+        template = _causal(sample, visible.shape[-1], window)
+        padded = template & _extend(sample.padding, visible.shape[-1])[:, None, None, :]
+        some = padded.any(-1, keepdims=True)  # a query that sees nothing is no token of a text
+        if not _same(visible & some, padded) and not _same(visible, template):
+            raise UnsupportedModelError(
+                f"the mask of '{node}' does not hide what the padding mask hides (batch {sample.batch}, {sample.past} tokens "
+                f"in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing else"
+            )
+    return Visibility(window=window)
+
+
+def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sample) -> Array:
+    """What the queries of one attention see: bool, broadcast to ``[B, 1 or H, S, keys]``."""
+    keys = [1]
+    parts: list[Array] = []
+    for use in masks:
+        value = sample.probe.value(use.tensor.name)
+        if value is None:
+            raise UnsupportedModelError(
+                f"the mask '{use.tensor.name}' of '{node}' cannot be evaluated from lengths and masks alone: weights or "
+                "tokens take part in it (such as a learned position bias); supported are causal, padding and window masks, "
+                "and the caller's own"
+            )
+        parts.append(_as_visible(node, use, value))
+        keys.append(value.shape[-1] if value.ndim else 1)
+    total = max(keys)
+    if is_causal:
+        total = max(total, sample.total)
+        parts.append(np.tri(sample.length, total, dtype=bool))
+    shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), *(p.shape for p in parts))
+    visible = np.ones(shape, bool)
+    for part in parts:
+        visible &= part
+    if not masks and not is_causal:
+        return np.ones((sample.batch, 1, sample.length, sample.total), bool)
+    return visible
+
+
+def _as_visible(node: str, use: MaskUse, value: Array) -> Array:
+    if use.kind is MaskKind.HIDDEN:
+        return ~value.astype(bool)
+    if use.kind is MaskKind.VISIBLE or value.dtype == np.bool_:
+        return value.astype(bool)
+    numbers = value.astype(np.float64)
+    visible = numbers > _HIDDEN
+    if np.any(numbers[visible] != 0):
+        raise UnsupportedModelError(
+            f"'{use.tensor.name}' adds numbers other than 0 and the lowest to the scores of '{node}' (a position bias); "
+            "supported are causal, padding and window masks, and the caller's own"
+        )
+    return np.asarray(visible)
+
+
+def _causal(sample: Sample, keys: int, window: int | None = None) -> Array:
+    rows, last = np.arange(keys)[None, :], sample.past + np.arange(sample.length)[:, None]
+    visible = rows <= last
+    if window is not None:
+        visible &= rows > last - window
+    return np.asarray(visible[None, None])
+
+
+def _bounded(sample: Sample, keys: int) -> Array:
+    return np.broadcast_to(np.arange(keys) < sample.total, (1, 1, sample.length, keys))
+
+
+def _same(visible: Array, template: Array) -> bool:
+    return bool(np.all(visible == template))
+
+
+def _extend(padding: Array, keys: int) -> Array:
+    """The padding mask over `keys` rows; those beyond it hold no token."""
+    extended = np.zeros((len(padding), keys), bool)
+    extended[:, : min(keys, padding.shape[1])] = padding[:, :keys] != 0
+    return extended
+
+
+def _own_mask(
+    node: str, masks: Sequence[MaskUse], graph: gs.Graph, interface: Interface, samples: Samples
+) -> gs.Tensor | None:
+    """The input with the caller's own mask, if the values of one reach the attention."""
+    sample = samples.plain[0]
+    found: list[str] = []
+    for tensor in interface.of(OriginalRole.MASK):
+        changed = sample.probe.given({tensor.name: _flipped(sample, tensor.name)})
+        for use in masks:
+            before, after = sample.probe.value(use.tensor.name), changed.value(use.tensor.name)
+            if before is not None and after is not None and not np.array_equal(before, after):
+                found.append(tensor.name)
+                break
+    if len(set(found)) > 1:
+        raise UnsupportedModelError(
+            f"the mask of '{node}' is made of several inputs ({', '.join(found)}); supported is one mask of the caller's own"
+        )
+    return next((t for t in graph.inputs if t.name == found[0]), None) if found else None
+
+
+def _flipped(sample: Sample, name: str) -> Array:
+    value = sample.probe.value(name)
+    assert value is not None
+    flipped = np.random.default_rng(_SEED).permuted(sample.own[name], axis=-1)
+    if value.dtype.kind == "f":
+        return np.where(flipped, 0, np.finfo(np.float16).min).astype(value.dtype)
+    return flipped.astype(value.dtype)
+
+
+def _check_own(node: str, masks: Sequence[MaskUse], is_causal: bool, own: gs.Tensor, samples: Samples) -> None:
+    for sample in samples.plain:
+        visible = _visible(node, masks, is_causal, sample)
+        if not _same(visible, np.broadcast_to(sample.own[own.name], visible.shape)):
+            raise UnsupportedModelError(
+                f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the caller's own "
+                "mask as it stands, or a causal, padding or window mask"
+            )
+
+
+def _unknown(node: str, sample: Sample, visible: Array) -> str:
+    row = visible.reshape(-1, visible.shape[-1])[-1]
+    seen = np.flatnonzero(row)
+    span = f"{len(seen)} of {len(row)} keys, from {seen[0]} to {seen[-1]}" if len(seen) else "no key"
+    return (
+        f"the mask of '{node}' is none of the supported ones (causal, padding, window, the caller's own): with {sample.past} "
+        f"tokens in the cache and {sample.length} new, the last query sees {span}"
+    )

@@ -1,0 +1,136 @@
+"""Free what is left of a graph from the length of its past.
+
+Once caches have a fixed capacity and attention is canonical, nothing else may know how long the text is, but for the
+positions of the new tokens, which some exporters count from the length of a cache:
+
+    Range(P, P + S) -> Unsqueeze -> [1, S]          becomes          write_indices + arange(S)  [B, S]
+
+Whatever else still depends on it is refused by name. Which tensors depend on it is seen from samples that differ in nothing
+but P.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, replace_uses
+from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.plan import OriginalRole
+
+Array = npt.NDArray[Any]
+
+_COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
+
+
+def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
+    """Replace positions counted from the past, and refuse whatever else still depends on its length.
+
+    Args:
+        graph: its caches and attention are canonical already; dead nodes are gone.
+        canonical: of the graph.
+        interface: of the model as exported.
+        samples: of the model as exported.
+
+    Raises:
+        UnsupportedModelError: a live node computes with the length of the past.
+    """
+    pair = samples.twins
+    queue = [t for t in graph.inputs if t.name in interface.inputs and _is_source(interface, t.name)]
+    seen: set[str] = set()
+    while queue:
+        tensor = queue.pop(0)
+        for node in consumers(tensor):
+            if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
+                continue
+            for output in node.outputs:
+                if output.name in seen or output.is_empty():
+                    continue
+                seen.add(output.name)
+                if _follow(graph, node, output, canonical, pair, samples):
+                    queue.append(output)
+
+
+def _is_source(interface: Interface, name: str) -> bool:
+    role = interface.inputs[name].role
+    return role in _COUNTED or role in (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)
+
+
+def _follow(
+    graph: gs.Graph,
+    node: gs.Node,
+    output: gs.Tensor,
+    canonical: Canonical,
+    pair: tuple[Sample, Sample],
+    samples: Samples,
+) -> bool:
+    """Whether what is computed from `output` still has to be looked at."""
+    before, after = (s.probe.value(output.name) for s in pair)
+    if before is None or after is None:
+        raise UnsupportedModelError(
+            f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or tokens; "
+            "supported are caches that only attention reads, and positions counted from their length"
+        )
+    if before.shape == after.shape and np.array_equal(before, after) and _constant(output, samples):
+        return False
+    if _is_positions(output, samples):
+        replace_uses(output, _positions(graph, output, canonical, pair[0]))
+        return False
+    if contains(graph.outputs, output):
+        raise UnsupportedModelError(
+            f"the output '{output.name}' depends on the length of the cache, and is no count of its tokens: leave it out"
+        )
+    return True
+
+
+def _constant(output: gs.Tensor, samples: Samples) -> bool:
+    """Whether all samples of one batch and update agree, whatever the past."""
+    by_size: dict[tuple[int, int], Array] = {}
+    for sample in (*samples.plain, *samples.twins):
+        value = sample.probe.value(output.name)
+        known = by_size.setdefault((sample.batch, sample.length), value) if value is not None else None
+        if value is None or known is None or not np.array_equal(known, value):
+            return False
+    return True
+
+
+def _is_positions(output: gs.Tensor, samples: Samples) -> bool:
+    """Whether a tensor of rank 2 or more holds P + arange(S) along its one axis of the new tokens."""
+    return all(_layout(output, sample) is not None for sample in (*samples.plain, *samples.twins))
+
+
+def _layout(output: gs.Tensor, sample: Sample) -> tuple[int, int] | None:
+    """Rank, and the axis of the new tokens, where the value is positions."""
+    value = sample.probe.value(output.name)
+    if value is None or value.ndim < 2 or value.shape[0] not in (1, sample.batch):
+        return None
+    inner = [axis for axis in range(1, value.ndim) if value.shape[axis] != 1]
+    if sample.length > 1 and (len(inner) != 1 or value.shape[inner[0]] != sample.length):
+        return None
+    if sample.length == 1 and inner:
+        return None
+    expected = sample.past + np.arange(sample.length)
+    axis = inner[0] if inner else 1
+    shape = [1] * value.ndim
+    shape[axis] = sample.length
+    return (value.ndim, axis) if np.array_equal(value, np.broadcast_to(expected.reshape(shape), value.shape)) else None
+
+
+def _positions(graph: gs.Graph, output: gs.Tensor, canonical: Canonical, sample: Sample) -> gs.Variable:
+    layout = _layout(output, sample)
+    assert layout is not None
+    rank, axis = layout
+    emit = canonical.emit
+    positions = canonical.positions()
+    others = [i for i in range(1, rank) if i != axis]
+    if others:
+        positions = emit.op("Unsqueeze", [positions, emit.ints(others)], "positions_like")
+    wanted = elem_type(output)
+    if wanted not in (None, 0, elem_type(positions)):
+        positions = emit.op("Cast", [positions], "positions_cast", wanted, to=wanted)
+    return positions

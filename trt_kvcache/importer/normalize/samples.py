@@ -1,0 +1,307 @@
+"""What the inputs of a model as exported are, and samples of a decode step that give each of them a shape and a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.normalize.probe import Blueprint, Probe, Shape
+from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, Role
+from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
+from trt_kvcache.importer.roles import GraphFacts, find_roles
+
+Array = npt.NDArray[Any]
+
+_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+_INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32}
+_OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output
+_SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
+_HIDDEN_SHARE = 0.3
+
+
+class Found(Protocol):
+    """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.writes.Candidate`."""
+
+    @property
+    def past(self) -> gs.Tensor: ...
+    @property
+    def present(self) -> gs.Tensor: ...
+    @property
+    def axis(self) -> int | None: ...
+    @property
+    def growing(self) -> bool: ...
+    @property
+    def positions(self) -> tuple[str, ...]: ...
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One decode step of the model as exported.
+
+    Attributes:
+        batch, past, length, capacity: B, P, S and L.
+        probe: evaluates the model in this step.
+        padding: 0 where the padding mask hides a token ``[B, P + S]``; None: it hides none.
+        own: the caller's own masks, by name, as what they let a query see, bool.
+        wrapped: P is beyond the capacity, which only circular caches stand.
+    """
+
+    batch: int
+    past: int
+    length: int
+    capacity: int
+    probe: Probe
+    padding: Array | None
+    own: Mapping[str, Array]
+    wrapped: bool = False
+
+    @property
+    def total(self) -> int:
+        """P + S."""
+        return self.past + self.length
+
+
+class Interface:
+    """The inputs and outputs of a model as exported.
+
+    Args:
+        model: flat, with shapes inferred.
+        found: its caches.
+        config: the user's name patterns.
+
+    Raises:
+        UnsupportedModelError: no input brings new tokens.
+        AmbiguousRoleError, OptionError: see `find_roles`.
+    """
+
+    def __init__(self, model: onnx.ModelProto, found: Sequence[Found], config: str | None) -> None:
+        self._found = {f.past.name: f for f in found}
+        presents = {f.present.name: f for f in found}
+        none: frozenset[str] = frozenset()
+        caches = {f.past.name: f.present.name for f in found}
+        axes = {f.past.name: f.axis for f in found if f.axis is not None}
+        facts = GraphFacts(caches, none, none, none, none, axes)
+        roles = {(r.io, r.name): r.role for r in find_roles(model, facts, config)}
+        counted = {name for f in found for name in f.positions}
+        fixed_lengths = {f.past.name for f in found if not f.growing}
+        self._inputs = {v.name: v for v in model.graph.input}
+        self.tokens = self._find_tokens(roles, counted)
+        batches, news = self._symbols()
+        tensors = []
+        for io, values in (("input", model.graph.input), ("output", model.graph.output)):
+            for value in values:
+                shape = tuple(shape_of(value) or ())
+                if io == "input":
+                    role = self._input_role(value, roles[io, value.name], counted, news)
+                elif value.name in presents:
+                    growing = presents[value.name].growing
+                    role = OriginalRole.GROWING_CACHE if growing else OriginalRole.FIXED_CACHE
+                else:
+                    is_logits = roles[io, value.name] is Role.LOGITS
+                    role = OriginalRole.LOGITS if is_logits else OriginalRole.OTHER
+                names = self._axes(value.name, shape, role, batches, news, bool(fixed_lengths))
+                dtype = dtype_name(elem_type_of(value))
+                tensors.append(OriginalTensor(value.name, io, role, dtype, shape, names))
+        self.tensors = tuple(tensors)
+        self.inputs = {t.name: t for t in tensors if t.io == "input"}
+
+    def of(self, *roles: OriginalRole) -> list[OriginalTensor]:
+        """The inputs with one of these roles."""
+        return [t for t in self.inputs.values() if t.role in roles]
+
+    def with_role(self, names: set[str], role: OriginalRole) -> tuple[OriginalTensor, ...]:
+        """All tensors, those named with another role."""
+        return tuple(replace(t, role=role) if t.name in names else t for t in self.tensors)
+
+    def capacity(self, given: int | None) -> int:
+        """The capacity: of fixed caches, or as given.
+
+        Raises:
+            OptionError: caches grow or have a symbolic length, and none is given; or it contradicts a fixed one.
+        """
+        fixed = {
+            int(t.shape[axis])
+            for t in self.of(OriginalRole.FIXED_CACHE)
+            if (axis := t.axes.index("capacity") if "capacity" in t.axes else None) is not None
+            and isinstance(t.shape[axis], int)
+        }
+        if given is not None and not (fixed and fixed != {given}):
+            return given
+        if given is not None:
+            raise OptionError(
+                f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
+                "leave the option out, or export with a symbolic length"
+            )
+        growing = self.of(OriginalRole.GROWING_CACHE)
+        if growing or not fixed:
+            name = (growing or self.of(OriginalRole.FIXED_CACHE))[0].name
+            raise OptionError(
+                f"the cache '{name}' is as long as the text, and TensorRT needs a fixed length: pass --capacity N, the most "
+                "tokens that a sequence may have"
+            )
+        return max(fixed)
+
+    def _find_tokens(self, roles: Mapping[tuple[str, str], Role], counted: set[str]) -> str:
+        named = [n for (io, n), role in roles.items() if io == "input" and role is Role.TOKENS]
+        embedded = [
+            n
+            for n, v in self._inputs.items()
+            if n not in self._found and n not in counted and elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3
+        ]
+        for names in (named, embedded):
+            if len(names) == 1:
+                return names[0]
+        raise UnsupportedModelError(
+            f"nothing says which input brings the new tokens (inputs: {', '.join(self._inputs)}); name it with --config, a "
+            "YAML file such as: roles: {tokens: input_ids}"
+        )
+
+    def _symbols(self) -> tuple[set[str], set[str]]:
+        """The symbols of the batch, and of the number of new tokens."""
+        tokens = shape_of(self._inputs[self.tokens]) or ()
+        firsts = [(shape_of(self._inputs[n]) or ("?",))[0] for n in self._found] + list(tokens[:1])
+        news = {d for d in tokens[1:2] if isinstance(d, str)}
+        return {d for d in firsts if isinstance(d, str)} - {"?", ""}, news - {"?", ""}
+
+    def _input_role(self, value: onnx.ValueInfoProto, role: Role, counted: set[str], news: set[str]) -> OriginalRole:
+        name, shape = value.name, shape_of(value) or ()
+        if name in self._found:
+            return OriginalRole.GROWING_CACHE if self._found[name].growing else OriginalRole.FIXED_CACHE
+        if name == self.tokens:
+            return OriginalRole.TOKENS
+        if name in counted or (role is Role.POSITIONS and elem_type_of(value) in _INTEGERS):
+            first = shape[0] if shape else 1
+            batch = (shape_of(self._inputs[self.tokens]) or ("?",))[0]
+            per_row = len(shape) == 0 or (len(shape) == 1 and (first in (1, batch)) and first not in news)
+            return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
+        if role is Role.MASK:
+            return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
+        if elem_type_of(value) == onnx.TensorProto.BOOL and len(shape) == 4:
+            return OriginalRole.MASK
+        return OriginalRole.CONSTANT if elem_type_of(value) in _FLOATS else OriginalRole.OTHER
+
+    def _axes(
+        self,
+        name: str,
+        shape: tuple[int | str, ...],
+        role: OriginalRole,
+        batches: set[str],
+        news: set[str],
+        fixed: bool,
+    ) -> tuple[str, ...]:
+        axes = [
+            "" if isinstance(d, int) else "batch" if d in batches else "sequence" if d in news else "?" for d in shape
+        ]
+        match role:
+            case OriginalRole.TOKENS | OriginalRole.LOGITS:
+                axes[:2] = ["batch", "sequence"][: len(axes)]
+            case OriginalRole.GROWING_CACHE | OriginalRole.FIXED_CACHE:
+                cache = self._found.get(name) or next(f for f in self._found.values() if f.present.name == name)
+                axes[0] = "batch"
+                if cache.axis is not None:
+                    axes[cache.axis] = "past" if cache.growing else "capacity"
+            case OriginalRole.POSITIONS:
+                axes = ["sequence"] if len(axes) == 1 else ["batch", *["" for _ in axes[2:]], "sequence"]
+            case OriginalRole.PAST_LENGTH:
+                axes = ["batch" for _ in axes[:1]]
+            case OriginalRole.PADDING_MASK:
+                axes = ["batch", "capacity" if fixed and self._is_capacity(shape[1]) else "total"]
+            case OriginalRole.MASK:
+                last = "capacity" if fixed else "total"
+                axes = [*(["batch", "", "sequence"][-len(axes[:-1]) :] if len(axes) > 1 else []), last]
+        return tuple(axes)
+
+    def _is_capacity(self, dim: int | str) -> bool:
+        lengths = {
+            shape[f.axis] for n, f in self._found.items() if f.axis is not None and (shape := shape_of(self._inputs[n]))
+        }
+        return dim in lengths
+
+
+class Samples:
+    """Samples of one model.
+
+    Attributes:
+        plain: steps in which every token is visible; the last one ends at the capacity.
+        padded: steps in which the padding mask hides tokens; empty where there is none.
+        wrapped: steps beyond the capacity, for caches that may be circular.
+        twins: two steps that differ in nothing but the past.
+    """
+
+    def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
+        self._blueprint = blueprint
+        self._interface = interface
+        self._capacity = capacity
+        self._rng = np.random.default_rng(0)
+        self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
+        sizes = [s for s in _SMALL if s[1] + s[2] <= capacity] or [(1, 0, 1)]
+        last = max(1, min(2, capacity))
+        self.plain = self._unique([self._make(*s) for s in (*sizes, (1, capacity - last, last))])
+        pasts = [p for p in (5, 9) if p + 3 <= capacity] or [0]
+        self.twins = (self._make(2, pasts[0], 3), self._make(2, pasts[-1], 3))
+        masked = bool(interface.of(OriginalRole.PADDING_MASK))
+        self.padded = self._unique([self._make(*s, padded=True) for s in sizes if s[0] > 1]) if masked else ()
+        fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
+        beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2))
+        self.wrapped = self._unique([self._make(*s, wrapped=True) for s in beyond]) if fixed else ()
+
+    @property
+    def all(self) -> tuple[Sample, ...]:
+        """Plain and wrapped ones."""
+        return (*self.plain, *self.wrapped)
+
+    def _unique(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        seen: dict[tuple[int, int, int], Sample] = {}
+        for sample in samples:
+            seen.setdefault((sample.batch, sample.past, sample.length), sample)
+        return tuple(seen.values())
+
+    def _make(self, batch: int, past: int, length: int, *, padded: bool = False, wrapped: bool = False) -> Sample:
+        batch = int(b) if isinstance(b := self._sizes.get("batch"), int) else batch
+        length = int(s) if isinstance(s := self._sizes.get("sequence"), int) else length
+        sizes = {
+            "batch": batch, "sequence": length, "past": past, "total": past + length, "capacity": self._capacity,
+        }  # fmt: skip
+        padding = self._padding(batch, past, length) if padded else None
+        shapes: dict[str, Shape] = {}
+        values: dict[str, Array] = {}
+        own: dict[str, Array] = {}
+        for tensor in self._interface.inputs.values():
+            shape = tuple(
+                d if isinstance(d, int) else sizes.get(a, _OTHER_SIZE)
+                for d, a in zip(tensor.shape, tensor.axes, strict=True)
+            )
+            shapes[tensor.name] = shape
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, tensor.dtype.upper()))
+            if tensor.role is OriginalRole.POSITIONS:
+                values[tensor.name] = np.broadcast_to(past + np.arange(length), shape).astype(dtype)
+            elif tensor.role is OriginalRole.PAST_LENGTH:
+                values[tensor.name] = np.full(shape, past, dtype)
+            elif tensor.role is OriginalRole.PADDING_MASK:
+                visible = np.zeros(shape)
+                visible[:, : past + length] = 1 if padding is None else padding[:, : shape[1]]
+                values[tensor.name] = visible.astype(dtype)
+            elif tensor.role is OriginalRole.MASK:
+                own[tensor.name] = self._rng.random(shape) >= _HIDDEN_SHARE
+                own[tensor.name][..., 0] = True
+                values[tensor.name] = (
+                    np.where(own[tensor.name], 0, np.finfo(np.float16).min).astype(dtype)
+                    if np.issubdtype(np.dtype(dtype), np.floating)
+                    else own[tensor.name].astype(dtype)
+                )
+        probe = Probe(self._blueprint, shapes, values)
+        return Sample(batch, past, length, self._capacity, probe, padding, own, wrapped)
+
+    def _padding(self, batch: int, past: int, length: int) -> Array:
+        """Left padding in the first row, holes among the past of the others."""
+        padding = np.ones((batch, past + length), np.int64)
+        padding[0, : past // 2] = 0
+        padding[1:, :past] = self._rng.random((batch - 1, past)) >= _HIDDEN_SHARE
+        return padding
