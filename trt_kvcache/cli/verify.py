@@ -33,7 +33,12 @@ def verify(
     model: ModelArgument,
     batch: Annotated[int, typer.Option(metavar="N", help="Sequences, each with its own length.")] = 3,
     chunks: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the prefill chunks.")] = "5,3",
-    tokens: Annotated[int, typer.Option(metavar="N", help="Single-token steps after the chunks.")] = 4,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N", help="Single-token steps after the chunks. Default: 4; 3x the chunks where caches change."
+        ),
+    ] = None,
     tolerance: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="Largest difference, as a share of an output's scale. Default: by dtype."),

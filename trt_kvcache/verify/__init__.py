@@ -6,7 +6,7 @@ import os
 
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.verify.decode import verify_import
+from trt_kvcache.verify.entry import verify_import
 from trt_kvcache.verify.report import OutputDifference, VerifyOptions, VerifyReport, VerifyStep
 
 __all__ = [
@@ -35,11 +35,15 @@ def verify_model(
     garbage. Each side carries its own caches from step to step, in its own layout. The span inputs of the rewritten
     model take a tight, a bucketed and the full value in turn.
 
+    Where normalization changed the interface, the original runs in its own (`trt_kvcache.verify.original`), row by row: a
+    past that grows has one length for all rows. Steps whose valid length is shorter than the update do not exist there.
+    The decode covers at least three times the prompt, and the report counts equal greedy tokens.
+
     ONNX Runtime runs both sides; where it cannot (opsets newer than it knows, windows, short masks), ONNX's reference
     evaluator runs small models. bfloat16 models are compared as their float32 twins. The report says which.
 
     Args:
-        model: path of an ONNX model with TensorScatter caches.
+        model: path of an ONNX decoder with caches.
         options: what to plan; the original runs with the same capacity.
         verify: what to run.
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,16 +14,15 @@ from onnx import ModelProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.verify.caches import cache_bytes, find_caches, first_contents
+from trt_kvcache.verify.caches import CacheTensor, cache_bytes, find_caches, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, load_inputs
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
-from trt_kvcache.verify.runnable import check_runnable, with_expanded_masks, with_packed_function
+from trt_kvcache.verify.runnable import with_expanded_masks
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
 from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, memory, open_session
 from trt_kvcache.verify.tables import index_limits
-from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -34,27 +31,17 @@ _SPAN_KINDS = ("tight", "bucketed", "full")
 _MEMORY_SHARE = 0.5  # of the machine's memory, for the caches of both models before and after a step
 
 
-def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyReport:
-    """Verifies a model that has been imported already; see `trt_kvcache.verify.verify_model`."""
-    check_runnable(imported.model)
-    with _both_sides(imported) as (original, rewritten, folder, twin):
-        return _Verification(imported, verify, original, rewritten, folder, twin=twin).run()
+class Verification:
+    """One verification of an imported model.
 
+    Args:
+        imported: the model as read, its plan and its rewritten form.
+        verify: what to run.
+        original, rewritten: what runs on each side: the models themselves, or forms of them that engines here run.
+        folder: of the external data of both.
+        twin: both are float32 twins of a bfloat16 model.
+    """
 
-@contextmanager
-def _both_sides(imported: ImportedModel) -> Iterator[tuple[ModelProto, ModelProto, Path, bool]]:
-    """Original and rewritten model, the folder of their external data, and whether they are float32 twins."""
-    source = imported.source
-    original = with_packed_function(source.proto)
-    if not has_bfloat16(original) and not has_bfloat16(imported.model):
-        yield original, imported.model, source.path.parent, False
-        return
-    with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
-        twins = TwinFolder(Path(name), source.path.parent)
-        yield twins.twin(original), twins.twin(imported.model), twins.folder, True
-
-
-class _Verification:
     def __init__(
         self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto, folder: Path,
         *, twin: bool,
@@ -72,16 +59,29 @@ class _Verification:
                 "ONNX Runtime has no bfloat16 arithmetic on the CPU: both sides ran with float32 in its place, "
                 "which shows structure, masks, indices and layouts, not bfloat16 rounding"
             )
-        self.caches = find_caches(imported.plan)
-        self.limits = self._fit(read_limits(imported.plan, verify))
+        limits = self._read_limits()
+        self.caches = self._find_caches(limits)
+        self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
         self.inputs = StepInputs(
-            imported.plan, index_limits(rewritten, imported.plan), load_inputs(verify.inputs), self.rng, twin=twin
+            imported.plan, index_limits(rewritten, imported.plan), self._given(), self.rng, twin=twin
         )
         if original is not imported.source.proto and not twin:
             self.notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
         self.kinds = _SPAN_KINDS if imported.plan.spans else ("",)
         self.steps: list[VerifyStep] = []
+
+    def _read_limits(self) -> Limits:
+        """What both models allow."""
+        return read_limits(self.plan, self.verify)
+
+    def _find_caches(self, limits: Limits) -> tuple[CacheTensor, ...]:
+        """What is carried from step to step, as the rewritten model takes it."""
+        return find_caches(self.plan)
+
+    def _given(self) -> dict[str, Array]:
+        """Values for inputs by name, used before any role."""
+        return load_inputs(self.verify.inputs)
 
     def _fit(self, limits: Limits) -> Limits:
         """Fewer rows where the caches of all rows would not fit into memory."""
@@ -100,6 +100,7 @@ class _Verification:
         return replace(limits, batch=batch)
 
     def run(self) -> VerifyReport:
+        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`."""
         episodes = [e for e in plan_schedule(self.limits, self.verify) if e.steps]
         if not episodes:
             raise OptionError(
@@ -117,7 +118,7 @@ class _Verification:
         failure = None
         engine = "none"
         try:
-            physical = self._to_physical({c.role.name: trial[c.role.name] for c in self.caches})
+            physical = self._to_physical({c.role.name: trial[c.role.name] for c in self.caches}, first, 0.0)
             # A rewritten model must run wherever the original does, so only an original that ONNX Runtime refuses
             # lets the reference evaluator run both.
             rewritten, refusal = open_session(
@@ -131,7 +132,8 @@ class _Verification:
                 self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {engine} did")
             for number, episode in enumerate(episodes):
                 state = self._contents(episode.steps[0], garbage, number)
-                self._run_episode(episode, state, (original, rewritten), comparison)
+                other = self._to_physical(state, episode.steps[0], garbage)
+                self._run_episode(episode, (state, other), (original, rewritten), comparison)
         except EngineError as error:
             failure = f"the rewritten model cannot be run where the original can: {error}"
         outputs = comparison.results()
@@ -171,10 +173,14 @@ class _Verification:
         return session
 
     def _run_episode(
-        self, episode: Episode, state: Feeds, sessions: tuple[Session, Session], comparison: Comparison
+        self,
+        episode: Episode,
+        states: tuple[Feeds, Feeds],
+        sessions: tuple[Session, Session],
+        comparison: Comparison,
     ) -> None:
         original, rewritten = sessions
-        other = self._to_physical(state)
+        state, other = states
         for number, step in enumerate(episode.steps):
             shared = self.inputs.shared(step)
             try:
@@ -238,7 +244,8 @@ class _Verification:
             contents[cache.role.name] = first_contents(cache, step.starts, garbage, rng, twin=self.twin)
         return contents
 
-    def _to_physical(self, state: Mapping[str, Array]) -> Feeds:
+    def _to_physical(self, state: Mapping[str, Array], step: Step, garbage: float) -> Feeds:
+        """The original's contents before `step` as the rewritten model takes them."""
         return {c.role.name: c.to_physical(state[c.role.name]) for c in self.caches}
 
     def _garbage(self, original: Session, step: Step, trial: Feeds) -> float:

@@ -14,7 +14,8 @@ class VerifyOptions:
     Attributes:
         batch: rows per step, each with its own length; a fixed batch size in the model wins.
         chunks: lengths of the prefill chunks, in tokens; a fixed update length in the model wins.
-        tokens: single-token steps after the chunks.
+        tokens: single-token steps after the chunks; None: 4, and three times the chunks' tokens for models whose
+            interface normalization changed.
         tolerance: largest difference allowed, as a share of the output's largest magnitude; None: by dtype.
         seed: of tokens, cache contents and garbage.
         inputs: path of an ``.npz`` file with values, by name, for inputs that no role explains. Axes that vary from
@@ -26,7 +27,7 @@ class VerifyOptions:
 
     batch: int = 3
     chunks: tuple[int, ...] = (5, 3)
-    tokens: int = 4
+    tokens: int | None = None
     tolerance: float | None = None
     seed: int = 0
     inputs: str | None = None
@@ -36,7 +37,7 @@ class VerifyOptions:
             raise OptionError(f"the verification batch is {self.batch}; it must be at least 1")
         if any(chunk < 1 for chunk in self.chunks):
             raise OptionError(f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token")
-        if self.tokens < 0 or self.tokens + len(self.chunks) < 1:
+        if self.tokens is not None and (self.tokens < 0 or self.tokens + len(self.chunks) < 1):
             raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
         if self.tolerance is not None and not 0 <= self.tolerance < 1:
             raise OptionError(f"the tolerance is {self.tolerance}; it is a share of the output's scale, from 0 to 1")

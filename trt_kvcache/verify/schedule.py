@@ -13,6 +13,8 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Role, UpdateMode
 from trt_kvcache.verify.report import VerifyOptions
 
+_TOKENS = 4  # single-token steps, where the caller does not say how many
+
 
 @dataclass(frozen=True)
 class Step:
@@ -93,7 +95,7 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
 
 def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]:
     """All episodes of a verification."""
-    wanted = [*options.chunks, *([1] * options.tokens)]
+    wanted = [*options.chunks, *([1] * (_TOKENS if options.tokens is None else options.tokens))]
     if limits.length is not None:
         wanted = [limits.length] * len(wanted)
     lengths = [min(length, limits.longest) for length in wanted]

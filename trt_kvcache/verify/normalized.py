@@ -1,0 +1,215 @@
+"""Verification where normalization changed the interface: each side runs in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import ModelProto
+
+from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.plan import CacheUpdate, OriginalRole, Role, StateUpdate, TensorRole, UpdateMode
+from trt_kvcache.verify.caches import CacheTensor, find_caches, first_contents
+from trt_kvcache.verify.compare import Comparison
+from trt_kvcache.verify.decode import Verification
+from trt_kvcache.verify.dtypes import numpy_dtype, tolerance
+from trt_kvcache.verify.original import OriginalInterface, OriginalSession, size_of
+from trt_kvcache.verify.report import VerifyOptions, VerifyReport
+from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule
+from trt_kvcache.verify.sessions import Session
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+
+_TIMES_PROMPT = 3  # single-token steps, where the caller does not say how many
+_CONSTANT_SIZE = 6  # of axes of constants that nothing explains, such as the tokens that an encoder has read
+
+
+class NormalizedVerification(Verification):
+    """As `Verification`, for a model whose interface normalization changed.
+
+    The original's caches are kept as the rewritten model's, one row per token, and translated for each run; where a
+    window became circular they keep the whole text.
+    """
+
+    def __init__(
+        self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto, folder: Path,
+        *, twin: bool,
+    ) -> None:  # fmt: skip
+        if verify.tokens is None:
+            verify = replace(verify, tokens=_TIMES_PROMPT * max(sum(verify.chunks), 1))
+        self.interface = OriginalInterface(imported.plan, twin=twin)
+        self.original_caches: dict[str, CacheTensor] = {}
+        self.greedy = [0, 0, 0]
+        super().__init__(imported, verify, original, rewritten, folder, twin=twin)
+
+    def run(self) -> VerifyReport:
+        """As `Verification.run`, with the greedy tokens counted."""
+        report = super().run()
+        same, clear, differ = self.greedy
+        if not clear + differ:
+            return report
+        note = f"greedy decoding: the same token at {same} of {clear + differ} positions with a clear best one"
+        if differ and report.passed:
+            failure = f"{differ} of {clear + differ} greedy tokens differ though the best token is clear"
+            return replace(report, passed=False, failure=failure, notes=(*report.notes, note))
+        return replace(report, notes=(*report.notes, note))
+
+    def _read_limits(self) -> Limits:
+        limits = super()._read_limits()
+        linear = [n for n in (limits.linear, *self._original_rows()) if n is not None]
+        together = self.interface.together
+        return replace(
+            limits,
+            batch=limits.batch if together is None else together,
+            linear=min(linear, default=None),
+            ragged=limits.ragged and together is None,
+            lengths=False,  # the original has none: every token of an update is valid
+        )
+
+    def _original_rows(self) -> list[int]:
+        """Rows of the original's fixed caches that became circular windows: its text ends there."""
+        rows = (size for c in self.plan.caches if (size := self._fixed_rows(c)) not in (None, c.capacity))
+        return [n for n in rows if n is not None]
+
+    def _fixed_rows(self, cache: CacheUpdate) -> int | None:
+        """Rows of the cache in the original, or None where it grows."""
+        tensor = next((t for t in self.plan.original if t.name == cache.past and t.io == "input"), None)
+        if tensor is None or tensor.role is not OriginalRole.FIXED_CACHE:
+            return None
+        return size_of(tensor.shape[cache.sequence_axis]) or self.plan.options.capacity or cache.capacity
+
+    def _find_caches(self, limits: Limits) -> tuple[CacheTensor, ...]:
+        caches = find_caches(self.plan)
+        text = max(max(s.valid) for e in plan_schedule(limits, self.verify) for s in e.steps or (Step(0, (0,), (0,)),))
+        for cache in caches:
+            if cache.update is None:
+                continue
+            rows = self._fixed_rows(cache.update)
+            if cache.update.mode is UpdateMode.CIRCULAR and rows != cache.update.capacity:
+                self.original_caches[cache.role.name] = replace(cache, update=_linear(cache.update, rows or text))
+        return (*caches, *(self._state(s) for s in self.plan.states))
+
+    def _state(self, state: StateUpdate) -> CacheTensor:
+        role = next((t for t in self.plan.tensors if t.name == state.past and t.io == "input"), None)
+        role = role or TensorRole(state.past, "input", Role.STATE, state.dtype, state.shape, "graph: state", ())
+        return CacheTensor(role, state.present, None)
+
+    def _given(self) -> Feeds:
+        """Constants are drawn once, so that every step sees the same."""
+        rng = np.random.default_rng([self.verify.seed, len(self.plan.original)])
+        named = {t.name for t in self.plan.tensors if t.io == "input"}
+        drawn: Feeds = {}
+        for tensor in self.plan.original:
+            if tensor.io != "input" or tensor.role is not OriginalRole.CONSTANT or tensor.name not in named:
+                continue
+            sizes = {"batch": self._read_limits().batch}
+            shape = tuple(
+                size_of(d) or sizes.get(a, _CONSTANT_SIZE) for d, a in zip(tensor.shape, tensor.axes, strict=True)
+            )
+            dtype = numpy_dtype(tensor.dtype, twin=self.twin)
+            values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
+            if dtype.kind != "f" and values.ndim:
+                values[..., 0] = 1  # a mask over what an encoder read hides some, never all
+            drawn[tensor.name] = values.astype(dtype)
+        return drawn | super()._given()
+
+    def _open_original(self, trial: Feeds) -> Session:
+        rows, past = self.interface.groups(trial)[0]
+        return OriginalSession(super()._open_original(self.interface.feeds(trial, rows, past)), self.interface)
+
+    def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
+        contents: Feeds = {}
+        for number, cache in enumerate(self.caches):
+            rng = np.random.default_rng([self.verify.seed, episode, number])
+            kept = self.original_caches.get(cache.role.name, cache)
+            contents[cache.role.name] = first_contents(kept, step.starts, garbage, rng, twin=self.twin)
+        return contents
+
+    def _to_physical(self, state: Mapping[str, Array], step: Step, garbage: float) -> Feeds:
+        made: Feeds = {}
+        for cache in self.caches:
+            name = cache.role.name
+            values = state[name]
+            if name in self.original_caches:
+                none = first_contents(cache, (0,) * len(step.starts), garbage, self.rng, twin=self.twin)
+                values = _window(values, none, cache, step.starts)
+            made[name] = cache.to_physical(values)
+        return made
+
+    def _compare(
+        self, comparison: Comparison, past: tuple[Feeds, Feeds], outputs: tuple[Feeds, Feeds], span: int | None
+    ) -> None:
+        step = self.steps[-1]
+        past, outputs = (dict(past[0]), past[1]), (dict(outputs[0]), outputs[1])
+        for cache in self.caches:
+            name, output = cache.role.name, cache.output
+            if name not in self.original_caches or output is None:
+                continue
+            base = cache.to_logical(past[1][name])
+            ends = tuple(start + step.length for start in step.starts)
+            past[0][name] = _window(past[0][name], base, cache, ends)
+            outputs[0][output] = _window(outputs[0][output], base, cache, ends)
+        super()._compare(comparison, past, outputs, span)
+        for tensor in self.plan.tensors:
+            if tensor.io == "output" and tensor.role is Role.LOGITS and tensor.name in outputs[0]:
+                self._count_greedy(outputs[0][tensor.name], outputs[1][tensor.name])
+
+    def _count_greedy(self, expected: Array, found: Array) -> None:
+        """Counts positions at which both sides choose the same token, where the best one is clear."""
+        if expected.shape != found.shape or expected.shape[-1] < 2:
+            return
+        best = np.sort(expected.astype(np.float64), axis=-1)
+        allowed = tolerance(expected.dtype, twin=self.twin) if self.verify.tolerance is None else self.verify.tolerance
+        clear = best[..., -1] - best[..., -2] > allowed * np.abs(best).max(initial=0.0)
+        same = expected.argmax(-1) == found.argmax(-1)
+        self.greedy[0] += int((same & clear).sum())
+        self.greedy[1] += int((same & clear).sum())
+        self.greedy[2] += int((~same & clear).sum())
+
+    def _note_schedule(self, episodes: Sequence[Episode]) -> None:
+        super()._note_schedule(episodes)
+        together = self.interface.together
+        self.notes.append(
+            "the original ran in its own interface, "
+            + (
+                "each row by itself"
+                if together is None
+                else f"{together} rows that start together, as it was exported for"
+            )
+        )
+        self.notes.append(
+            "the original has no valid lengths: steps with fewer valid tokens than the update were left out"
+        )
+        if self.interface.unseen:
+            self.notes.append(f"outputs that the rewritten model does not have: {', '.join(self.interface.unseen)}")
+
+
+def _linear(update: CacheUpdate, rows: int) -> CacheUpdate:
+    """The same cache with a row for every token."""
+    shape = list(update.logical_shape)
+    shape[update.sequence_axis] = rows
+    return replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape))
+
+
+def _window(text: Array, base: Array, cache: CacheTensor, ends: Sequence[int]) -> Array:
+    """The newest tokens of a text at their places in a circular cache.
+
+    Args:
+        text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
+        base: ``[B, ..., capacity, ...]``: contents of rows that no token goes to.
+        cache: the circular cache.
+        ends: tokens of each row of the batch.
+    """
+    assert cache.update is not None
+    made: Array = base.copy()
+    axis, capacity = cache.update.sequence_axis, cache.update.capacity
+    target, source = np.moveaxis(made, axis, 1), np.moveaxis(text, axis, 1)
+    for row, end in enumerate(ends):
+        tokens = np.arange(max(0, end - capacity), end)
+        target[row, tokens % capacity] = source[row, tokens]
+    return made

@@ -1,0 +1,223 @@
+"""A model as exported, behind the interface of its rewritten form.
+
+Normalization changes what a caller gives: caches of a fixed capacity with write indices instead of caches that grow,
+no padding mask, no counters. `OriginalSession` takes the new inputs, runs the original on what it was exported for and
+gives back the new outputs, so that whatever drives the rewritten model can drive the original, too:
+
+    cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
+    tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
+    present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
+
+A past that grows has one length for all rows of a batch, so each row runs by itself, unless the model was exported for
+a batch of another size than one: then all rows must start together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, Dim, OriginalRole, OriginalTensor, Role
+from trt_kvcache.verify.caches import find_caches
+from trt_kvcache.verify.dtypes import numpy_dtype
+from trt_kvcache.verify.inputs import arrange
+from trt_kvcache.verify.sessions import Session
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+
+_CACHES = (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)
+_COUNTED = (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK, OriginalRole.MASK)
+
+
+class OriginalInterface:
+    """Translates one step between the interfaces of the original and of the rewritten model.
+
+    Attributes:
+        together: rows that one run of the original takes; None: one row, whatever the batch.
+        unseen: names of the original's outputs that the rewritten model does not have, such as counters.
+
+    Args:
+        plan: with `CachePlan.original`.
+        twin: bfloat16 is held as float32.
+
+    Raises:
+        UnsupportedModelError: the plan does not say where rows are written.
+    """
+
+    def __init__(self, plan: CachePlan, *, twin: bool) -> None:
+        self._plan = plan
+        self._twin = twin
+        self._inputs = [t for t in plan.original if t.io == "input"]
+        self._outputs = {t.name: t for t in plan.original if t.io == "output"}
+        self._past_of = {c.output: c.role.name for c in find_caches(plan)}
+        self._tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
+        starts = plan.tensor(Role.WRITE_INDICES)
+        if starts is None or self._tokens is None:
+            raise UnsupportedModelError(
+                "the rewritten model has no single input for write indices, or the original none for tokens: nothing "
+                "says at which position a step of the original starts"
+            )
+        self._starts = starts.name
+        batches = {
+            n for t in self._inputs for a, d in zip(t.axes, t.shape, strict=True) if a == "batch" and (n := size_of(d))
+        }
+        self.together = max(batches) if max(batches, default=1) > 1 else None
+        kept = {t.name for t in plan.tensors if t.io == "output"}
+        self.unseen = tuple(
+            t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in kept
+        )
+
+    def groups(self, feeds: Mapping[str, Array]) -> list[tuple[slice, int]]:
+        """Rows that the original runs together, and how many tokens each of them holds before the step."""
+        starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
+        if self.together is None:
+            return [(slice(row, row + 1), past) for row, past in enumerate(starts)]
+        if len(set(starts)) > 1:
+            raise OptionError(f"the model was exported for {self.together} rows that start together, not at {starts}")
+        return [(slice(0, len(starts)), starts[0])]
+
+    def feeds(self, feeds: Mapping[str, Array], rows: slice, past: int) -> Feeds:
+        """The original's inputs for some rows of a step.
+
+        Args:
+            feeds: inputs of the rewritten model by name, caches in their logical shape.
+            rows: which rows.
+            past: tokens that these rows hold before the step.
+        """
+        assert self._tokens is not None
+        axis = self._tokens.axes.index("sequence") if "sequence" in self._tokens.axes else 1
+        length = feeds[self._tokens.name].shape[axis]
+        sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
+        return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs}
+
+    def _input(
+        self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, sizes: Mapping[str, int]
+    ) -> Array:
+        dtype = numpy_dtype(tensor.dtype, twin=self._twin)
+        if tensor.role in _CACHES:
+            return self._past(tensor, feeds, rows, sizes)
+        if tensor.name in feeds and feeds[tensor.name].ndim == len(tensor.shape):
+            return _cut(_take(feeds[tensor.name], tensor.axes, rows), tensor, sizes).astype(dtype)
+        if tensor.role not in _COUNTED:
+            raise OptionError(
+                f"nothing says which values the original's input '{tensor.name}' {list(tensor.shape)} "
+                f"({tensor.role.value}) takes: the rewritten model has no input of that name"
+            )
+        shape = self._shape(tensor, sizes)
+        past, length = sizes["past"], sizes["sequence"]
+        match tensor.role:
+            case OriginalRole.POSITIONS:
+                values = past + np.arange(length)[None]
+                return arrange(values, ("batch", "sequence"), shape, tensor.axes).astype(dtype)
+            case OriginalRole.PAST_LENGTH:
+                return np.full(shape, past, dtype)
+            case OriginalRole.PADDING_MASK:
+                return np.broadcast_to(np.arange(shape[-1]) < past + length, shape).astype(dtype)
+        visible = np.arange(shape[-1])[None] <= past + np.arange(length)[:, None]
+        allowed = np.broadcast_to(visible, shape)
+        return np.where(allowed, 0, np.finfo(dtype).min).astype(dtype) if dtype.kind == "f" else allowed.astype(dtype)
+
+    def _past(self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, sizes: Mapping[str, int]) -> Array:
+        if tensor.name not in feeds:
+            raise UnsupportedModelError(
+                f"the rewritten model has no cache input '{tensor.name}', which the original has"
+            )
+        whole = feeds[tensor.name][rows]
+        if tensor.role is OriginalRole.FIXED_CACHE:
+            return whole
+        held = (slice(None),) * tensor.axes.index("past") + (slice(0, sizes["past"]),)
+        return np.ascontiguousarray(whole[held])
+
+    def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        capacity = max(c.capacity for c in self._plan.caches)
+        known = {**sizes, "capacity": self._plan.options.capacity or capacity}
+        shape = []
+        for place, (dim, axis) in enumerate(zip(tensor.shape, tensor.axes, strict=True)):
+            size = size_of(dim)
+            size = known.get(axis) if size is None else size
+            if size is None:
+                raise OptionError(f"nothing says how long axis {place} of the original's input '{tensor.name}' is")
+            shape.append(size)
+        return tuple(shape)
+
+    def outputs(self, feeds: Mapping[str, Array], ran: Sequence[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
+        """The rewritten model's outputs, caches in the shape of the feeds.
+
+        Args:
+            feeds: of the step, as in `feeds`.
+            ran: rows, tokens before the step, and the original's outputs.
+        """
+        made: Feeds = {}
+        for name, tensor in self._outputs.items():
+            if name in self.unseen:
+                continue
+            values = [outputs[name] for _, _, outputs in ran]
+            if tensor.role is OriginalRole.GROWING_CACHE:
+                made[name] = self._present(tensor, feeds, [(rows, outputs[name]) for rows, _, outputs in ran])
+            elif len(values) == 1:
+                made[name] = values[0]
+            else:
+                made[name] = np.concatenate(values, tensor.axes.index("batch") if "batch" in tensor.axes else 0)
+        return made
+
+    def _present(self, tensor: OriginalTensor, feeds: Mapping[str, Array], ran: Sequence[tuple[slice, Array]]) -> Array:
+        """A cache with the rows that the original's grown caches hold."""
+        present: Array = feeds[self._past_of[tensor.name]].copy()
+        axis = next(i for i, a in enumerate(tensor.axes) if a in ("total", "past"))
+        for rows, grown in ran:
+            place = [rows, *[slice(None)] * (axis - 1), slice(0, grown.shape[axis])]
+            present[tuple(place)] = grown
+        return present
+
+
+class OriginalSession:
+    """Runs the original on the rewritten model's inputs.
+
+    Attributes:
+        engine: name and version of what runs the original.
+
+    Args:
+        session: of the original.
+        interface: between both.
+    """
+
+    def __init__(self, session: Session, interface: OriginalInterface) -> None:
+        self.engine = session.engine
+        self._session = session
+        self._interface = interface
+
+    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
+        """The rewritten model's outputs by name, as the original makes them.
+
+        Raises:
+            EngineError: the engine cannot run the step.
+        """
+        ran = [
+            (rows, past, self._session.run(self._interface.feeds(feeds, rows, past)))
+            for rows, past in self._interface.groups(feeds)
+        ]
+        return self._interface.outputs(feeds, ran)
+
+
+def size_of(dim: Dim) -> int | None:
+    """The size of a dimension, also where an exporter wrote the number as a symbol; None where it is open."""
+    return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
+
+
+def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
+    """Some rows of the batch, where the values differ by row."""
+    if "batch" not in axes or values.shape[axes.index("batch")] == 1:
+        return values
+    return values[(slice(None),) * axes.index("batch") + (rows,)]
+
+
+def _cut(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int]) -> Array:
+    """A mask over the capacity, cut to the tokens there are."""
+    if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
+        values = values[..., : sizes["total"]]
+    return np.ascontiguousarray(values)
