@@ -1,0 +1,191 @@
+"""What the search for cache updates hands to the proof, and what the proofs of all idioms share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import contains, input_or_none, is_op, producer
+from trt_kvcache.importer.normalize.samples import Sample
+from trt_kvcache.importer.normalize.views import Layout, Shape, axis_order, is_view, shape_of, step_back
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """What looks like a cache update.
+
+    Attributes:
+        idiom: the operator that writes, or ``"one-hot"``, ``"rolling"``, ``"unchanged"``.
+        past: the graph input.
+        present: the graph output.
+        node: the node that writes; None: nothing does.
+        axis: the sequence axis of the cache, as far as it is known without shapes.
+        growing: present has more rows than past.
+        positions: integer graph inputs whose values decide which rows are written.
+        views: the nodes from past to the operand of `node`, in order.
+        after: the nodes from the output of `node` to present, in order.
+        updates: operands of `node` that may be the new rows.
+        index: tensors that decide which rows are written.
+        inner: the nodes between the operand and the output of `node`, `node` included, where these are several.
+        reason: why it cannot be proven, where the search already sees that; "" otherwise.
+    """
+
+    idiom: str
+    past: gs.Tensor
+    present: gs.Tensor
+    node: gs.Node | None
+    axis: int | None = None
+    growing: bool = False
+    positions: tuple[str, ...] = ()
+    views: tuple[gs.Node, ...] = ()
+    after: tuple[gs.Node, ...] = ()
+    updates: tuple[gs.Tensor, ...] = ()
+    index: tuple[gs.Tensor, ...] = ()
+    inner: tuple[gs.Node, ...] = ()
+    reason: str = ""
+
+    @property
+    def operand(self) -> gs.Tensor:
+        """The past as `node` reads it."""
+        return self.views[-1].outputs[0] if self.views else self.past
+
+    def refusal(self, why: str) -> UnsupportedModelError:
+        """The error that says what is wrong with this update."""
+        where = "nothing" if self.node is None else f"{self.node.op} '{self.node.name}'"
+        return UnsupportedModelError(
+            f"the cache '{self.past.name}' is written by {where}, and {why}; supported are updates that write the S "
+            "new rows behind the P rows that the cache holds"
+        )
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The past in one sample.
+
+    Attributes:
+        step: the sample.
+        sizes: of the axes of the past.
+        layout: of the past as the writing node reads it.
+    """
+
+    step: Sample
+    sizes: Shape
+    layout: Layout
+
+    @property
+    def operand_shape(self) -> Shape:
+        """The shape of the past as the writing node reads it."""
+        return shape_of(self.layout, self.sizes)
+
+    def with_rows(self, axis: int) -> Shape:
+        """The sizes with S rows on the sequence axis: those of an update."""
+        return tuple(self.step.length if a == axis else size for a, size in enumerate(self.sizes))
+
+
+def richest(geometries: Sequence[Geometry]) -> Geometry:
+    """The sample in which the fewest axes have size 1, so that layouts are least ambiguous."""
+
+    def key(geometry: Geometry) -> tuple[int, int]:
+        ones = sum(size < 2 for size in (*geometry.sizes, geometry.step.length))
+        return (-ones, geometry.step.length)
+
+    return max(geometries, key=key)
+
+
+def nearest_update(
+    candidate: Candidate, update: gs.Tensor, layout: Layout, axis: int, geometries: Sequence[Geometry]
+) -> tuple[gs.Tensor, tuple[int, ...] | None]:
+    """The tensor nearest to the projection that holds the update with one axis for each of the cache's.
+
+    Args:
+        candidate: for messages.
+        update: the operand of the writing node.
+        layout: its layout in the richest of `geometries`.
+        axis: the sequence axis of the cache.
+        geometries: the samples.
+
+    Returns:
+        The tensor, and the permutation that brings it to the axis order of the cache; None: it has that order.
+    """
+    geometry = richest(geometries)
+    sizes = geometry.with_rows(axis)
+    found: tuple[gs.Tensor, tuple[int, ...]] | None = None
+    tensor, known = update, layout
+    while True:
+        order = axis_order(known, sizes)
+        if order is not None and _keeps_shape(tensor, order, axis, geometries, tensor is update):
+            found = (tensor, order)
+        node = producer(tensor)
+        if node is None or not (is_view(node) or is_op(node, "Expand")) or input_or_none(node, 0) is None:
+            break
+        before = step_back(node, known, sizes, geometry.step.probe)
+        if before is None:
+            break
+        tensor, known = node.inputs[0], before
+    if found is None:
+        raise candidate.refusal(f"the new rows in '{update.name}' do not have one axis for each axis of the cache")
+    tensor, order = found
+    perm = tuple(order.index(a) for a in range(len(order)))
+    _check_path(candidate, tensor, order, update, layout, axis, geometries)
+    return tensor, None if perm == tuple(range(len(perm))) else perm
+
+
+def _keeps_shape(
+    tensor: gs.Tensor, order: tuple[int, ...], axis: int, geometries: Sequence[Geometry], given: bool
+) -> bool:
+    """Whether a tensor has the shape that its layout says in every sample."""
+    for geometry in geometries:
+        sizes = geometry.with_rows(axis)
+        shape = geometry.step.probe.shape(tensor.name)
+        if shape != tuple(sizes[a] for a in order) and not (shape is None and given):
+            return False
+    return True
+
+
+def _check_path(
+    candidate: Candidate,
+    tensor: gs.Tensor,
+    order: tuple[int, ...],
+    update: gs.Tensor,
+    layout: Layout,
+    axis: int,
+    geometries: Sequence[Geometry],
+) -> None:
+    """Show by numbers that the chain from `tensor` to the operand `update` moves every element to its place."""
+    if tensor is update:
+        return
+    axes = [a for group in layout for a in group]
+    rest = [a for a in range(len(order)) if a not in axes]
+    for geometry in geometries:
+        sizes = geometry.with_rows(axis)
+        content = np.arange(int(np.prod(sizes)), dtype=np.float64).reshape(sizes)
+        moved = geometry.step.probe.given({tensor.name: content.transpose(order)}).value(update.name)
+        wanted = content.transpose((*axes, *rest)).reshape(-1)
+        if moved is None or not np.array_equal(moved.reshape(-1), wanted.astype(moved.dtype)):
+            raise candidate.refusal(f"the operators from '{tensor.name}' to '{update.name}' do not keep the new rows")
+
+
+@dataclass(frozen=True)
+class Proof:
+    """A proven update.
+
+    Attributes:
+        axis: the sequence axis of the cache.
+        update: the new rows.
+        perm: brings `update` to the axis order of the cache; None: it has that order.
+        circular: rows wrap around the capacity.
+    """
+
+    axis: int
+    update: gs.Tensor
+    perm: tuple[int, ...] | None
+    circular: bool = False
+
+
+def is_graph_input(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+    """Whether `tensor` is an input of the graph that the caller has to give."""
+    return contains(graph.inputs, tensor) and not isinstance(tensor, gs.Constant)

@@ -1,0 +1,98 @@
+"""Caches that grow by Concat.
+
+    past [B, N, P, D] --.                        past [B, N, L, D] ------.
+                         Concat(axis=2) -> present      ->                TensorScatter(axis=2) -> present
+    new [B, N, S, D] ---'                        new, write_indices -----'
+
+The new rows come behind the past, on one axis, which is as long as the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import dims
+from trt_kvcache.importer.normalize.candidate import (
+    Candidate,
+    Geometry,
+    Proof,
+    is_graph_input,
+    nearest_update,
+    richest,
+)
+from trt_kvcache.importer.normalize.views import axis_order, static_layout, trace_back
+
+
+def find(graph: gs.Graph, node: gs.Node, present: gs.Tensor, after: tuple[gs.Node, ...]) -> Candidate | None:
+    """The update that a Concat makes; None where none of its inputs is a cache."""
+    for index, tensor in enumerate(node.inputs):
+        past, views = trace_back(tensor)
+        if is_graph_input(graph, past) and len(past.shape or ()) >= 3:
+            axis = _cache_axis(node, past, tensor, views)
+            others = tuple(t for i, t in enumerate(node.inputs) if i != index)
+            reason = _why_not(node, index, past, axis)
+            return Candidate(
+                "Concat", past, present, node, axis, True, views=views, after=after, updates=others, reason=reason
+            )
+    return None
+
+
+def _cache_axis(node: gs.Node, past: gs.Tensor, operand: gs.Tensor, views: Sequence[gs.Node]) -> int | None:
+    rank = len(past.shape)
+    layout = static_layout(views, rank)
+    axis = int(node.attrs["axis"])
+    if layout is not None:
+        return layout[axis][0] if -rank <= axis < rank else None
+    shape = dims(operand)
+    symbol = shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
+    same = [a for a, d in enumerate(dims(past) or ()) if d == symbol != "?"]
+    return same[0] if len(same) == 1 else None
+
+
+def _why_not(node: gs.Node, index: int, past: gs.Tensor, axis: int | None) -> str:
+    if len(node.inputs) != 2:
+        return f"joins {len(node.inputs)} tensors, where a cache is joined with its new rows"
+    if index != 0:
+        return "puts the new rows before the past"
+    if axis == 0:
+        return "it grows along the batch"
+    length = dims(past)[axis] if axis is not None else "?"  # type: ignore[index]
+    if isinstance(length, int):
+        return f"its axis {axis} has the fixed size {length}, so that a step's result is no input of the next"
+    return ""
+
+
+def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
+    """Show that a Concat puts S rows behind P rows.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+    assert candidate.node is not None
+    geometry = richest(geometries)
+    operand_axis = int(candidate.node.attrs["axis"]) % len(geometry.layout)
+    group = geometry.layout[operand_axis]
+    if len(group) != 1 or group[0] == 0:
+        raise candidate.refusal(
+            f"axis {operand_axis} of '{candidate.operand.name}' is not the sequence axis of the cache"
+        )
+    axis = group[0]
+    update = candidate.updates[0]
+    for g in geometries:
+        wanted = list(g.operand_shape)
+        wanted[operand_axis] = g.step.length
+        shape = g.step.probe.shape(update.name)
+        if g.sizes[axis] != g.step.past or shape != tuple(wanted):
+            raise candidate.refusal(
+                f"'{update.name}' has shape {_shape(shape)} in a step of {g.step.length} tokens, where the new rows "
+                f"have {_shape(tuple(wanted))}"
+            )
+    if axis_order(geometry.layout, geometry.sizes) is None:
+        raise candidate.refusal(f"'{candidate.operand.name}' does not have one axis for each axis of the cache")
+    return Proof(axis, *nearest_update(candidate, update, geometry.layout, axis, geometries))
+
+
+def _shape(shape: tuple[int, ...] | None) -> str:
+    return "?" if shape is None else f"[{', '.join(map(str, shape))}]"

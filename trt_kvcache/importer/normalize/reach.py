@@ -1,0 +1,97 @@
+"""What decides the values of a tensor: positions come from one input, data-dependent rows from tokens or masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import elem_type, is_op, producer
+
+_INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32}
+# Operators that look for something in their input, or sum it up: what they make of positions is no position.
+_SEARCHES = (
+    "CumSum", "CumProd", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceSumSquare", "ArgMax", "ArgMin", "NonZero",
+    "TopK", "Unique", "Compress",
+)  # fmt: skip
+_WEIGHT = 1 << 12  # elements; beyond it a floating-point constant is taken for a weight
+
+
+@dataclass(frozen=True, eq=False)
+class Reach:
+    """What decides the values (not the shape) of a tensor.
+
+    Attributes:
+        inputs: graph inputs whose values take part, by name.
+        searches: nodes that search in, or sum up, values of graph inputs.
+        weights: whether a weight takes part.
+        shapes: whether the shape of a tensor takes part.
+    """
+
+    inputs: dict[str, gs.Tensor]
+    searches: tuple[gs.Node, ...]
+    weights: bool
+    shapes: bool
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        """The integer inputs."""
+        return tuple(name for name, tensor in self.inputs.items() if elem_type(tensor) in _INTEGERS)
+
+    @property
+    def computable(self) -> bool:
+        """Whether neither weights nor floating-point inputs take part."""
+        floats = [t for t in self.inputs.values() if elem_type(t) not in _INTEGERS | {onnx.TensorProto.BOOL}]
+        return not self.weights and not floats
+
+    def data_dependent(self) -> str | None:
+        """Why the values depend on more than one position, in words; None: they do not."""
+        if self.weights:
+            return "they are computed with the model's weights"
+        if self.searches:
+            node = self.searches[0]
+            return f"{node.op} '{node.name}' computes them from the contents of '{', '.join(self.inputs)}'"
+        others = [name for name in self.inputs if name not in self.positions]
+        if others:
+            return f"they are computed from the contents of '{', '.join(others)}'"
+        if len(self.inputs) > 1:
+            return f"two inputs take part in them, '{', '.join(self.inputs)}'"
+        return None
+
+
+def reach(tensor: gs.Tensor) -> Reach:
+    """What decides the values of `tensor`."""
+    inputs: dict[str, gs.Tensor] = {}
+    searches: list[gs.Node] = []
+    weights = shapes = False
+    fed: dict[int, bool] = {}  # by tensor: whether values of graph inputs take part
+    stack = [(tensor, False)]
+    while stack:
+        current, ready = stack.pop()
+        node = producer(current)
+        if ready:
+            assert node is not None
+            fed[id(current)] = any(fed.get(id(t), False) for t in node.inputs)
+            if fed[id(current)] and is_op(node, *_SEARCHES):
+                searches.append(node)
+        elif id(current) not in fed and not current.is_empty():
+            fed[id(current)] = False
+            if isinstance(current, gs.Constant):
+                weights = weights or _is_weight(current)
+            elif node is None:
+                fed[id(current)] = True
+                inputs[current.name] = current
+            elif is_op(node, "Shape", "Size"):
+                shapes = True
+            else:
+                stack.append((current, True))
+                stack.extend((t, False) for t in node.inputs)
+    return Reach(inputs, tuple(searches), weights, shapes)
+
+
+def _is_weight(constant: gs.Constant) -> bool:
+    size = 1
+    for dim in constant.shape:
+        size *= int(dim)
+    return size > _WEIGHT and elem_type(constant) not in _INTEGERS | {onnx.TensorProto.BOOL}
