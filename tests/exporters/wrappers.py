@@ -1,0 +1,159 @@
+"""Modules whose inputs and outputs are the caches of a transformers model, and their export by torch. Imports torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.export import Dim
+from transformers import DynamicCache, EncoderDecoderCache
+from transformers.cache_utils import Cache, StaticLayer
+
+
+@dataclass(frozen=True)
+class Export:
+    """What `torch.onnx.export` gets: a module, samples and names of its inputs, and which dimensions change."""
+
+    module: torch.nn.Module
+    samples: tuple[Any, ...]
+    inputs: list[str]
+    outputs: list[str]
+    shapes: tuple[Any, ...]
+
+
+def pairs(tensors: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return list(zip(tensors[::2], tensors[1::2], strict=True))
+
+
+def names(prefix: str, layers: int, kind: str = "") -> list[str]:
+    return [f"{prefix}.{i}.{kind}{part}" for i in range(layers) for part in ("key", "value")]
+
+
+def heads(config: Any) -> tuple[int, int]:
+    """Number of KV heads, and the size of each."""
+    queries = config.num_attention_heads
+    return getattr(config, "num_key_value_heads", None) or queries, getattr(
+        config, "head_dim", None
+    ) or config.hidden_size // queries
+
+
+class Dynamic(torch.nn.Module):
+    """Caches that grow: `past_key_values.i` `[B, N, P, H]` in, `present.i` `[B, N, P + S, H]` out."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask, position_ids, past):
+        cache = DynamicCache(pairs(past))
+        result = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache)
+        return result.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def dynamic(model: Any) -> Export:
+    config, (n, h) = model.config, heads(model.config)
+    layers, auto = config.num_hidden_layers, {0: Dim.AUTO, 1: Dim.AUTO}
+    tokens = torch.randint(3, config.vocab_size, (2, 3))
+    past = tuple(torch.randn(2, n, 12, h) for _ in range(2 * layers))
+    samples = (tokens, torch.ones(2, 15, dtype=torch.int64), torch.arange(12, 15).expand(2, 3).contiguous(), past)
+    return Export(
+        Dynamic(model), samples, ["input_ids", "attention_mask", "position_ids", *names("past_key_values", layers)],
+        ["logits", *names("present", layers)], (auto, auto, auto, ({0: Dim.AUTO, 2: Dim.AUTO},) * len(past)),
+    )  # fmt: skip
+
+
+class Static(torch.nn.Module):
+    """Caches of fixed size `[B, N, L, H]`, written at `cur_len` (a scalar), attended as far as that plus S.
+
+    Layers that attend a window have the whole capacity as well: transformers' own caches of a window's size choose
+    between "not full yet" and "full" in Python, which an export can only do once for good.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, position_ids, cur_len, past):
+        cache = static_cache(past, cur_len)
+        result = self.model(input_ids, position_ids=position_ids, past_key_values=cache)
+        return result.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def static_cache(past: tuple[torch.Tensor, ...], length: torch.Tensor) -> Cache:
+    layers = []
+    for key, value in pairs(past):
+        layer = StaticLayer(max_cache_len=key.shape[2])
+        layer.lazy_initialization(key, value)
+        # Written in place: copies keep the inputs as they are, and the exporter drops them.
+        layer.keys, layer.values, layer.cumulative_length = key.clone(), value.clone(), length.clone()
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+def static(model: Any, capacity: int) -> Export:
+    config, (n, h) = model.config, heads(model.config)
+    layers = config.num_hidden_layers
+    tokens, positions = torch.randint(3, config.vocab_size, (2, 3)), torch.arange(5, 8).expand(2, 3).contiguous()
+    past = tuple(torch.randn(2, n, capacity, h) for _ in range(2 * layers))
+    auto = {0: Dim.AUTO, 1: Dim.AUTO}
+    return Export(
+        Static(model), (tokens, positions, torch.tensor(5), past),
+        ["input_ids", "position_ids", "cur_len", *names("past_key_values", layers)],
+        ["logits", *names("present", layers)], (auto, auto, None, ({0: Dim.AUTO},) * len(past)),
+    )  # fmt: skip
+
+
+class EncoderDecoder(torch.nn.Module):
+    """A decoder's own caches as in `Dynamic` or `Static`; those of cross-attention `[B, N, E, H]` are inputs only."""
+
+    def __init__(self, model: torch.nn.Module, static: bool) -> None:
+        super().__init__()
+        self.model, self.static = model, static
+
+    def forward(self, decoder_input_ids, past, cross, encoder_attention_mask=None, cur_len=None):
+        own = static_cache(past, cur_len) if self.static else DynamicCache(pairs(past))
+        cache = EncoderDecoderCache(own, DynamicCache(pairs(cross)))
+        batch, _, length, _ = cross[0].shape
+        # Read for its shape only: the caches of cross-attention hold what would be computed from it.
+        states = cross[0].new_zeros(batch, length, self.model.config.d_model)
+        result = self.model(
+            encoder_outputs=(states,), attention_mask=encoder_attention_mask, decoder_input_ids=decoder_input_ids,
+            past_key_values=cache,
+        )  # fmt: skip
+        return result.logits, *(t for layer in own.layers for t in (layer.keys, layer.values))
+
+
+def encoder_decoder(model: Any, capacity: int | None = None) -> Export:
+    config = model.config
+    layers, n = config.num_hidden_layers, config.num_attention_heads
+    h, masked = config.d_model // n, config.model_type != "whisper"  # Whisper's encoder has one length, no padding
+    encoded = 7 if masked else config.max_source_positions
+    past = tuple(torch.randn(2, n, capacity or 12, h) for _ in range(2 * layers))
+    cross = tuple(torch.randn(2, n, encoded, h) for _ in range(2 * layers))
+    tokens, auto = torch.randint(3, config.vocab_size, (2, 3)), {0: Dim.AUTO, 1: Dim.AUTO}
+    grown = {0: Dim.AUTO, 2: Dim.AUTO}
+    own_dims, cross_dims = {0: Dim.AUTO} if capacity else grown, grown if masked else {0: Dim.AUTO}
+    inputs = [
+        "decoder_input_ids",
+        *names("past_key_values", layers, "decoder."),
+        *names("past_key_values", layers, "encoder."),
+    ]
+    return Export(
+        EncoderDecoder(model, capacity is not None),
+        (tokens, past, cross, torch.ones(2, encoded, dtype=torch.int64) if masked else None,
+         torch.tensor(5) if capacity else None),
+        [*inputs, *["encoder_attention_mask"] * masked, *["cur_len"] * bool(capacity)],
+        ["logits", *names("present", layers, "decoder.")],
+        (auto, (own_dims,) * len(past), (cross_dims,) * len(cross), auto if masked else None, None),
+    )  # fmt: skip
+
+
+def save(export: Export, opset: int, path: Path) -> Path:
+    """Export with torch's dynamo exporter; weights lie inside the file."""
+    torch.onnx.export(
+        export.module, export.samples, path, dynamo=True, opset_version=opset, input_names=export.inputs,
+        output_names=export.outputs, dynamic_shapes=export.shapes, external_data=False, verbose=False,
+    )  # fmt: skip
+    return path
