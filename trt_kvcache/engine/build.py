@@ -19,7 +19,7 @@ from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import Limits, make_profiles, resolve_limits
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
 from trt_kvcache.errors import ModelError, OutputError
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, UpdateContract
 
 __all__ = ["ProgressEvent", "build_engine"]
 
@@ -100,9 +100,12 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
     """The plan with the longest update in every contract."""
-    caches = tuple(
-        replace(c, contract=replace(c.contract, max_update_length=max_chunk)) if c.contract else c for c in plan.caches
-    )
+
+    def bounded(contract: UpdateContract) -> UpdateContract:
+        known = contract.max_update_length
+        return replace(contract, max_update_length=max_chunk if known is None else min(known, max_chunk))
+
+    caches = tuple(replace(c, contract=bounded(c.contract)) if c.contract else c for c in plan.caches)
     return replace(plan, caches=caches)
 
 
@@ -145,7 +148,7 @@ def _manifest(
         compute_capabilities=build.compute_capabilities,
         plan=plan,
         aliases={c.present: c.past for c in carried if c.in_place},
-        double_buffered={c.present: c.past for c in carried if not c.in_place},
+        double_buffered=plan.double_buffered,
         profiles=profiles,
         max_batch=limits.max_batch,
         max_chunk=limits.max_chunk,

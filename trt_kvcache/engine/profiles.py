@@ -47,8 +47,10 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
     batch = _fixed({c.physical_shape[0] for c in plan.caches}, "batch", "--max-batch", build.max_batch)
     chunk = _fixed({c.update_length for c in plan.caches}, "update length", "--max-chunk", build.max_chunk)
     capacity = min(c.capacity for c in plan.caches)
+    bounds = [c.contract.max_update_length for c in plan.caches if c.contract is not None]
+    longest = min((b for b in bounds if b is not None), default=capacity)
     max_batch = batch or build.max_batch or 1
-    max_chunk = chunk or build.max_chunk or min(DEFAULT_CHUNK, capacity)
+    max_chunk = chunk or build.max_chunk or min(DEFAULT_CHUNK, capacity, longest)
     opt_batch = build.opt_batch or max_batch
     if opt_batch > max_batch:
         raise OptionError(f"--opt-batch is {opt_batch}, more than the largest batch ({max_batch}); raise --max-batch")
@@ -57,6 +59,11 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
         raise OptionError(
             f"--max-chunk is {max_chunk}, but cache {smallest.past!r} holds {capacity} tokens; "
             f"give --max-chunk {capacity} or less, or a larger --capacity if the model leaves it open"
+        )
+    if max_chunk > longest:
+        raise OptionError(
+            f"--max-chunk is {max_chunk}, but the plan allows updates of at most {longest} tokens into its circular caches: "
+            f"give --max-chunk {longest} or less, or plan with a larger --window-chunk"
         )
     return Limits(max_batch, opt_batch, max_chunk, capacity)
 

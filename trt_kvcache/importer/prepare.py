@@ -14,6 +14,7 @@ import onnx
 
 from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.inline import inline_bodies
+from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import PlanOptions
 
@@ -54,10 +55,6 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     model, inlined = inline_bodies(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
-    try:
-        from trt_kvcache.importer.normalize import normalize
-    except ImportError:
-        return Prepared((bind_capacity(model.graph, capacity), infer_shapes(model))[1], weights, inlined)
     normalized = normalize(model, weights, options)
     model = normalized.model
     if normalized.findings is not None:

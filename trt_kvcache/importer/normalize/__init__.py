@@ -21,18 +21,20 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, contains, fold_identities, is_op
+from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention import find_cores
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import lower_contrib
 from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.operators import find_held, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import free_positions
 from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
-from trt_kvcache.importer.plan import OriginalRole, PlanOptions
+from trt_kvcache.importer.plan import Dim, OriginalRole, PlanOptions, Sliding
 
 __all__ = ["Normalized", "normalize"]
 
@@ -65,27 +67,28 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         OptionError: the capacity is missing or contradicts the model.
     """
     if any(node.op_type in _UPDATES for node in model.graph.node):
-        return Normalized(model, None)
+        return _slide(model, options)
     graph = gs.import_onnx(model)
     fold_identities(graph)
-    candidates = find_candidates(graph)
-    if not candidates:
+    if not find_candidates(graph) and not find_held(graph):
         return Normalized(model, None)
     lower_contrib(graph)
     snapshot = raise_opset(gs.export_onnx(graph.cleanup().toposort()))
     snapshot = onnx.shape_inference.infer_shapes(snapshot, data_prop=True)
     graph = gs.import_onnx(snapshot)
-    candidates = find_candidates(graph)
-    interface = Interface(snapshot, candidates, options.config)
+    candidates, held = find_candidates(graph), find_held(graph)
+    interface = Interface(snapshot, [*candidates, *held], options.config)
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(snapshot, weights), interface, capacity)
 
     writes = [prove(graph, candidate, samples.all) for candidate in candidates]
     cores = find_cores(graph, writes, interface, samples)
+    rewrites = prove_held(graph, interface, samples)
 
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    canonical = Canonical(graph, tokens, batch_of(candidates[0].past), capacity)
-    before = [(t.name, t) for t in graph.inputs]
+    canonical = Canonical(graph, tokens, batch_of([*candidates, *held][0].past), capacity)
+    for rewrite in rewrites:
+        rewrite(canonical)
     for write in writes:
         canonical.write(write)
     for core in cores:
@@ -96,9 +99,37 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     graph.cleanup().toposort()
     _check_readers(graph)
     _drop_inputs(graph, interface)
-    normalized = _export(graph, snapshot, canonical)
-    findings = Findings(canonical.idioms, find_changes(interface, normalized, counts), interface.tensors)
+    rings = Rings({}, ())
+    if options.sliding is Sliding.CIRCULAR:
+        rings = make_circular(graph, canonical.emit, capacity, options.window_chunk)
+    normalized = _export(graph, snapshot, canonical.opset)
+    for name, (kind, shape) in canonical.known.items():
+        named = [None if d == "?" else d for d in shape]
+        normalized.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
+    changes = find_changes(interface, normalized, counts)
+    findings = Findings(canonical.idioms, changes, interface.tensors, notes=rings.notes, longest=rings.longest)
     return Normalized(normalized, findings)
+
+
+def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:
+    """A canonical model, with its windowed caches circular if asked."""
+    if options.sliding is not Sliding.CIRCULAR:
+        return Normalized(model, None)
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    fold_identities(graph)
+    lengths = [d for n in graph.nodes if is_op(n, "TensorScatter") if isinstance(d := _length(n), int)]
+    capacity = options.capacity or max(lengths, default=0)
+    if not capacity:
+        return Normalized(model, None)  # binding the capacity says what is missing
+    rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk)
+    idioms = {n.inputs[0].name: "TensorScatter" for n in graph.nodes if is_op(n, "TensorScatter")}
+    findings = Findings(idioms, notes=rings.notes, longest=rings.longest)
+    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    return Normalized(_export(graph, model, 0) if rings.longest else model, findings)
+
+
+def _length(update: gs.Node) -> Dim:
+    return (dims(update.inputs[0]) or ("?",))[int(update.attrs.get("axis", -2))]
 
 
 def _drop_counts(graph: gs.Graph, interface: Interface, samples: Samples) -> set[str]:
@@ -141,11 +172,11 @@ def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:
     ]  # fmt: skip
 
 
-def _export(graph: gs.Graph, snapshot: onnx.ModelProto, canonical: Canonical) -> onnx.ModelProto:
+def _export(graph: gs.Graph, snapshot: onnx.ModelProto, least: int) -> onnx.ModelProto:
     model: onnx.ModelProto = gs.export_onnx(graph)
     del model.graph.value_info[:]
     for opset in model.opset_import:
         if opset.domain in ("", "ai.onnx"):
-            opset.version = max(opset.version, canonical.opset)
+            opset.version = max(opset.version, least)
     model.ir_version = max(snapshot.ir_version, 10)
     return model

@@ -151,8 +151,12 @@ class _Finder:
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
         visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples)
+        sizes = self._small.probe.shape(output.name)
+        if sizes is None or len(sizes) != 4:
+            raise UnsupportedModelError(f"the shape of '{output.name}', the result of attention '{name}', is unknown")
         types = [self._small.probe.elem_type(t.name) or _elem_type(key.past) for t in (query, output)]
-        return Core(name, output, query, key, value, scores.scale * key_scale, scores.softcap, visibility, *types)
+        return Core(name, output, query, key, value, scores.scale * key_scale, scores.softcap, visibility,
+                    shape[1], shape[3], sizes[3], *types)  # fmt: skip
 
     def _cache_behind(self, tensor: gs.Tensor) -> Write | None:
         """The cache that a tensor is made of by moving, repeating and scaling values."""

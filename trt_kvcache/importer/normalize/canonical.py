@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import Emitter, contains, dims, elem_type
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
+from trt_kvcache.importer.plan import Dim
 
 _INT64 = int(onnx.TensorProto.INT64)
 
@@ -38,6 +39,7 @@ class Canonical:
         self.batch = batch
         self.capacity = capacity
         self.idioms: dict[str, str] = {}
+        self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # types that shape inference may not find
         self.opset = 24
         self._taken = set(graph.tensors())
 
@@ -110,12 +112,14 @@ class Canonical:
             raw = gs.Variable(self.emit.name("attention"), dtype=cache_type)
             self.graph.nodes.append(gs.Node("Cast", self.emit.name("cast"), {"to": core.output_type}, [raw], [output]))
             output = raw
-        size = core.query.shape[3] if core.query.shape is not None else None
+        news = (dims(self.tokens) or ("?", "?"))[1]
+        self.known[query.name] = (cache_type or core.query_type, (self.batch, core.heads, news, core.head_size))
+        self.known[output.name] = (cache_type or core.query_type, (self.batch, core.heads, news, core.value_size))
         self.attention(
             output,
             query,
-            self._heads_major(core.key, size),
-            self._heads_major(core.value, None),
+            self._heads_major(core.key, core.head_size),
+            self._heads_major(core.value, core.value_size),
             core.visibility,
             core.scale,
             core.softcap,
@@ -162,15 +166,14 @@ class Canonical:
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
 
-    def _heads_major(self, write: Write, size: int | str | None) -> gs.Tensor:
+    def _heads_major(self, write: Write, size: int) -> gs.Tensor:
         """A present as ``[B, N, L, D]``: the importer then changes the layout of the cache itself."""
         if write.axis == 2:
             return write.present
         tensor = write.present
         shape = dims(tensor) or ()
         if len(shape) == 3:
-            heads = -1 if size is None else int(shape[2]) // int(size)
-            tensor = self.emit.op("Reshape", [tensor, self.emit.ints([0, 0, heads, int(size or 0)])], "heads")
+            tensor = self.emit.op("Reshape", [tensor, self.emit.ints([0, 0, int(shape[2]) // size, size])], "heads")
         return self.emit.op("Transpose", [tensor], "heads_major", perm=[0, 2, 1, 3])
 
     def _input(self, name: str) -> gs.Variable:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
@@ -68,6 +68,7 @@ class Core:
         key, value: the writes whose present it reads.
         scale: factor of the scores.
         softcap: 0: none.
+        heads, head_size, value_size: Hq, D and Dv.
         query_type, output_type: ONNX element types; where they are not the caches', casts stand around the attention.
     """
 
@@ -79,6 +80,9 @@ class Core:
     scale: float
     softcap: float
     visibility: Visibility
+    heads: int
+    head_size: int
+    value_size: int
     query_type: int
     output_type: int
 
@@ -89,6 +93,7 @@ class Findings:
 
     Attributes:
         idioms: by name of the cache input.
+        longest: the most tokens of one update, of caches that became circular.
     """
 
     idioms: dict[str, str]
@@ -96,3 +101,4 @@ class Findings:
     original: tuple[OriginalTensor, ...] = ()
     states: tuple[StateUpdate, ...] = ()
     notes: tuple[str, ...] = ()
+    longest: dict[str, int] = field(default_factory=dict)

@@ -79,6 +79,10 @@ def _follow(
     if before.shape == after.shape and np.array_equal(before, after) and _constant(output, samples):
         return False
     if _is_positions(output, samples):
+        # As late as possible: what follows may still spread [1, S] over the batch, which positions per row are already.
+        after_all = [t for n in consumers(output) for t in n.outputs]
+        if after_all and all(_is_positions(t, samples) for t in after_all):
+            return True
         replace_uses(output, _positions(graph, output, canonical, pair[0]))
         return False
     if contains(graph.outputs, output):

@@ -300,8 +300,8 @@ class Samples:
         return Sample(batch, past, length, self._capacity, probe, padding, own, wrapped)
 
     def _padding(self, batch: int, past: int, length: int) -> Array:
-        """Left padding in the first row, holes among the past of the others."""
+        """Left padding, less from row to row, and none in the last: prompts of several lengths."""
         padding = np.ones((batch, past + length), np.int64)
-        padding[0, : past // 2] = 0
-        padding[1:, :past] = self._rng.random((batch - 1, past)) >= _HIDDEN_SHARE
+        for row in range(batch - 1):
+            padding[row, : past // (2 + row)] = 0
         return padding

@@ -1,0 +1,192 @@
+"""Hold a cache of which attention only sees a window as a circular buffer (``--sliding circular``).
+
+    present = TensorScatter(past [B, N, L, D], update, w, linear)           present = TensorScatter(past [B, N, R, D], update, w, circular)
+    output  = Attention(q, k, v, nonpad, is_causal, left_window_size=W-1)   output  = Attention(q, k, v, visible [B, 1, S, R])
+
+with ``R = W + C - 1`` rows for updates of up to C tokens: the first token of an update still sees its W keys after the
+last one is written. Row ``j`` then holds the newest token at a position that is ``j`` modulo R; with ``w`` the position of
+the first new token and S new ones:
+
+    newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
+    visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
+
+Memory and step time stop growing with the text. A cache that some attention sees whole stays linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.graph import BOOL, INT64, Emitter, consumers, contains, dims, input_or_none, is_op
+
+_VIEWS = ("Transpose", "Reshape")
+
+
+@dataclass(frozen=True, eq=False)
+class _Windowed:
+    """A pair of caches that only attentions of one window read."""
+
+    keys: gs.Node
+    values: gs.Node
+    readers: tuple[gs.Node, ...]
+    window: int
+
+
+@dataclass(frozen=True)
+class Rings:
+    """What became circular.
+
+    Attributes:
+        longest: the most tokens of one update, by name of the cache input.
+        notes: what it saves, or why nothing changed.
+    """
+
+    longest: dict[str, int]
+    notes: tuple[str, ...]
+
+
+def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> Rings:
+    """Make every windowed cache of a canonical graph circular.
+
+    Args:
+        graph: edited in place.
+        emit: of the graph.
+        capacity: of linear caches.
+        chunk: the most tokens of one update.
+
+    Raises:
+        OptionError: `chunk` is not positive.
+    """
+    if chunk < 1:
+        raise OptionError(f"--window-chunk is {chunk}; it must be at least 1 token")
+    longest: dict[str, int] = {}
+    notes: list[str] = []
+    before = _all_rows(graph, capacity)
+    for pair in _find(graph):
+        rows = pair.window + chunk - 1
+        names = [str(update.inputs[0].name) for update in (pair.keys, pair.values)]
+        if rows >= capacity:
+            notes.append(
+                f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up to {chunk} "
+                f"tokens need {rows} rows, and the capacity is {capacity}"
+            )
+            continue
+        _turn(pair, emit, rows)
+        longest |= dict.fromkeys(names, chunk)
+    if longest:
+        after = _all_rows(graph, capacity)
+        notes.append(
+            f"{len(longest)} caches hold a window instead of all tokens: {after} cache rows per sequence, not {before} "
+            f"({100 * (before - after) / before:.0f} % saved); updates of at most {chunk} tokens (--window-chunk)"
+        )
+    elif not notes:
+        notes.append("no cache became circular: no attention sees a window only")
+    return Rings(longest, tuple(notes))
+
+
+def _all_rows(graph: gs.Graph, capacity: int) -> int:
+    return sum(_rows(n, capacity) for n in graph.nodes if is_op(n, "TensorScatter"))
+
+
+def _rows(update: gs.Node, capacity: int) -> int:
+    size = (dims(update.inputs[0]) or ())[int(update.attrs.get("axis", -2))]
+    return size if isinstance(size, int) else capacity
+
+
+def _find(graph: gs.Graph) -> list[_Windowed]:
+    updates = {n.outputs[0].name: n for n in graph.nodes if is_op(n, "TensorScatter") and _plain(graph, n)}
+    readers: dict[str, list[gs.Node]] = {name: _readers(n.outputs[0]) for name, n in updates.items()}
+    found = []
+    done: set[str] = set()
+    for name, nodes in readers.items():
+        windows = {int(n.attrs.get("left_window_size", -1)) if _windowed(n) else -1 for n in nodes}
+        if name in done or len(windows) != 1 or -1 in windows:
+            continue
+        behind = [_cache_of(t, updates) for n in nodes for t in n.inputs[1:3]]
+        names = [n.outputs[0].name for n in behind if n is not None]
+        if len(set(names)) != 2 or None in behind or any(set(map(id, readers[n])) != set(map(id, nodes)) for n in names):
+            continue
+        keys, values = behind[0], behind[1]
+        assert keys is not None and values is not None
+        done |= set(names)
+        found.append(_Windowed(keys, values, tuple(nodes), windows.pop() + 1))
+    return found
+
+
+def _plain(graph: gs.Graph, update: gs.Node) -> bool:
+    linear = update.attrs.get("mode", "linear") == "linear" and input_or_none(update, 2) is not None
+    return linear and contains(graph.inputs, update.inputs[0]) and contains(graph.outputs, update.outputs[0])
+
+
+def _windowed(node: gs.Node) -> bool:
+    causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0))
+    return causal and int(node.attrs.get("left_window_size", -1)) >= 0 and input_or_none(node, 3) is None
+
+
+def _readers(present: gs.Tensor) -> list[gs.Node]:
+    """The nodes that read a cache, through views of it."""
+    found: dict[int, gs.Node] = {}
+    for node in consumers(present):
+        if is_op(node, *_VIEWS) and node.inputs[0] is present:
+            found |= {id(n): n for n in _readers(node.outputs[0])}
+        elif not is_op(node, "Shape"):
+            found[id(node)] = node
+    return list(found.values())
+
+
+def _cache_of(tensor: gs.Tensor, updates: dict[str, gs.Node]) -> gs.Node | None:
+    while tensor.name not in updates:
+        node = tensor.inputs[0] if tensor.inputs else None
+        if node is None or not is_op(node, *_VIEWS):
+            return None
+        tensor = node.inputs[0]
+    return updates[tensor.name]
+
+
+def _turn(pair: _Windowed, emit: Emitter, rows: int) -> None:
+    for update in (pair.keys, pair.values):
+        update.attrs["mode"] = "circular"
+        axis = int(update.attrs.get("axis", -2))
+        for tensor in (update.inputs[0], update.outputs[0]):
+            shape = list(tensor.shape)
+            shape[axis] = rows
+            tensor.shape = shape
+    for node in pair.readers:
+        visible = _visible(emit, pair.keys.inputs[2], node.inputs[0], pair.window, rows)
+        node.inputs = [*node.inputs[:3], visible]
+        for name in ("left_window_size", "right_window_size"):
+            node.attrs.pop(name, None)
+        node.attrs["is_causal"] = 0
+
+
+def _visible(emit: Emitter, write_indices: gs.Tensor, query: gs.Tensor, window: int, rows: int) -> gs.Variable:
+    """Bool ``[B, 1, S, R]``; made once for all attentions of one window whose queries have one symbol for S."""
+    length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
+
+    def op(name: str, inputs: Sequence[gs.Tensor], hint: str, dtype: int = INT64, **attrs: int) -> gs.Variable:
+        return emit.op(name, inputs, hint, dtype, **attrs)
+
+    def make() -> gs.Variable:
+        axis = 2 if query.shape is None or len(query.shape) == 4 else 1
+        shape = op("Shape", [query], "window_queries", start=axis, end=axis + 1)
+        length = op("Squeeze", [shape], "window_new_tokens")
+        steps = op("Range", [emit.ints(0), length, emit.ints(1)], "window_steps")
+        first = op("Unsqueeze", [write_indices, emit.ints([1, 2, 3])], "window_first")
+        position = op("Add", [first, op("Unsqueeze", [steps, emit.ints([0, 1, 3])], "window_step")], "window_position")
+        last = op("Add", [first, op("Sub", [length, emit.ints(1)], "window_last_step")], "window_last")
+        slots = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
+        age = op("Mod", [op("Sub", [last, slots], "window_distance"), emit.ints(rows)], "window_age")
+        newest = op("Sub", [last, age], "window_newest")
+        written = op("GreaterOrEqual", [newest, emit.ints(0)], "window_written", BOOL)
+        past = op("LessOrEqual", [newest, position], "window_past", BOOL)
+        oldest = op("Sub", [position, emit.ints(window)], "window_oldest")
+        near = op("Greater", [newest, oldest], "window_near", BOOL)
+        return op("And", [op("And", [written, past], "window_known", BOOL), near], "window_visible", BOOL)
+
+    made: gs.Variable = emit.once(("window", write_indices.name, length_of, window, rows), make)
+    return made
