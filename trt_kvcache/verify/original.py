@@ -31,7 +31,14 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _CACHES = (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)
-_COUNTED = (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK, OriginalRole.MASK)
+_COUNTED = {
+    OriginalRole.POSITIONS: Role.POSITIONS,
+    OriginalRole.PAST_LENGTH: None,
+    OriginalRole.PADDING_MASK: None,
+    OriginalRole.MASK: Role.MASK,
+}
+"""Roles whose values follow from lengths, and the role that an input of the same name must have in the rewritten model to
+give them: where only the shape of one is still used, its values may be anything."""
 
 
 class OriginalInterface:
@@ -63,6 +70,10 @@ class OriginalInterface:
                 "says at which position a step of the original starts"
             )
         self._starts = starts.name
+        roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
+        self._same = {
+            t.name for t in self._inputs if t.name in roles and roles[t.name] is _COUNTED.get(t.role, roles[t.name])
+        }
         batches = {
             n for t in self._inputs for a, d in zip(t.axes, t.shape, strict=True) if a == "batch" and (n := size_of(d))
         }
@@ -101,7 +112,7 @@ class OriginalInterface:
         dtype = numpy_dtype(tensor.dtype, twin=self._twin)
         if tensor.role in _CACHES:
             return self._past(tensor, feeds, rows, sizes)
-        if tensor.name in feeds and feeds[tensor.name].ndim == len(tensor.shape):
+        if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             return _cut(_take(feeds[tensor.name], tensor.axes, rows), tensor, sizes).astype(dtype)
         if tensor.role not in _COUNTED:
             raise OptionError(
