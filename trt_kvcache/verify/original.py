@@ -37,8 +37,8 @@ _COUNTED = {
     OriginalRole.PADDING_MASK: None,
     OriginalRole.MASK: Role.MASK,
 }
-"""Roles whose values follow from lengths, and the role that an input of the same name must have in the rewritten model to
-give them: where only the shape of one is still used, its values may be anything."""
+"""Roles whose values follow from lengths, and the role that an input of the same name must have in the rewritten model
+to give them: where only the shape of one is still used, its values may be anything."""
 
 
 class OriginalInterface:
