@@ -135,7 +135,11 @@ UNAVAILABLE: dict[tuple[str, str], str] = {
     **{("mobius-static", arch): _LAYERS.format(arch) for arch in ("gemma2", "gemma3", "gpt2", "phi", "t5", "whisper")},
     **{(name, "gemma2"): _NO_SOFTCAP for name in EXPORTERS if name.endswith("sdpa")},
     **{(name, "t5"): _OTHER_STRIDES for name in EXPORTERS if name.endswith("sdpa")},
-    **{(name, arch): _HEADS for name in ("transformers-dynamic-op24",) for arch in ("t5", "whisper")},
+    **{
+        (name, arch): _HEADS
+        for name in ("transformers-dynamic-op24", "transformers-static-op24")
+        for arch in ("t5", "whisper")
+    },
     **{(name, arch): _BUILDER for name in EXPORTERS if name.startswith("genai") for arch in ("gpt2", "t5")},
     **{(name, "gemma3"): _ROPE for name in EXPORTERS if name.startswith("genai")},
 }
