@@ -59,7 +59,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     model = normalized.model
     if normalized.findings is not None:
         name_nodes(model.graph)
-    bind_capacity(model.graph, capacity)
+    # Normalization has compared the capacity with the model's; circular windows are shorter than it.
+    bind_capacity(model.graph, capacity, fits=normalized.findings is not None)
     return Prepared(infer_shapes(model), weights, inlined, normalized.findings)
 
 
@@ -151,8 +152,13 @@ def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
                 yield from _all_nodes(body)
 
 
-def bind_capacity(graph: onnx.GraphProto, capacity: int | None) -> None:
+def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = False) -> None:
     """Give every cache a fixed sequence length, which TensorRT needs.
+
+    Args:
+        graph: edited in place.
+        capacity: tokens per sequence.
+        fits: `capacity` is known not to contradict the model.
 
     Raises:
         OptionError: a cache's length is symbolic and there is no `capacity`, or it is fixed at another value.
@@ -181,7 +187,7 @@ def bind_capacity(graph: onnx.GraphProto, capacity: int | None) -> None:
             f"the cache '{name}' has a symbolic length ('{symbol or '?'}'), and TensorRT needs a fixed one: "
             "pass --capacity N, the most tokens that a sequence may have"
         )
-    if capacity is not None and not symbolic and fixed and fixed != {capacity}:
+    if capacity is not None and not symbolic and fixed and fixed != {capacity} and not fits:
         raise OptionError(
             f"--capacity is {capacity}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
             "leave the option out, or export with a symbolic length"

@@ -16,6 +16,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import Emitter, contains, dims, elem_type
+from trt_kvcache.importer.normalize.bias import emit_bias
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.plan import Dim
 
@@ -158,8 +159,13 @@ class Canonical:
             self.opset = 25
         inputs = [query, key, value]
         bounded = visibility.bounded or visibility.causal
-        if visibility.own is not None or bounded:
-            inputs.append(visibility.own if visibility.own is not None else nothing)
+        mask = visibility.own
+        if visibility.bias is not None:
+            mask = emit_bias(self.emit, visibility.bias, self.positions(), self.capacity)
+            if visibility.bias.elem_type != elem_type(query) and elem_type(query) not in (None, 0):
+                mask = self.emit.op("Cast", [mask], "bias_cast", elem_type(query), to=elem_type(query))
+        if mask is not None or bounded:
+            inputs.append(mask if mask is not None else nothing)
         if bounded:
             inputs += [nothing, nothing, self.lengths]
         self.graph.nodes.append(gs.Node("Attention", self.emit.name(name), attrs, inputs, [output]))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.normalize.bias import RelativeBias
 from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
 
 
@@ -48,12 +49,14 @@ class Visibility:
         causal: ``j <= write_index + i``.
         window: ``j > write_index + i - window``: as many keys, the query's own included; None: all.
         own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: none.
+        bias: a relative position bias, added to the scores; None: none.
         bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
     """
 
     causal: bool = True
     window: int | None = None
     own: gs.Tensor | None = None
+    bias: RelativeBias | None = None
     bounded: bool = True
 
 

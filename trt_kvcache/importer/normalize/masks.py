@@ -24,6 +24,8 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import is_op, producer
+from trt_kvcache.importer.normalize.bias import RelativeBias, find_bias
 from trt_kvcache.importer.normalize.findings import Visibility
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole
@@ -69,14 +71,19 @@ def classify(
     Raises:
         UnsupportedModelError: the mask is none of the templates.
     """
+    masks, bias = _split_bias(node, masks, samples)
     own = _own_mask(node, masks, graph, interface, samples)
+    if own is not None and bias is not None:
+        raise UnsupportedModelError(
+            f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
+        )
     if own is not None:
         _check_own(node, masks, is_causal, own, samples)
         return Visibility(causal=False, own=own, bounded=False)
     seen = [(s, _visible(node, masks, is_causal, s)) for s in samples.plain]
     window: int | None = None
     causal = all(_same(v, _causal(s, v.shape[-1])) for s, v in seen)
-    if not causal and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
+    if not causal and bias is None and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
         return Visibility(causal=False)
     if not causal:
         sample, visible = max(seen, key=lambda pair: pair[0].total)
@@ -94,7 +101,34 @@ def classify(
                 f"the mask of '{node}' does not hide what the padding mask hides (batch {sample.batch}, {sample.past} tokens "
                 f"in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing else"
             )
-    return Visibility(window=window)
+    return Visibility(window=window, bias=bias)
+
+
+def _split_bias(
+    node: str, masks: Sequence[MaskUse], samples: Samples
+) -> tuple[list[MaskUse], RelativeBias | None]:
+    """Tell a relative position bias from masks; sums of both are taken apart."""
+    left: list[MaskUse] = []
+    biases: list[RelativeBias] = []
+    pending = list(masks)
+    while pending:
+        use = pending.pop(0)
+        maker = producer(use.tensor)
+        biased = use.kind is MaskKind.ADDED and _is_biased(samples.plain[0].probe.value(use.tensor.name))
+        if biased and maker is not None and is_op(maker, "Add"):
+            pending += [MaskUse(tensor, MaskKind.ADDED) for tensor in maker.inputs]
+        elif biased and (bias := find_bias(node, use.tensor, samples)) is not None:
+            biases.append(bias)
+        else:
+            left.append(use)
+    if len(biases) > 1:
+        raise UnsupportedModelError(f"'{node}' adds several position biases to its scores; supported is one")
+    return left, biases[0] if biases else None
+
+
+def _is_biased(value: Array | None) -> bool:
+    """Whether weights take part in what is added to the scores, or numbers that are neither 0 nor very low."""
+    return value is None or bool(np.any((value > _HIDDEN) & (value != 0)))
 
 
 def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sample) -> Array:

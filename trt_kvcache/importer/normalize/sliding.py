@@ -109,7 +109,7 @@ def _find(graph: gs.Graph) -> list[_Windowed]:
             continue
         behind = [_cache_of(t, updates) for n in nodes for t in n.inputs[1:3]]
         names = [n.outputs[0].name for n in behind if n is not None]
-        if len(set(names)) != 2 or None in behind or any(set(map(id, readers[n])) != set(map(id, nodes)) for n in names):
+        if len(set(names)) != 2 or len(names) != len(behind) or any(set(map(id, readers[n])) != set(map(id, nodes)) for n in names):
             continue
         keys, values = behind[0], behind[1]
         assert keys is not None and values is not None
