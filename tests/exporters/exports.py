@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -151,7 +152,7 @@ _NEEDS = {
     "optimum": ("torch", "optimum.exporters.onnx"),
     "torch": _TRANSFORMERS_5,
     "transformers": _TRANSFORMERS_5,
-    "genai": ("torch", "transformers", "onnxruntime_genai.models"),
+    "genai": ("onnxruntime_genai.models", *_TRANSFORMERS_5),
 }
 
 
@@ -192,8 +193,10 @@ def export(exporter: str, arch: str, folder: Path) -> Path:
     if reason := missing(exporter):
         raise ModuleNotFoundError(reason)
     folder.mkdir(parents=True, exist_ok=True)
-    checkpoint = checkpoints.write(arch, folder / "checkpoint")
-    return EXPORTERS[exporter](arch, checkpoint, folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # exporters warn of their own dependencies
+        checkpoint = checkpoints.write(arch, folder / "checkpoint")
+        return EXPORTERS[exporter](arch, checkpoint, folder)
 
 
 if __name__ == "__main__":
