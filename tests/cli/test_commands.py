@@ -23,7 +23,7 @@ from trt_kvcache import (
 )
 from trt_kvcache.cli.app import app
 from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Target
+from trt_kvcache.importer.plan import CacheLayout, PhysicalLayout, Sliding, Target
 
 
 @pytest.fixture(scope="module")
@@ -49,13 +49,16 @@ def test_plan(model: Path) -> None:
 
 def test_plan_options_reach_the_plan(model: Path) -> None:
     data = run("plan", model, "--json", "--target", "tensorrt", "--cache-layout", "preserve", "--attention-span", "off",
-               "--fallback", "functional", "--packed-native", "off").stdout  # fmt: skip
+               "--fallback", "functional", "--packed-native", "off", "--sliding", "circular", "--window-chunk", 7,
+               ).stdout  # fmt: skip
     plan = msgspec.json.decode(data, type=CachePlan)
     assert plan.options.target is Target.TENSORRT
     assert plan.options.cache_layout is CacheLayout.PRESERVE
     assert not plan.options.attention_span
     assert plan.options.fallback.value == "functional"
     assert not plan.options.packed_native
+    assert plan.options.sliding is Sliding.CIRCULAR
+    assert plan.options.window_chunk == 7
     assert not plan.spans
     assert all(cache.layout is not PhysicalLayout.HEADS_MAJOR for cache in plan.caches)
 
@@ -67,6 +70,41 @@ def test_capacity(tmp_path: Path) -> None:
     assert "--capacity" in result.stderr
     plan = msgspec.json.decode(run("plan", model, "--capacity", 96, "--json").stdout, type=CachePlan)
     assert {cache.capacity for cache in plan.caches} == {96}
+
+
+GROWING = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"
+
+
+def test_caches_that_grow_need_a_capacity() -> None:
+    for command in (["plan"], ["rewrite", "-o", "never.onnx"], ["verify"], ["build", "-o", "never.engine"]):
+        result = CliRunner().invoke(app, [*command, str(GROWING)])
+        assert result.exit_code == 1
+        assert "--capacity" in result.stderr
+
+
+def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
+    text = run("plan", GROWING, "--capacity", 48).stdout
+    for part in ("Concat", "attention_mask", "What changes for the caller", "4 of 4 caches in place"):
+        assert part in text
+    run("rewrite", GROWING, "--capacity", 48, "-o", tmp_path / "rewritten.onnx")
+    asked = ["--tokens", "1,2,3", "--max-new-tokens", 9, "--json"]
+    direct, rewritten = (
+        msgspec.json.decode(run("generate", *model, *asked).stdout)["sequences"]
+        for model in ((GROWING, "--capacity", 48), (tmp_path / "rewritten.onnx",))
+    )
+    assert direct == rewritten
+    assert len(direct[0]["tokens"]) == 9
+    assert "greedy decoding: the same token" in run("verify", GROWING, "--capacity", 48).stdout
+    measured = run("bench", GROWING, "--capacity", 48, "--lengths", 4, "--positions", 8, "--repeats", 1, "--warmup", 0)
+    assert "capacity 48" in measured.stdout
+
+
+@pytest.mark.parametrize("command", [["generate", "--tokens", "1"], ["bench"]])
+@pytest.mark.parametrize("option", [["--capacity", "48"], ["--sliding", "circular"], ["--window-chunk", "9"]])
+def test_engines_are_not_planned_again(command: list[str], option: list[str]) -> None:
+    result = CliRunner().invoke(app, [*command, "model.engine", *option])
+    assert result.exit_code == 1
+    assert "was planned when it was built" in result.stderr
 
 
 def test_config_reaches_the_roles(model: Path, tmp_path: Path) -> None:
@@ -115,7 +153,7 @@ def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch:
         "--optShapes a:2x2 --maxShapes a:3x2 --backend tensorrt --compute-capabilities 8.0,sm89 --workspace 1GiB "
         "--opt-level 4 --timing-cache times --version-compatible --declare-aliases --strip-plan --refit "
         "--profiling-verbosity detailed --capacity 48 --cache-layout preserve --attention-span off --fallback contract "
-        "--config mine.yaml",
+        "--config mine.yaml --sliding circular --window-chunk 9",
     )
     options, build = given
     assert build == BuildOptions(
@@ -128,6 +166,7 @@ def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch:
     assert (options.capacity, options.cache_layout, options.attention_span, options.fallback.value, options.config) == (
         48, CacheLayout.PRESERVE, False, "contract", "mine.yaml",
     )  # fmt: skip
+    assert (options.sliding, options.window_chunk) == (Sliding.CIRCULAR, 9)
 
 
 def test_verify(model: Path) -> None:

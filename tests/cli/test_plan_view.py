@@ -10,7 +10,7 @@ from sample_plans import cache_update, sample_plan, with_contract
 
 from trt_kvcache.cli.output import console, human_bytes
 from trt_kvcache.cli.plan_view import batch_of, bytes_of, mask_text, plan_data, print_plan
-from trt_kvcache.importer.plan import AttentionKind, CachePlan, MaskGeometry, Route
+from trt_kvcache.importer.plan import AttentionKind, CachePlan, InterfaceChange, MaskGeometry, Route, StateUpdate
 
 
 def shown(plan: CachePlan, *, width: int | None = None, every_row: bool = False, batch: int = 4) -> str:
@@ -80,6 +80,49 @@ def test_the_contract_is_named() -> None:
     plan = sample_plan(1)
     text = shown(replace(plan, caches=(with_contract(plan.caches[0]),)))
     assert "native: no update straddles the wrap, at most 16 tokens per update" in text
+
+
+def lines_of(text: str) -> list[str]:
+    return [" ".join(line.split()) for line in text.splitlines()]
+
+
+def test_the_idiom_of_each_cache_is_named() -> None:
+    plan = sample_plan(2)
+    assert "[batch, 256, 256] float16 TensorScatter native x2" in "\n".join(lines_of(shown(plan)))
+    grown = tuple(replace(c, idiom="Concat" if "key" in c.past else "ScatterND") for c in plan.caches)
+    lines = lines_of(shown(replace(plan, caches=grown)))
+    assert "key_cache.0..1 [batch, 256, 256] float16 Concat native x2" in lines
+    assert "value_cache.0..1 [batch, 256, 256] float16 ScatterND native x2" in lines
+
+
+def test_what_changes_for_the_caller_is_listed_old_to_new() -> None:
+    changes = (
+        InterfaceChange("input", "attention_mask [B, P + S]", "", "masks follow from lengths"),
+        InterfaceChange("input", "past.0 [B, 2, P, 16]", "past.0 [B, 2, L, 16]", "a buffer"),
+        InterfaceChange("input", "past.1 [B, 2, P, 16]", "past.1 [B, 2, L, 16]", "a buffer"),
+        InterfaceChange("input", "", "write_indices [B]", "tokens before the step"),
+        InterfaceChange("output", "count []", "", "the caller counts"),
+    )
+    lines = lines_of(shown(replace(sample_plan(1), changes=changes)))
+    for line in (
+        "input attention_mask [B, P + S] - masks follow from lengths",
+        "input past.0..1 [B, 2, P, 16] past.0..1 [B, 2, L, 16] a buffer",
+        "input - write_indices [B] tokens before the step",
+        "output count [] - the caller counts",
+    ):
+        assert line in lines
+    assert "What changes for the caller" not in shown(sample_plan(1))
+
+
+def test_states_and_notes_are_shown() -> None:
+    states = tuple(
+        StateUpdate(f"conv.{i}", f"new_conv.{i}", "float16", ("batch", 64, 4), "replaced whole") for i in range(3)
+    )
+    text = shown(replace(sample_plan(1), states=states, notes=("circular windows save 3 MiB",)))
+    assert "conv.0..2 new_conv.0..2 [batch, 64, 4] float16 x3" in lines_of(text)
+    assert "two buffers: replaced whole" in text
+    assert "note: circular windows save 3 MiB" in text
+    assert "States" not in shown(sample_plan(1))
 
 
 def test_unequal_head_sizes_are_shown() -> None:

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from trt_kvcache.cli.generate import Device
-from trt_kvcache.cli.options import CapacityOption, JsonOption
+from trt_kvcache.cli.options import (
+    WINDOW_CHUNK,
+    CapacityOption,
+    JsonOption,
+    SlidingOption,
+    WindowChunkOption,
+    runner_options,
+)
+from trt_kvcache.importer.plan import Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.bench import BenchReport
@@ -27,6 +35,8 @@ def bench(
     max_batch: Annotated[int | None, typer.Option(metavar="N", help="Rows of the caches.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Of ONNX Runtime; default: one per core.")] = None,
     capacity: CapacityOption = None,
+    sliding: SlidingOption = Sliding.LINEAR,
+    window_chunk: WindowChunkOption = WINDOW_CHUNK,
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -35,12 +45,11 @@ def bench(
 
     from trt_kvcache.cli.bench_plot import draw, load_pyplot
     from trt_kvcache.cli.output import console
-    from trt_kvcache.importer.plan import PlanOptions
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
     pyplot = None if plot is None else load_pyplot()  # asked for before anything is measured
-    options: dict[str, Any] = {} if capacity is None else {"plan_options": PlanOptions(capacity=capacity)}
+    options = runner_options(model, capacity, sliding, window_chunk)
     sizes = [_numbers(name, text) for name, text in (("lengths", lengths), ("positions", positions))]
     with DecodeSession.open(model, device=device.value, max_batch=max_batch, threads=threads, **options) as session:
         room = min(session.cache.capacity or 4096, 4096)

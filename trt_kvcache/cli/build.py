@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.options import (
+    WINDOW_CHUNK,
     BackendChoice,
     CacheLayoutOption,
     CapacityOption,
@@ -16,12 +17,14 @@ from trt_kvcache.cli.options import (
     FallbackOption,
     JsonOption,
     ModelArgument,
+    SlidingOption,
     SpanOption,
     Switch,
     Verbosity,
+    WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback
+from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.engine.manifest import Manifest
@@ -55,6 +58,21 @@ def build(
         int | None,
         typer.Option(
             min=1, metavar="N", help="Batch that kernels are chosen for. Default: the largest.", rich_help_panel=_SIZES
+        ),
+    ] = None,
+    max_encoder: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Longest output of an encoder, for models that attend one.",
+            rich_help_panel=_SIZES,
+        ),
+    ] = None,
+    opt_encoder: Annotated[
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="Length of it to choose kernels for. Default: the longest.", rich_help_panel=_SIZES
         ),
     ] = None,
     min_shapes: Annotated[
@@ -108,6 +126,8 @@ def build(
     cache_layout: CacheLayoutOption = CacheLayout.AUTO,
     attention_span: SpanOption = Switch.ON,
     fallback: FallbackOption = Fallback.AUTO,
+    sliding: SlidingOption = Sliding.LINEAR,
+    window_chunk: WindowChunkOption = WINDOW_CHUNK,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -122,6 +142,8 @@ def build(
         max_batch=max_batch,
         opt_batch=opt_batch,
         max_chunk=max_chunk,
+        max_encoder=max_encoder,
+        opt_encoder=opt_encoder,
         min_shapes=parse_shapes(min_shapes) if min_shapes else {},
         opt_shapes=parse_shapes(opt_shapes) if opt_shapes else {},
         max_shapes=parse_shapes(max_shapes) if max_shapes else {},
@@ -140,6 +162,8 @@ def build(
         cache_layout=cache_layout,
         attention_span=attention_span,
         fallback=fallback,
+        sliding=sliding,
+        window_chunk=window_chunk,
         config=config,
     )
     start = time.perf_counter()

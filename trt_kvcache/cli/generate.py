@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.options import CapacityOption, JsonOption
+from trt_kvcache.cli.options import (
+    WINDOW_CHUNK,
+    CapacityOption,
+    JsonOption,
+    SlidingOption,
+    WindowChunkOption,
+    runner_options,
+)
+from trt_kvcache.importer.plan import Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.config import GenerationConfig
@@ -104,12 +112,13 @@ def generate(
         int | None, typer.Option(metavar="TOKENS", help="Longest update in a step.", rich_help_panel=_RUN)
     ] = None,
     capacity: CapacityOption = None,
+    sliding: SlidingOption = Sliding.LINEAR,
+    window_chunk: WindowChunkOption = WINDOW_CHUNK,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: of each token.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Continue prompts; text comes as it is made. Ctrl-C ends it with what there is, a second one at once."""
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run
-    from trt_kvcache.importer.plan import PlanOptions
     from trt_kvcache.runtime.session import DecodeSession
 
     reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat))
@@ -139,7 +148,7 @@ def generate(
             "output_logprobs": logprobs or None,
         },
     )
-    options: dict[str, Any] = {} if capacity is None else {"plan_options": PlanOptions(capacity=capacity)}
+    options = runner_options(model, capacity, sliding, window_chunk)
     view = (JsonView if json else LiveView)(text=reader is not None)
     if run(
         lambda: DecodeSession.open(

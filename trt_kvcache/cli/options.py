@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import typer
 
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
-
-if TYPE_CHECKING:
-    from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions, Sliding, Target
 
 
 class Switch(str, Enum):
@@ -39,13 +37,16 @@ class Verbosity(str, Enum):
 
 _PLAN = "How the model is planned"
 
-ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX decoder, opset 24 or later.")]
+ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches.")]
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 CapacityOption = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="TOKENS", help="Tokens per sequence, for a symbolic cache length.", rich_help_panel=_PLAN
+        min=1,
+        metavar="TOKENS",
+        help="Tokens per sequence, for caches that grow or have a symbolic length.",
+        rich_help_panel=_PLAN,
     ),
 ]
 CacheLayoutOption = Annotated[
@@ -69,6 +70,20 @@ FallbackOption = Annotated[
         rich_help_panel=_PLAN,
     ),
 ]
+SlidingOption = Annotated[
+    Sliding,
+    typer.Option(
+        help="Where attention sees a window only. circular: caches hold the window and one update, not the text.",
+        rich_help_panel=_PLAN,
+    ),
+]
+WindowChunkOption = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="TOKENS", help="With --sliding circular: longest update in a step.", rich_help_panel=_PLAN
+    ),
+]
+WINDOW_CHUNK = PlanOptions().window_chunk
 ConfigOption = Annotated[
     Path | None,
     typer.Option(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", rich_help_panel=_PLAN),
@@ -90,11 +105,11 @@ def plan_options(
     attention_span: Switch,
     fallback: Fallback,
     config: Path | None,
+    sliding: Sliding,
+    window_chunk: int,
     packed_native: Switch = Switch.ON,
 ) -> PlanOptions:
     """Make `PlanOptions` of the options as given on the command line."""
-    from trt_kvcache.importer.plan import PlanOptions
-
     return PlanOptions(
         target=target,
         capacity=capacity,
@@ -103,4 +118,23 @@ def plan_options(
         fallback=fallback,
         packed_native=packed_native is Switch.ON,
         config=None if config is None else str(config),
+        sliding=sliding,
+        window_chunk=window_chunk,
     )
+
+
+def runner_options(model: Path, capacity: int | None, sliding: Sliding, window_chunk: int) -> dict[str, Any]:
+    """Options of `DecodeSession.open` made of those that plan a model; none where none was given.
+
+    Raises:
+        OptionError: they are given for an engine, which was planned when it was built.
+    """
+    options = PlanOptions(capacity=capacity, sliding=sliding, window_chunk=window_chunk)
+    if options == PlanOptions():
+        return {}
+    if model.suffix.lower() != ".onnx":
+        raise OptionError(
+            f"--capacity, --sliding and --window-chunk plan a model, and {model} is taken for an engine, which was "
+            "planned when it was built; leave them out, or give the .onnx file"
+        )
+    return {"plan_options": options}

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.options import (
+    WINDOW_CHUNK,
     AllOption,
     CacheLayoutOption,
     CapacityOption,
@@ -15,12 +16,14 @@ from trt_kvcache.cli.options import (
     JsonOption,
     ModelArgument,
     PackedOption,
+    SlidingOption,
     SpanOption,
     Switch,
     TargetOption,
+    WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding, Target
 
 
 def plan(
@@ -31,6 +34,8 @@ def plan(
     attention_span: SpanOption = Switch.ON,
     fallback: FallbackOption = Fallback.AUTO,
     packed_native: PackedOption = Switch.ON,
+    sliding: SlidingOption = Sliding.LINEAR,
+    window_chunk: WindowChunkOption = WINDOW_CHUNK,
     config: ConfigOption = None,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences to count cache bytes for.")] = 1,
     every_row: AllOption = False,
@@ -50,6 +55,8 @@ def plan(
             attention_span=attention_span,
             fallback=fallback,
             packed_native=packed_native,
+            sliding=sliding,
+            window_chunk=window_chunk,
             config=config,
         ),
     )

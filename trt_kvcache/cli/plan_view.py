@@ -25,7 +25,7 @@ Group = Callable[[Iterable[Sequence[str]], int], Grouped]
 
 
 def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_row: bool = False) -> None:
-    """Print a plan: caches, attention, masks, spans, inputs and outputs, and the bytes that the caches take.
+    """Print a plan: what changes for the caller, caches, states, attention, masks, spans, inputs, outputs and bytes.
 
     Args:
         out: where to.
@@ -41,7 +41,11 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_r
     out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {in_place_text(plan)}")
     if plan.inlined:
         out.print(f"inlined: {', '.join(plan.inlined)}")
+    for note in plan.notes:
+        out.print(f"note: {note}")
+    _print_changes(out, plan, group)
     _print_caches(out, plan, group)
+    _print_states(out, plan, group)
     _print_attention(out, plan, group)
     _print_masks(out, plan)
     _print_spans(out, plan)
@@ -80,17 +84,42 @@ def in_place_text(plan: CachePlan) -> str:
     return f"{count} of {len(plan.caches)} caches in place" if plan.caches else "no caches"
 
 
+def _print_changes(out: Console, plan: CachePlan, group: Group) -> None:
+    if not plan.changes:
+        return
+    grid = table("", "as exported", "here", "why", title="What changes for the caller")
+    for (old, new, why, io), _ in group([(c.old, c.new, c.why, c.io) for c in plan.changes], 3):
+        grid.add_row(io, old or "-", new or "-", why)
+    out.print()
+    out.print(grid)
+
+
+def _print_states(out: Console, plan: CachePlan, group: Group) -> None:
+    if not plan.states:
+        return
+    rows = group([(s.past, s.present, s.reason, shape_text(s.shape), s.dtype) for s in plan.states], 3)
+    grid = table("past", "present", "shape", "dtype", title="States")
+    for (past, present, _, shape, dtype), layers in rows:
+        many = f" x{len(layers)}" if len(layers) > 1 else ""
+        grid.add_row(past, present, shape, dtype + many)
+    out.print()
+    out.print(grid)
+    _print_notes(out, [("two buffers", row[0], row[2]) for row, _ in rows])
+
+
 def _print_caches(out: Console, plan: CachePlan, group: Group) -> None:
     if not plan.caches:
         return
     rows = group([_cache_row(cache) for cache in plan.caches], 3)
-    grid = table("past\npresent", "shape\nin the engine", "dtype\nmode", "route\nlayout", title="Caches")
-    for (past, present, _, logical, physical, dtype, mode, layout, route), layers in rows:
+    columns = ("past\npresent", "shape\nin the engine", "dtype\nmode", "idiom\nlayout", "route")
+    grid = table(*columns, title="Caches")
+    for (past, present, _, logical, physical, dtype, mode, idiom, layout, route), layers in rows:
         many = f" x{len(layers)}" if len(layers) > 1 else ""
-        grid.add_row(f"{past}\n{present}", f"{logical}\n{physical}", f"{dtype}\n{mode}", f"{route}{many}\n{layout}")
+        cells = (f"{past}\n{present}", f"{logical}\n{physical}", f"{dtype}\n{mode}", f"{idiom}\n{layout}")
+        grid.add_row(*cells, f"{route}{many}")
     out.print()
     out.print(grid)
-    _print_notes(out, [(row[8], row[0], row[2]) for row, _ in rows])
+    _print_notes(out, [(row[9], row[0], row[2]) for row, _ in rows])
 
 
 def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
@@ -105,6 +134,7 @@ def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
         shape_text(cache.physical_shape),
         cache.dtype,
         mode,
+        cache.idiom,
         cache.layout.value,
         cache.route.value,
     )

@@ -8,18 +8,21 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.options import (
+    WINDOW_CHUNK,
     CacheLayoutOption,
     CapacityOption,
     ConfigOption,
     FallbackOption,
     ModelArgument,
     PackedOption,
+    SlidingOption,
     SpanOption,
     Switch,
     TargetOption,
+    WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding, Target
 
 
 def rewrite(
@@ -31,6 +34,8 @@ def rewrite(
     attention_span: SpanOption = Switch.ON,
     fallback: FallbackOption = Fallback.AUTO,
     packed_native: PackedOption = Switch.ON,
+    sliding: SlidingOption = Sliding.LINEAR,
+    window_chunk: WindowChunkOption = WINDOW_CHUNK,
     config: ConfigOption = None,
 ) -> None:
     """Write the rewritten model alone, for trtexec and others. It is standard ONNX; weights stay where they are."""
@@ -48,6 +53,8 @@ def rewrite(
             attention_span=attention_span,
             fallback=fallback,
             packed_native=packed_native,
+            sliding=sliding,
+            window_chunk=window_chunk,
             config=config,
         ),
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.options import (
+    WINDOW_CHUNK,
     AllOption,
     CacheLayoutOption,
     CapacityOption,
@@ -16,12 +17,14 @@ from trt_kvcache.cli.options import (
     JsonOption,
     ModelArgument,
     PackedOption,
+    SlidingOption,
     SpanOption,
     Switch,
     TargetOption,
+    WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,6 +56,8 @@ def verify(
     attention_span: SpanOption = Switch.ON,
     fallback: FallbackOption = Fallback.AUTO,
     packed_native: PackedOption = Switch.ON,
+    sliding: SlidingOption = Sliding.LINEAR,
+    window_chunk: WindowChunkOption = WINDOW_CHUNK,
     config: ConfigOption = None,
     every_row: AllOption = False,
     json: JsonOption = False,
@@ -74,6 +79,8 @@ def verify(
             attention_span=attention_span,
             fallback=fallback,
             packed_native=packed_native,
+            sliding=sliding,
+            window_chunk=window_chunk,
             config=config,
         ),
         VerifyOptions(

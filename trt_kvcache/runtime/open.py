@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.runner import Runner
 
 __all__ = ["open_runner", "open_tokenizer"]
@@ -41,8 +43,11 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
     if is_model:
         from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
 
+        plan_options = given.pop("plan_options", PlanOptions())
+        if "capacity" in given:
+            plan_options = replace(plan_options, capacity=given.pop("capacity"))
         _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU")
-        return OnnxRuntimeRunner(path, given.pop("plan_options", None), **given)
+        return OnnxRuntimeRunner(path, plan_options, **given)
     from trt_kvcache.runtime.trt_runner import TensorRTRunner
 
     if "gpu" in given:

@@ -18,12 +18,13 @@ from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.beam_slots import beam_events
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop, Outcome
 from trt_kvcache.runtime.open import open_runner, open_tokenizer
-from trt_kvcache.runtime.requests import Generation, Prompt, PromptReader
+from trt_kvcache.runtime.requests import Generation, Given, GivenAll, Prompt, PromptReader, check_config, for_each
 from trt_kvcache.runtime.runner import Runner
 
 __all__ = ["DecodeSession", "Generation", "Prompt"]
@@ -79,8 +80,8 @@ class DecodeSession:
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes; None: token ids only.
             max_batch: most sequences at a time; None: what the engine was built for, or what fits.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
-            options: for the runner: ``plan_options``, ``threads`` on the CPU; ``gpu``, ``cuda_graphs``,
-                ``kernel_cache`` on a GPU.
+            options: for the runner: ``capacity`` (of caches that grow or have a symbolic length), ``plan_options``,
+                ``threads`` on the CPU; ``gpu``, ``cuda_graphs``, ``kernel_cache`` on a GPU.
 
         Raises:
             OptionError: the file cannot run on that device, or an option is not known there.
@@ -121,38 +122,43 @@ class DecodeSession:
 
     # --- whole generations
 
-    def generate(self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY) -> list[Generation]:
+    def generate(
+        self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY, constants: GivenAll = None
+    ) -> list[Generation]:
         """Continue every prompt to its end.
 
         Args:
             prompts: texts or token ids; more than fit at a time take turns.
             config: for all of them.
+            constants: what the model reads beside each prompt, see `Given`.
 
         Returns:
             One result per prompt, in order.
 
         Raises:
-            PromptError: a prompt is empty, or has token ids that the model does not know.
+            PromptError: a prompt is empty, or has token ids that the model does not know; or constants do not fit it.
             CapacityError: a prompt is longer than the cache.
             OptionError: the config does not fit the model.
             SlotError: no row is free, and none will be.
             SessionError: the session is closed, or a step failed.
         """
         with self._guard:  # a closed session says so at the call
-            checked = self._reader.read_all(prompts)
+            checked, given = self._read(prompts, config, constants)
         results = [Generation(prompt) for prompt in checked]
         if config.num_beams > 1:
-            for event in beam_events(self, checked, config):
+            for event in beam_events(self, checked, config, given):
                 results[event.sequence].take(event)
             return results
         continuations = self._continuations(checked, config)
-        for event in self._stream(continuations, checked):
+        for event in self._stream(continuations, checked, given):
             results[event.sequence].take(event)
         for result, continuation in zip(results, continuations, strict=True):
             result.speculation = continuation.speculation
         return results
 
-    def stream(self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY) -> Iterator[TokenEvent]:
+    def stream(
+        self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY, constants: GivenAll = None
+    ) -> Iterator[TokenEvent]:
         """Continue every prompt; events come as tokens do, `TokenEvent.sequence` is the index of the prompt.
 
         Prompts are checked at once, nothing runs before the first event is asked for. Closing the iterator ends its
@@ -162,14 +168,16 @@ class DecodeSession:
             See `generate`.
         """
         with self._guard:  # a closed session says so at the call
-            checked = self._reader.read_all(prompts)
+            checked, given = self._read(prompts, config, constants)
         if config.num_beams > 1:  # which knows its tokens only at the end
-            return beam_events(self, checked, config)
-        return self._stream(self._continuations(checked, config), checked)
+            return beam_events(self, checked, config, given)
+        return self._stream(self._continuations(checked, config), checked, given)
 
-    async def astream(self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY) -> AsyncIterator[TokenEvent]:
+    async def astream(
+        self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY, constants: GivenAll = None
+    ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after that step."""
-        events = self.stream(prompts, config)
+        events = self.stream(prompts, config, constants)
         step: asyncio.Task[TokenEvent | None] | None = None
         try:
             while True:
@@ -195,6 +203,7 @@ class DecodeSession:
         slot: int | None = None,
         keep: bool = False,
         index: int = 0,
+        constants: Given | None = None,
     ) -> int:
         """Let a sequence join: `step` advances it from now on, and its slot is freed at its end.
 
@@ -204,6 +213,7 @@ class DecodeSession:
             slot: continue this one, which does not run: the prompt comes after its tokens. None: a new slot.
             keep: the slot stays when the sequence ends, with its tokens and caches.
             index: of its random stream among sequences of one seed.
+            constants: what the model reads beside the text of a new slot, see `Given`; other slots have theirs.
 
         Returns:
             The slot; `TokenEvent.sequence` of its events.
@@ -213,7 +223,10 @@ class DecodeSession:
         """
         if config.num_beams > 1:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
+        if slot is not None and constants is not None:
+            raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
         with self._guard:
+            check_config(config, self.plan)
             before = [] if slot is None else self.cache.idle(slot).tokens
             new = self._reader.read(prompt)
             waits = slot is not None and self.cache.slot(slot).pending > 0
@@ -223,7 +236,7 @@ class DecodeSession:
             self._reader.check_length(tokens, "the prompt" if slot is None else f"slot {slot} with the prompt")
             continuation = Continuation(0 if slot is None else slot, tokens, config, self._tokenizer, index=index)
             if slot is None:
-                slot = self.cache.acquire(tokens)
+                slot = self.cache.acquire(tokens, constants)
                 continuation.sequence = slot
             else:
                 self.cache.slot(slot).tokens.extend(new)
@@ -308,8 +321,18 @@ class DecodeSession:
 
     # --- inside
 
-    def _stream(self, continuations: Sequence[Continuation], prompts: Sequence[list[int]]) -> Iterator[TokenEvent]:
-        waiting = deque(zip(continuations, prompts, strict=True))
+    def _read(
+        self, prompts: Sequence[Prompt], config: GenerationConfig, constants: GivenAll
+    ) -> tuple[list[list[int]], list[Constants]]:
+        """Token ids and constants of every prompt."""
+        check_config(config, self.plan)
+        checked = self._reader.read_all(prompts)
+        return checked, [self.cache.read_constants(given) for given in for_each(checked, constants)]
+
+    def _stream(
+        self, continuations: Sequence[Continuation], prompts: Sequence[list[int]], given: Sequence[Constants]
+    ) -> Iterator[TokenEvent]:
+        waiting = deque(zip(continuations, prompts, given, strict=True))
         mailbox: deque[tuple[int, Outcome]] = deque()
         mine: set[int] = set()
         try:
@@ -332,14 +355,14 @@ class DecodeSession:
 
     def _join(
         self,
-        waiting: deque[tuple[Continuation, list[int]]],
+        waiting: deque[tuple[Continuation, list[int], Constants]],
         mine: set[int],
         mailbox: deque[tuple[int, Outcome]],
     ) -> None:
         """Give free rows to the prompts that wait."""
         while waiting and self.cache.free:
-            continuation, prompt = waiting.popleft()
-            slot = self.cache.acquire(prompt)
+            continuation, prompt, given = waiting.popleft()
+            slot = self.cache.acquire(prompt, given)
             self._mailboxes[slot] = mailbox
             mine.add(slot)
             self._loop.add(slot, continuation, keep_slot=False)
