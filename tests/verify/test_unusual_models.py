@@ -11,7 +11,8 @@ from decoders import DecoderConfig, write_decoder
 from graphs import Graph
 from onnx import TensorProto
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer import rewrite_model
 from trt_kvcache.verify import VerifyReport, verify_model
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
@@ -240,3 +241,9 @@ def test_masks_beside_a_causal_frontier_from_zero(mask, tmp_path):
     # Without lengths the first query sees the first key only, whatever the mask adds to it.
     path = write_decoder(tmp_path / "m.onnx", DecoderConfig(form="heads-major", mask=mask, lengths=False))
     verify_model(path).check()
+
+
+def test_a_rewritten_model_has_no_original_here(tmp_path: Path) -> None:
+    rewrite_model(write_decoder(tmp_path / "m.onnx", DecoderConfig()), tmp_path / "rewritten.onnx")
+    with pytest.raises(UnsupportedModelError, match="verify the model that it was made from"):
+        verify_model(tmp_path / "rewritten.onnx")

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from onnx import ModelProto
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.normalized import NormalizedVerification
@@ -19,6 +20,11 @@ from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
 def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyReport:
     """Verifies a model that has been imported already; see `trt_kvcache.verify.verify_model`."""
+    if imported.model is imported.source.proto:
+        raise UnsupportedModelError(
+            f"{imported.source.path}: a rewritten model, and verification compares one with its original; verify the "
+            "model that it was made from, with the same options"
+        )
     check_runnable(imported.model)
     with _both_sides(imported) as (original, rewritten, folder, twin):
         kind = NormalizedVerification if imported.plan.original else Verification
