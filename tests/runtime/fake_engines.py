@@ -45,7 +45,7 @@ def write_engine(
     engine.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + imported.model.SerializeToString())
     manifest = Manifest(
         created_by="tests", backend=backend, backend_version=version, compute_capabilities=(), plan=plan,
-        aliases=aliases, double_buffered={c.present: c.past for c in carried if not c.in_place}, profiles=profiles,
+        aliases=aliases, double_buffered=plan.double_buffered, profiles=profiles,
         max_batch=limits.max_batch, max_chunk=limits.max_chunk, model=(identify(model),), engine=identify(engine),
         vocab=min(tables.tokens.values(), default=None), max_positions=min(tables.positions.values(), default=None),
     )  # fmt: skip

@@ -56,7 +56,7 @@ class Manifest:
 
     Attributes:
         aliases: present tensor -> past tensor, bound to one device address.
-        double_buffered: present tensor -> past tensor for caches that are not in place.
+        double_buffered: present tensor -> past tensor for state, and for caches that are not in place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
         vocab, max_positions: rows of the tables that token ids and positions look up; None where none is known. The
             runtime checks them, because TensorRT reports no error for an index beyond them.

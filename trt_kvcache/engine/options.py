@@ -33,6 +33,9 @@ class BuildOptions:
         opt_batch: the batch that kernels are chosen for. None: `max_batch`.
         max_chunk: the longest update in tokens. None: the model's own, if it is fixed, else 512 or the capacity if
             that is smaller.
+        max_encoder: the longest output of an encoder, in positions, for models that attend one. None: `max_shapes`
+            says.
+        opt_encoder: the length of it that kernels are chosen for. None: `max_encoder`.
         min_shapes, opt_shapes, max_shapes: shapes by input name, for inputs that `max_batch`, `max_chunk` and the
             capacity do not determine; see `parse_shapes`.
         compute_capabilities: GPU architectures to build for, as ``"sm80"``, ``"80"`` or ``"8.0"`` (TensorRT for RTX
@@ -56,6 +59,8 @@ class BuildOptions:
     max_batch: int | None = None
     opt_batch: int | None = None
     max_chunk: int | None = None
+    max_encoder: int | None = None
+    opt_encoder: int | None = None
     min_shapes: Mapping[str, Shape] = field(default_factory=dict)
     opt_shapes: Mapping[str, Shape] = field(default_factory=dict)
     max_shapes: Mapping[str, Shape] = field(default_factory=dict)
@@ -72,10 +77,14 @@ class BuildOptions:
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
-        for name in ("max_batch", "opt_batch", "max_chunk", "workspace"):
+        for name in ("max_batch", "opt_batch", "max_chunk", "max_encoder", "opt_encoder", "workspace"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
+        if self.opt_encoder is not None and self.opt_encoder > (self.max_encoder or 0):
+            raise OptionError(
+                f"opt_encoder is {self.opt_encoder} and max_encoder {self.max_encoder}; it must be at least as much"
+            )
         if self.opt_level is not None and not 0 <= self.opt_level <= 5:
             raise OptionError(f"opt_level is {self.opt_level}; it must be 0 to 5")
         capabilities = dict.fromkeys(_compute_capability(c) for c in self.compute_capabilities)

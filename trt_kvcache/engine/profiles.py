@@ -24,12 +24,14 @@ class Limits:
     Attributes:
         max_chunk: most tokens of one sequence in one step.
         capacity: rows of the smallest cache.
+        encoder: positions of an encoder's output: fewest, typical, most; None where nobody said.
     """
 
     max_batch: int
     opt_batch: int
     max_chunk: int
     capacity: int
+    encoder: tuple[int, int, int] | None = None
 
 
 Range = tuple[int, int, int]
@@ -44,7 +46,8 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
     """
     if not plan.caches:
         raise OptionError("the model has no KV cache to build for: no TensorScatter or packed update was found in it")
-    batch = _fixed({c.physical_shape[0] for c in plan.caches}, "batch", "--max-batch", build.max_batch)
+    shapes = [*(c.physical_shape for c in plan.caches), *(s.shape for s in plan.states)]
+    batch = _fixed({shape[0] for shape in shapes}, "batch", "--max-batch", build.max_batch)
     chunk = _fixed({c.update_length for c in plan.caches}, "update length", "--max-chunk", build.max_chunk)
     capacity = min(c.capacity for c in plan.caches)
     bounds = [c.contract.max_update_length for c in plan.caches if c.contract is not None]
@@ -65,7 +68,10 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
             f"--max-chunk is {max_chunk}, but the plan allows updates of at most {longest} tokens into its circular caches: "
             f"give --max-chunk {longest} or less, or plan with a larger --window-chunk"
         )
-    return Limits(max_batch, opt_batch, max_chunk, capacity)
+    encoder = None if build.max_encoder is None else (1, build.opt_encoder or build.max_encoder, build.max_encoder)
+    if encoder and not any("encoder" in t.axes for t in plan.tensors):
+        raise OptionError("--max-encoder is given, and no input of the model is as long as an encoder's output")
+    return Limits(max_batch, opt_batch, max_chunk, capacity, encoder)
 
 
 def make_profiles(plan: CachePlan, build: BuildOptions, limits: Limits) -> tuple[Profile, ...]:
@@ -123,6 +129,8 @@ def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk
             return 1, limits.opt_batch * chunk, limits.max_batch * chunk
         case "keys":
             return _rows(limits.capacity, chunk)
+        case "encoder":
+            return limits.encoder
         case "span":
             spans = [s.capacity for s in plan.spans if s.name == tensor.name]
             return _rows(spans[0] if spans else limits.capacity, chunk)
@@ -174,7 +182,12 @@ def _free_axis(tensor: TensorRole, index: int, asked: list[int | None]) -> Range
     low, typical, high = asked
     sizes = [s for s in (typical, high, low) if s is not None]
     if not sizes:
-        unknown = [str(s) for s, axis in zip(tensor.shape, tensor.axes, strict=True) if axis == "?"]
+        unknown = [str(s) for s, axis in zip(tensor.shape, tensor.axes, strict=True) if axis in ("?", "encoder")]
+        if tensor.axes[index] == "encoder":
+            raise OptionError(
+                f"input {tensor.name!r} {_text(tensor.shape)}: nothing says how long the output of the encoder may be "
+                f"({', '.join(unknown)}); give the most positions with --max-encoder, such as --max-encoder 1500"
+            )
         example = "x".join(str(s) if isinstance(s, int) else "1" for s in tensor.shape)
         raise OptionError(
             f"input {tensor.name!r} {_text(tensor.shape)}: nothing says how large {', '.join(unknown)} may be; give "
@@ -194,7 +207,10 @@ def _known_axis(
     low, typical, high = (k if a is None else a for a, k in zip(asked, known, strict=True))
     if asked[1] is None:  # ours is a default: it gives way
         typical = min(max(typical, low), high)
-    owner = {"batch": "--max-batch", "batch+1": "--max-batch", "sequence": "--max-chunk", "tokens": "--max-chunk"}
+    owner = {
+        "batch": "--max-batch", "batch+1": "--max-batch", "sequence": "--max-chunk", "tokens": "--max-chunk",
+        "encoder": "--max-encoder",
+    }  # fmt: skip
     if high > known[2] or (axis in owner and high < known[2]):
         allowed = f"at most {known[2]} (the capacity)" if axis not in owner else f"{known[2]} (from {owner[axis]})"
         raise OptionError(

@@ -10,7 +10,10 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.attention import analyze_attention, read_attention, relaxable_mask
 from trt_kvcache.importer.caches import analyze_caches
+from trt_kvcache.importer.cross import find_cross_attention
 from trt_kvcache.importer.graph import contains, dims, is_op, producer
+from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,
@@ -19,13 +22,21 @@ from trt_kvcache.importer.plan import (
     Role,
     Route,
     SpanInput,
+    StateUpdate,
     TensorRole,
+    UpdateContract,
     UpdateForm,
 )
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
 
-def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlined: tuple[str, ...]) -> CachePlan:
+def analyze(
+    model: onnx.ModelProto,
+    graph: gs.Graph,
+    options: PlanOptions,
+    inlined: tuple[str, ...],
+    findings: Findings | None = None,
+) -> CachePlan:
     """Plan a prepared model.
 
     Args:
@@ -33,6 +44,7 @@ def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlin
         graph: the same model as a graph.
         options: target and choices.
         inlined: what was inlined on the way, for the plan.
+        findings: what normalization did on the way, for the plan.
 
     Raises:
         UnsupportedModelError: the model has no cache update, or one without a route.
@@ -45,8 +57,11 @@ def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlin
             f"the model has no TensorScatter cache update (found: {foreign or 'no cache at all'}); supported are "
             "caches updated by TensorScatter: export with static caches (opset 24)"
         )
+    if findings is not None:
+        caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)
-    roles = find_roles(model, _facts(graph, caches), options.config)
+    states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
+    roles = find_roles(model, _facts(graph, caches, states), options.config)
     relaxed = _relaxed_masks(graph, options)
     return CachePlan(
         options=options,
@@ -58,7 +73,19 @@ def analyze(model: onnx.ModelProto, graph: gs.Graph, options: PlanOptions, inlin
         tensors=_rewritten_roles(roles, caches, attention.spans, relaxed),
         warnings=(*_warnings(caches), *attention.warnings),
         inlined=inlined,
+        states=states,
+        notes=findings.notes if findings is not None else (),
+        changes=findings.changes if findings is not None else (),
+        original=findings.original if findings is not None else (),
     )
+
+
+def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
+    cache = replace(cache, idiom=findings.idioms.get(cache.past, cache.idiom))
+    if (longest := findings.longest.get(cache.past)) is None:
+        return cache
+    contract = cache.contract or UpdateContract(no_straddle=False)
+    return replace(cache, contract=replace(contract, max_update_length=longest))
 
 
 def _foreign_cache(graph: gs.Graph) -> str:
@@ -78,11 +105,13 @@ def _input_behind(graph: gs.Graph, tensor: gs.Tensor) -> str:
     return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
 
 
-def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...]) -> GraphFacts:
+def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> GraphFacts:
+    carried = {name for c in caches for name in (c.past, c.present)} | {s.past for s in states}
+    cross = find_cross_attention(graph, carried)
     lengths: set[str] = set()
     masks: set[str] = set()
     for node in graph.nodes:
-        if is_op(node, "Attention"):
+        if is_op(node, "Attention") and node.name not in cross.nodes:
             facts = read_attention(graph, node)
             lengths |= {facts.lengths.name} if facts.lengths is not None else set()
             masks |= {facts.mask.name} if facts.mask is not None else set()
@@ -94,6 +123,8 @@ def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...]) -> GraphFacts:
         masks=frozenset(masks),
         sequence_axis={c.past: c.sequence_axis for c in caches},
         updates={c.update: _update_axes(c) for c in caches},
+        states={s.past: s.present for s in states},
+        constants=cross.constants,
     )
 
 

@@ -72,14 +72,20 @@ def _dtype(info: ValueInfoProto) -> str:
 def _decide(name: str, io: str, facts: GraphFacts, evidence: list[Evidence], user: tuple[NamePattern, ...]) -> _Finding:
     """The role of one tensor, on its own."""
     is_cache = name in (facts.caches if io == "input" else facts.caches.values())
+    is_state = name in (facts.states if io == "input" else facts.states.values())
     if named := _match(name, io, user):
-        if is_cache:
+        if is_cache or is_state:
+            what = "a cache" if is_cache else "state that each step replaces"
             raise OptionError(
-                f"{named.source}: gives the role '{named.role.value}' to '{name}', which is a cache; narrow the pattern"
+                f"{named.source}: gives the role '{named.role.value}' to '{name}', which is {what}; narrow the pattern"
             )
         return _Finding(named.role, f"config: {named.source}", by_user=True)
     if is_cache:
         return _Finding(Role.CACHE, "graph: updated by a cache update" if io == "input" else "graph: an updated cache")
+    if is_state:
+        return _Finding(Role.STATE, "graph: replaced by every step" if io == "input" else "graph: what replaces state")
+    if io == "input" and name in facts.constants:
+        return _Finding(Role.CONSTANT, "graph: cross-attention reads it")
     fitting = [e for e in evidence if (e.role is Role.LOGITS) == (io == "output")]
     best = _strongest(fitting)
     if len(best) == 1 and best[0].strength > Strength.HINT:

@@ -61,8 +61,10 @@ def _layout(role: TensorRole, facts: GraphFacts, symbols: dict[str, str]) -> lis
     match role.role:
         case Role.OTHER if role.name in facts.updates:
             known = list(facts.updates[role.name])
-        case Role.CACHE | Role.WRITE_INDICES | Role.VALID_LENGTHS:
+        case Role.CACHE | Role.STATE | Role.WRITE_INDICES | Role.VALID_LENGTHS:
             known = ["batch"]
+        case Role.CONSTANT:
+            known = ["batch", *["encoder"] * (rank - 1)]
         case Role.UPDATE_LENGTHS:
             known = ["batch+1"]
         case Role.TOKENS | Role.POSITIONS | Role.LOGITS:

@@ -24,7 +24,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.resources import resource_dir
 
-NAMED_ROLES = tuple(role for role in Role if role not in (Role.CACHE, Role.SPAN))
+NAMED_ROLES = tuple(role for role in Role if role not in (Role.CACHE, Role.SPAN, Role.STATE))
 """The roles that a pattern can give. `Role.OTHER` says that a tensor has none, against what the graph suggests."""
 
 
@@ -84,7 +84,8 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
 def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
     """The patterns of one role."""
     if key not in [role.value for role in NAMED_ROLES]:
-        what = "caches are found in the graph, not by name" if key == Role.CACHE.value else "there is no such role"
+        found = key in (Role.CACHE.value, Role.STATE.value)
+        what = f"{key}s are found in the graph, not by name" if found else "there is no such role"
         known = ", ".join(role.value for role in NAMED_ROLES)
         raise OptionError(f"{path}: role '{key}': {what}; known are {known}")
     texts = value if isinstance(value, list) else [value]

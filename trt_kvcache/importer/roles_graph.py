@@ -30,6 +30,8 @@ class GraphFacts:
         masks: used as Attention's attn_mask.
         sequence_axis: past -> axis of its sequence, never negative.
         updates: written into a cache -> what each of its axes is, as in `TensorRole.axes`.
+        states: past -> present of state that is no cache, graph inputs and outputs.
+        constants: graph inputs that are given once per sequence: what cross-attention reads.
     """
 
     caches: dict[str, str]
@@ -39,6 +41,8 @@ class GraphFacts:
     masks: frozenset[str]
     sequence_axis: dict[str, int]
     updates: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    states: dict[str, str] = field(default_factory=dict)
+    constants: frozenset[str] = frozenset()
 
 
 class Strength(IntEnum):
@@ -216,7 +220,7 @@ def collect_evidence(index: GraphIndex, facts: GraphFacts, capacity: int | None)
     found: dict[str, list[Evidence]] = {}
 
     def add(name: str, role: Role, strength: Strength, reason: str) -> None:
-        if name not in facts.caches and _fits(index.infos[name], role):
+        if name not in (facts.caches.keys() | facts.states.keys()) and _fits(index.infos[name], role):
             found.setdefault(name, []).append(Evidence(role, strength, reason))
 
     def add_sources(tensor: str, role: Role, follow: Follow, changed: Strength, reason: str) -> None:

@@ -122,7 +122,7 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
     carried = [c for c in manifest.plan.caches if c.carried]
     for what, found, expected in (
         ("aliases", manifest.aliases, {c.present: c.past for c in carried if c.in_place}),
-        ("double_buffered", manifest.double_buffered, {c.present: c.past for c in carried if not c.in_place}),
+        ("double_buffered", manifest.double_buffered, manifest.plan.double_buffered),
     ):
         for present in sorted({*found, *expected}):
             if found.get(present) != expected.get(present):
@@ -140,6 +140,12 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
                 )
         if cache.physical_shape[cache.physical_sequence_axis] != cache.capacity:
             problems.append(f"cache {cache.past!r} has a capacity of {cache.capacity}, its shape says otherwise")
+    for state in manifest.plan.states:
+        for key in (("input", state.past), ("output", state.present)):
+            tensor = tensors.get(key)
+            if tensor is None or tensor.shape[1:] != state.shape[1:] or tensor.dtype != state.dtype:
+                found_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                problems.append(f"{key[0]} {key[1]!r} is {found_text}, its state {state.dtype} {list(state.shape)}")
     problems += _limits(manifest)
     if problems:
         raise ManifestError(f"{path}: its manifest contradicts itself: {'; '.join(problems)}; build the engine again")
