@@ -13,6 +13,7 @@ from trt_kvcache.errors import SessionError, SlotError
 from trt_kvcache.runtime.beam import beam_search, hypothesis_events
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.events import TokenEvent
 
 __all__ = ["beam_events"]
@@ -54,7 +55,9 @@ class _SlotBeams:
         self._live = len(chosen)
 
 
-def beam_events(session: _Updater, prompts: Sequence[list[int]], config: GenerationConfig) -> Iterator[TokenEvent]:
+def beam_events(
+    session: _Updater, prompts: Sequence[list[int]], config: GenerationConfig, constants: Sequence[Constants] = ()
+) -> Iterator[TokenEvent]:
     """The best hypothesis for each prompt, one prompt after the other.
 
     Raises:
@@ -62,10 +65,11 @@ def beam_events(session: _Updater, prompts: Sequence[list[int]], config: Generat
         SessionError: a step failed.
     """
     for index, prompt in enumerate(prompts):
+        given = constants[index] if constants else None
         slots: list[int] = []
         try:
             for _ in range(config.num_beams):
-                slots.append(_acquire(session, config.num_beams))
+                slots.append(_acquire(session, config.num_beams, given))
             logits = session.update({slots[0]: prompt})[slots[0]][-1]
             room = session.cache.room(slots[0])
             ids = np.array(prompt, np.int64)
@@ -77,8 +81,8 @@ def beam_events(session: _Updater, prompts: Sequence[list[int]], config: Generat
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)
 
 
-def _acquire(session: _Updater, beams: int) -> int:
+def _acquire(session: _Updater, beams: int, given: Constants | None) -> int:
     try:
-        return session.cache.acquire()
+        return session.cache.acquire(constants=given)
     except SlotError as error:
         raise SlotError(f"beam search with num_beams={beams} needs as many rows: {error}") from None

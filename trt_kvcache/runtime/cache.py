@@ -7,40 +7,19 @@ slot holds is a list of token ids, of which the first `length` are in the cache;
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
 from trt_kvcache.importer.plan import CacheUpdate, UpdateMode
+from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
-from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.runner import Array, Runner
+from trt_kvcache.runtime.slot import Slot
 
-
-@dataclass
-class Slot:
-    """One sequence in the cache.
-
-    Attributes:
-        row: of every cache buffer.
-        tokens: all token ids; the first `length` are in the cache.
-        length: tokens in the cache, in total: circular caches hold the last of them.
-        written: the longest that the sequence has been since it was last cropped: how far a circular cache has been
-            overwritten.
-        running: the decode loop continues it: only the loop may change it.
-    """
-
-    row: int
-    tokens: list[int] = field(default_factory=list)
-    length: int = 0
-    written: int = 0
-    running: bool = False
-
-    @property
-    def pending(self) -> int:
-        """Tokens that are not in the cache yet."""
-        return len(self.tokens) - self.length
+__all__ = ["KVCache", "Slot"]
 
 
 class KVCache:
@@ -60,6 +39,7 @@ class KVCache:
         self._caches = carried_caches(runner.plan)
         self._rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
         self._linear = linear_capacity(runner.plan)
+        self._constants = ConstantInputs(runner.plan)
         self._slots: dict[int, Slot] = {}
         self._next = 0
         self._dirty = [0] * runner.max_batch  # per row: cache rows from here on are 0
@@ -98,7 +78,7 @@ class KVCache:
 
     @property
     def bytes(self) -> int:
-        """Of all cache buffers."""
+        """Of all buffers of caches and state."""
         return self._runner.plan.cache_bytes(self._runner.max_batch)
 
     def tokens(self, slot: int) -> list[int]:
@@ -132,8 +112,9 @@ class KVCache:
             OptionError: there is no such cache.
         """
         with self._guard:
-            if name not in {c.past for c in self._caches}:
-                raise OptionError(f"no cache {name!r}; caches are {', '.join(c.past for c in self._caches)}")
+            names = [b.past for b in carried_buffers(self._runner.plan)]
+            if name not in names:
+                raise OptionError(f"no cache {name!r}; caches are {', '.join(names)}")
             return self._runner.view(name)
 
     def slot(self, slot: int) -> Slot:
@@ -159,16 +140,30 @@ class KVCache:
             raise SlotError(f"slot {slot} is generating; wait for its end, or remove it, before you change its cache")
         return found
 
-    def acquire(self, tokens: Iterable[int] = ()) -> int:
+    def acquire(self, tokens: Iterable[int] = (), constants: Mapping[str, Array] | Constants | None = None) -> int:
         """A new slot in a zeroed row. The tokens wait: nothing is written yet.
+
+        Args:
+            tokens: ids.
+            constants: of a model that is given something once per sequence: an array ``[1, ...]`` for each input.
 
         Raises:
             SlotError: every row holds a sequence.
+            PromptError: `constants` are not what the model takes.
         """
         with self._guard:
+            given = self.read_constants(constants)
             row = self._free_row()
             self._clean(row, 0)
-            return self._name(Slot(row, list(tokens)))
+            return self._name(Slot(row, list(tokens), constants=given))
+
+    def read_constants(self, given: Mapping[str, Array] | Constants | None) -> Constants:
+        """Check what a sequence is given beside its text.
+
+        Raises:
+            PromptError: it is not what the model takes.
+        """
+        return self._constants.read(given)
 
     def release(self, slot: int) -> None:
         """Give up a slot and its row.
@@ -181,14 +176,14 @@ class KVCache:
             del self._slots[slot]
 
     def reset(self, slot: int) -> None:
-        """Empty a slot: no tokens, and zeros in its row of every cache.
+        """Empty a slot: no tokens, and zeros in its row of every cache. Its constants stay.
 
         Raises:
             SlotError: see `idle`.
         """
         with self._guard:
             found = self.idle(slot)
-            self._slots[slot] = Slot(found.row)
+            self._slots[slot] = Slot(found.row, constants=found.constants)
             self._clean(found.row, 0)
 
     def fork(self, source: int) -> int:
@@ -200,15 +195,15 @@ class KVCache:
         with self._guard:
             found, row = self.slot(source), self._free_row()
             self._copy(found, row)
-            return self._name(Slot(row, list(found.tokens), found.length, found.written))
+            return self._name(found.copy(row))
 
     def crop(self, slot: int, length: int) -> None:
         """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
 
         Raises:
             SlotError: see `idle`.
-            CapacityError: `length` is more than the slot holds, or a circular cache no longer has what the sequence
-                would see at that length: the tokens that were overwritten since.
+            CapacityError: `length` is more than the slot holds; or a circular cache no longer has what the sequence
+                would see at that length; or the model keeps state, which knows the present length only.
         """
         with self._guard:
             found = self.idle(slot)
@@ -247,7 +242,7 @@ class KVCache:
                     row = dropped.pop()
                     self._copy(source, row)
                 taken.add(index)
-                self._slots[name] = Slot(row, list(source.tokens), source.length, source.written)
+                self._slots[name] = source.copy(row)
 
     def move(self, slot: int, row: int) -> None:
         """Move a slot to a row that no slot uses.
@@ -344,7 +339,7 @@ class KVCache:
             names: dict[int, int] = {}
             try:
                 for old, slot in saved.slots.items():
-                    names[old] = self.acquire(slot.tokens)
+                    names[old] = self.acquire(slot.tokens, slot.constants)
                     found = self._slots[names[old]]
                     self._dirty[found.row] = slot.written
                     saved.read(old, found.row)
@@ -385,6 +380,12 @@ class KVCache:
         self._runner.copy_rows(source.row, row, held)
 
     def _check_crop(self, slot: int, found: Slot, length: int) -> None:
+        if self._runner.plan.states and 0 < length < found.length:
+            name = self._runner.plan.states[0].past
+            raise CapacityError(
+                f"slot {slot} cannot be cropped to {length} tokens: the model keeps state ('{name}') that every step "
+                "replaces, and what it was at that length is gone; reset the slot, or fork it before it grows"
+            )
         for cache in self._caches:
             if cache.mode is not UpdateMode.CIRCULAR or length >= found.length:
                 continue

@@ -1,6 +1,7 @@
 """Saved slots: a safetensors file with tokens, cache contents and the identity of the model that they belong to.
 
-Tensors are ``<slot>/tokens`` (int64) and ``<slot>/<past>``: the cache rows in use, in the engine's layout.
+Tensors are ``<slot>/tokens`` (int64) and ``<slot>/<past>``: the cache rows in use, in the engine's layout, or
+state as a whole, and ``<slot>/<input>``: what the sequence was given once.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from trt_kvcache.engine.files import check_output, publish, sync, temporary_file
-from trt_kvcache.errors import CacheFileError, OutputError
-from trt_kvcache.importer.plan import CacheUpdate
-from trt_kvcache.runtime.cache import Slot
-from trt_kvcache.runtime.inputs import array_dtype, carried_caches
+from trt_kvcache.errors import CacheFileError, OutputError, PromptError
+from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.constants import NO_CONSTANTS, ConstantInputs, Constants
+from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.runner import Array, Runner
+from trt_kvcache.runtime.slot import Slot
 
 __all__ = ["SavedSlots", "open_slots", "save_slots"]
 
@@ -49,16 +51,16 @@ class SavedSlots:
         Raises:
             CacheFileError: a tensor is missing or has another shape.
         """
-        for cache in carried_caches(self._runner.plan):
-            name, dtype = f"{slot}/{cache.past}", array_dtype(cache.dtype)
-            shape = _shape(cache, self.slots[slot].written)
+        for buffer in carried_buffers(self._runner.plan):
+            name, dtype = f"{slot}/{buffer.past}", buffer.array_dtype
+            shape = buffer.row_shape(self.slots[slot].written)
             data = _tensor(self._file, name, self._path)
             if data.shape != shape or data.dtype.itemsize != dtype.itemsize:
                 raise CacheFileError(
                     f"{self._path}: tensor '{name}' is {data.dtype} {list(data.shape)}, where {dtype} {list(shape)} "
                     "belongs; save the cache again"
                 )
-            self._runner.write_row(cache.past, row, data.view(dtype))
+            self._runner.write_row(buffer.past, row, data.view(dtype))
 
 
 def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Slot]) -> None:
@@ -67,9 +69,11 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
     tensors: dict[str, Array] = {}
     for name, slot in slots.items():
         tensors[f"{name}/tokens"] = np.array(slot.tokens, np.int64)
-        for cache in carried_caches(runner.plan):
-            data = runner.read_row(cache.past, slot.row, min(slot.written, cache.capacity))
-            tensors[f"{name}/{cache.past}"] = np.ascontiguousarray(_plain(data))
+        for given, array in slot.constants.arrays.items():
+            tensors[f"{name}/{given}"] = np.ascontiguousarray(_plain(array))
+        for buffer in carried_buffers(runner.plan):
+            data = runner.read_row(buffer.past, slot.row, min(slot.written, buffer.capacity))
+            tensors[f"{name}/{buffer.past}"] = np.ascontiguousarray(_plain(data))
     lengths = {str(name): (slot.length, slot.written) for name, slot in slots.items()}
     metadata = {
         "format": _FORMAT,
@@ -116,10 +120,10 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
                 f"{path}: saved from caches of other sizes or layouts of the same model; open the model with the "
                 "options (capacity, cache layout) that it was saved with"
             )
-        yield SavedSlots(_slots(file, metadata, path), file, runner, path)
+        yield SavedSlots(_slots(file, metadata, path, runner), file, runner, path)
 
 
-def _slots(file: Any, metadata: dict[str, str], path: Path) -> dict[int, Slot]:
+def _slots(file: Any, metadata: dict[str, str], path: Path, runner: Runner) -> dict[int, Slot]:
     try:
         lengths = msgspec.json.decode(metadata.get("slots", ""), type=dict[str, tuple[int, int]])
         names = {int(name): pair for name, pair in lengths.items()}
@@ -130,8 +134,17 @@ def _slots(file: Any, metadata: dict[str, str], path: Path) -> dict[int, Slot]:
         tokens = _tensor(file, f"{name}/tokens", path).tolist()
         if not 0 <= length <= min(written, len(tokens)):
             raise CacheFileError(f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}")
-        slots[name] = Slot(-1, tokens, length, written)
+        slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, path, runner))
     return slots
+
+
+def _constants(file: Any, slot: int, path: Path, runner: Runner) -> Constants:
+    inputs = ConstantInputs(runner.plan)
+    try:
+        arrays = {t.name: _tensor(file, f"{slot}/{t.name}", path).view(array_dtype(t.dtype)) for t in inputs.tensors}
+        return inputs.read(arrays) if arrays else NO_CONSTANTS
+    except (PromptError, ValueError) as error:
+        raise CacheFileError(f"{path}: slot {slot}: {error}") from error
 
 
 def _tensor(file: Any, name: str, path: Path) -> Array:
@@ -144,17 +157,11 @@ def _tensor(file: Any, name: str, path: Path) -> Array:
 
 def _layout(runner: Runner) -> str:
     """What must agree for the bytes of one session to mean the same in another."""
-    caches = [
-        (c.past, c.dtype, c.physical_shape[1:], c.physical_sequence_axis, c.layout.value, c.mode.value)
-        for c in carried_caches(runner.plan)
+    kinds = {c.past: (c.layout.value, c.mode.value) for c in runner.plan.caches}
+    carried = [
+        (b.past, b.dtype, b.shape[1:], b.axis, *kinds.get(b.past, ("state", ""))) for b in carried_buffers(runner.plan)
     ]
-    return msgspec.json.encode(caches).decode()
-
-
-def _shape(cache: CacheUpdate, written: int) -> tuple[int, ...]:
-    sizes = [int(d) for d in cache.physical_shape[1:]]
-    sizes[cache.physical_sequence_axis - 1] = min(written, cache.capacity)
-    return tuple(sizes)
+    return msgspec.json.encode(carried).decode()
 
 
 def _plain(data: Array) -> Array:

@@ -11,7 +11,9 @@ from blake3 import blake3
 
 from trt_kvcache.engine.files import FileIdentity
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, TensorRole, UpdateMode
+from trt_kvcache.runtime.constants import ConstantInputs
+from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 __all__ = [
@@ -27,18 +29,8 @@ __all__ = [
 SPAN_BUCKET = 256
 """Spans are multiples of this many cache rows, so that a CUDA graph or a set of bindings serves many steps."""
 
-_NAMES = {
-    "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",
-    "float8e5m2": "float8_e5m2", "float8e5m2fnuz": "float8_e5m2fnuz", "float8e8m0": "float8_e8m0fnu",
-    "float4e2m1": "float4_e2m1fn",
-}  # fmt: skip
+_GIVEN = (Role.CACHE, Role.STATE, Role.CONSTANT, Role.SPAN)  # by others than `StepInputs.fill`
 _SIZES = frozenset({"batch", "sequence", "tokens", "batch+1", "keys", "span"})
-
-
-def array_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype (or that of ml_dtypes) of an ONNX dtype name such as ``"bfloat16"``."""
-    name = _NAMES.get(name, name)
-    return np.dtype(getattr(ml_dtypes, name, name))
 
 
 def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
@@ -66,6 +58,7 @@ class StepInputs:
     Attributes:
         uniform: an input has no batch axis where rows differ, so that all rows of a step must start at one position.
         max_rows: most rows in a step; None where the model leaves its batch open.
+        constants: what the model is given once per sequence.
         fixed_length: the only number of tokens per row and step that the model takes, or None.
 
     Args:
@@ -81,13 +74,15 @@ class StepInputs:
         self._caches = carried_caches(plan)
         self._plan = plan
         self._spans = {s.name: s for s in plan.spans}
-        self._inputs = tuple(t for t in plan.tensors if t.io == "input" and t.role not in (Role.CACHE, Role.SPAN))
+        self._inputs = tuple(t for t in plan.tensors if t.io == "input" and t.role not in _GIVEN)
         self._check()
         self._reach = {t.name: self._capacity_under(t) for t in self._inputs}
         self._largest = max(c.capacity for c in self._caches)
         self._dtypes = {t.name: array_dtype(t.dtype) for t in self._inputs}
         self.uniform = any(_has_no_rows(t) for t in self._inputs)
-        batches = {c.physical_shape[0] for c in self._caches}
+        self.constants = ConstantInputs(plan)
+        carried = [*(c.physical_shape for c in self._caches), *(s.shape for s in plan.states)]
+        batches = {shape[0] for shape in (*carried, *(t.shape for t in self.constants.tensors))}
         self.max_rows = 1 if 1 in batches else None
         lengths = {c.update_length for c in self._caches if isinstance(c.update_length, int)}
         self.fixed_length = min(lengths, default=None)
@@ -116,16 +111,17 @@ class StepInputs:
             raise OptionError(f"max_chunk is {asked}, and this model takes at most {allowed} tokens per update")
         return min(default, allowed) if asked is None else asked
 
-    def signature(self, batch: StepBatch) -> tuple[int, int, int]:
+    def signature(self, batch: StepBatch) -> tuple[int, ...]:
         """Rows, tokens per row and cache rows read: steps of one signature have inputs of the same shapes."""
-        return batch.rows, batch.length, self._rows(batch.longest, self._largest)
+        sizes = batch.constants[0].sizes if batch.constants else ()
+        return batch.rows, batch.length, self._rows(batch.longest, self._largest), *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
         """Length of each span input for this step; the contents are always 0, 1, ... length - 1."""
         return {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
-        """Values of all inputs that are neither caches nor spans, by name: C-contiguous, in the model's dtype."""
+        """Values of all inputs but caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""
         sizes = _sizes(batch)
         made = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
         self.fill(batch, made)
@@ -138,10 +134,11 @@ class StepInputs:
             target[...] = self._values(tensor, batch, target.shape[-1] if target.ndim else 1)
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
-        """Shapes of what `arrays` and `span_sizes` give, without computing the values."""
+        """Shapes of what `arrays` and `span_sizes` give, and of the constants, without computing the values."""
         sizes = _sizes(batch)
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
-        return filled | {name: (size,) for name, size in self.span_sizes(batch).items()}
+        given = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
+        return filled | given | {name: (size,) for name, size in self.span_sizes(batch).items()}
 
     def _values(self, tensor: TensorRole, batch: StepBatch, keys: int) -> Array:
         """Values of one input in a shape that broadcasts to its own."""
@@ -231,14 +228,16 @@ class StepInputs:
             self._check_input(tensor)
         for cache in self._caches:
             self._check_cache(cache)
+        for state in self._plan.states:
+            _check_size(state.shape[0], "batch")
 
     def _check_input(self, tensor: TensorRole) -> None:
         what = f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)})"
         if tensor.role in (Role.OTHER, Role.LOGITS):
             raise UnsupportedModelError(
                 f"{what} has no known part in decoding, so the runtime has no values for it; it can fill tokens, "
-                "positions, write indices, lengths and masks: name the input's role in a config (--config), or make it "
-                "a constant of the model"
+                "positions, write indices, lengths and masks, and pass constants on: name the input's role in a config "
+                "(--config), or make it a constant of the model"
             )
         for size, axis in zip(tensor.shape, tensor.axes, strict=True):
             if isinstance(size, str) and axis not in _SIZES:
@@ -255,12 +254,8 @@ class StepInputs:
                 f"cache '{cache.past}' is always written from its first row on (its update has no write indices), so "
                 "it cannot grow from step to step; export the model with write indices"
             )
-        for size, what in ((cache.physical_shape[0], "batch"), (cache.update_length, "number of tokens per step")):
-            if isinstance(size, int) and size > 1:
-                raise UnsupportedModelError(
-                    f"the model's {what} is fixed at {size}; decoding takes one token of any number of sequences per "
-                    f"step: export the model with a dynamic {what}, or with 1"
-                )
+        _check_size(cache.physical_shape[0], "batch")
+        _check_size(cache.update_length, "number of tokens per step")
 
 
 class StepLogits:
@@ -320,6 +315,14 @@ class StepLogits:
                 f"{batch.keep} are needed; export the model with logits of all positions"
             )
         return positions
+
+
+def _check_size(size: Dim, what: str) -> None:
+    if isinstance(size, int) and size > 1:
+        raise UnsupportedModelError(
+            f"the model's {what} is fixed at {size}; decoding takes one token of any number of sequences per step: "
+            f"export the model with a dynamic {what}, or with 1"
+        )
 
 
 def _sizes(batch: StepBatch) -> dict[str, int]:

@@ -175,6 +175,7 @@ class DecodeLoop:
             and len(piece.tokens) == len(last.tokens)
             and len(group) < self._max_rows
             and (piece.start == last.start or not self._uniform)
+            and self._cache.slot(piece.slot).constants.sizes == self._cache.slot(last.slot).constants.sizes
         )
 
     def _write(self, group: list[_Piece]) -> Logits:
@@ -184,6 +185,7 @@ class DecodeLoop:
             tokens=np.array([piece.tokens for piece in group], np.int64),
             starts=np.array([piece.start for piece in group], np.int64),
             keep=max(piece.keep for piece in group),
+            constants=tuple(c for piece in group if (c := self._cache.slot(piece.slot).constants).arrays),
         )
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)

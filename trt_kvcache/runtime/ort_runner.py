@@ -18,8 +18,10 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from trt_kvcache.engine.files import identify
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PlanOptions, cache_bytes
-from trt_kvcache.runtime.inputs import StepInputs, StepLogits, array_dtype, carried_caches, model_identity
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.constants import Constants
+from trt_kvcache.runtime.inputs import StepInputs, StepLogits, model_identity
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.verify.tables import index_limits
 
@@ -34,13 +36,27 @@ _ORT_ERRORS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Bound:
-    """What one shape of step reads and writes: the arrays behind the pointers that ONNX Runtime holds."""
+    """What one shape of step reads and writes: the arrays behind the pointers that ONNX Runtime holds.
+
+    Attributes:
+        constants: whose are in `given`.
+    """
 
     binding: Any
     inputs: dict[str, Array]
+    given: dict[str, Array]
     logits: Array
+    constants: tuple[Constants, ...] = ()
+
+    def give(self, constants: tuple[Constants, ...]) -> None:
+        """Put the constants of the rows of a step in place, unless they are there since the last one."""
+        if constants != self.constants:
+            for name, array in self.given.items():
+                for row, held in zip(array, constants, strict=True):
+                    row[...] = held.arrays[name][0]
+            self.constants = constants
 
 
 class OnnxRuntimeRunner:
@@ -78,7 +94,7 @@ class OnnxRuntimeRunner:
         self._source = imported.source
         self._identity: str | None = None
         self._plan = imported.plan
-        self._caches = {c.past: c for c in carried_caches(imported.plan)}
+        self._carried = {c.past: c for c in carried_buffers(imported.plan)}
         self._inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
         limits = index_limits(imported.model, imported.plan)
@@ -86,11 +102,11 @@ class OnnxRuntimeRunner:
         self._max_positions = min(limits.positions.values(), default=None)
         self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
         self._max_batch = _admit(imported.plan, max_batch)
-        in_place = _updated_in_place(imported.model, self._caches.values())
+        in_place = _updated_in_place(imported.model, self._carried.values())
         self._session: Any = _open(imported, threads)
         self._run_options: ort.RunOptions | None = None  # looking into one costs 30 us per step (1.31.1)
-        self._past = {name: self._zeros(cache) for name, cache in self._caches.items()}
-        # Where an update is not in place, ONNX Runtime writes a whole new cache, whose rows are copied back.
+        self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
+        # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
@@ -149,6 +165,7 @@ class OnnxRuntimeRunner:
         try:
             bound = self._bound(batch)
             self._inputs.fill(batch, bound.inputs)
+            bound.give(batch.constants)
             session.run_with_iobinding(bound.binding, self._run_options)
         except (*_ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
             raise SessionError(f"{self.name} failed: {_one_line(error)}") from None
@@ -164,12 +181,12 @@ class OnnxRuntimeRunner:
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """Copy cache rows of one batch row to another."""
-        for name in self._caches:
+        for name in self._carried:
             self._rows(name, target, 0, tokens)[...] = self._rows(name, source, 0, tokens)
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
         """Set cache rows to 0."""
-        for name in self._caches:
+        for name in self._carried:
             self._rows(name, row, start, stop)[...] = 0
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
@@ -179,8 +196,8 @@ class OnnxRuntimeRunner:
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """Overwrite the first cache rows of a batch row."""
-        tokens = data.shape[self._caches[name].physical_sequence_axis - 1]
-        self._rows(name, row, 0, tokens)[...] = data
+        axis = self._carried[name].axis
+        self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
 
     def view(self, name: str) -> Array:
         """The whole buffer of one cache, without a copy."""
@@ -193,14 +210,11 @@ class OnnxRuntimeRunner:
         self._session = None
 
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
-        axis = self._caches[name].physical_sequence_axis
-        index: tuple[Any, ...] = (row, *[slice(None)] * (axis - 1), slice(start, stop))
-        view: Array = self._past[name][index]
+        view: Array = self._past[name][row][self._carried[name].index(start, stop)]
         return view
 
-    def _zeros(self, cache: CacheUpdate) -> Array:
-        sizes = [self._max_batch if i == 0 else int(d) for i, d in enumerate(cache.physical_shape)]
-        return np.zeros(sizes, array_dtype(cache.dtype))
+    def _zeros(self, buffer: Carried) -> Array:
+        return np.zeros((self._max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
 
     def _bound(self, batch: StepBatch) -> _Bound:
         """The binding for this row range and shape; made once."""
@@ -211,15 +225,17 @@ class OnnxRuntimeRunner:
         binding = self._session.io_binding()
         spans = self._inputs.span_sizes(batch)
         inputs = self._inputs.arrays(batch)
-        for name, array in (inputs | {n: self._spans[n][:size] for n, size in spans.items()}).items():
+        held = batch.constants[0].arrays if batch.constants else {}
+        given = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in held.items()}
+        for name, array in (inputs | given | {n: self._spans[n][:size] for n, size in spans.items()}).items():
             _bind(binding.bind_input, name, array)
         rows = slice(batch.first_row, batch.first_row + batch.rows)
-        for name, cache in self._caches.items():
+        for name, buffer in self._carried.items():
             _bind(binding.bind_input, name, self._past[name][rows])
-            _bind(binding.bind_output, cache.present, self._present[name][rows])
+            _bind(binding.bind_output, buffer.present, self._present[name][rows])
         logits = np.empty(self._logits.shape(batch), self._logits.dtype)
         _bind(binding.bind_output, self._logits.name, logits)
-        bound = _Bound(binding, inputs, logits)
+        bound = _Bound(binding, inputs, given, logits)
         if batch.length == 1:  # prompts come in all lengths, and their logits are large
             self._bindings[key] = bound
             if len(self._bindings) > _BINDINGS:
@@ -247,23 +263,23 @@ def _open(imported: ImportedModel, threads: int | None) -> Any:
         ) from None
 
 
-def _updated_in_place(model: onnx.ModelProto, caches: Iterable[CacheUpdate]) -> set[str]:
+def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
     """The caches that ONNX Runtime can write in place: a TensorScatter alone reads past, and gives present."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:
             readers.setdefault(name, []).append(node)
     found = set()
-    for cache in caches:
-        nodes = readers.get(cache.past, [])
-        if len(nodes) == 1 and nodes[0].op_type == "TensorScatter" and nodes[0].output[0] == cache.present:
-            found.add(cache.past)
+    for buffer in carried:
+        nodes = readers.get(buffer.past, [])
+        if len(nodes) == 1 and nodes[0].op_type == "TensorScatter" and nodes[0].output[0] == buffer.present:
+            found.add(buffer.past)
     return found
 
 
 def _admit(plan: CachePlan, asked: int | None) -> int:
     """The batch whose caches fit into this machine's memory."""
-    one = sum(cache_bytes(c, 1) * (1 if c.in_place else 2) for c in carried_caches(plan))
+    one = plan.cache_bytes(1)
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     batch = asked or max(1, min(_DEFAULT_BATCH, memory // (2 * one)))
     if batch * one > memory:

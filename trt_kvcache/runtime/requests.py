@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import CapacityError, PromptError
+from trt_kvcache.errors import CapacityError, OptionError, PromptError
+from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.speculation import SpeculationStats
 
-__all__ = ["Generation", "Prompt", "PromptReader"]
+__all__ = ["Generation", "Given", "GivenAll", "Prompt", "PromptReader", "check_config", "for_each"]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A text, where the session has a tokenizer, or token ids."""
+
+Given = Mapping[str, npt.NDArray[Any]] | Constants
+"""What a model reads beside the text, such as the output of an encoder: an array ``[1, ...]`` by name of the input."""
+
+GivenAll = Sequence[Given] | None
+"""That of each prompt, in order; None for models that read nothing else."""
 
 
 @dataclass
@@ -111,3 +120,32 @@ class PromptReader:
                 f"{what} has {len(tokens)} tokens, and a sequence may have {self._capacity}; shorten it, or use a "
                 "model with a larger capacity"
             )
+
+
+def check_config(config: GenerationConfig, plan: CachePlan) -> None:
+    """Refuse what a model cannot do.
+
+    Raises:
+        OptionError: tokens are guessed, and the model has state that cannot go back.
+    """
+    if config.prompt_lookup_num_tokens and plan.states:
+        raise OptionError(
+            f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "
+            f"('{plan.states[0].past}') that every step replaces for good; generate without it"
+        )
+
+
+def for_each(prompts: Sequence[Sequence[int]], constants: GivenAll) -> Sequence[Given | None]:
+    """The constants of each prompt.
+
+    Raises:
+        PromptError: there are more or fewer than prompts.
+    """
+    if constants is None:
+        return [None] * len(prompts)
+    if isinstance(constants, Mapping) or len(constants) != len(prompts):
+        found = "one mapping" if isinstance(constants, Mapping) else f"{len(constants)} entries"
+        raise PromptError(
+            f"constants is {found} for {len(prompts)} prompt(s); give a list with a mapping for each prompt"
+        )
+    return constants

@@ -1,9 +1,9 @@
 """The seam between the decode loop and what executes a model: one small interface, two implementations.
 
-A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, allocated once and zeroed, and runs steps on
-contiguous rows of them. It knows nothing of sequences, prompts or sampling; the loop knows nothing of TensorRT or ONNX
-Runtime. Whatever must hold before a step (lengths, capacity, the update's contract) the session has checked: a runner
-may rely on it.
+A runner owns one buffer per cache, ``[max_batch, *physical_shape[1:]]``, and one value per row of every state, all
+allocated once and zeroed, and runs steps on contiguous rows of them. It knows nothing of sequences, prompts or
+sampling; the loop knows nothing of TensorRT or ONNX Runtime. Whatever must hold before a step (lengths, capacity, the
+update's contract) the session has checked: a runner may rely on it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.constants import Constants
 
 __all__ = ["Array", "Runner", "StepBatch"]
 
@@ -31,12 +32,14 @@ class StepBatch:
         tokens: int64 ``[R, S]``.
         starts: int64 ``[R]``: tokens in each row before this step, in total: not wrapped for circular caches.
         keep: logits of how many of the last positions the caller wants: 0 to S.
+        constants: of each row, all of equal sizes; empty where the model takes none.
     """
 
     first_row: int
     tokens: npt.NDArray[np.int64]
     starts: npt.NDArray[np.int64]
     keep: int = 1
+    constants: tuple[Constants, ...] = ()
 
     @cached_property
     def rows(self) -> int:
@@ -106,11 +109,14 @@ class Runner(Protocol):
         ...
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
-        """Copy the first ``min(tokens, capacity)`` cache rows of one batch row to another, in every cache."""
+        """Copy the first ``min(tokens, capacity)`` cache rows of one row to another, in every cache; and state."""
         ...
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
-        """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache, as far as each cache reaches."""
+        """Set cache rows ``start .. stop - 1`` of a batch row to 0 in every cache, as far as each cache reaches.
+
+        State has one value for the whole text: it becomes 0 where `start` is 0, else it stays.
+        """
         ...
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
@@ -123,6 +129,7 @@ class Runner(Protocol):
 
         Returns:
             The engine's own layout: `physical_shape` without its batch axis, and `tokens` long on its sequence axis.
+            State as a whole, whatever `tokens` is.
         """
         ...
 

@@ -1,7 +1,8 @@
-"""The caches in GPU memory: one buffer each, bound in place, and what can be done to their rows.
+"""Caches and state in GPU memory: one buffer for each cache, bound in place, and what can be done to their rows.
 
-A cache that is not in place (`Route.FUNCTIONAL`) has two buffers, and each step writes the one that it does not read.
-Steps may run on a part of the rows, so each row has a side of its own: the buffer that holds its newest state.
+State, and a cache that is not in place (`Route.FUNCTIONAL`), has two buffers, and each step writes the one that it does
+not read. Steps may run on a part of the rows, so each row has a side of its own: the buffer that holds its newest
+contents.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate
+from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda
-from trt_kvcache.runtime.inputs import array_dtype, carried_caches
 from trt_kvcache.runtime.runner import Array
 
 __all__ = ["CacheBuffer", "DeviceCaches"]
@@ -28,7 +29,7 @@ _PACKED = ("int4", "uint4", "float4e2m1")
 
 @dataclass(frozen=True)
 class CacheBuffer:
-    """The geometry of one cache in bytes.
+    """The geometry of one cache in bytes, or of state: a single cache row.
 
     A batch row is `planes` runs of `capacity` cache rows of `width` bytes: ``[B, planes, capacity, width]``.
 
@@ -36,24 +37,24 @@ class CacheBuffer:
         shape: ``[max_batch, *physical_shape[1:]]``.
     """
 
-    update: CacheUpdate
+    carried: Carried
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
 
     @property
     def planes(self) -> int:
         """Runs of cache rows in a batch row."""
-        return prod(self.shape[1 : self.update.physical_sequence_axis])
+        return prod(self.shape[1 : self.carried.axis or 1])
 
     @property
     def width(self) -> int:
         """Bytes of one cache row in one plane."""
-        return prod(self.shape[self.update.physical_sequence_axis + 1 :]) * self.dtype.itemsize
+        return prod(self.shape[(self.carried.axis or 0) + 1 :]) * self.dtype.itemsize
 
     @property
     def pitch(self) -> int:
         """Bytes from one plane to the next."""
-        return self.update.capacity * self.width
+        return self.carried.capacity * self.width
 
     @property
     def row_bytes(self) -> int:
@@ -67,7 +68,7 @@ class CacheBuffer:
 
 
 class DeviceCaches:
-    """All caches of an engine.
+    """All caches and state of an engine.
 
     Args:
         cuda: where they are.
@@ -80,40 +81,42 @@ class DeviceCaches:
 
     def __init__(self, cuda: Cuda, plan: CachePlan, max_batch: int) -> None:
         self._cuda = cuda
-        self.buffers = {c.past: _buffer(c, max_batch) for c in carried_caches(plan)}
+        self.buffers = {c.past: _buffer(c, max_batch) for c in carried_buffers(plan)}
         for name, buffer in self.buffers.items():
             if max_batch > 1 and buffer.row_bytes % ALIGNMENT:
+                state = buffer.carried.is_state
+                advice = "" if state else "build the engine with a capacity that makes it a multiple, or "
                 raise ManifestError(
-                    f"one sequence of cache {name!r} takes {buffer.row_bytes} bytes, and TensorRT binds memory at "
-                    f"multiples of {ALIGNMENT} bytes only, so that rows cannot be addressed one by one; build the "
-                    "engine with a capacity that makes it a multiple, or open it with max_batch 1"
+                    f"one sequence of {'state' if state else 'cache'} {name!r} takes {buffer.row_bytes} bytes, and "
+                    f"TensorRT binds memory at multiples of {ALIGNMENT} bytes only, so that rows cannot be addressed "
+                    f"one by one; {advice}open it with max_batch 1"
                 )
-        self._two_sided = not all(b.update.in_place for b in self.buffers.values())
+        self._two_sided = not all(b.carried.in_place for b in self.buffers.values())
         self._sides = np.zeros(max_batch, np.int8)
         self._addresses: dict[str, tuple[int, ...]] = {}
 
     @property
     def bytes_per_row(self) -> int:
         """GPU memory that each row of the batch takes."""
-        return sum(b.row_bytes * (1 if b.update.in_place else 2) for b in self.buffers.values())
+        return sum(b.row_bytes * (1 if b.carried.in_place else 2) for b in self.buffers.values())
 
     def allocate(self) -> None:
         """Take the memory, zeroed."""
         for name, buffer in self.buffers.items():
-            sides = 1 if buffer.update.in_place else 2
+            sides = 1 if buffer.carried.in_place else 2
             self._addresses[name] = tuple(self._cuda.allocate(buffer.size) for _ in range(sides))
         self._staging = self._cuda.allocate_pinned(
             max(_STAGING, max(b.planes * b.width for b in self.buffers.values()))
         )
 
     def side(self, first_row: int, rows: int) -> int:
-        """Which buffers hold the newest state of these rows; those that differ from the first one are moved there."""
+        """Which buffers hold the newest contents of these rows; rows that differ from the first are moved there."""
         side = int(self._sides[first_row])
         for row in range(first_row + 1, first_row + rows):
             if self._sides[row] == side:
                 continue
             for name, buffer in self.buffers.items():
-                if not buffer.update.in_place:
+                if not buffer.carried.in_place:
                     source, target = (self._row(name, row, s) for s in (1 - side, side))
                     self._cuda.copy_rows(target, source, buffer.pitch, buffer.pitch, buffer.planes)
             self._sides[row] = side
@@ -124,18 +127,18 @@ class DeviceCaches:
         bound = {}
         for name, buffer in self.buffers.items():
             bound[name] = self._row(name, first_row, side)
-            bound[buffer.update.present] = self._row(name, first_row, side if buffer.update.in_place else 1 - side)
+            bound[buffer.carried.present] = self._row(name, first_row, side if buffer.carried.in_place else 1 - side)
         return bound
 
     def written(self, first_row: int, rows: int) -> None:
-        """A step has written these rows: where caches have two buffers, the newest state is in the other one now."""
+        """A step has written these rows: what has two buffers has its newest contents in the other one now."""
         if self._two_sided:
             self._sides[first_row : first_row + rows] ^= 1
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """See `Runner.copy_rows`."""
         for name, buffer in self.buffers.items():
-            width = min(tokens, buffer.update.capacity) * buffer.width
+            width = buffer.carried.places(0, tokens)[1] * buffer.width
             if source != target and width:
                 start, end = self._row(name, source), self._row(name, target)
                 self._cuda.copy_rows(end, start, buffer.pitch, width, buffer.planes)
@@ -143,14 +146,15 @@ class DeviceCaches:
     def zero_rows(self, row: int, start: int, stop: int) -> None:
         """See `Runner.zero_rows`."""
         for name, buffer in self.buffers.items():
-            end = min(stop, buffer.update.capacity)
-            if end > start:
-                address = self._row(name, row) + start * buffer.width
-                self._cuda.zero_rows(address, buffer.pitch, (end - start) * buffer.width, buffer.planes)
+            first, end = buffer.carried.places(start, stop)
+            if end > first:
+                address = self._row(name, row) + first * buffer.width
+                self._cuda.zero_rows(address, buffer.pitch, (end - first) * buffer.width, buffer.planes)
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
         """See `Runner.read_row`."""
         buffer = self.buffers[name]
+        _, tokens = buffer.carried.places(0, tokens)
         packed = np.empty((buffer.planes, tokens, buffer.width), np.uint8)
         for start, stop in self._pieces(buffer, tokens):
             width = (stop - start) * buffer.width
@@ -159,12 +163,13 @@ class DeviceCaches:
             self._cuda.sync()
             held = self._staging.data[: buffer.planes * width]
             packed[:, start:stop] = held.reshape(buffer.planes, stop - start, buffer.width)
-        return packed.reshape(-1).view(buffer.dtype).reshape(_row_shape(buffer, tokens))
+        return packed.reshape(-1).view(buffer.dtype).reshape(buffer.carried.row_shape(tokens))
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """See `Runner.write_row`."""
         buffer = self.buffers[name]
-        tokens = data.shape[buffer.update.physical_sequence_axis - 1]
+        axis = buffer.carried.axis
+        tokens = 1 if axis is None else data.shape[axis - 1]
         flat = np.ascontiguousarray(data, buffer.dtype).reshape(-1).view(np.uint8)
         packed = flat.reshape(buffer.planes, tokens, buffer.width)
         for start, stop in self._pieces(buffer, tokens):
@@ -175,19 +180,19 @@ class DeviceCaches:
             self._cuda.sync()  # the next piece goes through the same pinned memory
 
     def view(self, name: str, owner: object) -> Any:
-        """See `Runner.view`. Of a cache with two buffers, the one that holds the first row's newest state."""
+        """See `Runner.view`. Of two buffers, the one that holds the first row's newest contents."""
         buffer = self.buffers[name]
         address = self._addresses[name][self._side_of(buffer, 0)]
         return self._cuda.view(address, buffer.shape, buffer.dtype, owner)
 
     def _row(self, name: str, row: int, side: int | None = None) -> int:
-        """Address of a batch row, on the side that holds its newest state if none is named."""
+        """Address of a batch row, on the side that holds its newest contents if none is named."""
         buffer = self.buffers[name]
-        side = self._side_of(buffer, row) if side is None or buffer.update.in_place else side
+        side = self._side_of(buffer, row) if side is None or buffer.carried.in_place else side
         return self._addresses[name][side] + row * buffer.row_bytes
 
     def _side_of(self, buffer: CacheBuffer, row: int) -> int:
-        return 0 if buffer.update.in_place else int(self._sides[row])
+        return 0 if buffer.carried.in_place else int(self._sides[row])
 
     def _pieces(self, buffer: CacheBuffer, tokens: int) -> list[tuple[int, int]]:
         """Ranges of cache rows that fit into the pinned memory."""
@@ -195,11 +200,11 @@ class DeviceCaches:
         return [(start, min(start + step, tokens)) for start in range(0, tokens, step)]
 
 
-def _buffer(cache: CacheUpdate, max_batch: int) -> CacheBuffer:
-    sizes = tuple(d for d in cache.physical_shape[1:] if isinstance(d, int))
-    if len(sizes) + 1 != len(cache.physical_shape):
+def _buffer(cache: Carried, max_batch: int) -> CacheBuffer:
+    sizes = tuple(d for d in cache.shape[1:] if isinstance(d, int))
+    if len(sizes) + 1 != len(cache.shape):
         raise ManifestError(
-            f"cache {cache.past!r} has the shape {list(cache.physical_shape)}; an engine's cache has fixed sizes but "
+            f"cache {cache.past!r} has the shape {list(cache.shape)}; an engine's cache has fixed sizes but "
             "for its batch: build the engine again"
         )
     if cache.dtype in _PACKED:
@@ -207,9 +212,4 @@ def _buffer(cache: CacheUpdate, max_batch: int) -> CacheBuffer:
             f"cache {cache.past!r} is {cache.dtype}, several elements to a byte; the runtime can address caches of "
             "whole bytes: build the engine with another cache dtype"
         )
-    return CacheBuffer(cache, (max_batch, *sizes), array_dtype(cache.dtype))
-
-
-def _row_shape(buffer: CacheBuffer, tokens: int) -> tuple[int, ...]:
-    axis = buffer.update.physical_sequence_axis
-    return (*buffer.shape[1:axis], tokens, *buffer.shape[axis + 1 :])
+    return CacheBuffer(cache, (max_batch, *sizes), cache.array_dtype)

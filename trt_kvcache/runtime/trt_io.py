@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda, Pinned
 from trt_kvcache.runtime.inputs import StepLogits, array_dtype
 from trt_kvcache.runtime.runner import Array, StepBatch
@@ -19,6 +20,9 @@ __all__ = ["StepBuffers"]
 
 _LOGITS_STAGING = 16 << 20
 """Bytes of pinned memory for logits, if one position of every row needs less; more go in pieces."""
+
+_CONSTANT_STAGING = 8 << 20
+"""Bytes of pinned memory through which constants go, in pieces."""
 
 Shape = tuple[int, ...]
 
@@ -38,19 +42,20 @@ class StepBuffers:
     Args:
         cuda: where they are.
         plan: what they are.
-        largest: the largest shape of each, outputs too; caches are left out.
+        largest: the largest shape of each, outputs too; caches and state are left out.
         rows: the most rows of a step.
     """
 
     def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
         self._cuda = cuda
         self._rows = rows
-        self._tensors = {t.name: t for t in plan.tensors if t.role is not Role.CACHE}
+        self._tensors = {t.name: t for t in plan.tensors if t.role not in (Role.CACHE, Role.STATE)}
         self._largest = largest
         self._spans = tuple(s.name for s in plan.spans)
         self._logits = StepLogits(plan)
         self.addresses: dict[str, int] = {}
         self._inputs: dict[str, _Input] = {}
+        self._given: tuple[Constants, ...] = ()
 
     @property
     def device_bytes(self) -> int:
@@ -62,11 +67,12 @@ class StepBuffers:
         self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
         offset = 0
         for name, tensor in self._tensors.items():
-            if tensor.io == "input" and name not in self._spans:
+            if tensor.io == "input" and name not in self._spans and tensor.role is not Role.CONSTANT:
                 self._inputs[name] = _Input(self.addresses[name], offset, self._size(name))
                 offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
         longest = max((self._size(name) for name in self._spans), default=0)
-        self._staging = self._cuda.allocate_pinned(max(offset, longest))
+        given = _CONSTANT_STAGING if any(t.role is Role.CONSTANT for t in self._tensors.values()) else 0
+        self._staging = self._cuda.allocate_pinned(max(offset, longest, given))
         self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
         self._result = np.empty((self._rows, 1, self._logits.vocab), np.float32)
         for name in self._spans:
@@ -74,6 +80,20 @@ class StepBuffers:
             _put(self._staging, 0, values)
             self._cuda.upload(self.addresses[name], self._staging.address, values.nbytes)
             self._cuda.sync()  # the next one goes through the same pinned memory
+
+    def give(self, constants: tuple[Constants, ...]) -> None:
+        """Copy the constants of the rows of a step to the GPU, unless they are there since the last one."""
+        if constants == self._given:
+            return
+        self._given = ()
+        for name in constants[0].arrays if constants else ():
+            data = np.concatenate([held.arrays[name] for held in constants]).reshape(-1).view(np.uint8)
+            for start in range(0, data.size, self._staging.data.size):
+                piece = data[start : start + self._staging.data.size]
+                _put(self._staging, 0, piece)
+                self._cuda.upload(self.addresses[name] + start, self._staging.address, piece.size)
+                self._cuda.sync()  # the next piece goes through the same pinned memory
+        self._given = constants
 
     def put(self, values: Mapping[str, Array]) -> None:
         """Write the inputs of a step into pinned memory."""

@@ -24,7 +24,9 @@ from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.admission import Need, admit
+from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.cuda import Cuda, CudaBindings, cuda_bindings
+from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.graphs import StepGraphs
 from trt_kvcache.runtime.inputs import StepInputs, StepLogits, model_identity
 from trt_kvcache.runtime.runner import Array, StepBatch
@@ -182,6 +184,7 @@ class TensorRTRunner:
             self._logits.check(batch)
             signature = self._inputs.signature(batch)
             index, shapes = self._kind(signature, batch)
+            self._buffers.give(batch.constants)
             self._buffers.put(self._inputs.arrays(batch))
             side = self._caches.side(batch.first_row, batch.rows)
             addresses = self._bindings(batch.first_row, side)
@@ -288,12 +291,13 @@ class TensorRTRunner:
 
     def _largest_shapes(self) -> dict[str, Shape]:
         """Of every tensor but the caches, over all steps that can come; outputs as TensorRT infers them."""
-        caches = {c.present for c in self.plan.caches} | {c.past for c in self.plan.caches}
+        carried = set(self._caches.buffers) | {b.carried.present for b in self._caches.buffers.values()}
         largest: dict[str, Shape] = {}
         for length in sorted({self.max_chunk, 1}):
-            end = max(b.update.capacity for b in self._caches.buffers.values())
+            end = max(b.carried.capacity for b in self._caches.buffers.values())
             tokens = np.zeros((self._max_batch, length), np.int64)
-            batch = StepBatch(0, tokens, np.full(self._max_batch, max(end - length, 0), np.int64))
+            starts = np.full(self._max_batch, max(end - length, 0), np.int64)
+            batch = StepBatch(0, tokens, starts, constants=(self._largest_constants(),) * self._max_batch)
             shapes = self._shapes(batch)
             context = self._contexts[self._profile(shapes, batch)]
             context.prepare(shapes, {})
@@ -301,8 +305,14 @@ class TensorRTRunner:
             for tensor in self.plan.tensors:
                 if tensor.io == "output":
                     found[tensor.name] = context.output_shape(tensor.name)
+            for state in self.plan.states:
+                if found[state.present] != found[state.past]:
+                    raise UnsupportedModelError(
+                        f"state {state.past!r} is {list(found[state.past])}, and what replaces it, {state.present!r}, "
+                        f"{list(found[state.present])}; state must keep its shape from step to step"
+                    )
             for name, shape in found.items():
-                if name not in caches:
+                if name not in carried:
                     if min(shape, default=1) < 0:
                         raise UnsupportedModelError(
                             f"the size of output {name!r} depends on the data: {list(shape)}; the runtime allocates "
@@ -310,6 +320,15 @@ class TensorRTRunner:
                         )
                     largest[name] = tuple(map(max, zip(shape, largest.get(name, shape), strict=True)))
         return largest
+
+    def _largest_constants(self) -> Constants:
+        """As large as the profiles allow; without contents."""
+        arrays: dict[str, Array] = {}
+        for tensor in self._inputs.constants.tensors:
+            ranges = [p.shapes[tensor.name].max for p in self._manifest.profiles if tensor.name in p.shapes]
+            sizes = [max(column) for column in zip(*ranges, strict=True)] or [int(d) for d in tensor.shape]
+            arrays[tensor.name] = np.broadcast_to(np.zeros((), array_dtype(tensor.dtype)), (1, *sizes[1:]))
+        return Constants(arrays) if arrays else NO_CONSTANTS
 
     def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
         """The profile for a step: that for decoding where it fits."""
@@ -321,10 +340,13 @@ class TensorRTRunner:
                 for low, size, high in zip(range_.min, shapes[name], range_.max, strict=True)
             ):
                 return index
+        given = "".join(
+            f", {name!r} {list(shapes[name])}" for name in (batch.constants[0].arrays if batch.constants else ())
+        )
         raise BackendError(
-            f"a step of {batch.rows} sequences and {batch.length} tokens each fits none of the engine's profiles "
-            f"(batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache inspect' "
-            "shows all ranges); build the engine again with other shapes"
+            f"a step of {batch.rows} sequences and {batch.length} tokens each{given} fits none of the engine's "
+            f"profiles (batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache "
+            "inspect' shows all ranges); build the engine again with other shapes"
         )
 
 

@@ -1,0 +1,78 @@
+"""The buffers that a session carries from step to step, of one geometry whatever they hold: caches, and state.
+
+A batch row of a cache has one place per token along its sequence axis; a batch row of state is one value for the whole
+text. Whoever moves rows therefore says which *tokens* he means, and state goes along where the first token does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.importer.plan import CachePlan, Dim
+from trt_kvcache.runtime.inputs import array_dtype, carried_caches
+
+__all__ = ["Carried", "carried_buffers"]
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One buffer.
+
+    Attributes:
+        past, present: names of the graph's input and output.
+        shape: physical, batch first.
+        axis: of the sequence, as an index into `shape`; None for state.
+        capacity: tokens along `axis`; 1 for state.
+        in_place: past and present are one buffer; else a step writes one and reads the other.
+    """
+
+    past: str
+    present: str
+    dtype: str
+    shape: tuple[Dim, ...]
+    axis: int | None
+    capacity: int
+    in_place: bool
+
+    @property
+    def is_state(self) -> bool:
+        """Whether this is state and no cache."""
+        return self.axis is None
+
+    @property
+    def array_dtype(self) -> np.dtype[Any]:
+        """Of an array with its contents."""
+        return array_dtype(self.dtype)
+
+    def places(self, start: int, stop: int) -> tuple[int, int]:
+        """The range along `axis` that holds tokens ``start .. stop - 1``; of state, all of it with the first token."""
+        if self.axis is None:
+            return 0, int(start == 0)
+        return start, max(start, min(stop, self.capacity))
+
+    def row_shape(self, tokens: int) -> tuple[int, ...]:
+        """Of the first `tokens` tokens of one batch row."""
+        sizes = [int(d) for d in self.shape[1:]]
+        if self.axis is not None:
+            sizes[self.axis - 1] = min(tokens, self.capacity)
+        return tuple(sizes)
+
+    def index(self, start: int, stop: int) -> tuple[slice, ...]:
+        """Where `places` is in an array that holds one batch row."""
+        first, last = self.places(start, stop)
+        if self.axis is None:
+            return (slice(0, None if last else 0),)
+        return (*[slice(None)] * (self.axis - 1), slice(first, last))
+
+
+def carried_buffers(plan: CachePlan) -> tuple[Carried, ...]:
+    """All caches that the caller keeps, then all state."""
+    caches = [
+        Carried(c.past, c.present, c.dtype, c.physical_shape, c.physical_sequence_axis, c.capacity, c.in_place)
+        for c in carried_caches(plan)
+    ]
+    states = [Carried(s.past, s.present, s.dtype, s.shape, None, 1, in_place=False) for s in plan.states]
+    return (*caches, *states)

@@ -1,0 +1,108 @@
+"""What a sequence is given once and the model only reads: the output of an encoder, its keys and values, its mask.
+
+Each sequence has its own, and they may differ in length: a step is made of rows whose constants have one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.errors import PromptError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
+from trt_kvcache.runtime.dtypes import array_dtype
+
+__all__ = ["NO_CONSTANTS", "ConstantInputs", "Constants"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """The constants of one sequence. Two are equal if they are the same object.
+
+    Attributes:
+        arrays: ``[1, ...]`` by the name of the input, C-contiguous, in the model's dtype.
+        sizes: of all of them, in the order of the plan: rows of equal sizes share a step.
+    """
+
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See above."""
+        return tuple(size for array in self.arrays.values() for size in array.shape[1:])
+
+
+NO_CONSTANTS = Constants()
+"""Of every sequence of a model that takes none."""
+
+
+class ConstantInputs:
+    """The constants that a model takes.
+
+    Args:
+        plan: of the model.
+
+    Raises:
+        UnsupportedModelError: the shape of one is not understood.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        self.tensors = tuple(t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT)
+        for tensor in self.tensors:
+            if not tensor.shape or tensor.axes[0] not in ("batch", "") or not {*tensor.axes[1:]} <= {"encoder", ""}:
+                raise UnsupportedModelError(
+                    f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) is given once per sequence, and has "
+                    f"the axes {', '.join(a or 'fixed' for a in tensor.axes)}; supported are [batch, ...] with sizes "
+                    "that do not depend on the text"
+                )
+
+    def read(self, given: Mapping[str, Array] | Constants | None) -> Constants:
+        """The constants of one sequence, checked.
+
+        Args:
+            given: an array ``[1, ...]`` for every input; what was read before is taken as it is.
+
+        Raises:
+            PromptError: one is missing, unknown, or of another dtype or shape than the model takes.
+        """
+        if isinstance(given, Constants):
+            return given
+        given = given or {}
+        names = [t.name for t in self.tensors]
+        if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in given]:
+            raise PromptError(
+                f"the model takes inputs that are given once per sequence, and {', '.join(missing)} "
+                f"{'are' if len(missing) > 1 else 'is'} missing; give them as constants={{name: array}}"
+            )
+        if unknown := [name for name in given if name not in names]:
+            takes = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise PromptError(f"{unknown[0]!r} is no input of the model that is given once per sequence; {takes}")
+        return Constants({t.name: _checked(t, given[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
+
+    def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
+        """Of the inputs of a step of `rows` rows like this one."""
+        return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
+
+
+def _checked(tensor: TensorRole, value: Any) -> Array:
+    array = np.asarray(value)
+    dtype = array_dtype(tensor.dtype)
+    fits = array.ndim == len(tensor.shape) and all(
+        size == want if isinstance(want, int) else size >= 1
+        for size, want in zip(array.shape, (1, *tensor.shape[1:]), strict=True)
+    )
+    if array.dtype != dtype or not fits:
+        raise PromptError(
+            f"'{tensor.name}' is {array.dtype} {list(array.shape)}, and the model takes {dtype} {_shape(tensor)} "
+            "for each sequence"
+        )
+    return np.array(array, order="C")  # the caller may change his
+
+
+def _shape(tensor: TensorRole) -> str:
+    return f"[{', '.join(map(str, (1, *tensor.shape[1:])))}]"

@@ -1,0 +1,22 @@
+"""ONNX dtypes as NumPy dtypes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+__all__ = ["array_dtype"]
+
+_NAMES = {
+    "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",
+    "float8e5m2": "float8_e5m2", "float8e5m2fnuz": "float8_e5m2fnuz", "float8e8m0": "float8_e8m0fnu",
+    "float4e2m1": "float4_e2m1fn",
+}  # fmt: skip
+
+
+def array_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype (or that of ml_dtypes) of an ONNX dtype name such as ``"bfloat16"``."""
+    name = _NAMES.get(name, name)
+    return np.dtype(getattr(ml_dtypes, name, name))
