@@ -9,9 +9,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import contains, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.samples import Sample
 from trt_kvcache.importer.normalize.views import Layout, Shape, axis_order, is_view, shape_of, step_back
+
+_ADVICE = (
+    "export the model with Concat(past, new), or with index_copy, index_put or a slice at write position + 0 .. S - 1"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +36,7 @@ class Candidate:
         index: tensors that decide which rows are written.
         inner: the nodes between the operand and the output of `node`, `node` included, where these are several.
         reason: why it cannot be proven, where the search already sees that; "" otherwise.
+        advice: what to do about `reason`.
     """
 
     idiom: str
@@ -47,6 +52,7 @@ class Candidate:
     index: tuple[gs.Tensor, ...] = ()
     inner: tuple[gs.Node, ...] = ()
     reason: str = ""
+    advice: str = ""
 
     @property
     def operand(self) -> gs.Tensor:
@@ -55,10 +61,10 @@ class Candidate:
 
     def refusal(self, why: str) -> UnsupportedModelError:
         """The error that says what is wrong with this update."""
-        where = "nothing" if self.node is None else f"{self.node.op} '{self.node.name}'"
+        how = "" if self.node is None else f" by {self.node.op} '{self.node.name}'"
         return UnsupportedModelError(
-            f"the cache '{self.past.name}' is written by {where}, and {why}; supported are updates that write the S "
-            "new rows behind the P rows that the cache holds"
+            f"the update of the cache '{self.past.name}'{how} cannot be done in place: {why}. Supported are updates "
+            f"that write the S new rows of a step behind the P rows that the cache holds; {self.advice or _ADVICE}"
         )
 
 
@@ -186,6 +192,8 @@ class Proof:
     circular: bool = False
 
 
-def is_graph_input(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    """Whether `tensor` is an input of the graph that the caller has to give."""
-    return contains(graph.inputs, tensor) and not isinstance(tensor, gs.Constant)
+def may_be_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+    """Whether `tensor` is an input of the graph that could hold keys or values: no mask, no indices."""
+    if isinstance(tensor, gs.Constant) or not contains(graph.inputs, tensor):
+        return False
+    return len(tensor.shape or ()) >= 3 and elem_type(tensor) not in (BOOL, INT32, INT64)

@@ -18,19 +18,19 @@ from trt_kvcache.importer.normalize.candidate import (
     Candidate,
     Geometry,
     Proof,
-    is_graph_input,
+    may_be_cache,
     nearest_update,
     richest,
 )
-from trt_kvcache.importer.normalize.views import axis_order, static_layout, trace_back
+from trt_kvcache.importer.normalize.views import cache_axis, trace_back
 
 
 def find(graph: gs.Graph, node: gs.Node, present: gs.Tensor, after: tuple[gs.Node, ...]) -> Candidate | None:
     """The update that a Concat makes; None where none of its inputs is a cache."""
     for index, tensor in enumerate(node.inputs):
         past, views = trace_back(tensor)
-        if is_graph_input(graph, past) and len(past.shape or ()) >= 3:
-            axis = _cache_axis(node, past, tensor, views)
+        if may_be_cache(graph, past):
+            axis = cache_axis(past, views, int(node.attrs["axis"]))
             others = tuple(t for i, t in enumerate(node.inputs) if i != index)
             reason = _why_not(node, index, past, axis)
             return Candidate(
@@ -39,23 +39,11 @@ def find(graph: gs.Graph, node: gs.Node, present: gs.Tensor, after: tuple[gs.Nod
     return None
 
 
-def _cache_axis(node: gs.Node, past: gs.Tensor, operand: gs.Tensor, views: Sequence[gs.Node]) -> int | None:
-    rank = len(past.shape)
-    layout = static_layout(views, rank)
-    axis = int(node.attrs["axis"])
-    if layout is not None:
-        return layout[axis][0] if -rank <= axis < rank else None
-    shape = dims(operand)
-    symbol = shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
-    same = [a for a, d in enumerate(dims(past) or ()) if d == symbol != "?"]
-    return same[0] if len(same) == 1 else None
-
-
 def _why_not(node: gs.Node, index: int, past: gs.Tensor, axis: int | None) -> str:
     if len(node.inputs) != 2:
-        return f"joins {len(node.inputs)} tensors, where a cache is joined with its new rows"
+        return f"it joins {len(node.inputs)} tensors, where a past is joined with its new rows"
     if index != 0:
-        return "puts the new rows before the past"
+        return "it puts the new rows before the past"
     if axis == 0:
         return "it grows along the batch"
     length = dims(past)[axis] if axis is not None else "?"  # type: ignore[index]
@@ -89,8 +77,6 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
                 f"'{update.name}' has shape {_shape(shape)} in a step of {g.step.length} tokens, where the new rows "
                 f"have {_shape(tuple(wanted))}"
             )
-    if axis_order(geometry.layout, geometry.sizes) is None:
-        raise candidate.refusal(f"'{candidate.operand.name}' does not have one axis for each axis of the cache")
     return Proof(axis, *nearest_update(candidate, update, geometry.layout, axis, geometries))
 
 

@@ -45,7 +45,7 @@ def prove_rows(candidate: Candidate, axis: int, geometries: Sequence[Geometry], 
         circular |= _judge(candidate, geometry, axis, past, rows_of(geometry, probe))
     if len(circular) == 2:
         raise candidate.refusal("beyond the capacity its rows wrap around at some positions only")
-    _check_ragged(candidate, geometry, rows_of)
+    _check_ragged(candidate, axis, geometry, rows_of)
     return circular == {True}
 
 
@@ -104,7 +104,7 @@ def _moved(candidate: Candidate, geometry: Geometry, axis: int) -> list[tuple[in
     return [(p, step.probe.given({name: (value + (p - step.past)).astype(value.dtype)})) for p in pasts]
 
 
-def _check_ragged(candidate: Candidate, geometry: Geometry, rows_of: RowsOf) -> None:
+def _check_ragged(candidate: Candidate, axis: int, geometry: Geometry, rows_of: RowsOf) -> None:
     """Where positions are per sequence, each sequence must have its own, or all the same."""
     step = geometry.step
     if len(candidate.positions) != 1 or (value := step.probe.value(candidate.positions[0])) is None:
@@ -112,13 +112,16 @@ def _check_ragged(candidate: Candidate, geometry: Geometry, rows_of: RowsOf) -> 
     per_row = value.ndim == 2 or (value.ndim == 1 and np.unique(value).size == 1)
     if not per_row or value.shape[0] != step.batch or step.batch == 1:
         return
+    if step.past + step.batch + step.length > geometry.sizes[axis]:
+        return
     offsets = np.arange(step.batch)[::-1]
     shifted = value + offsets.reshape(-1, *[1] * (value.ndim - 1))
     rows = rows_of(geometry, step.probe.given({candidate.positions[0]: shifted.astype(value.dtype)}))
     wanted = step.past + offsets[:, None] + np.arange(step.length)
     if rows is None or rows.shape[-1] != step.length:
         raise candidate.refusal(_explain(rows, step.past, step.length))
-    own = rows.shape == wanted.shape and bool((rows == wanted).all())
+    each = rows.reshape(step.batch, -1, step.length) if len(rows) % step.batch == 0 else rows
+    own = bool((each == wanted[:, None]).all())
     common = bool((rows == rows[0, 0] + np.arange(step.length)).all())
     if not own and not common:
         raise candidate.refusal("it writes a sequence at the position of another")

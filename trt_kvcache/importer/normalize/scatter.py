@@ -27,7 +27,7 @@ from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof,
 from trt_kvcache.importer.normalize.probe import Probe
 from trt_kvcache.importer.normalize.reach import reach
 from trt_kvcache.importer.normalize.rows import prove_rows
-from trt_kvcache.importer.normalize.views import Layout, regroup, static_layout, trace_back
+from trt_kvcache.importer.normalize.views import Layout, cache_axis, regroup, trace_back
 
 Array = npt.NDArray[Any]
 Order = tuple[int, ...]  # the indexed axes, as the index runs through them, outermost first
@@ -40,9 +40,10 @@ def describe(node: gs.Node, past: gs.Tensor, present: gs.Tensor, views: tuple[gs
     index = node.inputs[1]
     found = reach(index)
     reduction = str(node.attrs.get("reduction", "none"))
-    reason = f"its reduction is '{reduction}', which adds to what is there" if reduction != "none" else ""
-    if not reason and (dependent := found.data_dependent()):
-        reason = f"its positions depend on data: {dependent}"
+    dependent = found.data_dependent()
+    reason = f"its positions depend on data: {dependent}" if dependent else ""
+    if reduction != "none":
+        reason = f"its reduction '{reduction}' combines new rows with old ones"
     axis = _guess_axis(node, past, views)
     return Candidate(
         node.op,
@@ -50,7 +51,7 @@ def describe(node: gs.Node, past: gs.Tensor, present: gs.Tensor, views: tuple[gs
         present,
         node,
         axis,
-        positions=found.positions,
+        positions=() if reason else found.positions,
         views=views,
         updates=(node.inputs[2],),
         index=(index,),
@@ -60,19 +61,15 @@ def describe(node: gs.Node, past: gs.Tensor, present: gs.Tensor, views: tuple[gs
 
 def _guess_axis(node: gs.Node, past: gs.Tensor, views: Sequence[gs.Node]) -> int | None:
     """The sequence axis by structure: the only axis that is indexed, or the only one whose number an input decides."""
-    layout = static_layout(views, len(past.shape))
-    if layout is None:
-        return None
     if is_op(node, "ScatterElements"):
-        return layout[int(node.attrs.get("axis", 0))][0]
+        return cache_axis(past, views, int(node.attrs.get("axis", 0)))
     source, _ = trace_back(node.inputs[1])
     joined = producer(source)
-    if joined is not None and is_op(joined, "Concat") and len(joined.inputs) <= len(layout):
+    if joined is not None and is_op(joined, "Concat"):
         fed = [place for place, tensor in enumerate(joined.inputs) if reach(tensor).inputs]
-        if len(fed) == 1:
-            return layout[fed[0]][0]
+        return cache_axis(past, views, fed[0]) if len(fed) == 1 else None
     shape = node.inputs[1].shape
-    return layout[0][0] if shape and shape[-1] == 1 else None
+    return cache_axis(past, views, 0) if shape and shape[-1] == 1 else None
 
 
 def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:

@@ -25,7 +25,7 @@ from trt_kvcache.importer.normalize.candidate import (
     Candidate,
     Geometry,
     Proof,
-    is_graph_input,
+    may_be_cache,
     nearest_update,
     richest,
 )
@@ -48,12 +48,13 @@ class _Parts:
     updates: list[gs.Tensor] = field(default_factory=list)
     masks: list[gs.Tensor] = field(default_factory=list)
     inner: list[gs.Node] = field(default_factory=list)
+    chosen: bool = False  # whether a mask decides what stays of the past
 
 
 def find(graph: gs.Graph, node: gs.Node, present: gs.Tensor, after: tuple[gs.Node, ...]) -> Candidate | None:
     """The update that a Where, or an Add of products, makes; None where it is none."""
     parts = _Parts()
-    if not _collect(graph, node.outputs[0], parts, 0) or not parts.masks or not parts.updates:
+    if not _collect(graph, node.outputs[0], parts, 0) or not parts.chosen or not parts.updates:
         return None
     operand = parts.past[0]
     past, views = trace_back(operand)
@@ -72,7 +73,7 @@ def find(graph: gs.Graph, node: gs.Node, present: gs.Tensor, after: tuple[gs.Nod
         present,
         node,
         _guess_axis(past, views, parts.masks),
-        positions=found.positions,
+        positions=() if reason else found.positions,
         views=views,
         after=after,
         updates=(parts.updates[0],),
@@ -98,15 +99,17 @@ def _collect(graph: gs.Graph, tensor: gs.Tensor, parts: _Parts, depth: int) -> b
         return False
     parts.inner.append(node)
     found = False
+    masks = len(parts.masks)
     for operand in node.inputs:
         source, _ = trace_back(operand)
-        if _is_cache(graph, source):
+        if may_be_cache(graph, source):
             parts.past.append(operand)
             found = True
         elif not _leads_to_cache(graph, operand, depth + 1):
             _sort(operand, parts)
         elif _collect(graph, operand, parts, depth + 1):
             found = True
+    parts.chosen |= found and is_op(node, "Mul", "Where") and len(parts.masks) > masks
     return found
 
 
@@ -127,13 +130,9 @@ def _sort(operand: gs.Tensor, parts: _Parts) -> None:
     parts.updates.append(operand)
 
 
-def _is_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    return is_graph_input(graph, tensor) and len(tensor.shape or ()) >= 3
-
-
 def _leads_to_cache(graph: gs.Graph, tensor: gs.Tensor, depth: int) -> bool:
     source, _ = trace_back(tensor)
-    if _is_cache(graph, source):
+    if may_be_cache(graph, source):
         return True
     node = producer(source)
     if node is None or depth > _DEEPEST or not is_op(node, *_BLENDS):
@@ -149,7 +148,7 @@ def _guess_axis(past: gs.Tensor, views: Sequence[gs.Node], masks: Sequence[gs.Te
         return None
     axes: set[int] = set()
     for mask in masks:
-        shape = list(mask.shape or ())
+        shape = list(_unexpanded(mask).shape or ())
         axes |= {layout[rank - len(shape) + i][0] for i, d in enumerate(shape) if d != 1 and len(shape) <= rank}
     axes -= {0}
     return axes.pop() if len(axes) == 1 else None
@@ -206,10 +205,15 @@ def _place(candidate: Candidate, geometry: Geometry) -> int:
 
 
 def _mask(probe: Probe, mask: gs.Tensor) -> Array | None:
-    """The value of a mask, as small as it was before it was expanded to the shape of the cache."""
+    """The value of a mask that broadcasts as the mask does."""
+    return probe.value(_unexpanded(mask).name)
+
+
+def _unexpanded(mask: gs.Tensor) -> gs.Tensor:
+    """A mask as small as it was before it was expanded to the shape of the cache."""
     while (node := producer(mask)) is not None and is_op(node, "Expand"):
         mask = node.inputs[0]
-    return probe.value(mask.name)
+    return mask
 
 
 def _rows(candidate: Candidate, geometry: Geometry, probe: Probe, place: int) -> Array | None:

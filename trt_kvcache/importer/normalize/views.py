@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import elem_type, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import dims, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.probe import Probe
 
 Layout = tuple[tuple[int, ...], ...]
@@ -56,6 +56,20 @@ def static_layout(nodes: Sequence[gs.Node], rank: int) -> Layout | None:
         elif is_op(node, *_RESHAPES):
             return None
     return layout
+
+
+def cache_axis(past: gs.Tensor, nodes: Sequence[gs.Node], place: int) -> int | None:
+    """The axis of the cache that is axis `place` of the tensor behind `nodes`, as far as it is known without samples.
+
+    Behind reshapes it is the one with the same name or size, if there is one only.
+    """
+    layout = static_layout(nodes, len(past.shape))
+    if layout is not None:
+        return layout[place][0] if -len(layout) <= place < len(layout) else None
+    shape = dims(nodes[-1].outputs[0]) or ()
+    size = shape[place] if -len(shape) <= place < len(shape) else "?"
+    same = [axis for axis, d in enumerate(dims(past) or ()) if d == size != "?"]
+    return same[0] if len(same) == 1 else None
 
 
 def layout_after(nodes: Sequence[gs.Node], layout: Layout, sizes: Shape, probe: Probe) -> Layout | None:

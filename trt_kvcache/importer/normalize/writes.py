@@ -3,9 +3,9 @@
     past (graph input) -- views -- node that writes -- views -- present (graph output)
 
 A view is an operator that only rearranges: Transpose, Reshape, Squeeze, Unsqueeze, Identity, a Cast to the same type.
-What the node that writes does is shown by its idiom: `concat`, `scatter`, `select`. Here is what all have in common: the
-past comes back in the layout in which it came, nothing else reads it, and, for caches that are small enough, the whole
-update is run on numbers and compared with the definition of TensorScatter.
+What the node that writes does is shown by its idiom: `concat`, `scatter`, `select`. Here is what all have in common:
+the past comes back in the layout in which it came, nothing else reads it, and, for caches that are small enough, the
+whole update is run on numbers and compared with the definition of TensorScatter.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, producer
 from trt_kvcache.importer.normalize import concat, scatter, select
-from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, is_graph_input, richest
+from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, may_be_cache, richest
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.reach import reach
 from trt_kvcache.importer.normalize.samples import Sample
@@ -39,6 +39,8 @@ __all__ = ["Candidate", "find_candidates", "prove"]
 
 _SCATTERS = ("ScatterND", "ScatterElements")
 _MOVES = ("Slice", "Concat", "Gather", "Split", "Pad")
+_LOST = "write with index_copy, index_put or a slice instead of narrow().copy_(), and return what is written"
+_ROLLING = "keep rows where they are and write at the position, or at the position modulo the capacity"
 _REPLAYED = 1 << 16  # elements of a cache, at most, to run its update as a whole
 
 
@@ -63,17 +65,16 @@ def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
 
 def _find(graph: gs.Graph, present: gs.Tensor) -> Candidate | None:
     source, after = trace_back(present)
-    if _is_cache(graph, source):
+    if may_be_cache(graph, source):
         node = after[0] if after else None
-        return Candidate(
-            "unchanged", source, present, node, views=after, reason=f"comes out as it went in, as '{present.name}'"
-        )
+        reason = f"it comes out as it went in, as '{present.name}', and the exporter has lost the write"
+        return Candidate("unchanged", source, present, node, views=after, reason=reason, advice=_LOST)
     node = producer(source)
     if node is None or len(present.shape or (0, 0, 0)) < 3:
         return None
     if is_op(node, *_SCATTERS):
         past, views = trace_back(node.inputs[0])
-        if _is_cache(graph, past):
+        if may_be_cache(graph, past):
             return replace(scatter.describe(node, past, present, views), after=after)
     elif is_op(node, "Concat"):
         if (candidate := concat.find(graph, node, present, after)) is not None:
@@ -96,8 +97,10 @@ def _moved(graph: gs.Graph, node: gs.Node, present: gs.Tensor) -> Candidate | No
         operands = current.inputs if is_op(current, "Concat") else current.inputs[:1]
         for operand in operands:
             source, views = trace_back(operand)
-            if _is_cache(graph, source) and len(source.shape) == len(present.shape or source.shape):
-                return Candidate("rolling", source, present, node, views=views, reason=_why_moved(moves))
+            if may_be_cache(graph, source) and len(source.shape) == len(present.shape or source.shape):
+                return Candidate(
+                    "rolling", source, present, node, views=views, reason=_why_moved(moves), advice=_ROLLING
+                )
             if (before := producer(source)) is not None:
                 stack.append(before)
     return None
@@ -109,7 +112,7 @@ def _why_moved(moves: Sequence[gs.Node]) -> str:
     if len(scatters) > 1 or not movers:
         return f"it is written more than once ({', '.join(n.name for n in scatters)})"
     mover = next((n for n in movers if not is_op(n, "Concat")), movers[0])
-    return f"{mover.op} '{mover.name}' moves its rows at each step"
+    return f"{mover.op} '{mover.name}' moves its rows in every step"
 
 
 def _unreachable(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidate]:
@@ -124,23 +127,19 @@ def _unreachable(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidate]
         if not is_op(node, *_SCATTERS) or id(node) in known or len(node.inputs) < 3:
             continue
         past, views = trace_back(node.inputs[0])
-        if isinstance(past, gs.Constant) and len(past.shape) >= 3 and reach(node.inputs[2]).weights:
+        if isinstance(past, gs.Constant) and len(past.shape) >= 3 and not reach(node.inputs[2]).computable:
             index = reach(node.inputs[1])
             if index.positions and not index.data_dependent():
                 raise UnsupportedModelError(
-                    f"{node.op} '{node.name}' writes to '{past.name}', a cache that the model holds in itself: it starts "
-                    "anew in every step. Supported are caches that are inputs and outputs: export the model with the cache "
-                    "as an argument and a result of its forward function"
+                    f"{node.op} '{node.name}' writes to '{past.name}', a cache that the model holds in itself: it "
+                    "starts anew in every step. Supported are caches that are inputs and outputs: export the model "
+                    "with the cache as an argument and a result of its forward function"
                 )
-        if _is_cache(graph, past) and len(past.shape) >= 4 and not any(c.past is past for c in found):
+        if may_be_cache(graph, past) and len(past.shape) >= 4 and not any(c.past is past for c in found):
             candidate = scatter.describe(node, past, node.outputs[0], views)
             reason = candidate.reason or "the result is no output of the model, so that the new rows are lost"
             more.append(replace(candidate, reason=reason))
     return more
-
-
-def _is_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    return is_graph_input(graph, tensor) and len(tensor.shape or ()) >= 3
 
 
 def _second_use(candidate: Candidate, found: Sequence[Candidate]) -> str:
@@ -246,6 +245,8 @@ def _replay(candidate: Candidate, proof: Proof, geometry: Geometry) -> None:
         wanted = past.copy()
         wanted[(slice(None),) * proof.axis + (slice(start, start + length),)] = rows
     present = geometry.step.probe.given(given).value(candidate.present.name)
+    if present is None and not past.size:
+        return  # -1 in a Reshape stands for nothing definite where the past is empty
     if present is None or not np.array_equal(present, wanted):
         raise candidate.refusal(
             f"in a step of {length} tokens behind {start} it does not give what TensorScatter gives"
