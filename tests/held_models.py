@@ -8,18 +8,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
 import onnxruntime as ort
 from graphs import Graph
 from onnx import TensorProto, helper
 
-from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
-from trt_kvcache.importer.normalize.contrib import CONTRIB, lower_contrib
-from trt_kvcache.importer.normalize.mha import lower_mha
-from trt_kvcache.importer.normalize.operators import find_held, prove_held
-from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.normalize.probe import Blueprint
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize import normalize
+from trt_kvcache.importer.normalize.contrib import CONTRIB
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.prepare import bind_capacity
 
 Array = np.ndarray[Any, Any]
 CAPACITY = 24
@@ -28,31 +24,9 @@ TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
 
 
 def normalized(model: onnx.ModelProto, capacity: int = CAPACITY) -> onnx.ModelProto:
-    """The canonical form of a model whose caches are all inside operators; masks may still be around, unread."""
-    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(raise_opset(model), data_prop=True))
-    lower_mha(graph)
-    lower_contrib(graph)
-    find_held(graph)
-    snapshot = onnx.shape_inference.infer_shapes(gs.export_onnx(graph.cleanup().toposort()), data_prop=True)
-    graph = gs.import_onnx(snapshot)
-    held = find_held(graph)
-    interface = Interface(snapshot, held, None)
-    samples = Samples(Blueprint(snapshot, {}), interface, capacity)
-    rewrites = prove_held(graph, interface, samples)
-    tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    canonical = Canonical(graph, tokens, batch_of(held[0].past), capacity)
-    for rewrite in rewrites:
-        rewrite(canonical)
-    graph.cleanup().toposort()
-    result: onnx.ModelProto = gs.export_onnx(graph)
-    del result.graph.value_info[:]
-    for entry in result.opset_import:
-        entry.version = max(entry.version, canonical.opset) if entry.domain in ("", "ai.onnx") else entry.version
-    pasts = {node.input[0] for node in result.graph.node if node.op_type == "TensorScatter"}
-    presents = {node.output[0] for node in result.graph.node if node.op_type == "TensorScatter"}
-    for value in (*result.graph.input, *result.graph.output):
-        if value.name in pasts | presents:
-            value.type.tensor_type.shape.dim[2].dim_value = capacity
+    """The canonical form of a model, with the capacity in the shapes of its caches."""
+    result = normalize(model, {}, PlanOptions(capacity=capacity)).model
+    bind_capacity(result.graph, capacity)
     onnx.checker.check_model(result, full_check=True)
     return result
 

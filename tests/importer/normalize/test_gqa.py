@@ -114,6 +114,27 @@ def test_a_window_holds_the_query_itself(window: int) -> None:
     decode(case, CHUNKS, batch=1, result=masked)
 
 
+@pytest.mark.parametrize("rows", [4, 9, CAPACITY])
+def test_a_cache_of_a_window_becomes_linear(rows: int) -> None:
+    """The operator's own buffers drop old rows; attention is that of a linear cache all the same."""
+    case = layer(local_window_size=4, sliding_window_cache=1, rotary=SIZE)
+    result = windows_as_masks(normalized(case.model))
+    before, after = session(case.model), session(result)
+    rng = np.random.default_rng(3)
+    buffers = [np.full((1, KV_HEADS, rows, SIZE), 7, np.float32) for _ in "kv"]
+    caches = [np.full((1, KV_HEADS, CAPACITY, SIZE), 7, np.float32) for _ in "kv"]
+    past = 0
+    for new in (3, 1, 1, 4, 1, 2, 1, 1, 4, 1, 1):
+        x = rng.standard_normal((1, new, WIDTH), np.float32)
+        feeds = {"x": x, "past_k": buffers[0], "past_v": buffers[1], **mask_feeds(1, past, new)}
+        y, *buffers = before.run(["y", "present_k", "present_v"], feeds)
+        feeds = {"x": x, "past_k": caches[0], "past_v": caches[1],
+                 "write_indices": np.array([past]), "nonpad_kv_seqlen": np.array([past + new])}  # fmt: skip
+        got, *caches = after.run(["y", "present_k", "present_v"], feeds)
+        np.testing.assert_allclose(got, y, rtol=1e-4, atol=1e-4)
+        past += new
+
+
 def test_norm_weights() -> None:
     """ONNX Runtime's CPU kernel refuses them: the reference normalizes each head before the operator."""
     case = layer(np.float32, packed=False, rotary=SIZE, norm=True, qk_norm_epsilon=1e-3)
@@ -168,9 +189,7 @@ def test_canonical_form() -> None:
     assert ops.count("Attention") == 1
     assert ops.count("RotaryEmbedding") == 2
     assert "GroupQueryAttention" not in ops
-    read = {name for node in result.graph.node for name in node.input}
-    inputs = [i.name for i in result.graph.input if i.name in read]
-    assert inputs == ["x", "past_k", "past_v", "write_indices", "nonpad_kv_seqlen"]
+    assert [i.name for i in result.graph.input] == ["x", "past_k", "past_v", "write_indices", "nonpad_kv_seqlen"]
     for value in (result.graph.input[1], result.graph.output[0]):
         assert [d.dim_value for d in value.type.tensor_type.shape.dim][1:] == [KV_HEADS, CAPACITY, SIZE]
     assert attention_attrs(result) == {"is_causal": 1, "scale": pytest.approx(SIZE**-0.5)}
@@ -212,7 +231,6 @@ def window_bias(graph: Graph, window: int, value: float = -1e9) -> str:
         ({"smooth_softmax": 1}, "adds a sink to its softmax"),
         ({"extra": {11: "sink"}}, "adds a sink to its softmax"),
         ({"k_quant_type": "PER_TENSOR"}, "has quantized caches"),
-        ({"sliding_window_cache": 1, "local_window_size": 4}, "keeps only a window of its cache"),
         ({"outputs": 4, "qk_output": 1}, "gives its scores as an output"),
         (
             {"seqlens": "total_minus_two", "total": "total"},
@@ -249,7 +267,8 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
     ("options", "words"),
     [
         ({"local_window_size": 0}, "local_window_size=0"),
-        ({"local_window_size": 4, "causal": 0}, "local_window_size=4 and causal=0"),
+        ({"local_window_size": 4, "causal": 0}, "local_window_size=4, causal=0"),
+        ({"sliding_window_cache": 1}, "local_window_size=-1, causal=1 and sliding_window_cache=1"),
         ({"do_rotary": 1}, "no cos_cache or sin_cache"),
         ({"cache_dim": 16}, "has size 16 on axis 3"),
     ],

@@ -27,7 +27,8 @@ from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import lower_contrib
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.operators import find_held, prove_held
+from trt_kvcache.importer.normalize.mha import lower_mha
+from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import free_positions
@@ -70,11 +71,14 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         return _slide(model, options)
     graph = gs.import_onnx(model)
     fold_identities(graph)
-    if not find_candidates(graph) and not find_held(graph):
+    if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
+    graph = gs.import_onnx(_inferred(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
+    lower_mha(graph)
     lower_contrib(graph)
-    snapshot = raise_opset(gs.export_onnx(graph.cleanup().toposort()))
-    snapshot = onnx.shape_inference.infer_shapes(snapshot, data_prop=True)
+    graph = gs.import_onnx(_inferred(gs.export_onnx(graph.cleanup().toposort())))
+    find_held(graph)  # states the shapes of its caches
+    snapshot = _inferred(gs.export_onnx(graph))
     graph = gs.import_onnx(snapshot)
     candidates, held = find_candidates(graph), find_held(graph)
     interface = Interface(snapshot, [*candidates, *held], options.config)
@@ -86,7 +90,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     rewrites = prove_held(graph, interface, samples)
 
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    canonical = Canonical(graph, tokens, batch_of([*candidates, *held][0].past), capacity)
+    canonical = Canonical(graph, tokens, batch_of(candidates[0].past if candidates else held[0].past), capacity)
     for rewrite in rewrites:
         rewrite(canonical)
     for write in writes:
@@ -130,6 +134,10 @@ def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:
 
 def _length(update: gs.Node) -> Dim:
     return (dims(update.inputs[0]) or ("?",))[int(update.attrs.get("axis", -2))]
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)
 
 
 def _drop_counts(graph: gs.Graph, interface: Interface, samples: Samples) -> set[str]:

@@ -14,6 +14,10 @@ masks; with position_ids, a first prompt counts on from its first one and later 
 only contiguous ones mean the same in both. Its CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is
 that of the operator's page.
 
+With sliding_window_cache, the operator's buffers drop what its window has left behind, if they are shorter than the
+text; the numbers are the same as with a linear cache (measured, buffers of the window's length and more), which is what
+it becomes here. ``--sliding circular`` makes a ring of it again.
+
 ``seqlens_k`` and ``total_sequence_length`` are proven to be P + S - 1 and P + S, or are inputs, which mean that by the
 operator's definition: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
@@ -21,7 +25,7 @@ operator's definition: https://github.com/microsoft/onnxruntime/blob/main/docs/C
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -72,6 +76,8 @@ def gqa_caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
             "the model with past"
         )
     caches = held_caches(graph, node, _PASTS, _PRESENTS)
+    if node.attrs.get("sliding_window_cache", 0):
+        caches = [replace(cache, growing=False) for cache in caches]
     sizes = _sizes(node)
     for cache in caches:
         state_cache_shape(cache, sizes.kv_heads, sizes.head_size)
@@ -124,10 +130,11 @@ def prove_gqa(
     _check_lengths(graph, node, samples)
     causal = bool(node.attrs.get("causal", 1))
     window = int(node.attrs.get("local_window_size", -1))
-    if window == 0 or window < -1 or (window > 0 and not causal):
+    ring = int(node.attrs.get("sliding_window_cache", 0))
+    if window == 0 or window < -1 or (window > 0 and not causal) or (ring and window < 1):
         raise InvalidModelError(
-            f"{label(node)} has local_window_size={window} and causal={int(causal)}; a window holds at least the "
-            "query's own key and is causal"
+            f"{label(node)} has local_window_size={window}, causal={int(causal)} and sliding_window_cache={ring}; a "
+            "window holds at least the query's own key, is causal, and is what a sliding cache needs"
         )
     bias = input_or_none(node, _BIAS)
     masks = [MaskUse(bias, MaskKind.ADDED)] if bias is not None else []
@@ -145,8 +152,6 @@ def _check_options(graph: gs.Graph, node: gs.Node) -> None:
         or any(node.attrs.get(name, "NONE") not in ("NONE", b"NONE", "") for name in ("k_quant_type", "v_quant_type"))
     ):
         found = "has quantized caches; supported are float caches"
-    elif node.attrs.get("sliding_window_cache", 0):
-        found = "keeps only a window of its cache (sliding_window_cache); supported are caches of the whole text"
     elif used(graph, node, 3):
         found = "gives its scores as an output (qk_output); supported is attention alone"
     elif (input_or_none(node, _Q_NORM) is None) != (input_or_none(node, _K_NORM) is None):

@@ -101,9 +101,9 @@ def prove_in_op(
 def _check_length(node: gs.Node, mask: gs.Tensor, samples: Samples) -> None:
     for sample in samples.plain:
         shape = sample.probe.shape(mask.name)
-        if shape is None or not shape or shape[-1] != sample.total:
+        if shape is not None and shape[-1:] != (sample.total,):  # an unknown mask is refused as such
             raise UnsupportedModelError(
-                f"the mask '{mask.name}' of {label(node)} has the shape {list(shape or ())} with {sample.past} tokens "
+                f"the mask '{mask.name}' of {label(node)} has the shape {list(shape)} with {sample.past} tokens "
                 f"in the cache and {sample.length} new ones; supported are masks over all of them, which are P + S"
             )
 

@@ -27,6 +27,15 @@ _KINDS: tuple[tuple[Callable[[gs.Node], bool], _Find, _Prove], ...] = (
 )
 
 
+def holds_cache(graph: gs.Graph) -> bool:
+    """Whether some operator of the graph holds a cache.
+
+    Raises:
+        UnsupportedModelError: see `find_held`.
+    """
+    return any(is_kind(node) for node in graph.nodes for is_kind, _, _ in _KINDS)
+
+
 def find_held(graph: gs.Graph) -> list[HeldCache]:
     """The caches inside operators, in graph order: of each operator keys, then values.
 

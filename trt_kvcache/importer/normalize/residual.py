@@ -21,6 +21,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.tables import gather_rows
 from trt_kvcache.importer.plan import OriginalRole
 
 Array = npt.NDArray[Any]
@@ -72,6 +73,8 @@ def _follow(
     """Whether what is computed from `output` still has to be looked at."""
     before, after = (s.probe.value(output.name) for s in pair)
     if before is None or after is None:
+        if gather_rows(graph, node, canonical, samples.plain):
+            return False
         raise UnsupportedModelError(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or tokens; "
             "supported are caches that only attention reads, and positions counted from their length"
@@ -84,6 +87,8 @@ def _follow(
         if after_all and all(_is_positions(t, samples) for t in after_all):
             return True
         replace_uses(output, _positions(graph, output, canonical, pair[0]))
+        return False
+    if gather_rows(graph, node, canonical, samples.plain):
         return False
     if contains(graph.outputs, output):
         raise UnsupportedModelError(

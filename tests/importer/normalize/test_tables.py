@@ -1,0 +1,92 @@
+"""Rows of a table by the length of the past, and what only looks like them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from graphs import Graph
+from onnx import TensorProto
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize import normalize
+from trt_kvcache.importer.plan import PlanOptions
+
+HEADS, SIZE, TOKENS, CAPACITY = 2, 8, 32, 12
+WIDTH = HEADS * SIZE
+
+
+def decoder(first: int = 0, last: int = 0, use: str = "Add") -> onnx.ModelProto:
+    """One Attention with a past over ``embed(ids) + table[P + first : P + S + last]``."""
+    rng = np.random.default_rng(0)
+    graph = Graph()
+    graph.input("input_ids", TensorProto.INT64, ["B", "S"])
+    for name in ("key", "value"):
+        graph.input(f"past.{name}", TensorProto.FLOAT, ["B", HEADS, "P", SIZE])
+        graph.output(f"present.{name}", TensorProto.FLOAT, ["B", HEADS, "T", SIZE])
+    embedded = graph.node("Gather", [graph.constant(rng.standard_normal((TOKENS, WIDTH)), np.float32), "input_ids"])
+    past = graph.node("Shape", ["past.key"], start=2, end=3)
+    new = graph.node("Shape", ["input_ids"], start=1, end=2)
+    start = graph.node("Add", [past, graph.constant([first])])
+    end = graph.node("Add", [graph.node("Add", [past, new]), graph.constant([last])])
+    table = graph.constant(rng.standard_normal((40, WIDTH)), np.float32)
+    rows = graph.node("Slice", [table, start, end, graph.constant([0])], "rows")
+    if use == "Add":
+        x = graph.node("Add", [embedded, rows], "x")
+    else:
+        product = graph.node("MatMul", [rows, graph.constant(np.ones((WIDTH, 1)), np.float32)])
+        x = graph.node("Add", [embedded, product], "x")
+    inputs = [x, x, x, "", "past.key", "past.value"]
+    graph.node("Attention", inputs, ["y", "present.key", "present.value"], is_causal=1, q_num_heads=HEADS,
+               kv_num_heads=HEADS)  # fmt: skip
+    graph.node("MatMul", ["y", graph.constant(rng.standard_normal((WIDTH, TOKENS)), np.float32)], "logits")
+    graph.output("logits", TensorProto.FLOAT, ["B", "S", TOKENS])
+    return graph.model(24)
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> dict[str, Any]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
+
+
+def test_rows_of_the_new_tokens() -> None:
+    model = decoder()
+    result = normalize(model, {}, PlanOptions(capacity=CAPACITY)).model
+    assert "Slice" not in {node.op_type for node in result.graph.node}
+    past = {f"past.{n}": np.zeros((1, HEADS, 0, SIZE), np.float32) for n in ("key", "value")}
+    cache = {f"past.{n}": np.full((1, HEADS, CAPACITY, SIZE), 50, np.float32) for n in ("key", "value")}
+    tokens = 0
+    for new in (3, 1, 2, 1):
+        ids = np.arange(tokens, tokens + new)[None] % TOKENS
+        before = run(model, {"input_ids": ids, **past})
+        lengths = {"write_indices": np.array([tokens]), "nonpad_kv_seqlen": np.array([tokens + new])}
+        after = run(result, {"input_ids": ids, **cache, **lengths})
+        np.testing.assert_allclose(after["logits"], before["logits"], atol=1e-5)
+        past, cache = ({f"past.{n}": made[f"present.{n}"] for n in ("key", "value")} for made in (before, after))
+        tokens += new
+
+
+def test_each_sequence_has_rows_of_its_own() -> None:
+    result = normalize(decoder(), {}, PlanOptions(capacity=CAPACITY)).model
+    rng = np.random.default_rng(1)
+    cache = {f"past.{n}": rng.standard_normal((2, HEADS, CAPACITY, SIZE), np.float32) for n in ("key", "value")}
+    ids, starts = np.array([[4, 5], [6, 7]]), np.array([3, 8])
+    both = run(result, {"input_ids": ids, **cache, "write_indices": starts, "nonpad_kv_seqlen": starts + 2})["logits"]
+    for row in range(2):
+        pick = slice(row, row + 1)
+        feeds = {"input_ids": ids[pick], "write_indices": starts[pick], "nonpad_kv_seqlen": starts[pick] + 2}
+        alone = run(result, feeds | {n: v[pick] for n, v in cache.items()})["logits"]
+        np.testing.assert_allclose(both[pick], alone, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"first": 1, "last": 1}, {"first": -1, "last": 0}, {"use": "MatMul"}],
+    ids=["shifted", "one row more", "another reader"],
+)
+def test_look_alikes_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(UnsupportedModelError, match="from the length of the cache together with weights"):
+        normalize(decoder(**options), {}, PlanOptions(capacity=CAPACITY))
