@@ -24,13 +24,14 @@ def write_engine(
     options: PlanOptions | None = None,
     max_batch: int = 3,
     max_chunk: int = 8,
+    max_encoder: int | None = None,
     backend: str = "tensorrt-rtx",
     version: str = "1.7.1.116",
 ) -> Path:
     """Write ``<model>.engine`` and its manifest."""
     options = replace(options or PlanOptions(), target=Target(backend))
     imported = import_model(model, options)
-    build = BuildOptions(max_batch=max_batch, max_chunk=max_chunk)
+    build = BuildOptions(max_batch=max_batch, max_chunk=max_chunk, max_encoder=max_encoder)
     limits = resolve_limits(imported.plan, build)
     profiles = make_profiles(imported.plan, build, limits)
     plan = _bound_contracts(imported.plan, limits.max_chunk)
