@@ -23,7 +23,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, classify
+from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 
 Array = npt.NDArray[Any]
@@ -151,6 +151,7 @@ class _Finder:
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
         visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples)
+        check_bias(name, visibility)
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
             raise UnsupportedModelError(f"the shape of '{output.name}', the result of attention '{name}', is unknown")

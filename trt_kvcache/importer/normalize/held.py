@@ -19,7 +19,7 @@ from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, elem_
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.contrib import become
 from trt_kvcache.importer.normalize.findings import Visibility
-from trt_kvcache.importer.normalize.masks import MaskUse, classify
+from trt_kvcache.importer.normalize.masks import MaskUse, check_bias, classify
 from trt_kvcache.importer.normalize.samples import Interface, Samples
 
 Rewrite = Callable[[Canonical], None]
@@ -198,7 +198,8 @@ def visibility(
         return Visibility(causal=causal, window=window)
     found = classify(node.name, masks, False, graph, interface, samples)
     windows = [w for w in (window, found.window) if w is not None]
-    return Visibility(causal or found.causal, min(windows) if windows else None, found.own, bounded=True)
+    seen = Visibility(causal or found.causal, min(windows) if windows else None, found.own, found.bias, bounded=True)
+    return check_bias(node.name, seen)
 
 
 def rewrite_held(

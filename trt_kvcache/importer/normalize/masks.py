@@ -83,8 +83,8 @@ def classify(
     seen = [(s, _visible(node, masks, is_causal, s)) for s in samples.plain]
     window: int | None = None
     causal = all(_same(v, _causal(s, v.shape[-1])) for s, v in seen)
-    if not causal and bias is None and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
-        return Visibility(causal=False)
+    if not causal and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
+        return Visibility(causal=False, bias=bias)
     if not causal:
         sample, visible = max(seen, key=lambda pair: pair[0].total)
         window = int(visible[..., -1, :].sum(-1).max())
@@ -102,6 +102,19 @@ def classify(
                 f"in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing else"
             )
     return Visibility(window=window, bias=bias)
+
+
+def check_bias(node: str, visibility: Visibility) -> Visibility:
+    """Refuse a position bias where a query sees keys behind its own position: it is proven for the others only.
+
+    Raises:
+        UnsupportedModelError: naming the attention.
+    """
+    if visibility.bias is not None and not visibility.causal:
+        raise UnsupportedModelError(
+            f"'{node}' adds a relative position bias to its scores and is not causal; supported are biases of causal attention"
+        )
+    return visibility
 
 
 def _split_bias(

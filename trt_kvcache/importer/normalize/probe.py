@@ -165,6 +165,10 @@ class Probe:
         attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
         if operator is None or any(isinstance(v, onnx.GraphProto) for v in attributes.values()):
             return None
+        if node.op_type == "Range":  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
+            inputs = [None if v is None or v.size != 1 else v.reshape(()) for v in inputs]
+            if any(v is None for v in inputs):
+                return None
         if node.op_type in ("Expand", "ConstantOfShape", "Tile", "Range") and not self._affordable(node.output[0]):
             return None
         try:
@@ -238,6 +242,7 @@ class Probe:
                 value = self.value(node.input[position])
                 if value is None:
                     return {}
+                value = value.reshape(()) if node.op_type == "Range" and value.size == 1 else value
                 data[node.input[position]] = numpy_helper.from_array(value)
         try:
             schema = onnx.defs.get_schema(node.op_type, self._blueprint.opsets.get(domain, 1), domain)
