@@ -8,8 +8,8 @@
     caches inside operators                             gqa, mha, in_op
     the canonical form                                  canonical, residual
 
-Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical already,
-or that has none, goes through as it is.
+Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
+already, or that has none, goes through as it is.
 """
 
 from __future__ import annotations
@@ -164,7 +164,8 @@ def _check_readers(graph: gs.Graph) -> None:
                                                                      for n in consumers(node.outputs[0]))  # fmt: skip
                 if not is_op(node, "TensorScatter", "Attention", "Shape") and not is_view:
                     raise UnsupportedModelError(
-                        f"{node.op} '{node.name}' reads the cache '{update.inputs[0].name}' and is no attention that the importer "
+                        f"{node.op} '{node.name}' reads the cache '{update.inputs[0].name}' and is no attention "
+                        "that the importer "
                         "can prove; supported are caches that only attention reads"
                     )
 

@@ -4,9 +4,9 @@
     Q ──────────────────────────── MatMul ── Mul, softcap, Add(mask) ── Softmax ── MatMul ── output
     V ── repeat_kv ───────────────────────────────────────────────────────────────┘
 
-becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. The chains between a cache and its MatMul
-are not matched: the cache is filled with numbers, the chain is evaluated, and the result must be the cache with its heads
-repeated, transposed, and scaled by one factor.
+becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. The chains between a cache and its
+MatMul are not matched: the cache is filled with numbers, the chain is evaluated, and the result must be the cache
+with its heads repeated, transposed, and scaled by one factor.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ class _Finder:
         value = self._cache_behind(product.inputs[1]) if product is not None else None
         if product is None or value is None:
             raise UnsupportedModelError(
-                f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul with a "
+                f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul "
+                "with a "
                 "cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
-        return self._core(softmax.name, scores.matmul.inputs[1], product.inputs[1], query, product.outputs[0], key, value,
-                          scores, transposed=True, is_causal=False)  # fmt: skip
+        keys, values, output = scores.matmul.inputs[1], product.inputs[1], product.outputs[0]
+        name = softmax.name
+        return self._core(name, keys, values, query, output, key, value, scores, transposed=True, is_causal=False)
 
     def fused(self, node: gs.Node) -> Core | None:
         """An Attention node over caches, or None."""
@@ -105,7 +107,8 @@ class _Finder:
             return None
         if key is None or value is None or input_or_none(node, 6) is not None:
             raise UnsupportedModelError(
-                f"Attention '{node.name}' reads a cache as only one of K and V, or has nonpad_kv_seqlen beside a cache that is "
+                f"Attention '{node.name}' reads a cache as only one of K and V, or has nonpad_kv_seqlen beside a "
+                "cache that is "
                 "not updated by TensorScatter; supported is a pair of caches"
             )
         if len(node.outputs) > 1 and any(consumers(t) for t in node.outputs[1:]):
@@ -122,8 +125,11 @@ class _Finder:
         scores = _Scores(node, scale, float(node.attrs.get("softcap", 0.0)), [])
         if mask is not None:
             scores.masks.append(MaskUse(mask, MaskKind.ADDED))
-        return self._core(node.name, node.inputs[1], node.inputs[2], node.inputs[0], node.outputs[0], key, value, scores,
-                          transposed=False, is_causal=bool(node.attrs.get("is_causal", 0)))  # fmt: skip
+        query, keys, values = node.inputs[:3]
+        output, causal = node.outputs[0], bool(node.attrs.get("is_causal", 0))
+        return self._core(
+            node.name, keys, values, query, output, key, value, scores, transposed=False, is_causal=causal
+        )
 
     def _core(
         self,
@@ -142,7 +148,8 @@ class _Finder:
         shape = self._small.probe.shape(query.name)
         if shape is None or len(shape) != 4:
             raise UnsupportedModelError(
-                f"the query '{query.name}' of '{name}' has the shape {list(shape or ())}; supported is [B, heads, S, head size]"
+                f"the query '{query.name}' of '{name}' has the shape {list(shape or ())}; supported is [B, heads, "
+                "S, head size]"
             )
         key_scale = self._prove(name, keys, key, shape[1], transposed=transposed)
         value_scale = self._prove(name, values, value, shape[1], transposed=False)
@@ -279,7 +286,8 @@ class _Finder:
         shape[write.axis] = sample.total if write.growing else past[write.axis]
         if int(np.prod(shape)) > _ELEMENTS:
             raise UnsupportedModelError(
-                f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a symbolic length"
+                f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a "
+                "symbolic length"
             )
         dtype = onnx.helper.tensor_dtype_to_np_dtype(_elem_type(write.past))
         numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
@@ -299,7 +307,8 @@ class _Finder:
                     return
         raise UnsupportedModelError(
             f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
-            f"{' and transposed' if transposed else ''} (found {'no value' if made is None else f'shape {list(made.shape)}'} "
+            f"{' and transposed' if transposed else ''} (found "
+            f"{'no value' if made is None else f'shape {list(made.shape)}'} "
             f"from {shape} for {heads} query heads); supported is grouped-query attention over the cache as it is"
         )
 
@@ -309,7 +318,8 @@ def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
     if numbers.ndim == 4 and write.axis in (1, 2):
         return numbers if write.axis == 2 else numbers.swapaxes(1, 2)
     if numbers.ndim == 3 and write.axis == 1 and size and numbers.shape[2] % size == 0:
-        return numbers.reshape(*numbers.shape[:2], -1, size).swapaxes(1, 2)
+        made: Array = numbers.reshape(*numbers.shape[:2], -1, size).swapaxes(1, 2)
+        return made
     return None
 
 

@@ -70,8 +70,10 @@ def find_bias(node: str, tensor: gs.Tensor, samples: Samples) -> RelativeBias | 
     for sample, value in seen:
         if buckets is None or not _agrees(value, sample, buckets, numbers):
             raise UnsupportedModelError(
-                f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' and is no bias "
-                "that only depends on the head and on the distance of query and key; supported are relative position biases"
+                f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' "
+                "and is no bias "
+                "that only depends on the head and on the distance of query and key; supported are relative "
+                "position biases"
             )
     assert buckets is not None
     return RelativeBias(table, buckets, samples.plain[0].probe.elem_type(tensor.name) or 1)
@@ -96,7 +98,11 @@ def emit_bias(emit: Emitter, bias: RelativeBias, positions: gs.Tensor, capacity:
 def _gather_behind(tensor: gs.Tensor) -> gs.Node | None:
     """The lookup that a tensor is a view of."""
     while (node := producer(tensor)) is not None:
-        if is_op(node, "Gather") and isinstance(node.inputs[0], gs.Constant) and not isinstance(node.inputs[1], gs.Constant):
+        if (
+            is_op(node, "Gather")
+            and isinstance(node.inputs[0], gs.Constant)
+            and not isinstance(node.inputs[1], gs.Constant)
+        ):
             return node
         if not is_op(node, *_MOVES[:-1]):
             return None

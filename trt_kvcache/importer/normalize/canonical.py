@@ -143,7 +143,8 @@ class Canonical:
         Args:
             output: ``[B, Hq, S, Dv]``, taken from its producer.
             query: ``[B, Hq, S, D]``.
-            key, value: presents ``[B, N, L, D]``.
+            key: the present of the keys, ``[B, N, L, D]``.
+            value: the present of the values, ``[B, N, L, Dv]``.
             visibility: which keys a query sees.
             scale: of the scores.
             softcap: of the scores; 0: none.

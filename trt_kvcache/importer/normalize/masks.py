@@ -1,7 +1,7 @@
 """Say what a mask means, by its values: causal, a window, padding, or the caller's own.
 
-Exporters build masks from lengths in too many ways to match the operators. So the mask is evaluated on samples and compared
-with templates. For query ``i`` of row ``b``, key row ``j``, P tokens in the cache and S new ones:
+Exporters build masks from lengths in too many ways to match the operators. So the mask is evaluated on samples and
+compared with templates. For query ``i`` of row ``b``, key row ``j``, P tokens in the cache and S new ones:
 
     causal    j <= P + i
     window    j > P + i - W, beside causal
@@ -98,7 +98,8 @@ def classify(
         some = padded.any(-1, keepdims=True)  # a query that sees nothing is no token of a text
         if not _same(visible & some, padded) and not _same(visible, template):
             raise UnsupportedModelError(
-                f"the mask of '{node}' does not hide what the padding mask hides (batch {sample.batch}, {sample.past} tokens "
+                f"the mask of '{node}' does not hide what the padding mask hides (batch {sample.batch}, "
+                f"{sample.past} tokens "
                 f"in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing else"
             )
     return Visibility(window=window, bias=bias)
@@ -112,14 +113,13 @@ def check_bias(node: str, visibility: Visibility) -> Visibility:
     """
     if visibility.bias is not None and not visibility.causal:
         raise UnsupportedModelError(
-            f"'{node}' adds a relative position bias to its scores and is not causal; supported are biases of causal attention"
+            f"'{node}' adds a relative position bias to its scores and is not causal; supported are biases of "
+            "causal attention"
         )
     return visibility
 
 
-def _split_bias(
-    node: str, masks: Sequence[MaskUse], samples: Samples
-) -> tuple[list[MaskUse], RelativeBias | None]:
+def _split_bias(node: str, masks: Sequence[MaskUse], samples: Samples) -> tuple[list[MaskUse], RelativeBias | None]:
     """Tell a relative position bias from masks; sums of both are taken apart."""
     left: list[MaskUse] = []
     biases: list[RelativeBias] = []
@@ -152,8 +152,10 @@ def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sampl
         value = sample.probe.value(use.tensor.name)
         if value is None:
             raise UnsupportedModelError(
-                f"the mask '{use.tensor.name}' of '{node}' cannot be evaluated from lengths and masks alone: weights or "
-                "tokens take part in it (such as a learned position bias); supported are causal, padding and window masks, "
+                f"the mask '{use.tensor.name}' of '{node}' cannot be evaluated from lengths and masks alone: "
+                "weights or "
+                "tokens take part in it (such as a learned position bias); supported are causal, padding and "
+                "window masks, "
                 "and the caller's own"
             )
         parts.append(_as_visible(node, use, value))
@@ -180,7 +182,8 @@ def _as_visible(node: str, use: MaskUse, value: Array) -> Array:
     visible = numbers > _HIDDEN
     if np.any(numbers[visible] != 0):
         raise UnsupportedModelError(
-            f"'{use.tensor.name}' adds numbers other than 0 and the lowest to the scores of '{node}' (a position bias); "
+            f"'{use.tensor.name}' adds numbers other than 0 and the lowest to the scores of '{node}' (a position "
+            "bias); "
             "supported are causal, padding and window masks, and the caller's own"
         )
     return np.asarray(visible)
@@ -224,7 +227,8 @@ def _own_mask(
                 break
     if len(set(found)) > 1:
         raise UnsupportedModelError(
-            f"the mask of '{node}' is made of several inputs ({', '.join(found)}); supported is one mask of the caller's own"
+            f"the mask of '{node}' is made of several inputs ({', '.join(found)}); supported is one mask of the "
+            "caller's own"
         )
     return next((t for t in graph.inputs if t.name == found[0]), None) if found else None
 
@@ -243,7 +247,8 @@ def _check_own(node: str, masks: Sequence[MaskUse], is_causal: bool, own: gs.Ten
         visible = _visible(node, masks, is_causal, sample)
         if not _same(visible, np.broadcast_to(sample.own[own.name], visible.shape)):
             raise UnsupportedModelError(
-                f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the caller's own "
+                f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the "
+                "caller's own "
                 "mask as it stands, or a causal, padding or window mask"
             )
 
@@ -253,6 +258,7 @@ def _unknown(node: str, sample: Sample, visible: Array) -> str:
     seen = np.flatnonzero(row)
     span = f"{len(seen)} of {len(row)} keys, from {seen[0]} to {seen[-1]}" if len(seen) else "no key"
     return (
-        f"the mask of '{node}' is none of the supported ones (causal, padding, window, the caller's own): with {sample.past} "
+        f"the mask of '{node}' is none of the supported ones (causal, padding, window, the caller's own): with "
+        f"{sample.past} "
         f"tokens in the cache and {sample.length} new, the last query sees {span}"
     )

@@ -1,10 +1,11 @@
-"""Evaluate parts of a model on one sample, lazily: what a mask looks like, where a scatter writes, how a chain moves data.
+"""Evaluate parts of a model on one sample, lazily.
 
-A sample fixes the shape of every graph input and the value of some. From these follow the exact shape of every tensor, and
-the exact value of every tensor that no weight and no token reaches: shape arithmetic, positions, masks. Any tensor may be
-given a value, which then stands for what its producer would make; so a chain of operators can be fed numbers and its result
-compared with what it should be. Values come from ONNX's reference evaluator, shapes from ONNX shape inference, operator by
-operator, only for what is asked. Weights are never read.
+What a mask looks like, where a scatter writes, how a chain of operators moves data: a sample fixes the shape of every
+graph input and the value of some. From these follow the exact shape of every tensor, and the exact value of every one
+that no weight and no token reaches: shape arithmetic, positions, masks. Any tensor may be given a value, which then
+stands for what its producer would make; so a chain of operators can be fed numbers and its result compared with what it
+should be. Values come from ONNX's reference evaluator, shapes from ONNX shape inference, operator by operator, only for
+what is asked. Weights are never read.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from onnx.reference.ops import load_op
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 
-# Inputs whose values decide the shape of the output, by operator; every other operator's output shape follows from shapes.
+# Inputs whose values decide the shape of the output, by operator; every other operator's output shape follows from
+# shapes.
 _SHAPED_BY: dict[str, tuple[int, ...]] = {
     "Reshape": (1,), "Expand": (1,), "Slice": (1, 2, 3, 4), "Tile": (1,), "Range": (0, 1, 2), "ConstantOfShape": (0,),
     "Squeeze": (1,), "Unsqueeze": (1,), "Pad": (1, 3), "Split": (1,), "TopK": (1,), "OneHot": (1,), "Resize": (2, 3),
@@ -72,7 +74,7 @@ class Blueprint:
         if key not in self._operators:
             try:
                 self._operators[key] = load_op(domain, node.op_type, self.opsets.get(domain, 1)).eval
-            except Exception:  # no such operator: its values are unknown
+            except Exception:  # noqa: BLE001 - no such operator: its values are unknown
                 self._operators[key] = None
         return self._operators[key]
 
@@ -175,7 +177,7 @@ class Probe:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
                 result = operator(*inputs, n_outputs=len(node.output), **attributes)
-        except Exception:  # an index out of range, a shape that does not fit: the sample is none for this node
+        except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
             return None
         return np.asarray(result[index] if isinstance(result, (tuple, list)) else result)
 
@@ -247,7 +249,7 @@ class Probe:
         try:
             schema = onnx.defs.get_schema(node.op_type, self._blueprint.opsets.get(domain, 1), domain)
             inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
-        except Exception:  # no schema, or shapes that do not fit: unknown
+        except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
             return {}
         return inferred
 

@@ -5,8 +5,8 @@ positions of the new tokens, which some exporters count from the length of a cac
 
     Range(P, P + S) -> Unsqueeze -> [1, S]          becomes          write_indices + arange(S)  [B, S]
 
-Whatever else still depends on it is refused by name. Which tensors depend on it is seen from samples that differ in nothing
-but P.
+Whatever else still depends on it is refused by name. Which tensors depend on it is seen from samples that differ in
+nothing but P.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def _follow(
         if gather_rows(graph, node, canonical, samples.plain):
             return False
         raise UnsupportedModelError(
-            f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or tokens; "
+            f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights "
+            "or tokens; "
             "supported are caches that only attention reads, and positions counted from their length"
         )
     if before.shape == after.shape and np.array_equal(before, after) and _constant(output, samples):
@@ -92,7 +93,8 @@ def _follow(
         return False
     if contains(graph.outputs, output):
         raise UnsupportedModelError(
-            f"the output '{output.name}' depends on the length of the cache, and is no count of its tokens: leave it out"
+            f"the output '{output.name}' depends on the length of the cache, and is no count of its tokens: leave "
+            "it out"
         )
     return True
 

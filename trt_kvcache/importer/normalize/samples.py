@@ -1,4 +1,4 @@
-"""What the inputs of a model as exported are, and samples of a decode step that give each of them a shape and a value."""
+"""What the inputs of a model as exported are, and samples of a decode step: a shape and a value for each of them."""
 
 from __future__ import annotations
 
@@ -30,15 +30,29 @@ class Found(Protocol):
     """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.writes.Candidate`."""
 
     @property
-    def past(self) -> gs.Tensor: ...
+    def past(self) -> gs.Tensor:
+        """The graph input."""
+        ...
+
     @property
-    def present(self) -> gs.Tensor: ...
+    def present(self) -> gs.Tensor:
+        """The graph output."""
+        ...
+
     @property
-    def axis(self) -> int | None: ...
+    def axis(self) -> int | None:
+        """The sequence axis, if known."""
+        ...
+
     @property
-    def growing(self) -> bool: ...
+    def growing(self) -> bool:
+        """Whether present has more rows than past."""
+        ...
+
     @property
-    def positions(self) -> tuple[str, ...]: ...
+    def positions(self) -> tuple[str, ...]:
+        """Names of the graph inputs that say where rows go."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -143,7 +157,8 @@ class Interface:
         if growing or not fixed:
             name = (growing or self.of(OriginalRole.FIXED_CACHE))[0].name
             raise OptionError(
-                f"the cache '{name}' is as long as the text, and TensorRT needs a fixed length: pass --capacity N, the most "
+                f"the cache '{name}' is as long as the text, and TensorRT needs a fixed length: pass --capacity "
+                "N, the most "
                 "tokens that a sequence may have"
             )
         return max(fixed)
@@ -159,7 +174,8 @@ class Interface:
             if len(names) == 1:
                 return names[0]
         raise UnsupportedModelError(
-            f"nothing says which input brings the new tokens (inputs: {', '.join(self._inputs)}); name it with --config, a "
+            f"nothing says which input brings the new tokens (inputs: {', '.join(self._inputs)}); name it with "
+            "--config, a "
             "YAML file such as: roles: {tokens: input_ids}"
         )
 

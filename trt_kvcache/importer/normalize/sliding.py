@@ -1,11 +1,16 @@
 """Hold a cache of which attention only sees a window as a circular buffer (``--sliding circular``).
 
-    present = TensorScatter(past [B, N, L, D], update, w, linear)           present = TensorScatter(past [B, N, R, D], update, w, circular)
-    output  = Attention(q, k, v, nonpad, is_causal, left_window_size=W-1)   output  = Attention(q, k, v, visible [B, 1, S, R])
+    present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
+    output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
+
+    becomes
+
+    present = TensorScatter(past [B, N, R, D], update, w, mode=circular)
+    output  = Attention(q, k, v, visible [B, 1, S, R])
 
 with ``R = W + C - 1`` rows for updates of up to C tokens: the first token of an update still sees its W keys after the
-last one is written. Row ``j`` then holds the newest token at a position that is ``j`` modulo R; with ``w`` the position of
-the first new token and S new ones:
+last one is written. Row ``j`` then holds the newest token at a position that is ``j`` modulo R; with ``w`` the
+position of the first new token and S new ones:
 
     newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
     visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
@@ -72,7 +77,8 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
         names = [str(update.inputs[0].name) for update in (pair.keys, pair.values)]
         if rows >= capacity:
             notes.append(
-                f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up to {chunk} "
+                f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up "
+                f"to {chunk} "
                 f"tokens need {rows} rows, and the capacity is {capacity}"
             )
             continue
@@ -109,11 +115,14 @@ def _find(graph: gs.Graph) -> list[_Windowed]:
             continue
         behind = [_cache_of(t, updates) for n in nodes for t in n.inputs[1:3]]
         names = [n.outputs[0].name for n in behind if n is not None]
-        if len(set(names)) != 2 or len(names) != len(behind) or any(set(map(id, readers[n])) != set(map(id, nodes)) for n in names):
+        if (
+            len(set(names)) != 2
+            or len(names) != len(behind)
+            or any(set(map(id, readers[n])) != set(map(id, nodes)) for n in names)
+        ):
             continue
-        keys, values = behind[0], behind[1]
-        assert keys is not None and values is not None
         done |= set(names)
+        keys, values = (updates[name] for name in names[:2])
         found.append(_Windowed(keys, values, tuple(nodes), windows.pop() + 1))
     return found
 
