@@ -10,6 +10,7 @@ import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
 import pytest
+from builder import build_in_child
 from graphs import Graph
 from onnx import TensorProto, helper
 
@@ -268,3 +269,39 @@ def test_rotary_embedding_with_caches_that_do_not_fit() -> None:
     feeds = ROTARY | {"cos": np.zeros((10, 9), np.float32)}
     with pytest.raises(InvalidModelError, match="rotates 64 values by caches for heads of 18"):
         lowered(make("RotaryEmbedding", feeds, list(feeds), ["y"]))
+
+
+def _buildable() -> dict[str, tuple[str, dict[str, Array], list[str], dict[str, Any]]]:
+    """Every lowered operator once, in the forms that TensorRT might take differently."""
+    half = np.float16
+    x, g = random(half, 2, 3, 64), random(half, 64)
+    rope = {"cos": random(half, 10, 8), "sin": random(half, 10, 8)}
+    full = {"p": np.array([[1, 0, 5], [4, 9, 2]])}
+    partial = {n: random(half, 10, 4) for n in ("cos", "sin")}
+    heads = random(half, 2, 4, 3, 16)
+    return {
+        "simplified": ("SimplifiedLayerNormalization", {"x": x, "g": g}, [], {}),
+        "mixed": ("SimplifiedLayerNormalization", {"x": x, "g": g.astype(np.float32)}, [], {}),
+        "rms": ("SkipSimplifiedLayerNormalization", {"x": x, "s": x, "g": g, "b": g}, ["", "inv", "sum"], {}),
+        "skip": ("SkipLayerNormalization", {"x": x, "s": x, "g": g, "beta": g, "b": g}, ["", "", "sum"], {}),
+        "gelu": ("BiasGelu", {"x": x, "b": g}, [], {}),
+        "fast gelu": ("FastGelu", {"x": x, "b": g}, [], {}),
+        "quick gelu": ("QuickGelu", {"x": x}, [], {}),
+        "matmul": ("FusedMatMul", {"a": heads, "b": heads}, [], {"transB": 1, "alpha": 0.5}),
+        "rotary, first position": ("RotaryEmbedding", {"x": x, "p": np.array([2]), **rope}, [], {}),
+        "rotary, positions": ("RotaryEmbedding", {"x": x, **full, **rope}, [], {"interleaved": 1}),
+        "rotary, heads": ("RotaryEmbedding", {"x": heads, **full, **rope}, [], {}),
+        "rotary, part": ("RotaryEmbedding", {"x": x, **full, **partial}, [],
+                         {"num_heads": 4, "rotary_embedding_dim": 8}),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(_buildable()))
+def test_builds(name: str) -> None:
+    op, feeds, more, attrs = _buildable()[name]
+    domain = "" if op == "SimplifiedLayerNormalization" else CONTRIB
+    model = make(op, feeds, list(feeds), ["y", *more], domain, **attrs)
+    if name == "mixed":
+        model.graph.output[0].type.tensor_type.elem_type = FLOAT
+    outcome = build_in_child(lowered(model).SerializeToString(), [{}])
+    assert outcome.stage == "built", outcome.words

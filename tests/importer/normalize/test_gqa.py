@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import onnx
 import pytest
@@ -28,6 +30,7 @@ from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.normalize.contrib import CONTRIB
+from trt_kvcache.importer.plan import PlanOptions, Route
 
 HEADS, KV_HEADS, SIZE, WIDTH = 4, 2, 32, 48
 CHUNKS = [5, 1, 1, 4, 1, 3]  # of one sequence: ONNX Runtime takes chunks behind a past for one row only
@@ -307,3 +310,21 @@ def test_a_write_that_is_lost() -> None:
 def test_original_of_the_reference_runs() -> None:
     """ONNX Runtime takes what the tests compare with; else nothing above would be compared."""
     assert {o.name for o in session(layer(rotary=SIZE).model).get_outputs()} == {"y", "present_k", "present_v"}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rotary": SIZE},
+        {"rotary": SIZE // 2, "rotary_interleaved": 1, "norm": True},
+        {"local_window_size": 4},
+        {"softcap": 2.0},
+    ],
+    ids=str,
+)
+def test_builds_with_one_cache_layer_each(dtype: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    result = harness.imported(layer(dtype, **options).model, tmp_path, PlanOptions(capacity=CAPACITY))
+    assert [(c.route, c.idiom) for c in result.plan.caches] == [(Route.NATIVE, "GroupQueryAttention")] * 2
+    outcome = harness.build(result)
+    assert outcome.stage == "built", outcome.words

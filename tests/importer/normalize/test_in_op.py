@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import pytest
 from graphs import Graph
 from held_models import (
+    CAPACITY,
     TYPES,
     Layer,
     attention_attrs,
@@ -23,6 +26,7 @@ from held_models import (
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.plan import PlanOptions, Route
 
 HEADS, KV_HEADS, SIZE, WIDTH = 4, 2, 16, 24
 CHUNKS = [5, 1, 1, 4, 1, 3]
@@ -222,3 +226,12 @@ def test_mask_of_the_caller() -> None:
     attention = next(n for n in result.graph.node if n.op_type == "Attention")
     assert attention.input[3] == "mask"
     assert attention_attrs(result)["is_causal"] == 1
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("options", [{"is_causal": 1, "mask": "padding"}, {"rank": 4, "is_causal": 1}], ids=str)
+def test_builds_with_one_cache_layer_each(dtype: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    result = harness.imported(layer(dtype, **options).model, tmp_path, PlanOptions(capacity=CAPACITY))
+    assert [(c.route, c.idiom) for c in result.plan.caches] == [(Route.NATIVE, "Attention")] * 2
+    outcome = harness.build(result)
+    assert outcome.stage == "built", outcome.words

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
 from graphs import Graph
 from held_models import (
+    CAPACITY,
     TYPES,
     Layer,
     attention_attrs,
@@ -29,6 +32,7 @@ from trt_kvcache.importer.normalize.contrib import CONTRIB
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held
 from trt_kvcache.importer.normalize.opset import raise_opset
+from trt_kvcache.importer.plan import PlanOptions, Route
 
 HEADS, SIZE, WIDTH = 4, 16, 24
 CHUNKS = [5, 1, 1, 4, 1, 3]
@@ -189,3 +193,12 @@ def test_a_present_without_a_past_is_refused() -> None:
     graph = gs.import_onnx(raise_opset(model))
     with pytest.raises(UnsupportedModelError, match="gives a present 'present_k' and takes no past"):
         lower_mha(graph)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("options", [{"unidirectional": 1, "bias": True}, {"causal_bias": True}], ids=str)
+def test_builds_with_one_cache_layer_each(dtype: Any, options: dict[str, Any], tmp_path: Path) -> None:
+    result = harness.imported(layer(dtype, **options).model, tmp_path, PlanOptions(capacity=CAPACITY))
+    assert [(c.route, c.idiom) for c in result.plan.caches] == [(Route.NATIVE, "MultiHeadAttention")] * 2
+    outcome = harness.build(result)
+    assert outcome.stage == "built", outcome.words
