@@ -159,3 +159,20 @@ def test_unused_attention_outputs_do_not_stop_shape_inference(tmp_path):
         got = harness.run_rewritten(result, feeds, {"attention_span": 8})
         for name, array in want.items():
             np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-5)
+
+
+def test_unused_outputs_of_a_norm_are_dropped(tmp_path):
+    # TensorRT refuses a LayerNormalization that lists mean and deviation, read or not.
+    model = scatter_model()
+    graph = Graph()
+    graph.input("hidden", F32, ["B", 8])
+    scale = graph.constant(np.ones(8), np.float32)
+    for name, outputs in (("plain", ["plain", "mean", "deviation"]), ("kept", ["kept", "kept_mean"])):
+        graph.node("LayerNormalization", ["hidden", scale], outputs, epsilon=1e-3)
+        graph.output(name, F32, ["B", 8])
+    graph.output("kept_mean", F32, ["B", 1])
+    for field in ("node", "initializer", "input", "output"):
+        getattr(model.graph, field).extend(getattr(graph.model().graph, field))
+    result = harness.imported(model, tmp_path)
+    norms = [node for node in result.model.graph.node if node.op_type == "LayerNormalization"]
+    assert sorted(len(node.output) for node in norms) == [1, 2]

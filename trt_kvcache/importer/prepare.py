@@ -130,13 +130,13 @@ def name_nodes(graph: onnx.GraphProto) -> None:
 
 
 def drop_unused_outputs(graph: onnx.GraphProto) -> None:
-    """Drop Attention outputs that nothing reads: exporters list them, TensorRT refuses the node for them.
+    """Drop outputs of Attention and LayerNormalization that nothing reads: exporters list them, TensorRT refuses them.
 
     Before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
     """
     used = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
-        if node.op_type == "Attention" and node.domain in ("", "ai.onnx"):
+        if node.op_type in ("Attention", "LayerNormalization") and node.domain in ("", "ai.onnx"):
             kept = [name if i == 0 or name in used else "" for i, name in enumerate(node.output)]
             while not kept[-1]:
                 kept.pop()
