@@ -35,6 +35,7 @@ from trt_kvcache.importer.plan import (
     MaskGeometry,
     PlanOptions,
     SpanInput,
+    UpdateMode,
 )
 from trt_kvcache.importer.queries import MOST_READERS, sequence_axis, whole_query
 
@@ -183,7 +184,8 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
         read = tuple(c.past for t in node.inputs[1:3] if (c := _cache_behind(t, present)) is not None)
         span = _span(graph, facts, read, caches, options, spans, warnings)
         keys = "span" if span else "mask" if _shorter_mask(graph, facts, options) else "all"
-        if keys == "all" and read and options.attention_span and facts.mask is not None:
+        rings = any(c.mode is UpdateMode.CIRCULAR for c in caches if c.past in read)  # all of their rows are in use
+        if keys == "all" and read and options.attention_span and facts.mask is not None and not rings:
             _warn(warnings, f"attention with mask '{facts.mask.name}' reads the whole capacity each step: its mask is "
                             "as long as the cache and no lengths input bounds it")  # fmt: skip
         geometry = _geometry(graph, facts, kind, span, masks)

@@ -102,10 +102,10 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     free_positions(graph, canonical, interface, samples)
     graph.cleanup().toposort()
     _check_readers(graph)
-    _drop_inputs(graph, interface)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, capacity, options.window_chunk)
+    _drop_inputs(graph, interface)
     normalized = _export(graph, snapshot, canonical.opset)
     for name, (kind, shape) in canonical.known.items():
         named = [None if d == "?" else d for d in shape]
@@ -171,14 +171,15 @@ def _check_readers(graph: gs.Graph) -> None:
 
 
 def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:
-    """Take away the inputs that only served the caches as exported."""
+    """Take away the inputs that only served the caches as exported, and added ones that circular caches do not need."""
     gone = {OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS, OriginalRole.MASK}
     graph.inputs = [
         t
         for t in graph.inputs
-        if consumers(t) or contains(graph.outputs, t) or t.name not in interface.inputs
-        or interface.inputs[t.name].role not in gone
-    ]  # fmt: skip
+        if consumers(t)
+        or contains(graph.outputs, t)
+        or (t.name in interface.inputs and interface.inputs[t.name].role not in gone)
+    ]
 
 
 def _export(graph: gs.Graph, snapshot: onnx.ModelProto, least: int) -> onnx.ModelProto:

@@ -42,8 +42,7 @@ def find_changes(interface: Interface, model: onnx.ModelProto, counts: set[str])
                 )
                 changes.append(InterfaceChange(io, _old(tensor), "", why))
             elif tensor.role is OriginalRole.GROWING_CACHE:
-                new = _new(tensor)
-                changes.append(InterfaceChange(io, _old(tensor), new, "a buffer of fixed capacity L, updated in place"))
+                changes.append(_bounded(io, tensor, shape_of(kept[tensor.name]) or ()))
         known = {t.name for t in interface.tensors}
         for name, value in kept.items():
             if name not in known:
@@ -64,12 +63,18 @@ def _old(tensor: OriginalTensor) -> str:
     return _join(tensor.name, dims)
 
 
-def _new(tensor: OriginalTensor) -> str:
-    names = {"batch": "B", "past": "L"}
+def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...]) -> InterfaceChange:
+    """A growing cache and its buffer: as long as the capacity, which is bound later, or as a window."""
+    axis = tensor.axes.index("past") if "past" in tensor.axes else None
+    rows = shape[axis] if axis is not None and axis < len(shape) else "L"
+    why = "a buffer of fixed capacity L, updated in place"
+    if isinstance(rows, int):
+        why = "a circular buffer of a window, updated in place"
+    names = {"batch": "B", "past": str(rows) if isinstance(rows, int) else "L"}
     dims = (
         str(d) if isinstance(d, int) else names.get(a, str(d)) for a, d in zip(tensor.axes, tensor.shape, strict=True)
     )
-    return _join(tensor.name, dims)
+    return InterfaceChange(io, _old(tensor), _join(tensor.name, dims), why)
 
 
 def _text(name: str, shape: Iterable[int | str]) -> str:
