@@ -55,7 +55,7 @@ def test_roles_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
 def test_shapes_given_by_name(tmp_path: Path) -> None:
     model = write(tmp_path / "m.onnx", cross_model("hidden"))
     name = "encoder_hidden_states"
-    build = BuildOptions(max_batch=4, max_encoder=24, min_shapes={name: (1, 24, 32)}, opt_shapes={name: (1, 24, 32)})
+    build = BuildOptions(max_batch=4, max_encoder=24, min_shapes={name: (1, 24, 32)}, opt_shapes={name: (4, 24, 32)})
     manifest = build_engine(model, tmp_path / "m.engine", build=build)
     assert {p.shapes[name].min for p in manifest.profiles} == {(1, 24, 32)}
     with pytest.raises(OptionError, match=r"must be 24 \(from --max-encoder\)"):
