@@ -358,6 +358,28 @@ def test_sequences_that_swap_positions():
     refused(idiom, "at the position of another", pos=("B",))
 
 
+def test_only_one_head():
+    def idiom(graph: Graph, past: str, new: str) -> str:
+        update = graph.node("Slice", [transpose(graph, new, 0, 2, 1, 3), *(graph.constant([v]) for v in (0, 1, 1))])
+        index = graph.node("Expand", [along(graph, positions(graph), 2, 4), graph.node("Shape", [update])])
+        return graph.node("ScatterElements", [past, index, update], axis=2)
+
+    refused(idiom, "which rows it writes cannot be computed|writes only a part")
+
+
+def test_only_one_sequence():
+    """One slot of the batch is written."""
+
+    def idiom(graph: Graph, past: str, new: str) -> str:
+        rows = positions(graph)
+        slot = graph.node("Expand", [graph.constant([1]), graph.node("Shape", [rows])])
+        update = graph.node("Gather", [new, graph.constant(0)], axis=0)
+        written = graph.node("ScatterND", [transpose(graph, past, 0, 2, 1, 3), joined(graph, slot, rows), update])
+        return transpose(graph, written, 0, 2, 1, 3)
+
+    refused(idiom, "its indices are")
+
+
 @pytest.mark.parametrize("op", ["ScatterND", "ScatterElements"])
 @pytest.mark.parametrize("reduction", ["add", "max"])
 def test_reductions(op, reduction):

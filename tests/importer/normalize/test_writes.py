@@ -146,6 +146,35 @@ def test_unchanged_in_another_layout_is_refused_as_well():
         prove_updates(model)
 
 
+@pytest.mark.parametrize("length", ["E", CAPACITY])
+def test_keys_of_an_encoder_go_through(length):
+    """Unchanged, a cross-attention cache is none to write; one of the shape of those written has lost its write."""
+
+    def idiom(graph: Graph, past: str, new: str) -> str:
+        cross = graph.input("cross", TensorProto.FLOAT, ["B", HEADS, length, SIZE])
+        graph.node("Identity", [cross], "present_cross")
+        graph.output("present_cross", TensorProto.FLOAT, ["B", HEADS, length, SIZE])
+        return index_copy()(graph, past, new)
+
+    model = update_model(idiom)
+    if length == "E":
+        assert [w.past.name for w in prove_updates(model)] == ["past"]
+    else:
+        with pytest.raises(UnsupportedModelError, match="'cross' .* the exporter has lost the write"):
+            prove_updates(model)
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+def test_hidden_states_go_through(inputs):
+    """Hidden states of an encoder come alone; caches with merged heads come in pairs."""
+    graph = Graph()
+    for name in [f"states_{i}" for i in range(inputs)]:
+        graph.input(name, TensorProto.FLOAT, ["B", "L", 8])
+        graph.node("Identity", [name], f"{name}_out")
+        graph.output(f"{name}_out", TensorProto.FLOAT, ["B", "L", 8])
+    assert [c.idiom for c in candidates(graph.model(24))] == ["unchanged"] * (inputs if inputs > 1 else 0)
+
+
 def test_casts_to_the_same_type_are_views():
     def idiom(graph: Graph, past: str, new: str) -> str:
         past, new = (graph.node("Cast", [t], to=TensorProto.FLOAT) for t in (past, new))

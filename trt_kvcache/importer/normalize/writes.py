@@ -19,7 +19,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, producer
+from trt_kvcache.importer.graph import consumers, contains, dims, elem_type, is_op, producer
 from trt_kvcache.importer.normalize import concat, scatter, select
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, may_be_cache, richest
 from trt_kvcache.importer.normalize.findings import Write
@@ -58,6 +58,7 @@ def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
         UnsupportedModelError: a cache is held in the model, where no caller can reach it.
     """
     found = [c for output in graph.outputs if (c := _find(graph, output)) is not None]
+    found = [c for c in found if not _is_constant(c, found)]
     found += _unreachable(graph, found)
     found = [c if c.reason else replace(c, reason=_second_use(c, found)) for c in found]
     return tuple(found)
@@ -82,6 +83,19 @@ def _find(graph: gs.Graph, present: gs.Tensor) -> Candidate | None:
     elif is_op(node, "Where", "Add", "Sub"):
         return select.find(graph, node, present, after)
     return _moved(graph, node, present)
+
+
+def _is_constant(candidate: Candidate, found: Sequence[Candidate]) -> bool:
+    """Whether an unchanged input is no cache to write.
+
+    Keys and values of an encoder come beside caches of another shape; hidden states have three axes and come alone.
+    """
+    if candidate.idiom != "unchanged":
+        return False
+    shape = dims(candidate.past) or ()
+    written = [dims(c.past) for c in found if c.idiom != "unchanged"]
+    alike = [c for c in found if c.idiom == "unchanged" and len(c.past.shape) == len(shape)]
+    return shape not in written if written else len(shape) == 3 and len(alike) == 1
 
 
 def _moved(graph: gs.Graph, node: gs.Node, present: gs.Tensor) -> Candidate | None:
