@@ -7,6 +7,8 @@ from typing import Any
 
 import harness
 import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
 import pytest
 from graphs import Graph
 from held_models import (
@@ -21,11 +23,13 @@ from held_models import (
     normalized,
     op_types,
     projected,
+    session,
     windows_as_masks,
 )
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.plan import PlanOptions, Route
 
 HEADS, KV_HEADS, SIZE, WIDTH = 4, 2, 16, 24
@@ -235,3 +239,39 @@ def test_builds_with_one_cache_layer_each(dtype: Any, options: dict[str, Any], t
     assert [(c.route, c.idiom) for c in result.plan.caches] == [(Route.NATIVE, "Attention")] * 2
     outcome = harness.build(result)
     assert outcome.stage == "built", outcome.words
+
+
+@pytest.mark.parametrize("rank", [3, 4])
+@pytest.mark.parametrize(
+    "outputs", [["y", "present_k", "present_v"], ["y", "", "present_v"], ["y", "present_k", "", "qk"]]
+)
+def test_presents_without_a_past(rank: int, outputs: list[str]) -> None:
+    graph = Graph()
+    rng = np.random.default_rng(8)
+    feeds = {}
+    for name, heads, length in (("q", HEADS, 3), ("k", KV_HEADS, 5), ("v", KV_HEADS, 5)):
+        shape = [2, length, heads * SIZE] if rank == 3 else [2, heads, length, SIZE]
+        graph.input(name, TensorProto.FLOAT, shape)
+        feeds[name] = rng.standard_normal(shape).astype(np.float32)
+    attrs = {"q_num_heads": HEADS, "kv_num_heads": KV_HEADS} if rank == 3 else {}
+    graph.node("Attention", ["q", "k", "v"], outputs, **attrs)
+    for name in filter(None, outputs):
+        size = {"y": 3 if rank == 3 else 4}.get(name, 4)
+        graph.output(name, TensorProto.FLOAT, [f"{name}{i}" for i in range(size)])
+    model = graph.model(24)
+    lowered = gs.import_onnx(model)
+    lower_presents(lowered)
+    result = gs.export_onnx(lowered)
+    onnx.checker.check_model(result, full_check=True)
+    attention = next(n for n in result.graph.node if n.op_type == "Attention")
+    assert not any(attention.output[1:3])
+    names = [name for name in outputs if name]
+    for before, after in zip(session(model).run(names, feeds), session(result).run(names, feeds), strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
+def test_attention_without_presents_stays() -> None:
+    model = layer(is_causal=1).model
+    graph = gs.import_onnx(model)
+    lower_presents(graph)
+    assert list(gs.export_onnx(graph).graph.node) == list(model.graph.node)

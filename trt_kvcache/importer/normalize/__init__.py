@@ -27,6 +27,7 @@ from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import lower_contrib
 from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
@@ -75,6 +76,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         return Normalized(model, None)
     graph = gs.import_onnx(_inferred(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
     lower_mha(graph)
+    lower_presents(graph)
     lower_contrib(graph)
     graph = gs.import_onnx(_inferred(gs.export_onnx(graph.cleanup().toposort())))
     find_held(graph)  # states the shapes of its caches

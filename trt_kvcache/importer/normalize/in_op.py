@@ -10,6 +10,13 @@ to 26: so does its kernel, which also agrees with ONNX on masks beside is_causal
 It takes no mask shorter than P + S, where ONNX hides the missing keys; such masks are refused here too. A window
 (`left_window_size`, opset 25) counts the keys before the query's own; ONNX Runtime does not know it yet.
 
+Without a past, presents are the keys and values themselves, ``[B, N, S, D]``, as mobius-onnx's cross-attention gives
+them:
+
+    y, present_k, present_v = Attention(q, k, v)
+    becomes
+    y = Attention(q, k, v);  present_k = k, heads apart;  present_v = v, heads apart
+
 Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html.
 """
 
@@ -21,9 +28,9 @@ from functools import partial
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import dims, input_or_none, is_op
+from trt_kvcache.importer.graph import Emitter, dims, input_or_none, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.contrib import used
+from trt_kvcache.importer.normalize.contrib import become, used
 from trt_kvcache.importer.normalize.findings import Visibility
 from trt_kvcache.importer.normalize.held import (
     Heads,
@@ -47,6 +54,37 @@ def is_in_op(node: gs.Node) -> bool:
     """Whether a node is ONNX's Attention with a past."""
     pasts = [input_or_none(node, index) for index in _PASTS]
     return is_op(node, "Attention") and any(past is not None for past in pasts)
+
+
+def lower_presents(graph: gs.Graph) -> None:
+    """Take, in place, presents away from each Attention that has no past: they are its keys and values.
+
+    Raises:
+        InvalidModelError: 3-D inputs without a number of heads.
+        UnsupportedModelError: a width is unknown.
+    """
+    emitter = Emitter(graph)
+    changed = False
+    for node in [n for n in graph.nodes if is_op(n, "Attention") and not is_in_op(n)]:
+        pairs = zip((1, 2), _PRESENTS, strict=True)
+        wanted = [(node.inputs[i], node.outputs[p]) for i, p in pairs if used(graph, node, p)]
+        if not wanted:
+            continue
+        outputs = list(node.outputs)
+        node.outputs.clear()
+        node.outputs.extend([outputs[0], *(gs.Variable.empty() for _ in outputs[1:3]), *outputs[3:]])
+        for tensor, present in wanted:
+            if _rank(node) == 3:
+                heads = _heads_of(node, "kv_num_heads", 1)
+                result = split_heads(emitter, tensor, heads, head_size(tensor, heads, node))
+            else:
+                result = emitter.op("Identity", [tensor], "present")
+            become(result, present)
+        while node.outputs[-1].is_empty():
+            node.outputs.pop()
+        changed = True
+    if changed:
+        graph.toposort()
 
 
 def in_op_caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
