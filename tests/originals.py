@@ -206,6 +206,9 @@ def _add_extras(edit: Editor, config: OriginalConfig) -> None:
     batch, hidden = config.decoder.batch, config.decoder.hidden
     edit.add_input("state", TensorProto.FLOAT, [batch, hidden])
     edit.add_input("bias", TensorProto.FLOAT, [batch, "n"])
+    edit.add_input("flag", TensorProto.INT64, [])
+    edit.graph.output.append(helper.make_tensor_value_info("flag_out", TensorProto.INT64, []))
+    edit.op("Identity", ["flag"], "flag_out")
     edit.graph.output.append(helper.make_tensor_value_info("state_out", TensorProto.FLOAT, [batch, hidden]))
     last = edit.graph.node[-1]
     shown = last.input[0]

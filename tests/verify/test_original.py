@@ -10,12 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from decoders import DecoderConfig
 from onnx import ModelProto, helper
 from originals import Editor, OriginalConfig, import_pair
 
 from trt_kvcache.errors import OptionError, VerificationError
+from trt_kvcache.importer.source import load_source
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 from trt_kvcache.verify.original import OriginalInterface
 
@@ -221,6 +223,20 @@ def test_stale_rows_must_stay(tmp_path: Path, config: OriginalConfig) -> None:
     assert cleared.max_relative is not None
     assert cleared.max_relative <= cleared.tolerance
     assert not report.passed
+
+
+def test_what_an_original_leaves_beyond_the_tokens_means_nothing(tmp_path: Path) -> None:
+    imported = import_pair(tmp_path, ASSIGN)
+    original = ModelProto.FromString(imported.source.proto.SerializeToString())
+    zero = constant(original, 0, np.float32)
+    for node in Editor(original).nodes("Concat"):
+        if node.input[-1].endswith("/after"):
+            place = list(original.graph.node).index(node)
+            cleared = helper.make_node("Mul", [node.input[2], zero], [f"{node.input[2]}/cleared"], name=node.input[2])
+            original.graph.node.insert(place, cleared)
+            node.input[2] += "/cleared"
+    onnx.save(original, tmp_path / "original.onnx")
+    verify_import(replace(imported, source=load_source(tmp_path / "original.onnx")), VerifyOptions()).check()
 
 
 def test_greedy_tokens_are_counted(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from trt_kvcache.importer.plan import Role
 from trt_kvcache.verify.caches import CacheTensor, cache_bytes, find_caches, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
-from trt_kvcache.verify.inputs import StepInputs, load_inputs
+from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import with_expanded_masks
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
@@ -63,9 +63,9 @@ class Verification:
         self.caches = self._find_caches(limits)
         self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
-        self.inputs = StepInputs(
-            imported.plan, index_limits(rewritten, imported.plan), self._given(), self.rng, twin=twin
-        )
+        constants = draw_constants(imported.plan, self.limits.batch, verify.seed, twin=twin)
+        given = constants | load_inputs(verify.inputs)
+        self.inputs = StepInputs(imported.plan, index_limits(rewritten, imported.plan), given, self.rng, twin=twin)
         if original is not imported.source.proto and not twin:
             self.notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
         self.kinds = _SPAN_KINDS if imported.plan.spans else ("",)
@@ -78,10 +78,6 @@ class Verification:
     def _find_caches(self, limits: Limits) -> tuple[CacheTensor, ...]:
         """What is carried from step to step, as the rewritten model takes it."""
         return find_caches(self.plan)
-
-    def _given(self) -> dict[str, Array]:
-        """Values for inputs by name, used before any role."""
-        return load_inputs(self.verify.inputs)
 
     def _fit(self, limits: Limits) -> Limits:
         """Fewer rows where the caches of all rows would not fit into memory."""

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, Role, SpanInput, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.verify.dtypes import numpy_dtype
 from trt_kvcache.verify.schedule import Step
 from trt_kvcache.verify.tables import IndexLimits
@@ -19,6 +19,8 @@ Array = npt.NDArray[Any]
 
 _DRIVEN = (Role.CACHE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 _HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
+
+_ENCODER_TOKENS = 6  # that an encoder has read, in verification
 
 _FAINT = -20.0  # a float mask's bias for hidden tokens: exp(-20) is nothing, and finite
 
@@ -156,6 +158,32 @@ class StepInputs:
         if dtype.kind == "f":
             return self._rng.normal(0, 0.5, shape).astype(dtype)
         return self._rng.integers(0, 2, shape).astype(dtype)
+
+
+def draw_constants(plan: CachePlan, batch: int, seed: int, *, twin: bool) -> dict[str, Array]:
+    """Values of what is given once and only read, by name, for every step: the output of an encoder, its mask.
+
+    Args:
+        plan: of the model.
+        batch: rows.
+        seed: of the values.
+        twin: bfloat16 is held as float32.
+    """
+    rng = np.random.default_rng([seed, len(plan.tensors)])
+    named = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
+    drawn: dict[str, Array] = {}
+    for tensor in plan.tensors:
+        if tensor.io != "input" or (tensor.role is not Role.CONSTANT and tensor.name not in named):
+            continue
+        sizes = {"batch": batch}
+        dims = zip(tensor.shape, tensor.axes, strict=True)
+        shape = tuple(d if isinstance(d, int) else sizes.get(axis, _ENCODER_TOKENS) for d, axis in dims)
+        dtype = numpy_dtype(tensor.dtype, twin=twin)
+        values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
+        if dtype.kind != "f" and values.ndim:
+            values[..., 0] = 1  # a mask over what an encoder has read hides some of it, never all
+        drawn[tensor.name] = values.astype(dtype)
+    return drawn
 
 
 def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: Sequence[str]) -> Array:

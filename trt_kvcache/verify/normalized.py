@@ -16,7 +16,7 @@ from trt_kvcache.importer.plan import CacheUpdate, OriginalRole, Role, StateUpda
 from trt_kvcache.verify.caches import CacheTensor, find_caches, first_contents
 from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
-from trt_kvcache.verify.dtypes import numpy_dtype, tolerance
+from trt_kvcache.verify.dtypes import tolerance
 from trt_kvcache.verify.original import OriginalInterface, OriginalSession, size_of
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule
@@ -26,7 +26,6 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _TIMES_PROMPT = 3  # single-token steps, where the caller does not say how many
-_CONSTANT_SIZE = 6  # of axes of constants that nothing explains, such as the tokens that an encoder has read
 
 
 class NormalizedVerification(Verification):
@@ -98,25 +97,6 @@ class NormalizedVerification(Verification):
         role = next((t for t in self.plan.tensors if t.name == state.past and t.io == "input"), None)
         role = role or TensorRole(state.past, "input", Role.STATE, state.dtype, state.shape, "graph: state", ())
         return CacheTensor(role, state.present, None)
-
-    def _given(self) -> Feeds:
-        """Constants are drawn once, so that every step sees the same."""
-        rng = np.random.default_rng([self.verify.seed, len(self.plan.original)])
-        named = {t.name for t in self.plan.tensors if t.io == "input"}
-        drawn: Feeds = {}
-        for tensor in self.plan.original:
-            if tensor.io != "input" or tensor.role is not OriginalRole.CONSTANT or tensor.name not in named:
-                continue
-            sizes = {"batch": self._read_limits().batch}
-            shape = tuple(
-                size_of(d) or sizes.get(a, _CONSTANT_SIZE) for d, a in zip(tensor.shape, tensor.axes, strict=True)
-            )
-            dtype = numpy_dtype(tensor.dtype, twin=self.twin)
-            values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
-            if dtype.kind != "f" and values.ndim:
-                values[..., 0] = 1  # a mask over what an encoder read hides some, never all
-            drawn[tensor.name] = values.astype(dtype)
-        return drawn | super()._given()
 
     def _open_original(self, trial: Feeds) -> Session:
         rows, past = self.interface.groups(trial)[0]

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Dim, OriginalRole, OriginalTensor, Role
+from trt_kvcache.importer.plan import CachePlan, Dim, OriginalRole, OriginalTensor, Role, UpdateMode
 from trt_kvcache.verify.caches import find_caches
 from trt_kvcache.verify.dtypes import numpy_dtype
 from trt_kvcache.verify.inputs import arrange
@@ -61,16 +61,19 @@ class OriginalInterface:
         self._twin = twin
         self._inputs = [t for t in plan.original if t.io == "input"]
         self._outputs = {t.name: t for t in plan.original if t.io == "output"}
+        self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
         self._past_of = {c.output: c.role.name for c in find_caches(plan)}
-        self._tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
+        tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
         starts = plan.tensor(Role.WRITE_INDICES)
-        if starts is None or self._tokens is None:
+        if starts is None or tokens is None:
             raise UnsupportedModelError(
                 "the rewritten model has no single input for write indices, or the original none for tokens: nothing "
                 "says at which position a step of the original starts"
             )
-        self._starts = starts.name
+        self._starts, self._tokens = starts.name, tokens
+        self._token_axis = tokens.axes.index("sequence") if "sequence" in tokens.axes else 1
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
+        self._axes = {t.name: t.axes for t in plan.tensors if t.io == "input"}
         self._same = {
             t.name for t in self._inputs if t.name in roles and roles[t.name] is _COUNTED.get(t.role, roles[t.name])
         }
@@ -100,9 +103,7 @@ class OriginalInterface:
             rows: which rows.
             past: tokens that these rows hold before the step.
         """
-        assert self._tokens is not None
-        axis = self._tokens.axes.index("sequence") if "sequence" in self._tokens.axes else 1
-        length = feeds[self._tokens.name].shape[axis]
+        length = feeds[self._tokens.name].shape[self._token_axis]
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs}
 
@@ -113,7 +114,8 @@ class OriginalInterface:
         if tensor.role in _CACHES:
             return self._past(tensor, feeds, rows, sizes)
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
-            return _cut(_take(feeds[tensor.name], tensor.axes, rows), tensor, sizes).astype(dtype)
+            axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
+            return _cut(_take(feeds[tensor.name], axes, rows), tensor, sizes).astype(dtype)
         if tensor.role not in _COUNTED:
             raise OptionError(
                 f"nothing says which values the original's input '{tensor.name}' {list(tensor.shape)} "
@@ -168,21 +170,32 @@ class OriginalInterface:
             if name in self.unseen:
                 continue
             values = [outputs[name] for _, _, outputs in ran]
-            if tensor.role is OriginalRole.GROWING_CACHE:
-                made[name] = self._present(tensor, feeds, [(rows, outputs[name]) for rows, _, outputs in ran])
-            elif len(values) == 1:
-                made[name] = values[0]
+            if tensor.role in _CACHES and name in self._past_of:
+                made[name] = self._present(tensor, feeds, ran)
+            elif "batch" in tensor.axes:
+                made[name] = np.concatenate(values, tensor.axes.index("batch"))
             else:
-                made[name] = np.concatenate(values, tensor.axes.index("batch") if "batch" in tensor.axes else 0)
+                made[name] = values[0]
         return made
 
-    def _present(self, tensor: OriginalTensor, feeds: Mapping[str, Array], ran: Sequence[tuple[slice, Array]]) -> Array:
-        """A cache with the rows that the original's grown caches hold."""
-        present: Array = feeds[self._past_of[tensor.name]].copy()
-        axis = next(i for i, a in enumerate(tensor.axes) if a in ("total", "past"))
-        for rows, grown in ran:
-            place = [rows, *[slice(None)] * (axis - 1), slice(0, grown.shape[axis])]
-            present[tuple(place)] = grown
+    def _present(
+        self, tensor: OriginalTensor, feeds: Mapping[str, Array], ran: Sequence[tuple[slice, int, Mapping[str, Array]]]
+    ) -> Array:
+        """A cache with the rows that hold tokens in the original's caches.
+
+        Rows beyond mean nothing there: operators that make a new cache leave them as the memory was. Circular caches
+        have no such rows once they are full.
+        """
+        past = self._past_of[tensor.name]
+        present: Array = feeds[past].copy()
+        axis = next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
+        for rows, before, outputs in ran:
+            held = outputs[tensor.name]
+            if past not in self._circular:
+                tokens = before + feeds[self._tokens.name].shape[self._token_axis]
+                held = np.moveaxis(np.moveaxis(held, axis, 0)[:tokens], 0, axis)
+            place = [rows, *[slice(None)] * (axis - 1), slice(0, held.shape[axis])]
+            present[tuple(place)] = held
         return present
 
 
@@ -230,5 +243,5 @@ def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:
 def _cut(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int]) -> Array:
     """A mask over the capacity, cut to the tokens there are."""
     if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
-        values = values[..., : sizes["total"]]
-    return np.ascontiguousarray(values)
+        return np.ascontiguousarray(values[..., : sizes["total"]])
+    return values
