@@ -35,6 +35,7 @@ from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import free_positions
 from trt_kvcache.importer.normalize.samples import Interface, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
+from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
 from trt_kvcache.importer.plan import Dim, OriginalRole, PlanOptions, Sliding
 
@@ -82,8 +83,10 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     find_held(graph)  # states the shapes of its caches
     snapshot = _inferred(gs.export_onnx(graph))
     graph = gs.import_onnx(snapshot)
-    candidates, held = find_candidates(graph), find_held(graph)
-    interface = Interface(snapshot, [*candidates, *held], options.config)
+    held = find_held(graph)
+    states = find_states(graph, {c.past.name for c in held})
+    candidates = [c for c in find_candidates(graph) if c.past.name not in {s.past for s in states}]
+    interface = Interface(snapshot, [*candidates, *held], options.config, states)
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(snapshot, weights), interface, capacity)
 
@@ -101,9 +104,9 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         canonical.core(core)
     counts = _drop_counts(graph, interface, samples)
     graph.cleanup().toposort()
+    _check_readers(graph)
     free_positions(graph, canonical, interface, samples)
     graph.cleanup().toposort()
-    _check_readers(graph)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, capacity, options.window_chunk)
@@ -161,15 +164,23 @@ def _check_readers(graph: gs.Graph) -> None:
     """
     for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
         for tensor in (update.inputs[0], update.outputs[0]):
-            for node in consumers(tensor):
-                is_view = is_op(node, "Transpose", "Reshape") and all(is_op(n, "Transpose", "Attention")
-                                                                     for n in consumers(node.outputs[0]))  # fmt: skip
-                if not is_op(node, "TensorScatter", "Attention", "Shape") and not is_view:
-                    raise UnsupportedModelError(
-                        f"{node.op} '{node.name}' reads the cache '{update.inputs[0].name}' and is no attention "
-                        "that the importer "
-                        "can prove; supported are caches that only attention reads"
-                    )
+            reader = _other_reader(graph, tensor)
+            if reader is not None:
+                raise UnsupportedModelError(
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that the "
+                    "importer can prove; supported are caches that only attention reads"
+                )
+
+
+def _other_reader(graph: gs.Graph, tensor: gs.Tensor) -> gs.Node | None:
+    """A node that reads a cache, or a view of one, and is neither its update nor attention over it."""
+    for node in consumers(tensor):
+        if is_op(node, "TensorScatter", "Shape") or (is_op(node, "Attention") and node.inputs[0] is not tensor):
+            continue
+        is_view = is_op(node, "Transpose", "Reshape") and bool(consumers(node.outputs[0]))
+        if not is_view or contains(graph.outputs, node.outputs[0]) or _other_reader(graph, node.outputs[0]):
+            return node
+    return None
 
 
 def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:

@@ -13,7 +13,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.normalize.probe import Blueprint, Probe, Shape
-from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, Role
+from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, Role, StateUpdate
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
@@ -21,6 +21,7 @@ Array = npt.NDArray[Any]
 
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 _INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32}
+_LONG = 512  # new tokens, at most, of the longest update: masks have that squared
 _OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output
 _SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
 _HIDDEN_SHARE = 0.3
@@ -89,13 +90,16 @@ class Interface:
         model: flat, with shapes inferred.
         found: its caches.
         config: the user's name patterns.
+        states: its state that is no cache.
 
     Raises:
         UnsupportedModelError: no input brings new tokens.
         AmbiguousRoleError, OptionError: see `find_roles`.
     """
 
-    def __init__(self, model: onnx.ModelProto, found: Sequence[Found], config: str | None) -> None:
+    def __init__(
+        self, model: onnx.ModelProto, found: Sequence[Found], config: str | None, states: Sequence[StateUpdate] = ()
+    ) -> None:
         self._found = {f.past.name: f for f in found}
         presents = {f.present.name: f for f in found}
         none: frozenset[str] = frozenset()
@@ -106,13 +110,16 @@ class Interface:
         counted = {name for f in found for name in f.positions}
         fixed_lengths = {f.past.name for f in found if not f.growing}
         self._inputs = {v.name: v for v in model.graph.input}
+        self._states = {name for state in states for name in (state.past, state.present)}
         self.tokens = self._find_tokens(roles, counted)
         batches, news = self._symbols()
         tensors = []
         for io, values in (("input", model.graph.input), ("output", model.graph.output)):
             for value in values:
                 shape = tuple(shape_of(value) or ())
-                if io == "input":
+                if value.name in self._states:
+                    role = OriginalRole.STATE
+                elif io == "input":
                     role = self._input_role(value, roles[io, value.name], counted, news)
                 elif value.name in presents:
                     growing = presents[value.name].growing
@@ -168,7 +175,9 @@ class Interface:
         embedded = [
             n
             for n, v in self._inputs.items()
-            if n not in self._found and n not in counted and elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == 3
+            if n not in {*self._found, *self._states, *counted}
+            and elem_type_of(v) in _FLOATS
+            and len(shape_of(v) or ()) == 3
         ]
         for names in (named, embedded):
             if len(names) == 1:
@@ -248,7 +257,7 @@ class Samples:
         plain: steps in which every token is visible; the last one ends at the capacity.
         padded: steps in which the padding mask hides tokens; empty where there is none.
         wrapped: steps beyond the capacity, for caches that may be circular.
-        twins: two steps that differ in nothing but the past.
+        twins: two steps that differ in nothing but the past, unless the capacity has room for one token only.
     """
 
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
@@ -257,11 +266,15 @@ class Samples:
         self._capacity = capacity
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
-        sizes = [s for s in _SMALL if s[1] + s[2] <= capacity] or [(1, 0, 1)]
-        last = max(1, min(2, capacity))
-        self.plain = self._unique([self._make(*s) for s in (*sizes, (1, capacity - last, last))])
-        pasts = [p for p in (5, 9) if p + 3 <= capacity] or [0]
-        self.twins = (self._make(2, pasts[0], 3), self._make(2, pasts[-1], 3))
+        fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
+        sizes = [s for s in _SMALL if s[1] + (fixed_length or s[2]) <= capacity] or [(1, 0, 1)]
+        last = fixed_length or min(2, capacity)
+        # The last two differ in nothing but the past, from none to all that there is room for.
+        ends = [(1, 0, fixed_length or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
+        self.plain = self._unique([self._make(*s) for s in (*sizes, *ends)])
+        length = fixed_length or min(3, max(1, capacity // 2))
+        room = max(0, capacity - length)
+        self.twins = (self._make(2, min(5, room // 2), length), self._make(2, min(9, room), length))
         masked = bool(interface.of(OriginalRole.PADDING_MASK))
         self.padded = self._unique([self._make(*s, padded=True) for s in sizes if s[0] > 1]) if masked else ()
         fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
