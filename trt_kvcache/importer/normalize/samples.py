@@ -208,7 +208,7 @@ class Interface:
             return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
         if role is Role.MASK:
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
-        if elem_type_of(value) == onnx.TensorProto.BOOL and len(shape) == 4:
+        if len(shape) == 4 and (elem_type_of(value) == onnx.TensorProto.BOOL or (shape[1] == 1 and shape[2] in news)):
             return OriginalRole.MASK
         return OriginalRole.CONSTANT if elem_type_of(value) in _FLOATS else OriginalRole.OTHER
 
