@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+import numpy as np
 import onnx
 import pytest
 from graphs import Graph, scatter_model
@@ -65,7 +66,7 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 def test_directory(tmp_path: Path) -> None:
-    assert refusal(tmp_path).startswith("a directory;")
+    assert refusal(tmp_path) == "a directory without an .onnx file; give the path of an .onnx file"
 
 
 @pytest.mark.parametrize(
@@ -464,3 +465,17 @@ def test_save_copies_through_the_operating_system(
     monkeypatch.setattr(shutil, "copyfileobj", interrupt)
     save_model(source.proto, tmp_path / "target" / "out.onnx", source)
     assert (tmp_path / "target" / "weights" / "a.bin").read_bytes() == bytes(range(128))
+
+
+def test_integers_in_external_data_are_read_and_weights_are_not(stored: Path) -> None:
+    model = external_model(location="weights/a.bin", offset=0, length=128)
+    rows = TensorProto(name="rows", data_type=TensorProto.INT64, dims=[4], data_location=TensorProto.EXTERNAL)
+    for key, value in {"location": "weights/b.bin", "offset": "8", "length": "32"}.items():
+        rows.external_data.add(key=key, value=value)
+    model.graph.initializer.append(rows)
+    (stored.parent / "weights" / "b.bin").write_bytes(np.arange(5).tobytes())
+    source = load_source(write(stored, model))
+    weight, read = source.proto.graph.initializer
+    assert weight.data_location == TensorProto.EXTERNAL
+    assert onnx.numpy_helper.to_array(read).tolist() == [1, 2, 3, 4]
+    assert len(source.external_files) == 2

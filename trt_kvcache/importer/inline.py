@@ -15,7 +15,7 @@ Any other body that hides a cache update or an attention is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import onnx
@@ -110,19 +110,43 @@ def _splice(graph: onnx.GraphProto, index: int) -> str:
             f"{label} holds {', '.join(hidden)}: cache updates and attention inside a {node.op_type} body cannot be "
             "mapped to TensorRT's layers; unroll it in the export"
         )
+    splice_body(graph, index, body, bind, results)
+    return label
+
+
+def splice_body(
+    graph: onnx.GraphProto,
+    index: int,
+    body: onnx.GraphProto,
+    bind: dict[str, str] | None = None,
+    results: Sequence[str] | None = None,
+) -> None:
+    """Replace a control-flow node by a body that runs once.
+
+    Args:
+        graph: is changed.
+        index: of the node.
+        body: one of the node's.
+        bind: names outside for the inputs of the body.
+        results: names in the body of what the node gives; None: all outputs of the body.
+    """
+    node = graph.node[index]
+    bind = dict(bind or {})
+    results = [o.name for o in body.output] if results is None else results
+    made = {name for n in body.node for name in n.output}
+    outer = list(zip(results, node.output, strict=False))
+    # What a node of the body makes gets its name outside at once; what passes through, or comes out twice, is copied.
+    bind |= {inner: name for inner, name in reversed(outer) if name and inner in made}
     replacement = _renamed(body, f"{node.name or node.output[0]}/", bind)
-    mapped = {inner: bind.get(inner, replacement.names.get(inner, inner)) for inner in results}
-    nodes = replacement.nodes
-    for inner, outer in zip(results, node.output, strict=False):
-        if outer:
-            identity = onnx.helper.make_node("Identity", [mapped[inner]], [outer])
-            nodes.append(identity)
+    for inner, name in outer:
+        given = bind.get(inner, replacement.names.get(inner, inner))
+        if name and given != name:
+            replacement.nodes.append(onnx.helper.make_node("Identity", [given], [name]))
     before, after = list(graph.node[:index]), list(graph.node[index + 1 :])
     del graph.node[:]
-    graph.node.extend([*before, *nodes, *after])
+    graph.node.extend([*before, *replacement.nodes, *after])
     graph.initializer.extend(replacement.initializers)
     graph.value_info.extend(replacement.values)
-    return label
 
 
 class _Renamed:
@@ -146,7 +170,7 @@ def _renamed(body: onnx.GraphProto, prefix: str, bind: dict[str, str]) -> _Renam
         copy.name = names[tensor.name]
         result.initializers.append(copy)
     for value in body.value_info:
-        if value.name in names:
+        if value.name in result.names and value.name not in bind:
             typed = onnx.ValueInfoProto()
             typed.CopyFrom(value)
             typed.name = names[value.name]

@@ -124,6 +124,8 @@ class OriginalRole(str, Enum):
     """Given once and only read, such as the output of an encoder or its keys and values."""
     STATE = "state"
     """State of fixed shape that every step replaces."""
+    SWITCH = "switch"
+    """Chooses between the branches of a merged export, or only the one without a past reads it: all ones."""
     LOGITS = "logits"
     OTHER = "other"
 

@@ -14,6 +14,7 @@ import onnx
 
 from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.inline import inline_bodies
+from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import PlanOptions
@@ -41,7 +42,7 @@ class Prepared:
 
 
 def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
-    """Copy `source`, fix digit-string dimensions, inline what hides a cache, normalize, bind the capacity, infer shapes.
+    """Copy `source`, fix digit-string dimensions, inline what hides a cache, normalize, bind the capacity and shapes.
 
     Raises:
         UnsupportedModelError: a cache update sits in a body that cannot be inlined, or cannot be normalized.
@@ -52,6 +53,10 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         raise OptionError(f"--capacity is {capacity}; it must be at least 1 token")
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
+    merged = take_past_branch(model.graph)
+    if merged.inlined:  # its weights were inside of branches
+        model, more = detach_weights(model)
+        weights |= more
     model, inlined = inline_bodies(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
@@ -61,7 +66,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
     bind_capacity(model.graph, capacity, fits=normalized.findings is not None)
-    return Prepared(infer_shapes(model), weights, inlined, normalized.findings)
+    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), merged.add_to(normalized.findings))
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, TensorProto
 
 from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.importer.folder import check_takes_past, find_model
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.importer.save import save_model
 from trt_kvcache.importer.source_checks import check_graph
@@ -25,6 +26,8 @@ PROTOBUF_LIMIT = 2**31 - 1
 """Bytes; a longer message cannot be encoded or decoded by any protobuf library."""
 
 _ONNX_WANTED = "give the path of an .onnx file"
+_INTEGERS = {TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL}
+_READ_LIMIT = 1 << 20  # bytes
 _AGAIN = "export or copy the model again"
 _SAMPLE = 512
 
@@ -49,7 +52,7 @@ class SourceModel:
 
     Attributes:
         path: absolute path of the model file.
-        proto: the graph; tensors in external data are references relative to ``path.parent``.
+        proto: the graph; weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
     """
 
@@ -61,14 +64,44 @@ class SourceModel:
 def load_source(path: str | os.PathLike[str]) -> SourceModel:
     """Read a model without its external data, and check files and graph.
 
+    Args:
+        path: of the file, or of the folder of an export with one decoder in it.
+
     Raises:
+        UnsupportedModelError: the export of the first step alone; see `check_takes_past`.
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
     path = Path(path)
+    if path.is_dir():
+        path = find_model(path)
     proto = _parse(path)
     check_graph(proto, str(path))
-    return SourceModel(path.absolute(), proto, _check_tensor_data(proto, path))
+    check_takes_past(proto.graph, path)
+    files = _check_tensor_data(proto, path)
+    for tensor in proto.graph.initializer:
+        if _is_counted(tensor):
+            _read(tensor, path.parent)
+    return SourceModel(path.absolute(), proto, files)
+
+
+def _is_counted(tensor: TensorProto) -> bool:
+    """Whether these are integers in external data: no weights, but shapes, axes, and rows counted over a capacity.
+
+    torch.onnx.export puts all tensors of a large model there, and proofs evaluate masks that are made of them.
+    """
+    external = tensor.data_location == TensorProto.EXTERNAL
+    return external and tensor.data_type in _INTEGERS and (byte_size(tensor) or 0) <= _READ_LIMIT
+
+
+def _read(tensor: TensorProto, folder: Path) -> None:
+    """Take the data of a checked tensor into the model."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    with (folder / entries["location"]).open("rb") as file:
+        file.seek(int(entries.get("offset") or 0))
+        tensor.raw_data = file.read(byte_size(tensor) or 0)
+    tensor.ClearField("data_location")
+    del tensor.external_data[:]
 
 
 def _parse(path: Path) -> ModelProto:
@@ -76,8 +109,7 @@ def _parse(path: Path) -> ModelProto:
     if not path.exists():
         raise InvalidModelError(f"{path}: no such file; {_ONNX_WANTED}")
     if not path.is_file():
-        what = "a directory" if path.is_dir() else "not a regular file"
-        raise InvalidModelError(f"{path}: {what}; {_ONNX_WANTED}")
+        raise InvalidModelError(f"{path}: not a regular file; {_ONNX_WANTED}")
     proto = ModelProto()
     try:
         with path.open("rb") as file:

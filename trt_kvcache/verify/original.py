@@ -113,6 +113,10 @@ class OriginalInterface:
         dtype = numpy_dtype(tensor.dtype, twin=self._twin)
         if tensor.role in _CACHES:
             return self._past(tensor, feeds, rows, sizes)
+        if tensor.role is OriginalRole.SWITCH:
+            return np.ones(
+                [size_of(d) or sizes.get(a, 1) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
+            )
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             return _cut(_take(feeds[tensor.name], axes, rows), tensor, sizes).astype(dtype)

@@ -32,7 +32,9 @@ _SHAPED_BY: dict[str, tuple[int, ...]] = {
     "ReduceSumSquare": (1,), "CenterCropPad": (1,),
 }  # fmt: skip
 _LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
-_READABLE = {onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8}  # masks kept as buffers
+_READABLE = {  # masks kept as buffers, and rows counted over a capacity
+    onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32, onnx.TensorProto.INT64,
+}  # fmt: skip
 
 
 class Blueprint:
@@ -40,7 +42,7 @@ class Blueprint:
 
     Args:
         model: flat, with named tensors. Not kept in sync with later edits.
-        weights: large inline initializers that were detached from `model`, by name; only small types are read (masks).
+        weights: large inline initializers that were detached from `model`, by name; only integers and masks are read.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:

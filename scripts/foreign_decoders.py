@@ -1,0 +1,270 @@
+"""Writes ONNX decoders as exporters write them that know no TensorScatter, for tests and benchmarks.
+
+    python scripts/foreign_decoders.py OUT.onnx --form concat
+
+The same random Llama as scripts/decoders.py writes (weights, rotary positions, grouped-query attention), with its
+caches as these exporters have them:
+
+    concat              optimum-onnx: Concat, attention of plain operators, opset 18
+    concat-attention    torch.onnx.export, DynamicCache: Concat, Attention-24 with a mask
+    past-attention      mobius-onnx, dynamic: Attention-24 with past_key and past_value
+    gqa                 onnxruntime-genai: com.microsoft.GroupQueryAttention with packed Q, K and V
+    scatter             torch.onnx.export, StaticCache: ScatterND into `capacity` rows, Attention-24 with a mask
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from decoders import DecoderConfig, weights
+from onnx import TensorProto, helper, numpy_helper
+
+FORMS = ("concat", "concat-attention", "past-attention", "gqa", "scatter")
+F32, I64, BOOL, I32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.INT32
+MICROSOFT = "com.microsoft"
+
+
+class _Builder:
+    """Nodes under construction. `add` returns the name of the node's first output."""
+
+    def __init__(self, form: str, config: DecoderConfig) -> None:
+        self.form = form
+        self.config = config
+        self.nodes: list[onnx.NodeProto] = []
+        self.initializers: dict[str, onnx.TensorProto] = {}
+        self.inputs: list[onnx.ValueInfoProto] = []
+        self.outputs: list[onnx.ValueInfoProto] = []
+
+    def add(
+        self,
+        op: str,
+        inputs: Sequence[str],
+        name: str = "",
+        outputs: Sequence[str] = (),
+        domain: str = "",
+        **attrs: Any,
+    ) -> str:
+        name = name or f"{op}_{len(self.nodes)}"
+        made = helper.make_node(op, list(inputs), [name, *outputs], name=f"node/{name}", domain=domain, **attrs)
+        self.nodes.append(made)
+        return name
+
+    def ints(self, *values: int) -> str:
+        return self.array("ints." + "_".join(map(str, values)), np.array(values, np.int64))
+
+    def scalar(self, value: int) -> str:
+        return self.array(f"scalar.{value}", np.array(value, np.int64))
+
+    def floats(self, value: float) -> str:
+        return self.array(f"float.{value}", np.array(value, np.float32))
+
+    def array(self, name: str, value: np.ndarray) -> str:
+        self.initializers[name] = numpy_helper.from_array(value, name)
+        return name
+
+    def input(self, name: str, dtype: int, *shape: int | str) -> str:
+        self.inputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+    def output(self, name: str, dtype: int, *shape: int | str) -> str:
+        self.outputs.append(helper.make_tensor_value_info(name, dtype, shape))
+        return name
+
+    def size(self, tensor: str, axis: int) -> str:
+        """One size of a tensor, int64 ``[1]``."""
+        return self.add("Shape", [tensor], start=axis, end=axis + 1)
+
+    def range(self, start: str, end: str) -> str:
+        start, end = (self.add("Squeeze", [t]) if t not in self.initializers else t for t in (start, end))
+        return self.add("Range", [start, end, self.scalar(1)])
+
+
+def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
+    """Make a decoder.
+
+    Args:
+        form: one of `FORMS`.
+        config: its shape; `capacity` of the form ``"scatter"`` only, and `dtype`, `mode`, `mask` of none.
+
+    Returns:
+        A float32 model with inputs and outputs named as the exporter names them: `input_ids`, `position_ids`,
+        `attention_mask` or `cur_len`, ``past_key_values.<i>.key``, ``present.<i>.key``, `logits`.
+    """
+    if form not in FORMS:
+        raise ValueError(f"form is {form!r}; it must be one of {', '.join(FORMS)}")
+    b, c = _Builder(form, config), config
+    rng = np.random.default_rng(c.seed)
+    for name, shape, mean, half_width in weights(c):
+        b.array(name, (mean + half_width * (2 * rng.random(shape, dtype=np.float32) - 1)).astype(np.float32))
+    tokens = b.input("input_ids", I64, "batch", "sequence")
+    if form != "gqa":
+        b.input("position_ids", I64, "batch", "sequence")
+    b.input("cur_len", I64) if form == "scatter" else b.input("attention_mask", I64, "batch", "past + sequence")
+    b.output("logits", F32, "batch", "sequence", c.vocab)
+    x = b.add("Gather", ["embed.weight", tokens], "embed", axis=0)
+    shared = _shared(b)
+    for i in range(c.layers):
+        p = f"layers.{i}"
+        attended = _attention(b, i, _norm(b, x, f"{p}.attention_norm"), shared)
+        x = b.add("Add", [x, b.add("MatMul", [attended, f"{p}.o.weight"])])
+        normed = _norm(b, x, f"{p}.mlp_norm")
+        gate = b.add("MatMul", [normed, f"{p}.gate.weight"])
+        gate = b.add("Mul", [gate, b.add("Sigmoid", [gate])])
+        gated = b.add("Mul", [gate, b.add("MatMul", [normed, f"{p}.up.weight"])])
+        x = b.add("Add", [x, b.add("MatMul", [gated, f"{p}.down.weight"])])
+    b.add("MatMul", [_norm(b, x, "norm"), "head.weight"], "logits")
+    read = {name for node in b.nodes for name in node.input}
+    initializers = [t for name, t in b.initializers.items() if name in read]
+    graph = helper.make_graph(b.nodes, form, b.inputs, b.outputs, initializers)
+    opsets = [helper.make_opsetid("", {"concat": 18, "gqa": 21}.get(form, 24)), helper.make_opsetid(MICROSOFT, 1)]
+    return helper.make_model(graph, opset_imports=opsets[: 2 if form == "gqa" else 1], ir_version=10)
+
+
+def _norm(b: _Builder, x: str, name: str) -> str:
+    """RMS norm: one operator where the exporter has one."""
+    if b.form == "gqa":
+        return b.add("SimplifiedLayerNormalization", [x, f"{name}.weight"], epsilon=1e-6, axis=-1, stash_type=1)
+    if b.form == "past-attention":
+        return b.add("RMSNormalization", [x, f"{name}.weight"], epsilon=1e-6, axis=-1)
+    mean = b.add("ReduceMean", [b.add("Pow", [x, b.floats(2.0)]), b.ints(-1)], keepdims=1)
+    root = b.add("Sqrt", [b.add("Add", [mean, b.floats(1e-6)])])
+    return b.add("Mul", [f"{name}.weight", b.add("Mul", [x, b.add("Reciprocal", [root])])])
+
+
+def _shared(b: _Builder) -> dict[str, str]:
+    """What all layers use: the mask, and rotary positions."""
+    c, shared = b.config, {}
+    frequencies = (10000.0 ** (-np.arange(0, c.head_size, 2) / c.head_size)).astype(np.float32)
+    angles = np.arange(c.positions, dtype=np.float32)[:, None] * frequencies
+    if b.form in ("gqa", "past-attention"):
+        shared["cos"], shared["sin"] = b.array("cos_cache", np.cos(angles)), b.array("sin_cache", np.sin(angles))
+    else:
+        positions = b.add("Cast", [b.add("Unsqueeze", ["position_ids", b.ints(-1)])], to=F32)
+        half = b.add("Mul", [positions, b.array("inv_freq", frequencies[None, None])])
+        both = b.add("Concat", [half, half], axis=-1)
+        shared |= {n: b.add("Unsqueeze", [b.add(op, [both]), b.ints(1)]) for n, op in (("cos", "Cos"), ("sin", "Sin"))}
+    if b.form == "gqa":
+        tokens = b.add("Sub", [b.add("ReduceSum", ["attention_mask", b.ints(1)], keepdims=0), b.ints(1)])
+        total = b.add("Gather", [b.add("Shape", ["attention_mask"]), b.scalar(1)], axis=0)
+        return shared | {"seqlens": b.add("Cast", [tokens], to=I32), "total": b.add("Cast", [total], to=I32)}
+    if b.form == "past-attention":
+        shared |= {n: b.add("Gather", [shared[n], "position_ids"], axis=0) for n in ("cos", "sin")}
+        visible = b.add("Unsqueeze", [b.add("Cast", ["attention_mask"], to=BOOL), b.ints(1)])
+        sizes = b.add("Concat", [b.add("Shape", ["input_ids"]), b.size("attention_mask", 1)], axis=0)
+        return shared | {"mask": b.add("Unsqueeze", [b.add("Expand", [visible, sizes]), b.ints(1)])}
+    new = b.size("input_ids", 1)
+    if b.form == "scatter":
+        rows = b.add("Add", [b.range(b.scalar(0), new), "cur_len"])
+        shared["rows"] = b.add("Unsqueeze", [rows, b.ints(-1)])
+        keys = b.array("rows", np.arange(c.capacity)[None, None, None])
+        length = b.ints(c.capacity)
+    else:
+        past = b.size(_past_name(0, "key"), 2)
+        length = b.add("Add", [past, new])
+        rows = b.range(past, length)
+        keys = b.add("Unsqueeze", [b.range(b.scalar(0), length), b.ints(0, 1, 2)])
+    visible = b.add("LessOrEqual", [keys, b.add("Unsqueeze", [rows, b.ints(0, 1, 3)])])
+    if b.form != "scatter":
+        tokens = b.add("Unsqueeze", [b.add("Cast", ["attention_mask"], to=BOOL), b.ints(1, 2)])
+        visible = b.add("And", [visible, tokens])
+    sizes = b.add("Concat", [b.size("input_ids", 0), b.ints(1), new, length], axis=0)
+    shared["mask"] = b.add("Expand", [visible, sizes])
+    if b.form == "concat":
+        lowest = b.floats(float(np.finfo(np.float32).min))
+        shared["mask"] = b.add("Where", [shared["mask"], b.floats(0.0), lowest])
+    return shared
+
+
+def _past_name(layer: int, part: str) -> str:
+    return f"past_key_values.{layer}.{part}"
+
+
+def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
+    """Projections, positions, caches and attention of layer `i`; returns ``[B, S, N_q * H]``."""
+    c, p = b.config, f"layers.{i}"
+    n, h = c.kv_heads, c.head_size
+    rows: int | str = c.capacity if b.form == "scatter" else "past"
+    total: int | str = c.capacity if b.form == "scatter" else "past + sequence"
+    past = [b.input(_past_name(i, part), F32, "batch", n, rows, h) for part in ("key", "value")]
+    present = [b.output(f"present.{i}.{part}", F32, "batch", n, total, h) for part in ("key", "value")]
+    if b.form == "gqa":
+        arrays = [numpy_helper.to_array(b.initializers[f"{p}.{part}.weight"]) for part in "qkv"]
+        packed = b.add("MatMul", [x, b.array(f"{p}.qkv.weight", np.concatenate(arrays, axis=1))])
+        inputs = [packed, "", "", *past, shared["seqlens"], shared["total"], shared["cos"], shared["sin"]]
+        return b.add("GroupQueryAttention", inputs, f"{p}.attention", present, MICROSOFT, num_heads=c.query_heads,
+                     kv_num_heads=n, scale=h**-0.5, do_rotary=1, rotary_interleaved=0)  # fmt: skip
+    q, k, v = (b.add("MatMul", [x, f"{p}.{part}.weight"]) for part in "qkv")
+    if b.form == "past-attention":
+        heads = ((q, c.query_heads), (k, n))
+        q, k = (b.add("RotaryEmbedding", [t, shared["cos"], shared["sin"]], num_heads=m) for t, m in heads)
+        return b.add("Attention", [q, k, v, shared["mask"], *past], f"{p}.attention", present,
+                     q_num_heads=c.query_heads, kv_num_heads=n, scale=h**-0.5, is_causal=1)  # fmt: skip
+    q, k, v = (_split(b, t, m) for t, m in ((q, c.query_heads), (k, n), (v, n)))
+    q, k = (_rotate(b, t, shared) for t in (q, k))
+    write = _scatter if b.form == "scatter" else _grow
+    for old, update, new in zip(past, (k, v), present, strict=True):
+        write(b, old, update, new, shared)
+    keys, values = (_repeat(b, t) for t in present)
+    if b.form == "concat":
+        scores = b.add("MatMul", [q, b.add("Transpose", [keys], perm=[0, 1, 3, 2])])
+        scores = b.add("Add", [b.add("Mul", [scores, b.floats(h**-0.5)]), shared["mask"]])
+        out = b.add("MatMul", [b.add("Softmax", [scores], axis=-1), values], f"{p}.attention")
+    else:
+        out = b.add("Attention", [q, keys, values, shared["mask"]], f"{p}.attention", scale=h**-0.5)
+    return b.add("Reshape", [b.add("Transpose", [out], perm=[0, 2, 1, 3]), b.ints(0, 0, -1)])
+
+
+def _split(b: _Builder, x: str, heads: int) -> str:
+    """``[B, S, N*H]`` to ``[B, N, S, H]``."""
+    x = b.add("Reshape", [x, b.ints(0, 0, heads, b.config.head_size)])
+    return b.add("Transpose", [x], perm=[0, 2, 1, 3])
+
+
+def _rotate(b: _Builder, x: str, shared: dict[str, str]) -> str:
+    """``x * cos + rotate_half(x) * sin``."""
+    half = b.config.head_size // 2
+    first = b.add("Slice", [x, b.ints(0), b.ints(half), b.ints(-1)])
+    second = b.add("Slice", [x, b.ints(half), b.ints(2 * half), b.ints(-1)])
+    turned = b.add("Concat", [b.add("Neg", [second]), first], axis=-1)
+    return b.add("Add", [b.add("Mul", [x, shared["cos"]]), b.add("Mul", [turned, shared["sin"]])])
+
+
+def _grow(b: _Builder, past: str, update: str, present: str, shared: dict[str, str]) -> None:
+    b.add("Concat", [past, update], present, axis=-2)
+
+
+def _scatter(b: _Builder, past: str, update: str, present: str, shared: dict[str, str]) -> None:
+    """`index_copy` along the rows, as torch.onnx writes it."""
+    major, new = (b.add("Transpose", [t], perm=[2, 0, 1, 3]) for t in (past, update))
+    b.add("Transpose", [b.add("ScatterND", [major, shared["rows"], new])], present, perm=[1, 2, 0, 3])
+
+
+def _repeat(b: _Builder, x: str) -> str:
+    """Each of the cache's heads once per query head: `repeat_kv`."""
+    c = b.config
+    if c.query_heads == c.kv_heads:
+        return x
+    sizes = [b.size(x, 0), b.ints(c.kv_heads, c.query_heads // c.kv_heads), b.size(x, 2), b.ints(c.head_size)]
+    wide = b.add("Expand", [b.add("Unsqueeze", [x, b.ints(2)]), b.add("Concat", sizes, axis=0)])
+    flat = b.add("Concat", [sizes[0], b.ints(c.query_heads), *sizes[2:]], axis=0)
+    return b.add("Reshape", [wide, flat])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("output", metavar="OUT.onnx", type=Path)
+    parser.add_argument("--form", choices=FORMS, default="concat")
+    parser.add_argument("--capacity", type=int, default=256, help="rows of the caches of the form scatter")
+    given = parser.parse_args(arguments)
+    onnx.save(make_foreign(given.form, DecoderConfig(capacity=given.capacity)), given.output)
+    print(given.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A folder as a model: the decoder with a past is taken, and the export of the first step alone is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from graphs import Graph
+from onnx import TensorProto
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.folder import find_model
+from trt_kvcache.importer.source import load_source
+
+
+def touch(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).write_bytes(b"")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("names", "taken"),
+    [
+        (["model.onnx"], "model.onnx"),
+        (["model.onnx", "model.onnx.data", "config.json"], "model.onnx"),
+        (["encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"], "decoder_with_past_model.onnx"),
+        (
+            ["decoder_model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx"],
+            "decoder_with_past_model.onnx",
+        ),
+        (["decoder_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
+        (["encoder_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
+        (["decoder_model.onnx"], "decoder_model.onnx"),
+        (["prefill.onnx", "decode.onnx"], "decode.onnx"),
+        (["encoder.onnx", "decoder.onnx"], "decoder.onnx"),
+    ],
+)
+def test_the_decoder_with_a_past_is_taken(tmp_path: Path, names: list[str], taken: str) -> None:
+    assert find_model(touch(tmp_path, *names)) == tmp_path / taken
+
+
+def test_several_are_listed(tmp_path: Path) -> None:
+    touch(tmp_path, "model.onnx", "model_quantized.onnx", "encoder_model.onnx")
+    with pytest.raises(InvalidModelError, match=r"2 models .*\(model.onnx, model_quantized.onnx\); give the path"):
+        find_model(tmp_path)
+
+
+def test_an_encoder_alone_is_no_decoder(tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelError, match=r"no decoder \(encoder_model.onnx\)"):
+        find_model(touch(tmp_path, "encoder_model.onnx"))
+
+
+def first_step(*, past: bool = False, names: tuple[str, ...] = ("present.0.key", "present.0.value")) -> onnx.ModelProto:
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, ["B", "S", 8])
+    if past:
+        graph.input("past", TensorProto.FLOAT, ["B", 2, "P", 4])
+    heads = graph.node("Reshape", ["x", graph.constant([0, 0, 2, 4])])
+    for name in names:
+        graph.node("Transpose", [heads], name, perm=[0, 2, 1, 3])
+        graph.output(name, TensorProto.FLOAT, ["B", 2, "S", 4])
+    return graph.model()
+
+
+def test_the_first_step_alone_is_refused_with_its_sibling(tmp_path: Path) -> None:
+    onnx.save(first_step(), tmp_path / "decoder_model.onnx")
+    with pytest.raises(
+        UnsupportedModelError, match=r"'present.0.key' and 1 more\) and none go in.*export the decoder with"
+    ):
+        load_source(tmp_path)
+    touch(tmp_path, "decoder_with_past_model.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"take .*/decoder_with_past_model.onnx, which does every step"):
+        load_source(tmp_path / "decoder_model.onnx")
+
+
+@pytest.mark.parametrize("model", [first_step(past=True), first_step(names=("mask", "image"))])
+def test_what_is_no_first_step_is_not_refused(tmp_path: Path, model: onnx.ModelProto) -> None:
+    onnx.save(model, tmp_path / "other.onnx")
+    assert load_source(tmp_path).path == tmp_path / "other.onnx"

@@ -1,0 +1,72 @@
+"""Which file of an export is the decoder to take: exporters write prefill and decode apart, together, or both.
+
+    decoder_model.onnx              the first step alone: no past in, caches out
+    decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one
+    decoder_model_merged.onnx       both, chosen by an input; see `trt_kvcache.importer.merged`
+
+The one with a past does all that the others do, so the others are never needed beside it.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from onnx import GraphProto, TensorProto
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.protos import elem_type_of, shape_of
+
+# The better file, and what it makes superfluous: of optimum, of transformers' own exporter.
+_INSTEAD_OF = {
+    "decoder_with_past_model.onnx": ("decoder_model.onnx", "decoder_model_merged.onnx"),
+    "decoder_model_merged.onnx": ("decoder_model.onnx",),
+    "decode.onnx": ("prefill.onnx",),
+}
+_FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
+_WANTED = "give the path of an .onnx file"
+_CACHE_NAME = re.compile(r"present|past|cache|key|value", re.IGNORECASE)
+_CACHE_RANK = 4
+
+
+def find_model(folder: Path) -> Path:
+    """The decoder in a folder that an exporter wrote; encoders are passed over.
+
+    Raises:
+        InvalidModelError: there is no model, or there are several and nothing says which one is meant.
+    """
+    files = {p.name: p for p in sorted(folder.glob("*.onnx")) if p.is_file()}
+    if not files:
+        raise InvalidModelError(f"{folder}: a directory without an .onnx file; {_WANTED}")
+    superfluous = {name for better, others in _INSTEAD_OF.items() if better in files for name in others}
+    left = [p for name, p in files.items() if name not in superfluous and not name.startswith("encoder")]
+    if len(left) == 1:
+        return left[0]
+    if not left:
+        raise InvalidModelError(f"{folder}: a directory with no decoder ({', '.join(files)}); {_WANTED}")
+    names = ", ".join(p.name for p in left)
+    raise InvalidModelError(
+        f"{folder}: a directory with {len(left)} models that may be the decoder ({names}); {_WANTED}"
+    )
+
+
+def check_takes_past(graph: GraphProto, path: Path) -> None:
+    """Refuse the export of the first step alone: caches come out of it, and none go in.
+
+    Raises:
+        UnsupportedModelError: with the name of the file to take instead, where it lies beside this one.
+    """
+    if any(_is_cache(v.type.tensor_type.elem_type, shape_of(v)) for v in graph.input):
+        return
+    made = [v.name for v in graph.output if _is_cache(elem_type_of(v), shape_of(v)) and _CACHE_NAME.search(v.name)]
+    if len(made) < 2:
+        return
+    better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
+    raise UnsupportedModelError(
+        f"{path}: caches come out ('{made[0]}' and {len(made) - 1} more) and none go in: the first step alone; "
+        + (f"take {path.parent / better[0]}, which does every step" if better else "export the decoder with past")
+    )
+
+
+def _is_cache(elem_type: int, shape: tuple[int | str, ...] | None) -> bool:
+    return elem_type in _FLOATS and len(shape or ()) == _CACHE_RANK

@@ -1,0 +1,137 @@
+"""Merged exports: the first step and all others in one model, chosen by an input.
+
+    use_cache_branch ── If(then: with past, else: without) -> present      becomes      with past -> present
+
+A past of no tokens makes the branch with a past the first step, too, so it is the only one that decodes. The condition
+becomes a constant and its input disappears, with the inputs that only the other branch reads, and the outputs that the
+branch with a past leaves empty: an encoder's keys and values, which optimum's other branch computes once.
+
+The branch with a past is the one that reads inputs of rank 4, as caches are, where the other reads none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import onnx
+
+from trt_kvcache.importer.inline import splice_body
+from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.plan import InterfaceChange, OriginalRole, OriginalTensor
+from trt_kvcache.importer.protos import dtype_name, elem_type_of, nested_scopes, shape_of
+
+_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+_CACHE_RANK = 4
+_FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What taking one branch did to the interface.
+
+    Attributes:
+        inlined: the control flow that is gone, for the plan.
+        changes: inputs and outputs that disappear.
+        tensors: those inputs and outputs, as they were.
+    """
+
+    inlined: tuple[str, ...] = ()
+    changes: tuple[InterfaceChange, ...] = ()
+    tensors: tuple[OriginalTensor, ...] = ()
+
+    def add_to(self, findings: Findings | None) -> Findings | None:
+        """What normalization found, with this before it."""
+        if not self.inlined:
+            return findings
+        findings = findings if findings is not None else Findings({})
+        original = (*findings.original, *self.tensors) if findings.original else ()
+        return replace(findings, changes=(*self.changes, *findings.changes), original=original)
+
+
+def take_past_branch(graph: onnx.GraphProto) -> Merged:
+    """Replace the branches of a merged export by the one with a past. `graph` is changed."""
+    inputs = {v.name: v for v in graph.input}
+    chosen = {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
+    if not chosen:
+        return Merged()
+    inlined: list[str] = []
+    other: set[str] = set()
+    while (index := _next_if(graph, chosen)) is not None:
+        node = graph.node[index]
+        value = chosen[node.input[0]]
+        inlined.append(f"If '{node.name or node.output[0]}'")
+        other |= _captured(_branch(node, not value))
+        splice_body(graph, index, _branch(node, value))
+    for name, value in chosen.items():
+        graph.initializer.append(onnx.numpy_helper.from_array(np.full(_size(inputs[name]), value), name))
+    read = _captured(graph)
+    changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
+               for name, value in chosen.items()]  # fmt: skip
+    dead = [n for n in inputs if n in other and n not in read]
+    changes += [_gone(inputs[n], "input", "only the branch without a past reads it") for n in dead]
+    tensors = [_tensor(inputs[n], "input", OriginalRole.SWITCH) for n in (*chosen, *dead)]
+    empty = [v for v in graph.output if _is_empty(graph, v.name)]
+    changes += [
+        _gone(v, "output", "only the branch without a past computes it: run the export as it is once for it")
+        for v in empty
+    ]
+    tensors += [_tensor(v, "output", OriginalRole.OTHER) for v in empty]
+    _keep(graph.input, {*chosen, *dead})
+    _keep(graph.output, {v.name for v in empty})
+    return Merged(tuple(inlined), tuple(changes), tuple(tensors))
+
+
+def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
+    """The input that decides between a branch with and one without a past, and the value that takes the former."""
+    if node.op_type != "If" or node.input[0] not in inputs:
+        return None
+    caches = {n for n, v in inputs.items() if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
+    reads = {value: bool(caches & _captured(_branch(node, value))) for value in (True, False)}
+    return (node.input[0], reads[True]) if reads[True] != reads[False] else None
+
+
+def _next_if(graph: onnx.GraphProto, chosen: dict[str, bool]) -> int | None:
+    return next((i for i, n in enumerate(graph.node) if n.op_type == "If" and n.input[0] in chosen), None)
+
+
+def _branch(node: onnx.NodeProto, value: bool) -> onnx.GraphProto:
+    wanted = "then_branch" if value else "else_branch"
+    body: onnx.GraphProto = next(a.g for a in node.attribute if a.name == wanted)
+    return body
+
+
+def _captured(body: onnx.GraphProto) -> set[str]:
+    """Names that a body may take from outside; ONNX forbids a body to reuse them."""
+    scopes = [s for s in nested_scopes(body) if isinstance(s, onnx.GraphProto)]
+    return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
+
+
+def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:
+    return tuple(d if isinstance(d, int) else 1 for d in shape_of(value) or ())
+
+
+def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
+    """Whether a tensor is a constant without elements."""
+    for node in graph.node:
+        if name in node.output:
+            if node.op_type == "Identity":
+                return _is_empty(graph, node.input[0])
+            return node.op_type == "Constant" and any(0 in a.t.dims for a in node.attribute if a.name == "value")
+    return any(t.name == name and 0 in t.dims for t in graph.initializer)
+
+
+def _keep(values: object, gone: set[str]) -> None:
+    kept = [v for v in values if v.name not in gone]  # type: ignore[attr-defined]
+    del values[:]  # type: ignore[attr-defined]
+    values.extend(kept)  # type: ignore[attr-defined]
+
+
+def _gone(value: onnx.ValueInfoProto, io: str, why: str) -> InterfaceChange:
+    return InterfaceChange(io, f"{value.name} [{', '.join(map(str, shape_of(value) or ()))}]", "", why)
+
+
+def _tensor(value: onnx.ValueInfoProto, io: str, role: OriginalRole) -> OriginalTensor:
+    shape = tuple(shape_of(value) or ())
+    axes = tuple("" if isinstance(d, int) else "?" for d in shape)
+    return OriginalTensor(value.name, io, role, dtype_name(elem_type_of(value)), shape, axes)
