@@ -13,9 +13,11 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import onnxruntime as ort
+import pytest
 from graphs import Dim, Graph
 from onnx import TensorProto
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.findings import Write
@@ -82,6 +84,29 @@ def positions(graph: Graph, start: str = "pos") -> str:
 def column(graph: Graph, rows: str) -> str:
     """Rows as ScatterND takes them, ``[.., 1]``."""
     return graph.node("Unsqueeze", [rows, graph.constant([-1])])
+
+
+def joined(graph: Graph, *rows: str) -> str:
+    """Numbers for several axes, each broadcast to the shape of all, as an index ``[.., k]``."""
+    shape = graph.node("Shape", [rows[0]])
+    for other in rows[1:]:
+        shape = graph.node("Max", [shape, graph.node("Shape", [other])])
+    parts = [column(graph, graph.node("Expand", [r, shape])) for r in rows]
+    return graph.node("Concat", parts, axis=-1)
+
+
+def count(graph: Graph, size: int | str) -> str:
+    """0, 1, 2 .. below a constant, or below the batch."""
+    if size == "B":
+        size = graph.node("Gather", [graph.node("Shape", ["hidden"]), graph.constant(0)])
+    else:
+        size = graph.constant(size)
+    return graph.node("Range", [graph.constant(0), size, graph.constant(1)])
+
+
+def along(graph: Graph, vector: str, axis: int, rank: int) -> str:
+    """A vector as one axis among `rank`."""
+    return graph.node("Unsqueeze", [vector, graph.constant([a for a in range(rank) if a != axis])])
 
 
 def index_copy(rows: Callable[[Graph], str] = positions) -> Idiom:
@@ -180,3 +205,16 @@ def assert_same_update(
     assert prod(wanted.shape) > 0
     np.testing.assert_array_equal(got, wanted)
     return write
+
+
+def refused(
+    idiom: Idiom,
+    match: str,
+    shape: Sequence[Dim] = BNSD,
+    pos: Sequence[Dim] | None = (),
+    length: Dim = "S",
+    batch: Dim = "B",
+) -> None:
+    """Assert that an update is refused with this message."""
+    with pytest.raises(UnsupportedModelError, match=match):
+        prove_updates(update_model(idiom, shape, pos, length, batch), CAPACITY if "L" in shape else None)

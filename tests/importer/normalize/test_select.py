@@ -234,6 +234,21 @@ def test_past_that_is_read_as_well():
     refused(idiom, "ReduceMax 'node_largest' reads its past as well")
 
 
+def test_tokens_and_positions_are_told_apart_with_the_smallest_weights():
+    """Both are integer inputs; what an embedding and a projection make of tokens is no mask."""
+    graph = Graph()
+    tokens = graph.input("input_ids", TensorProto.INT64, ["B", 1])
+    graph.input("pos", TensorProto.INT64, ["B"])
+    past = graph.input("past", TensorProto.FLOAT, BNSD)
+    table = graph.constant(np.arange(5 * HEADS * SIZE).reshape(5, -1), np.float32)
+    projected = graph.node("MatMul", [graph.node("Gather", [table, tokens]), graph.constant(np.eye(8), np.float32)])
+    new = graph.node("Reshape", [projected, graph.constant([0, 0, HEADS, SIZE])], "new")
+    graph.node("Identity", [one_hot(graph, past, new)], "present")
+    graph.output("present", TensorProto.FLOAT, BNSD)
+    (write,) = prove_updates(graph.model(24))
+    assert (write.idiom, write.update.name, write.positions) == ("one-hot", "new", ("pos",))
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_residual_is_no_cache(masked):
     """hidden + f(hidden), also where f's tokens are masked: 3-D input and output of one shape, but nothing selected."""

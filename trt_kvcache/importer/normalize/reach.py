@@ -15,6 +15,7 @@ _SEARCHES = (
     "CumSum", "CumProd", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceSumSquare", "ArgMax", "ArgMin", "NonZero",
     "TopK", "Unique", "Compress",
 )  # fmt: skip
+_PROJECTIONS = ("MatMul", "Gemm", "Einsum", "Conv")  # of tokens, by weights however small
 _WEIGHT = 1 << 12  # elements; beyond it a floating-point constant is taken for a weight
 
 
@@ -85,6 +86,7 @@ def reach(tensor: gs.Tensor) -> Reach:
             elif is_op(node, "Shape", "Size"):
                 shapes = True
             else:
+                weights = weights or is_op(node, *_PROJECTIONS)
                 stack.append((current, True))
                 stack.extend((t, False) for t in node.inputs)
     return Reach(inputs, tuple(searches), weights, shapes)
