@@ -21,7 +21,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
@@ -84,6 +84,8 @@ class _Finder:
         key = self._cache_behind(scores.matmul.inputs[1])
         query = scores.matmul.inputs[0]
         assert key is not None
+        if scores.softcap < 0:  # nothing scales what Tanh gives
+            scores.softcap = 1.0
         if not _last_axis(softmax, self._small):
             raise UnsupportedModelError(
                 f"'{softmax.name}' over the scores of cache '{key.past.name}' is not over the keys"
@@ -111,7 +113,7 @@ class _Finder:
                 "cache that is "
                 "not updated by TensorScatter; supported is a pair of caches"
             )
-        if len(node.outputs) > 1 and any(consumers(t) for t in node.outputs[1:]):
+        if len(node.outputs) > 1 and any(consumers(t) or contains(self._graph.outputs, t) for t in node.outputs[1:]):
             raise UnsupportedModelError(
                 f"Attention '{node.name}' has outputs beside its result that are read; none may be"
             )
@@ -157,7 +159,7 @@ class _Finder:
             raise UnsupportedModelError(
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
-        visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples)
+        visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples, key)
         check_bias(name, visibility)
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
@@ -192,10 +194,17 @@ class _Finder:
             value = self._small.probe.value(other.name)
             if value is None or value.size != 1 or (is_op(node, "Div") and other is node.inputs[0]):
                 continue
+            if not self._is_fixed(other, value):
+                continue
             if self._small.probe.value(data.name) is None:
                 number = float(value.reshape(()))
                 return data, 1 / number if is_op(node, "Div") else number
         return None
+
+    def _is_fixed(self, tensor: gs.Tensor, value: Array) -> bool:
+        """Whether a tensor has this value however long the text is."""
+        seen = (sample.probe.value(tensor.name) for sample in self._samples.plain)
+        return all(v is not None and np.array_equal(v, value) for v in seen)
 
     def _scores(self, tensor: gs.Tensor) -> _Scores | None:
         """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""
@@ -238,6 +247,11 @@ class _Finder:
         scores = self._scores(pair[0]) if pair is not None else None
         if pair is None or scores is None:
             return None
+        if scores.masks or pair[1] <= 0:
+            what = "that are masked already" if scores.masks else f"by {pair[1]:g}"
+            raise UnsupportedModelError(
+                f"'{node.name}' scales scores {what}; supported are factors above 0, before the mask"
+            )
         if scores.softcap < 0:  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
             scores.softcap = pair[1]
         elif scores.softcap:
@@ -269,8 +283,17 @@ class _Finder:
         """Prove that `tensor` is a cache with repeated heads; returns the factor that scales it."""
         chain = self._chain(tensor)
         assert chain is not None
-        for sample in self._samples.plain[: 2 if write.growing else 1]:
+        few = self._samples.plain[: 2 if write.growing else 1]
+        for sample in few:
             self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
+        for sample in self._samples.plain[len(few) :]:  # numbers would cost too much for caches of this size
+            shape, past = sample.probe.shape(tensor.name), sample.probe.shape(write.past.name)
+            rows = sample.total if write.growing or past is None else past[write.axis]
+            if shape is not None and shape[3 if transposed else 2] != rows:
+                raise UnsupportedModelError(
+                    f"'{name}' reads {shape[3 if transposed else 2]} of the {rows} rows of cache '{write.past.name}'; "
+                    "supported are attentions over all rows, with a mask where they see fewer"
+                )
         return chain[1]
 
     def _compare(

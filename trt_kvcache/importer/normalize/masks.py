@@ -26,7 +26,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import is_op, producer
 from trt_kvcache.importer.normalize.bias import RelativeBias, find_bias
-from trt_kvcache.importer.normalize.findings import Visibility
+from trt_kvcache.importer.normalize.findings import Visibility, Write
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole
 
@@ -56,7 +56,13 @@ class MaskUse:
 
 
 def classify(
-    node: str, masks: Sequence[MaskUse], is_causal: bool, graph: gs.Graph, interface: Interface, samples: Samples
+    node: str,
+    masks: Sequence[MaskUse],
+    is_causal: bool,
+    graph: gs.Graph,
+    interface: Interface,
+    samples: Samples,
+    write: Write | None = None,
 ) -> Visibility:
     """Say which keys the queries of one attention see.
 
@@ -67,6 +73,7 @@ def classify(
         graph: of the model as exported.
         interface: of the model as exported.
         samples: of it.
+        write: of the cache of keys; None: one that grows.
 
     Raises:
         UnsupportedModelError: the mask is none of the templates.
@@ -78,9 +85,9 @@ def classify(
             f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
         )
     if own is not None:
-        _check_own(node, masks, is_causal, own, samples)
+        _check_own(node, masks, is_causal, own, samples, write)
         return Visibility(causal=False, own=own, bounded=False)
-    seen = [(s, _visible(node, masks, is_causal, s)) for s in samples.plain]
+    seen = [(s, _visible(node, masks, is_causal, s, write)) for s in samples.plain]
     window: int | None = None
     causal = all(_same(v, _causal(s, v.shape[-1])) for s, v in seen)
     if not causal and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
@@ -88,10 +95,10 @@ def classify(
     if not causal:
         sample, visible = max(seen, key=lambda pair: pair[0].total)
         window = int(visible[..., -1, :].sum(-1).max())
-        if not all(_same(v, _causal(s, v.shape[-1], window)) for s, v in seen):
+        if window < 1 or not all(_same(v, _causal(s, v.shape[-1], window)) for s, v in seen):
             raise UnsupportedModelError(_unknown(node, sample, visible))
     for sample in samples.padded:
-        visible = _visible(node, masks, is_causal, sample)
+        visible = _visible(node, masks, is_causal, sample, write)
         assert sample.padding is not None
         template = _causal(sample, visible.shape[-1], window)
         padded = template & _extend(sample.padding, visible.shape[-1])[:, None, None, :]
@@ -144,9 +151,9 @@ def _is_biased(value: Array | None) -> bool:
     return value is None or bool(np.any((value > _HIDDEN) & (value != 0)))
 
 
-def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sample) -> Array:
+def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sample, write: Write | None) -> Array:
     """What the queries of one attention see: bool, broadcast to ``[B, 1 or H, S, keys]``."""
-    keys = [1]
+    total = _rows(sample, write)
     parts: list[Array] = []
     for use in masks:
         value = sample.probe.value(use.tensor.name)
@@ -158,19 +165,24 @@ def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sampl
                 "window masks, "
                 "and the caller's own"
             )
-        parts.append(_as_visible(node, use, value))
-        keys.append(value.shape[-1] if value.ndim else 1)
-    total = max(keys)
+        part = _as_visible(node, use, value)
+        if part.ndim and 1 < part.shape[-1] < total:  # ONNX's Attention hides the keys behind a short mask
+            part = np.pad(part, [(0, 0)] * (part.ndim - 1) + [(0, total - part.shape[-1])])
+        parts.append(part)
+        total = max(total, part.shape[-1] if part.ndim else 1)
     if is_causal:
-        total = max(total, sample.total)
         parts.append(np.tri(sample.length, total, dtype=bool))
     shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), *(p.shape for p in parts))
     visible = np.ones(shape, bool)
     for part in parts:
         visible &= part
-    if not masks and not is_causal:
-        return np.ones((sample.batch, 1, sample.length, sample.total), bool)
     return visible
+
+
+def _rows(sample: Sample, write: Write | None) -> int:
+    """How many keys there are."""
+    past = None if write is None or write.growing else sample.probe.shape(write.past.name)
+    return sample.total if write is None or past is None else past[write.axis]
 
 
 def _as_visible(node: str, use: MaskUse, value: Array) -> Array:
@@ -242,9 +254,11 @@ def _flipped(sample: Sample, name: str) -> Array:
     return flipped.astype(value.dtype)
 
 
-def _check_own(node: str, masks: Sequence[MaskUse], is_causal: bool, own: gs.Tensor, samples: Samples) -> None:
+def _check_own(
+    node: str, masks: Sequence[MaskUse], is_causal: bool, own: gs.Tensor, samples: Samples, write: Write | None
+) -> None:
     for sample in samples.plain:
-        visible = _visible(node, masks, is_causal, sample)
+        visible = _visible(node, masks, is_causal, sample, write)
         if not _same(visible, np.broadcast_to(sample.own[own.name], visible.shape)):
             raise UnsupportedModelError(
                 f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the "

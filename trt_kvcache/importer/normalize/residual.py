@@ -43,12 +43,16 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     """
     pair = samples.twins
     queue = [t for t in graph.inputs if t.name in interface.inputs and _is_source(interface, t.name)]
+    presents = [n.outputs[0] for n in graph.nodes if is_op(n, "TensorScatter")]
+    queue += presents
     seen: set[str] = set()
     while queue:
         tensor = queue.pop(0)
         for node in consumers(tensor):
             if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
                 continue
+            if contains(presents, tensor) and not is_op(node, "Shape", "Size"):
+                continue  # who reads what a cache holds is checked elsewhere
             for output in node.outputs:
                 if output.name in seen or output.is_empty():
                     continue
