@@ -179,6 +179,12 @@ def test_refusals(extra: TensorRole, words: str) -> None:
         StepInputs(plan(extra))
 
 
+def test_several_masks_may_stand_for_several_windows() -> None:
+    masks = [tensor(name, Role.MASK, ("batch", 16), ("batch", ""), "bool") for name in ("full", "sliding")]
+    with pytest.raises(UnsupportedModelError, match=r"several masks \('full', 'sliding'\).* which window"):
+        StepInputs(plan(*masks))
+
+
 def test_refused_caches() -> None:
     good = plan()
 

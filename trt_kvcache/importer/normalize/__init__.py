@@ -116,7 +116,15 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         named = [None if d == "?" else d for d in shape]
         normalized.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     changes = find_changes(interface, normalized, counts)
-    findings = Findings(canonical.idioms, changes, interface.tensors, notes=rings.notes, longest=rings.longest)
+    own = dict.fromkeys(core.visibility.own.name for core in cores if core.visibility.own is not None)
+    notes = [
+        f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
+        "trained with "
+        "one, is in this mask only"
+        for name in own
+    ]
+    notes += rings.notes
+    findings = Findings(canonical.idioms, changes, interface.tensors, notes=tuple(notes), longest=rings.longest)
     return Normalized(normalized, findings)
 
 
@@ -167,7 +175,8 @@ def _check_readers(graph: gs.Graph) -> None:
             reader = _other_reader(graph, tensor)
             if reader is not None:
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that the "
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention "
+                    "that the "
                     "importer can prove; supported are caches that only attention reads"
                 )
 
