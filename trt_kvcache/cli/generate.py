@@ -170,7 +170,7 @@ def _tokenizer(model: Path, given: Path | None, *, needed: bool) -> Tokenizer | 
         return Tokenizer.load(given)
     if not needed:
         return None
-    beside = model.with_name("tokenizer.json")
+    beside = (model if model.is_dir() else model.parent) / "tokenizer.json"
     if not beside.exists():
         raise OptionError(f"text needs a tokenizer, and there is no {beside}; give --tokenizer, or ids with --tokens")
     return Tokenizer.load(beside)

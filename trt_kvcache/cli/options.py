@@ -37,7 +37,9 @@ class Verbosity(str, Enum):
 
 _PLAN = "How the model is planned"
 
-ModelArgument = Annotated[Path, typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches.")]
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.")
+]
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 CapacityOption = Annotated[
@@ -132,7 +134,7 @@ def runner_options(model: Path, capacity: int | None, sliding: Sliding, window_c
     options = PlanOptions(capacity=capacity, sliding=sliding, window_chunk=window_chunk)
     if options == PlanOptions():
         return {}
-    if model.suffix.lower() != ".onnx":
+    if model.suffix.lower() != ".onnx" and not model.is_dir():
         raise OptionError(
             f"--capacity, --sliding and --window-chunk plan a model, and {model} is taken for an engine, which was "
             "planned when it was built; leave them out, or give the .onnx file"

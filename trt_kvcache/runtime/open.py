@@ -19,7 +19,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 
 
 def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str, Any]) -> Runner:
-    """Open an ``.onnx`` file with ONNX Runtime, and everything else as an engine.
+    """Open an ``.onnx`` file or a folder with one with ONNX Runtime, and everything else as an engine.
 
     Args:
         path: of the file.
@@ -32,7 +32,7 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
     """
     if device not in _DEVICES:
         raise OptionError(f"device is {device!r}; it must be one of {', '.join(_DEVICES)}")
-    is_model = Path(path).suffix.lower() == ".onnx"
+    is_model = Path(path).suffix.lower() == ".onnx" or Path(path).is_dir()
     if is_model and device == "cuda":
         raise OptionError(
             f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"

@@ -1,0 +1,45 @@
+"""The decoders that are written as exporters write them are taken by the importer, and keep their numbers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from decoders import DecoderConfig
+from foreign_decoders import FORMS, main, make_foreign
+
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.plan import PlanOptions, Route
+from trt_kvcache.verify import VerifyOptions, verify_model
+
+IDIOMS = {
+    "concat": "Concat", "concat-attention": "Concat", "past-attention": "Attention", "gqa": "GroupQueryAttention",
+    "scatter": "ScatterND",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_taken_and_keeps_its_numbers(tmp_path: Path, form: str) -> None:
+    onnx.save(make_foreign(form, DecoderConfig(vocab=64, capacity=32)), tmp_path / "model.onnx")
+    options = PlanOptions(capacity=32)
+    plan = plan_model(tmp_path / "model.onnx", options)
+    assert [(c.idiom, c.route) for c in plan.caches] == [(IDIOMS[form], Route.NATIVE)] * 4
+    assert len({a.mask for a in plan.attention}) == 1
+    verify_model(tmp_path / "model.onnx", options, VerifyOptions(tokens=6)).check()
+
+
+def test_rows_of_a_long_static_cache_are_counted(tmp_path: Path) -> None:
+    # The mask compares with arange(capacity), an initializer as long as the cache.
+    onnx.save(make_foreign("scatter", DecoderConfig(layers=1, capacity=1100)), tmp_path / "m.onnx")
+    plan = plan_model(tmp_path / "m.onnx")
+    assert {c.capacity for c in plan.caches} == {1100}
+    assert plan.masks[0].causal
+
+
+def test_the_command_writes_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main([str(tmp_path / "out.onnx"), "--form", "scatter", "--capacity", "24"])
+    assert capsys.readouterr().out.strip().endswith("out.onnx")
+    assert {c.capacity for c in plan_model(tmp_path / "out.onnx").caches} == {24}
+    with pytest.raises(ValueError, match="form is 'tensor-scatter'; it must be one of concat"):
+        make_foreign("tensor-scatter", DecoderConfig())
