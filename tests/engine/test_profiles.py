@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sample_plans import sample_plan
+from sample_plans import sample_plan, with_contract
 
 from trt_kvcache.engine.manifest import Profile, ShapeRange
 from trt_kvcache.engine.options import BuildOptions
@@ -143,6 +143,15 @@ def test_limits_default_to_the_model() -> None:
 def test_limits_against_the_model_are_refused(plan: CachePlan, build: BuildOptions, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         resolve_limits(plan, build)
+
+
+@pytest.mark.parametrize("chunk", [17, 300])
+def test_the_longest_update_of_a_circular_cache_bounds_the_chunk(chunk: int) -> None:
+    plan = replace(PLAN, caches=(with_contract(PLAN.caches[0]), PLAN.caches[1]))
+    assert resolve_limits(plan, BuildOptions()).max_chunk == 16
+    assert resolve_limits(plan, BuildOptions(max_chunk=16)).max_chunk == 16
+    with pytest.raises(OptionError, match=r"at most 16 tokens .* give --max-chunk 16 or less, or .* --window-chunk"):
+        resolve_limits(plan, BuildOptions(max_chunk=chunk))
 
 
 def test_an_unknown_axis_needs_shapes() -> None:

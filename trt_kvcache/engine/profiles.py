@@ -57,16 +57,16 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
     opt_batch = build.opt_batch or max_batch
     if opt_batch > max_batch:
         raise OptionError(f"--opt-batch is {opt_batch}, more than the largest batch ({max_batch}); raise --max-batch")
+    if max_chunk > longest and longest < capacity:
+        raise OptionError(
+            f"--max-chunk is {max_chunk}, but the plan allows updates of at most {longest} tokens into its circular "
+            f"caches: give --max-chunk {longest} or less, or plan with a larger --window-chunk"
+        )
     if max_chunk > capacity:
         smallest = min(plan.caches, key=lambda c: c.capacity)
         raise OptionError(
             f"--max-chunk is {max_chunk}, but cache {smallest.past!r} holds {capacity} tokens; "
             f"give --max-chunk {capacity} or less, or a larger --capacity if the model leaves it open"
-        )
-    if max_chunk > longest:
-        raise OptionError(
-            f"--max-chunk is {max_chunk}, but the plan allows updates of at most {longest} tokens into its circular caches: "
-            f"give --max-chunk {longest} or less, or plan with a larger --window-chunk"
         )
     encoder = None if build.max_encoder is None else (1, build.opt_encoder or build.max_encoder, build.max_encoder)
     if encoder and not any("encoder" in t.axes for t in plan.tensors):
