@@ -8,10 +8,10 @@ import numpy as np
 import onnx
 import pytest
 from graphs import Graph, attention_model
-from hybrids import cross_model, write
+from hybrids import cross_logits, cross_model, encoder_constants, write
 from onnx import TensorProto
 
-from trt_kvcache import BuildOptions, build_engine, plan_model
+from trt_kvcache import BuildOptions, DecodeSession, build_engine, plan_model
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Role
 
@@ -122,3 +122,38 @@ def test_self_attention_without_a_cache_is_no_cross_attention(tmp_path: Path) ->
     graph.output("present", TensorProto.FLOAT, ["B", 2, 16, 8])
     graph.output("out", TensorProto.FLOAT, shape)
     assert constants(plan_model(write(tmp_path / "m.onnx", graph.model()))) == {}
+
+
+@pytest.mark.parametrize("picked", [False, True])
+def test_logits_declared_for_one_token(tmp_path: Path, picked: bool) -> None:
+    """A traced step says one token, the graph computes all; unless it picks one."""
+    model = cross_model("hidden")
+    model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 1
+    if picked:
+        head = next(node for node in model.graph.node if node.output[0] == "logits")
+        ends = [onnx.numpy_helper.from_array(np.array([v]), n) for n, v in (("from", -1), ("to", 2**31), ("axis", 1))]
+        model.graph.initializer.extend(ends)
+        last = onnx.helper.make_node("Slice", [head.input[0], "from", "to", "axis"], ["last"], name="last")
+        model.graph.node.insert(len(model.graph.node) - 1, last)
+        model.graph.node[-1].input[0] = "last"
+    path = write(tmp_path / "m.onnx", model)
+    logits = plan_model(path).tensor(Role.LOGITS, "output")
+    assert logits is not None
+    assert (logits.shape, logits.axes) == (
+        (("batch", 1, 61), ("batch", "", "")) if picked else (("batch", "sequence", 61), ("batch", "sequence", ""))
+    )
+    with DecodeSession.open(path) as session:
+        slot = session.cache.acquire(constants=encoder_constants("hidden", "none", 6, 0))
+        found = session.update({slot: [5, 9, 3]})[slot][-1]
+    wanted = cross_logits([5, 9, 3], "none", 6, 0)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
+
+
+def test_a_position_table_as_long_as_the_vocabulary(tmp_path: Path) -> None:
+    """Two tables of one size: which input is which, the names say."""
+    model = cross_model("hidden")
+    for table in model.graph.initializer:
+        if list(table.dims) == [64, 32]:
+            table.CopyFrom(onnx.numpy_helper.from_array(np.zeros((61, 32), np.float32), table.name))
+    roles = {t.name: t.role for t in plan_model(write(tmp_path / "m.onnx", model)).tensors}
+    assert (roles["input_ids"], roles["position_ids"]) == (Role.TOKENS, Role.POSITIONS)

@@ -158,8 +158,12 @@ def _settle_single_roles(tensors: list[tuple[ValueInfoProto, str]], findings: li
                 f"a YAML file such as: {example(role, tensors[claims[0]][0].name)}"
             )
         for i in set(claims) - set(chosen):
-            settled[i] = _Finding(
-                Role.OTHER, f"{findings[i].found_by}; but '{tensors[chosen[0]][0].name}' is {role.value}"
+            info, io = tensors[i]
+            named = _match(info.name, io, shipped_patterns())
+            settled[i] = (  # such as positions that index a table with as many rows as there are tokens
+                _Finding(named.role, f"config: {named.source}")
+                if named and named.role is not role
+                else _Finding(Role.OTHER, f"{findings[i].found_by}; but '{tensors[chosen[0]][0].name}' is {role.value}")
             )
     return settled
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from trt_kvcache.importer.logits import every_token
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import Shape, is_op
 from trt_kvcache.importer.roles_graph import GraphFacts, GraphIndex
@@ -18,6 +19,7 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
     A size that the model gives a symbol means the same wherever the symbol stands; what each symbol means comes from
     the tensors whose layout is known by their role. Those layouts also name the sizes that have no symbol.
     """
+    roles = [_with_all_logits(role, roles, index) for role in roles]
     symbols: dict[str, str] = {}
 
     def learn(shape: Shape | None, meanings: Iterable[str]) -> None:
@@ -42,6 +44,17 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
     for role in roles:
         learn(role.shape, _layout(role, facts, symbols))
     return tuple(replace(role, axes=_axes(role, _layout(role, facts, symbols), symbols)) for role in roles)
+
+
+def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
+    """Logits that are declared for one token and computed for all, as the graph computes them."""
+    tokens = next((r for r in roles if r.role is Role.TOKENS and len(r.shape) > 1), None)
+    if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3 or role.shape[1] != 1:
+        return role
+    length = tokens.shape[1]
+    if length == 1 or not every_token(index, role.name, tokens.name):
+        return role
+    return replace(role, shape=(role.shape[0], length, role.shape[2]))
 
 
 def _axes(role: TensorRole, layout: Sequence[str], symbols: dict[str, str]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import Emitter
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
 from trt_kvcache.importer.rewrite.plugin import rewrite_plugins
@@ -25,4 +25,13 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     views = rewrite_caches(graph, emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     rewrite_plugins(graph, emitter, plan)
+    _declare_logits(graph, plan)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
+
+
+def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
+    """Logits as long as the plan says: ONNX Runtime refuses others than declared where their buffer is given."""
+    planned = plan.tensor(Role.LOGITS, "output")
+    for tensor in graph.outputs:
+        if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
+            tensor.shape = [tensor.shape[0], *planned.shape[1:2], tensor.shape[2]]
