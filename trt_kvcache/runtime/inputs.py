@@ -227,8 +227,8 @@ class StepInputs:
         masks = [f"'{t.name}'" for t in self._inputs if t.role is Role.MASK]
         if len(masks) > 1:
             raise UnsupportedModelError(
-                f"the model takes several masks ({', '.join(masks)}), and nothing in it says which window each stands for; "
-                "the runtime fills one causal mask: export a model that makes its masks itself"
+                f"the model takes several masks ({', '.join(masks)}), and nothing in it says which window each stands "
+                "for; the runtime fills one causal mask: export a model that makes its masks itself"
             )
         for tensor in self._inputs:
             self._check_input(tensor)

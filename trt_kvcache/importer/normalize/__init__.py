@@ -23,6 +23,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention import find_cores
+from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import lower_contrib
@@ -32,7 +33,7 @@ from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.probe import Blueprint
-from trt_kvcache.importer.normalize.residual import free_positions
+from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.samples import Interface, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.states import find_states
@@ -84,8 +85,13 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     snapshot = _inferred(gs.export_onnx(graph))
     graph = gs.import_onnx(snapshot)
     held = find_held(graph)
-    states = find_states(graph, {c.past.name for c in held})
-    candidates = [c for c in find_candidates(graph) if c.past.name not in {s.past for s in states}]
+    candidates = find_candidates(graph)
+    caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
+    found = find_states(graph, caches)
+    states = [s for s in found if all(s.past != c.past.name or _may_be_state(c) for c in candidates)]
+    candidates = tuple(c for c in candidates if c.past.name not in {s.past for s in states})
+    if not candidates and not held:
+        return Normalized(model, None)
     interface = Interface(snapshot, [*candidates, *held], options.config, states)
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(snapshot, weights), interface, capacity)
@@ -107,6 +113,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     _check_readers(graph)
     free_positions(graph, canonical, interface, samples)
     graph.cleanup().toposort()
+    check_padding(graph, interface)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, capacity, options.window_chunk)
@@ -126,6 +133,11 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     notes += rings.notes
     findings = Findings(canonical.idioms, changes, interface.tensors, notes=tuple(notes), longest=rings.longest)
     return Normalized(normalized, findings)
+
+
+def _may_be_state(cache: Candidate) -> bool:
+    """Whether what looks like a rolling cache may be the state of a convolution: nothing reads its next value."""
+    return cache.idiom == "rolling" and not consumers(cache.present)
 
 
 def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:

@@ -23,6 +23,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.guards import unguarded
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 
@@ -161,6 +162,7 @@ class _Finder:
             )
         visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples, key)
         check_bias(name, visibility)
+        output = unguarded(output, visibility, self._samples)
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
             raise UnsupportedModelError(f"the shape of '{output.name}', the result of attention '{name}', is unknown")

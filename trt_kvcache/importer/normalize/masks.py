@@ -137,6 +137,8 @@ def _split_bias(node: str, masks: Sequence[MaskUse], samples: Samples) -> tuple[
         biased = use.kind is MaskKind.ADDED and _is_biased(samples.plain[0].probe.value(use.tensor.name))
         if biased and maker is not None and is_op(maker, "Add"):
             pending += [MaskUse(tensor, MaskKind.ADDED) for tensor in maker.inputs]
+        elif biased and maker is not None and is_op(maker, "Where") and (parts := _parts(maker, samples)) is not None:
+            pending += parts
         elif biased and (bias := find_bias(node, use.tensor, samples)) is not None:
             biases.append(bias)
         else:
@@ -144,6 +146,19 @@ def _split_bias(node: str, masks: Sequence[MaskUse], samples: Samples) -> tuple[
     if len(biases) > 1:
         raise UnsupportedModelError(f"'{node}' adds several position biases to its scores; supported is one")
     return left, biases[0] if biases else None
+
+
+def _parts(where: gs.Node, samples: Samples) -> list[MaskUse] | None:
+    """The mask and the bias of ``Where(visible, bias, lowest)`` or ``Where(hidden, lowest, bias)``."""
+    condition, yes, no = where.inputs
+    low = [_is_low(samples.plain[0].probe.value(t.name)) for t in (yes, no)]
+    if low == [False, True]:
+        return [MaskUse(condition, MaskKind.VISIBLE), MaskUse(yes, MaskKind.ADDED)]
+    return [MaskUse(condition, MaskKind.HIDDEN), MaskUse(no, MaskKind.ADDED)] if low == [True, False] else None
+
+
+def _is_low(value: Array | None) -> bool:
+    return value is not None and bool(np.all(value.astype(np.float64) <= _HIDDEN))
 
 
 def _is_biased(value: Array | None) -> bool:

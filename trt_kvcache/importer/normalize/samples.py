@@ -101,7 +101,7 @@ class Interface:
         self, model: onnx.ModelProto, found: Sequence[Found], config: str | None, states: Sequence[StateUpdate] = ()
     ) -> None:
         self._found = {f.past.name: f for f in found}
-        presents = {f.present.name: f for f in found}
+        self._presents = presents = {f.present.name: f for f in found}
         none: frozenset[str] = frozenset()
         caches = {f.past.name: f.present.name for f in found}
         axes = {f.past.name: f.axis for f in found if f.axis is not None}
@@ -206,11 +206,22 @@ class Interface:
             batch = (shape_of(self._inputs[self.tokens]) or ("?",))[0]
             per_row = len(shape) == 0 or (len(shape) == 1 and (first in (1, batch)) and first not in news)
             return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
+        if role is Role.MASK and len(shape) == 2:
+            given = shape[1] in self._lengths_of_constants()
+            return OriginalRole.CONSTANT if given else OriginalRole.PADDING_MASK
         if role is Role.MASK:
-            return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
+            return OriginalRole.MASK
         if len(shape) == 4 and (elem_type_of(value) == onnx.TensorProto.BOOL or (shape[1] == 1 and shape[2] in news)):
             return OriginalRole.MASK
         return OriginalRole.CONSTANT if elem_type_of(value) in _FLOATS else OriginalRole.OTHER
+
+    def _lengths_of_constants(self) -> set[str]:
+        """Symbols of what is only read, such as the length of an encoder's output: a mask over it hides no new tokens."""
+        own = {*self._found, *self._states, self.tokens}
+        given = [v for n, v in self._inputs.items() if n not in own and elem_type_of(v) in _FLOATS]
+        lengths = {d for v in given for d in shape_of(v) or () if isinstance(d, str)}
+        known = {d for n in (*self._found, self.tokens) for d in shape_of(self._inputs[n]) or ()}
+        return lengths - known - {"?"}
 
     def _axes(
         self,
@@ -228,7 +239,7 @@ class Interface:
             case OriginalRole.TOKENS | OriginalRole.LOGITS:
                 axes[:2] = ["batch", "sequence"][: len(axes)]
             case OriginalRole.GROWING_CACHE | OriginalRole.FIXED_CACHE:
-                cache = self._found.get(name) or next(f for f in self._found.values() if f.present.name == name)
+                cache = self._found.get(name) or self._presents[name]
                 axes[0] = "batch"
                 if cache.axis is not None:
                     axes[cache.axis] = "past" if cache.growing else "capacity"
@@ -257,7 +268,7 @@ class Samples:
         plain: steps in which every token is visible; the last one ends at the capacity.
         padded: steps in which the padding mask hides tokens; empty where there is none.
         wrapped: steps beyond the capacity, for caches that may be circular.
-        twins: two steps that differ in nothing but the past, unless the capacity has room for one token only.
+        twins: two steps that differ in nothing but the past, unless the caches of the model have room for one only.
     """
 
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
@@ -273,11 +284,11 @@ class Samples:
         ends = [(1, 0, fixed_length or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
         self.plain = self._unique([self._make(*s) for s in (*sizes, *ends)])
         length = fixed_length or min(3, max(1, capacity // 2))
-        room = max(0, capacity - length)
+        fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
+        room = max(0, capacity - length) if fixed else 9  # a past that grows knows no capacity
         self.twins = (self._make(2, min(5, room // 2), length), self._make(2, min(9, room), length))
         masked = bool(interface.of(OriginalRole.PADDING_MASK))
         self.padded = self._unique([self._make(*s, padded=True) for s in sizes if s[0] > 1]) if masked else ()
-        fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2))
         self.wrapped = self._unique([self._make(*s, wrapped=True) for s in beyond]) if fixed else ()
 

@@ -27,7 +27,17 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.graph import BOOL, INT64, Emitter, consumers, contains, dims, input_or_none, is_op
+from trt_kvcache.importer.graph import (
+    BOOL,
+    INT64,
+    Emitter,
+    consumers,
+    contains,
+    dims,
+    input_or_none,
+    is_op,
+    small_constant,
+)
 
 _VIEWS = ("Transpose", "Reshape")
 
@@ -75,6 +85,11 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
     for pair in _find(graph):
         rows = pair.window + chunk - 1
         names = [str(update.inputs[0].name) for update in (pair.keys, pair.values)]
+        if reader := _length_reader(pair):
+            notes.append(
+                f"caches '{names[0]}' and '{names[1]}' stay linear: Shape '{reader.name}' reads how long they are"
+            )
+            continue
         if rows >= capacity:
             notes.append(
                 f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up "
@@ -93,6 +108,20 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
     elif not notes:
         notes.append("no cache became circular: no attention sees a window only")
     return Rings(longest, tuple(notes))
+
+
+def _length_reader(pair: _Windowed) -> gs.Node | None:
+    """A Shape node that takes the sequence axis of one of the caches, which is to become shorter."""
+    for update in (pair.keys, pair.values):
+        axis = int(update.attrs.get("axis", -2)) % len(dims(update.inputs[0]) or (0,) * 4)
+        for node in [n for t in (update.inputs[0], update.outputs[0]) for n in consumers(t) if is_op(n, "Shape")]:
+            if int(node.attrs.get("start", 0)) <= axis < int(node.attrs.get("end", axis + 1)):
+                taken = [
+                    small_constant(n.inputs[1]) if is_op(n, "Gather") else None for n in consumers(node.outputs[0])
+                ]
+                if any(indices is None or axis in indices.reshape(-1) for indices in taken):
+                    return node
+    return None
 
 
 def _all_rows(graph: gs.Graph, capacity: int) -> int:
