@@ -61,6 +61,26 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                     queue.append(output)
 
 
+def check_padding(graph: gs.Graph, interface: Interface) -> None:
+    """Refuse a padding mask that something else than attention reads: who fills it from now on may make it longer.
+
+    Args:
+        graph: canonical; dead nodes are gone.
+        interface: of the model as exported.
+
+    Raises:
+        UnsupportedModelError: naming the reader.
+    """
+    names = {t.name for t in interface.of(OriginalRole.PADDING_MASK)}
+    for tensor in (t for t in graph.inputs if t.name in names):
+        for node in consumers(tensor):
+            if not is_op(node, "Attention", "Shape"):
+                raise UnsupportedModelError(
+                    f"{node.op} '{node.name}' reads the mask '{tensor.name}' and is no attention over a cache; "
+                    "supported are masks that only attention and positions are made of"
+                )
+
+
 def _is_source(interface: Interface, name: str) -> bool:
     role = interface.inputs[name].role
     return role in _COUNTED or role in (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)
