@@ -38,13 +38,15 @@ def weights(seed: int = 0) -> dict[str, Array]:
 class _Decoder:
     """A graph with the parts that both decoders have."""
 
-    def __init__(self, batch: int | str = "batch") -> None:
+    def __init__(self, batch: int | str = "batch", growing: bool = False) -> None:
+        self.growing = growing
         self.graph, self.batch, self.weights = Graph(), batch, weights()
         g = self.graph
         g.input("input_ids", _INT, [batch, "sequence"])
         g.input("position_ids", _INT, [batch, "sequence"])
-        g.input("write_indices", _INT, [batch])
-        g.input("nonpad_kv_seqlen", _INT, [batch])
+        if not growing:
+            g.input("write_indices", _INT, [batch])
+            g.input("nonpad_kv_seqlen", _INT, [batch])
         self.outputs: list[tuple[str, list[int | str]]] = []
 
     def weight(self, name: str, shape: Sequence[int] | None = None) -> str:
@@ -75,6 +77,18 @@ class _Decoder:
         return self.graph.input(name, _FLOAT, shape)
 
     def attention(self, x: str, layer: str) -> str:
+        return self.growing_attention(x, layer) if self.growing else self.fixed_attention(x, layer)
+
+    def growing_attention(self, x: str, layer: str) -> str:
+        """The cache inside the operator, as long as the text."""
+        parts, g = ("key", "value"), self.graph
+        past = [g.input(f"past.{layer}.{part}", _FLOAT, [self.batch, HEADS, "P", SIZE]) for part in parts]
+        self.outputs += [(f"present.{layer}.{part}", [self.batch, HEADS, "P + S", SIZE]) for part in parts]
+        q, k, v = (self.project(x, f"{layer}.{part}") for part in "qkv")
+        outputs = ["", *(f"present.{layer}.{part}" for part in parts)]
+        return self.merge(x, g.node("Attention", [q, k, v, "", *past], outputs, is_causal=1), f"{layer}.o")
+
+    def fixed_attention(self, x: str, layer: str) -> str:
         g, shape = self.graph, [self.batch, HEADS, CAPACITY, SIZE]
         held = []
         for part in ("key", "value"):
@@ -94,7 +108,10 @@ class _Decoder:
 
 
 def hybrid_model(
-    names: Mapping[str, str] | None = None, batch: int | str = "batch", convolution: bool = True
+    names: Mapping[str, str] | None = None,
+    batch: int | str = "batch",
+    convolution: bool = True,
+    growing: bool = False,
 ) -> onnx.ModelProto:
     """`HYBRID`.
 
@@ -102,8 +119,9 @@ def hybrid_model(
         names: of its states instead of past_conv.1, present_conv.1, past_recurrent.2 and present_recurrent.2.
         batch: size or symbol.
         convolution: by Conv; else by one product per tap.
+        growing: the attention caches are as long as the text, and written inside Attention.
     """
-    d = _Decoder(batch)
+    d = _Decoder(batch, growing)
     g = d.graph
     x = d.attention(d.embed(), "a")
 
@@ -147,7 +165,9 @@ def hybrid_model(
     return _renamed(model, names or {})
 
 
-def cross_model(kind: str = "keys", mask: str = "none", batch: int | str = "batch") -> onnx.ModelProto:
+def cross_model(
+    kind: str = "keys", mask: str = "none", batch: int | str = "batch", growing: bool = False
+) -> onnx.ModelProto:
     """`CROSS`.
 
     Args:
@@ -155,8 +175,9 @@ def cross_model(kind: str = "keys", mask: str = "none", batch: int | str = "batc
         mask: of the encoder's positions: ``"none"``, ``"ones"`` (int64 ``[B, S_enc]``) or ``"bool"``
             (``[B, 1, 1, S_enc]``).
         batch: size or symbol.
+        growing: see `hybrid_model`.
     """
-    d = _Decoder(batch)
+    d = _Decoder(batch, growing)
     g, x, seen = d.graph, d.embed(), ""
     if mask == "ones":
         ones = g.input("encoder_attention_mask", _INT, [batch, "encoder_length"])

@@ -13,7 +13,7 @@ from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
-from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, verify_model
 from trt_kvcache.errors import OptionError, PromptError, SessionError, UnsupportedModelError
 from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
@@ -196,3 +196,15 @@ def test_constants_that_grow_with_the_text_are_refused(tmp_path: Path) -> None:
     heard.type.tensor_type.shape.dim[2].dim_param = "sequence"
     with pytest.raises(UnsupportedModelError, match="'heard' .* is given once per sequence, and has the axes"):
         OnnxRuntimeRunner(write(tmp_path / "m.onnx", model))
+
+
+@pytest.mark.parametrize(("kind", "mask"), FORMS)
+def test_beside_caches_that_grow(tmp_path: Path, kind: str, mask: str) -> None:
+    """Normalization makes the caches fixed, and leaves the constants as they are."""
+    model = write(tmp_path / "m.onnx", cross_model(kind, mask, growing=True))
+    options = PlanOptions(capacity=64)
+    with DecodeSession(OnnxRuntimeRunner(model, options, max_batch=3, max_chunk=8)) as session:
+        results = session.generate(PROMPTS, GenerationConfig(max_new_tokens=8), given(kind, mask))
+    assert [r.tokens for r in results] == [expected(list(p), mask, i, 8) for i, p in enumerate(PROMPTS)]
+    if mask != "bool":
+        assert verify_model(model, options).passed

@@ -12,7 +12,7 @@ from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
-from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache import BuildOptions, DecodeSession, GenerationConfig, PlanOptions, build_engine, verify_model
 from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, SessionError
 from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
@@ -197,3 +197,18 @@ def test_a_batch_of_one(tmp_path: Path) -> None:
 def assert_close(found: np.ndarray, wanted: np.ndarray) -> None:
     assert found.shape == (VOCAB,)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("convolution", [True, False])
+def test_beside_caches_that_grow(tmp_path: Path, convolution: bool) -> None:
+    """Normalization makes the caches fixed, and leaves the states as they are; it verifies and builds."""
+    model = write(tmp_path / "model.onnx", hybrid_model(convolution=convolution, growing=True))
+    options = PlanOptions(capacity=64)
+    with DecodeSession(OnnxRuntimeRunner(model, options, max_batch=3, max_chunk=8)) as session:
+        results = session.generate(PROMPTS, GenerationConfig(max_new_tokens=16))
+        assert [s.past for s in session.plan.states] == ["past_conv.1", "past_recurrent.2"]
+    assert [r.tokens for r in results] == [expected(list(p), 16) for p in PROMPTS]
+    assert verify_model(model, options).passed
+    manifest = build_engine(model, tmp_path / "e", options=options, build=BuildOptions(max_batch=2, max_chunk=8))
+    assert set(manifest.aliases.values()) == {"past.a.key", "past.a.value"}
+    assert set(manifest.double_buffered.values()) == {"past_conv.1", "past_recurrent.2"}

@@ -19,8 +19,6 @@ from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 
-__all__ = ["KVCache", "Slot"]
-
 
 class KVCache:
     """Caches of fixed capacity and the sequences in them. All methods may be called from several threads.

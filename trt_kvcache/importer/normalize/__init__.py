@@ -136,8 +136,14 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
 
 
 def _may_be_state(cache: Candidate) -> bool:
-    """Whether what looks like a rolling cache may be the state of a convolution: nothing reads its next value."""
-    return cache.idiom == "rolling" and not consumers(cache.present)
+    """Whether what looks like a cache may be state: `find_states` says.
+
+    Of a convolution, like a rolling cache whose next value nothing reads; of linear attention, like a cache written by
+    masked addition that cannot be one.
+    """
+    if cache.idiom == "rolling":
+        return not consumers(cache.present)
+    return bool(cache.reason) and cache.node is not None and is_op(cache.node, "Add")
 
 
 def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:
