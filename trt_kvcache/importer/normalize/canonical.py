@@ -11,6 +11,8 @@ https://onnx.ai/onnx/operators/onnx__Attention.html), which the importer plans.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -121,11 +123,20 @@ class Canonical:
             query,
             self._heads_major(core.key, core.head_size),
             self._heads_major(core.value, core.value_size),
-            core.visibility,
+            replace(core.visibility, own=self._own(core.visibility.own, cache_type or core.query_type)),
             core.scale,
             core.softcap,
             core.node,
         )
+
+    def _own(self, mask: gs.Tensor | None, dtype: int) -> gs.Tensor | None:
+        """The caller's own mask in the type of the queries, where it is added to the scores."""
+        if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, dtype):
+            return mask
+        made: gs.Tensor = self.emit.once(
+            ("own", mask.name, dtype), lambda: self.emit.op("Cast", [mask], "own_mask", dtype, to=dtype)
+        )
+        return made
 
     def attention(
         self,

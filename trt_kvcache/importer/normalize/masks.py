@@ -280,6 +280,32 @@ def _check_own(
                 "caller's own "
                 "mask as it stands, or a causal, padding or window mask"
             )
+    given = samples.plain[0].probe.value(own.name)
+    assert given is not None
+    if given.dtype.kind not in "bf":
+        raise UnsupportedModelError(
+            f"the mask '{own.name}' of '{node}' is {given.dtype}; supported is the caller's own mask as bool, or as "
+            "numbers to add to the scores"
+        )
+    if given.dtype.kind == "f":
+        _check_added(node, masks, own, samples.plain[0])
+
+
+def _check_added(node: str, masks: Sequence[MaskUse], own: gs.Tensor, sample: Sample) -> None:
+    """Show that whatever numbers the caller's own mask holds are added to the scores."""
+    given = sample.probe.value(own.name)
+    assert given is not None
+    numbers = -np.random.default_rng(_SEED).integers(1, 100, given.shape).astype(given.dtype)
+    probe = sample.probe.given({own.name: numbers})
+    for use in masks:
+        before, after = sample.probe.value(use.tensor.name), probe.value(use.tensor.name)
+        if use.kind is not MaskKind.ADDED or before is None or after is None or np.array_equal(before, after):
+            continue
+        if not np.array_equal(after, np.broadcast_to(numbers, after.shape)):
+            raise UnsupportedModelError(
+                f"the mask '{own.name}' does not come to the scores of '{node}' as it is given; supported is the "
+                "caller's own mask, added to the scores"
+            )
 
 
 def _unknown(node: str, sample: Sample, visible: Array) -> str:
