@@ -107,6 +107,13 @@ class OriginalInterface:
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs}
 
+    def _any_size(self, dim: int | str, axis: str, feeds: Mapping[str, Array], sizes: Mapping[str, int]) -> int:
+        """A size that fits those of the other inputs: of the axis, of the same symbol elsewhere, or 1."""
+        if isinstance(dim, int) or axis in sizes:
+            return dim if isinstance(dim, int) else sizes[axis]
+        known = (t for t in self._inputs if t.name in self._same and len(t.shape) == feeds[t.name].ndim)
+        return next((int(feeds[t.name].shape[t.shape.index(dim)]) for t in known if dim in t.shape), 1)
+
     def _input(
         self, tensor: OriginalTensor, feeds: Mapping[str, Array], rows: slice, sizes: Mapping[str, int]
     ) -> Array:
@@ -120,10 +127,9 @@ class OriginalInterface:
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             return _cut(_take(feeds[tensor.name], axes, rows), tensor, sizes).astype(dtype)
-        if tensor.role not in _COUNTED:
-            raise OptionError(
-                f"nothing says which values the original's input '{tensor.name}' {list(tensor.shape)} "
-                f"({tensor.role.value}) takes: the rewritten model has no input of that name"
+        if tensor.role not in _COUNTED:  # normalization dropped it, because nothing but a copy reads it
+            return np.zeros(
+                [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
             )
         shape = self._shape(tensor, sizes)
         past, length = sizes["past"], sizes["sequence"]

@@ -37,8 +37,9 @@ from trt_kvcache.importer.normalize.residual import check_padding, free_position
 from trt_kvcache.importer.normalize.samples import Interface, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.states import find_states
+from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
-from trt_kvcache.importer.plan import Dim, OriginalRole, PlanOptions, Sliding
+from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
 
 __all__ = ["Normalized", "normalize"]
 
@@ -109,8 +110,11 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     for core in cores:
         canonical.core(core)
     counts = _drop_counts(graph, interface, samples)
+    copies = drop_copies(graph)
     graph.cleanup().toposort()
     _check_readers(graph)
+    free_shapes(graph, canonical.emit, interface)
+    graph.cleanup().toposort()
     free_positions(graph, canonical, interface, samples)
     graph.cleanup().toposort()
     check_padding(graph, interface)
@@ -122,7 +126,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     for name, (kind, shape) in canonical.known.items():
         named = [None if d == "?" else d for d in shape]
         normalized.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
-    changes = find_changes(interface, normalized, counts)
+    changes = find_changes(interface, normalized, counts, copies)
     own = dict.fromkeys(core.visibility.own.name for core in cores if core.visibility.own is not None)
     notes = [
         f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
@@ -211,15 +215,8 @@ def _other_reader(graph: gs.Graph, tensor: gs.Tensor) -> gs.Node | None:
 
 
 def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:
-    """Take away the inputs that only served the caches as exported, and added ones that circular caches do not need."""
-    gone = {OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS, OriginalRole.MASK}
-    graph.inputs = [
-        t
-        for t in graph.inputs
-        if consumers(t)
-        or contains(graph.outputs, t)
-        or (t.name in interface.inputs and interface.inputs[t.name].role not in gone)
-    ]
+    """Take away the inputs that nothing reads: they only served the caches as exported, or nothing from the start."""
+    graph.inputs = [t for t in graph.inputs if consumers(t) or contains(graph.outputs, t) or t.name == interface.tokens]
 
 
 def _export(graph: gs.Graph, snapshot: onnx.ModelProto, least: int) -> onnx.ModelProto:

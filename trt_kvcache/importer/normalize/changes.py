@@ -22,13 +22,16 @@ _ADDED = {
 }
 
 
-def find_changes(interface: Interface, model: onnx.ModelProto, counts: set[str]) -> tuple[InterfaceChange, ...]:
+def find_changes(
+    interface: Interface, model: onnx.ModelProto, counts: set[str], copies: set[str]
+) -> tuple[InterfaceChange, ...]:
     """Compare the interface of a model as exported with that of its canonical form.
 
     Args:
         interface: of the model as exported.
         model: the canonical form.
         counts: outputs that were dropped because they count tokens.
+        copies: outputs that were dropped because they are an input unchanged.
     """
     changes: list[InterfaceChange] = []
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
@@ -38,6 +41,8 @@ def find_changes(interface: Interface, model: onnx.ModelProto, counts: set[str])
                 why = (
                     "the caller counts tokens itself"
                     if tensor.name in counts
+                    else "an input unchanged"
+                    if tensor.name in copies
                     else _WHY.get(tensor.role, "nothing reads it")
                 )
                 changes.append(InterfaceChange(io, _old(tensor), "", why))

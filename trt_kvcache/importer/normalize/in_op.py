@@ -76,7 +76,10 @@ def lower_presents(graph: gs.Graph) -> None:
         for tensor, present in wanted:
             if _rank(node) == 3:
                 heads = _heads_of(node, "kv_num_heads", 1)
-                result = split_heads(emitter, tensor, heads, head_size(tensor, heads, node))
+                size = head_size(tensor, heads, node)
+                result = split_heads(emitter, tensor, heads, size)
+                batch, length = (None if d == "?" else d for d in (dims(tensor) or ("?", "?"))[:2])
+                present.shape = [batch, heads, length, size]  # some exporters state that of the 3-D keys
             else:
                 result = emitter.op("Identity", [tensor], "present")
             become(result, present)

@@ -206,20 +206,18 @@ class Interface:
             batch = (shape_of(self._inputs[self.tokens]) or ("?",))[0]
             per_row = len(shape) == 0 or (len(shape) == 1 and (first in (1, batch)) and first not in news)
             return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
-        if role is Role.MASK and len(shape) == 2:
-            given = shape[1] in self._lengths_of_constants()
-            return OriginalRole.CONSTANT if given else OriginalRole.PADDING_MASK
-        if role is Role.MASK:
-            return OriginalRole.MASK
-        if len(shape) == 4 and (elem_type_of(value) == onnx.TensorProto.BOOL or (shape[1] == 1 and shape[2] in news)):
-            return OriginalRole.MASK
+        is_bool = elem_type_of(value) == onnx.TensorProto.BOOL
+        if role is Role.MASK or (len(shape) == 4 and (is_bool or _is_over_queries(shape, news))):
+            if shape and shape[-1] in self._lengths_of_constants(news):
+                return OriginalRole.CONSTANT
+            return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
         return OriginalRole.CONSTANT if elem_type_of(value) in _FLOATS else OriginalRole.OTHER
 
-    def _lengths_of_constants(self) -> set[str]:
-        """Symbols of what is only read, such as the length of an encoder's output: a mask over it hides no new tokens."""
+    def _lengths_of_constants(self, news: set[str]) -> set[str]:
+        """Symbols of what is only read, such as the length of an encoder's output: its masks are no masks of tokens."""
         own = {*self._found, *self._states, self.tokens}
-        given = [v for n, v in self._inputs.items() if n not in own and elem_type_of(v) in _FLOATS]
-        lengths = {d for v in given for d in shape_of(v) or () if isinstance(d, str)}
+        floats = [shape_of(v) or () for n, v in self._inputs.items() if n not in own and elem_type_of(v) in _FLOATS]
+        lengths = {d for shape in floats if not _is_over_queries(shape, news) for d in shape if isinstance(d, str)}
         known = {d for n in (*self._found, self.tokens) for d in shape_of(self._inputs[n]) or ()}
         return lengths - known - {"?"}
 
@@ -259,6 +257,11 @@ class Interface:
             shape[f.axis] for n, f in self._found.items() if f.axis is not None and (shape := shape_of(self._inputs[n]))
         }
         return dim in lengths
+
+
+def _is_over_queries(shape: Sequence[int | str], news: set[str]) -> bool:
+    """Whether a shape is that of a mask ``[B, 1, S, keys]``."""
+    return len(shape) == 4 and shape[1] == 1 and shape[2] in news
 
 
 class Samples:
