@@ -1,0 +1,354 @@
+"""Decoders whose caches grow by Concat and whose attention is in pieces, in the ways that exporters write them.
+
+Every part may be replaced by a function of the graph under construction, for decoders that only look like one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import onnx
+from graphs import Dim, Graph
+from onnx import TensorProto
+
+VOCABULARY = 32
+TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """How a decoder is written.
+
+    Attributes:
+        scale: where the scores are scaled: "scores", "q", "k", "both" or "none", and by which operator.
+        mask: what the mask is made of: "past" (lengths of the past), "padding" (these and the padding mask),
+            "positions", "buffer" (GPT-2's), "own" (an input), "none", or a function that gives a bool ``[., ., S, T]``.
+        apply: how the mask meets the scores: "add", "where" or "hide".
+        repeat: how key heads are repeated: "expand", "tile", "gather" or "none".
+        layout: of the caches: "bnsd", "bsnd" or "flat".
+        positions: where they come from: "input", "past", "padding", "present" or "none".
+        scores, masked, keys, values: change a tensor on its way, in every layer: scores before and behind the mask,
+            repeated keys and values.
+        after: changes the hidden states at the end of the model.
+    """
+
+    heads: int = 4
+    kv_heads: int = 2
+    size: int = 4
+    layers: int = 1
+    dtype: Any = np.float32
+    scale: str = "scores"
+    by: str = "Mul"
+    softcap: float = 0.0
+    mask: str | Callable[[Build], str] = "past"
+    apply: str = "add"
+    lowest: float = float(np.finfo(np.float16).min)
+    window: int = 0
+    upcast: bool = False
+    guard: bool = False
+    repeat: str = "expand"
+    layout: str = "bnsd"
+    positions: str = "input"
+    own_type: Any = np.bool_
+    batch: Dim = "batch"
+    sequence: Dim = "sequence"
+    total: str = "total"
+    embedded: bool = False
+    last: bool = False
+    names: tuple[str, str] = ("past_key_values.{layer}.{kind}", "present.{layer}.{kind}")
+    opset: int = 18
+    capacity: int = 24
+    scores: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
+    masked: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
+    keys: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
+    values: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
+    after: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
+
+
+class Build(Graph):
+    """A decoder under construction: the tensors that its parts share, each made once."""
+
+    def __init__(self, decoder: Decoder) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.tokens = ""
+        self.pasts: list[str] = []
+        self.presents: list[str] = []
+        self._made: dict[str, str] = {}
+        self._rng = np.random.default_rng(11)
+
+    def once(self, what: str, make: Callable[[], str]) -> str:
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
+
+    def number(self, value: float) -> str:
+        return self.constant(value, np.float32 if self.decoder.upcast else self.decoder.dtype)
+
+    def weight(self, *shape: int) -> str:
+        return self.constant(self._rng.standard_normal(shape) / np.sqrt(shape[0]), self.decoder.dtype)
+
+    def size_of(self, tensor: str, axis: int) -> str:
+        """One dimension as a scalar."""
+        return self.node("Gather", [self.node("Shape", [tensor]), self.constant(axis)], axis=0)
+
+    @property
+    def length(self) -> str:
+        return self.once("length", lambda: self.size_of(self.tokens, 1))
+
+    @property
+    def past(self) -> str:
+        axis = 2 if self.decoder.layout == "bnsd" else 1
+        return self.once("past", lambda: self.size_of(self.pasts[0], axis))
+
+    @property
+    def all(self) -> str:
+        """P + S."""
+        return self.once("all", lambda: self.node("Add", [self.past, self.length]))
+
+    @property
+    def key_rows(self) -> str:
+        """``[T]``."""
+        return self.once("rows", lambda: self.node("Range", [self.constant(0), self.all, self.constant(1)]))
+
+    @property
+    def query_rows(self) -> str:
+        """``[S, 1]``."""
+
+        def make() -> str:
+            rows = self.node("Range", [self.past, self.all, self.constant(1)])
+            return self.node("Unsqueeze", [rows, self.constant([1])])
+
+        return self.once("queries", make)
+
+    @property
+    def padding(self) -> str:
+        """The padding mask, int64 ``[B, T]``."""
+        shape = [self.decoder.batch, self.decoder.total]
+        return self.once("padding", lambda: self.input("attention_mask", TensorProto.INT64, shape))
+
+    @property
+    def position_ids(self) -> str:
+        shape = [self.decoder.batch, self.decoder.sequence]
+        return self.once("position_ids", lambda: self.input("position_ids", TensorProto.INT64, shape))
+
+    def causal(self) -> str:
+        """Bool ``[S, T]``."""
+        return self.node("LessOrEqual", [self.key_rows, self.query_rows])
+
+    def to_scores(self, visible: str) -> str:
+        """Bool ``[S, T]`` -> ``[1, 1, S, T]``."""
+        return self.node("Unsqueeze", [visible, self.constant([0, 1])])
+
+
+def make_decoder(decoder: Decoder) -> onnx.ModelProto:
+    """The decoder as a model."""
+    g = Build(decoder)
+    width = decoder.heads * decoder.size
+    kind = TYPES[decoder.dtype]
+    if decoder.embedded:
+        x = g.tokens = g.input("inputs_embeds", kind, [decoder.batch, decoder.sequence, width])
+    else:
+        g.tokens = g.input("input_ids", TensorProto.INT64, [decoder.batch, decoder.sequence])
+        x = g.node("Gather", [g.weight(VOCABULARY, width), g.tokens], axis=0)
+    _declare_caches(g)
+    if decoder.positions not in ("none", "present"):
+        x = g.node("Add", [x, _signal(g, POSITIONS[decoder.positions](g))])
+    for layer in range(decoder.layers):
+        x = g.node("Add", [x, _layer(g, x, layer)])
+    if decoder.positions == "present":
+        x = g.node("Add", [x, _signal(g, POSITIONS["present"](g))])
+    if decoder.last:
+        x = g.node("Slice", [x, g.constant([-1]), g.constant([2**31]), g.constant([1])])
+    x = decoder.after(g, x)
+    g.node("MatMul", [x, g.weight(width, VOCABULARY)], "logits")
+    g.output("logits", kind, [decoder.batch, 1 if decoder.last else decoder.sequence, VOCABULARY])
+    for layer, present in enumerate(g.presents):
+        g.output(present, kind, _shape(decoder, f"{decoder.total}_{layer}"))
+    model = g.model(decoder.opset)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def _shape(decoder: Decoder, length: str) -> list[Dim]:
+    heads, size = decoder.kv_heads, decoder.size
+    return {
+        "bnsd": [decoder.batch, heads, length, size],
+        "bsnd": [decoder.batch, length, heads, size],
+        "flat": [decoder.batch, length, heads * size],
+    }[decoder.layout]
+
+
+def _declare_caches(g: Build) -> None:
+    decoder = g.decoder
+    for layer in range(decoder.layers):
+        for kind in ("key", "value"):
+            past, present = (n.format(layer=layer, kind=kind) for n in decoder.names)
+            g.pasts.append(g.input(past, TYPES[decoder.dtype], _shape(decoder, "past")))
+            g.presents.append(present)
+
+
+def _signal(g: Build, positions: str) -> str:
+    """What positions add to the hidden states."""
+    width = g.decoder.heads * g.decoder.size
+    column = g.node("Unsqueeze", [g.node("Cast", [positions], to=TensorProto.FLOAT), g.constant([-1])])
+    angles = g.node("Mul", [column, g.constant(np.linspace(0.05, 1.5, width), np.float32)])
+    return g.node("Cast", [g.node("Sin", [angles])], to=TYPES[g.decoder.dtype])
+
+
+def _from_padding(g: Build) -> str:
+    """The last S of the numbers of ones before each token."""
+    counted = g.node("Sub", [g.node("CumSum", [g.padding, g.constant(1)]), g.constant(1)])
+    first = g.node("Unsqueeze", [g.node("Neg", [g.length]), g.constant([0])])
+    return g.node("Slice", [counted, first, g.constant([2**31]), g.constant([1])])
+
+
+def _from_present(g: Build) -> str:
+    total = g.size_of(g.presents[0], 2 if g.decoder.layout == "bnsd" else 1)
+    rows = g.node("Range", [g.node("Sub", [total, g.length]), total, g.constant(1)])
+    return g.node("Unsqueeze", [rows, g.constant([0])])
+
+
+POSITIONS: dict[str, Callable[[Build], str]] = {
+    "input": lambda g: g.position_ids,
+    "past": lambda g: g.node("Transpose", [g.query_rows], perm=[1, 0]),
+    "padding": _from_padding,
+    "present": _from_present,
+}
+
+
+def _layer(g: Build, x: str, layer: int) -> str:
+    decoder = g.decoder
+    width, narrow = decoder.heads * decoder.size, decoder.kv_heads * decoder.size
+    query = _split(g, g.node("MatMul", [x, g.weight(width, width)]), decoder.heads)
+    new = [g.node("MatMul", [x, g.weight(width, narrow)]) for _ in range(2)]
+    keys, values = (_cached(g, tensor, 2 * layer + i) for i, tensor in enumerate(new))
+    keys, values = decoder.keys(g, _repeat(g, keys)), decoder.values(g, _repeat(g, values))
+    output = _attend(g, query, keys, values)
+    merged = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([0, 0, width])])
+    return g.node("MatMul", [merged, g.weight(width, width)])
+
+
+def _split(g: Build, tensor: str, heads: int) -> str:
+    rows = g.node("Reshape", [tensor, g.constant([0, 0, heads, g.decoder.size])])
+    return g.node("Transpose", [rows], perm=[0, 2, 1, 3])
+
+
+def _cached(g: Build, new: str, index: int) -> str:
+    """Write to a cache; returns it as ``[B, N, T, D]``."""
+    past, present, heads = g.pasts[index], g.presents[index], g.decoder.kv_heads
+    if g.decoder.layout == "bnsd":
+        return g.node("Concat", [past, _split(g, new, heads)], present, axis=2)
+    if g.decoder.layout == "flat":
+        return _split(g, g.node("Concat", [past, new], present, axis=1), heads)
+    rows = g.node("Reshape", [new, g.constant([0, 0, heads, g.decoder.size])])
+    return g.node("Transpose", [g.node("Concat", [past, rows], present, axis=1)], perm=[0, 2, 1, 3])
+
+
+def _repeat(g: Build, tensor: str) -> str:
+    decoder = g.decoder
+    groups = decoder.heads // decoder.kv_heads
+    if decoder.repeat == "none" or groups == 1:
+        return tensor
+    if decoder.repeat == "gather":
+        return g.node("Gather", [tensor, g.constant(np.arange(decoder.heads) // groups)], axis=1)
+    spread = g.node("Unsqueeze", [tensor, g.constant([2])])
+    if decoder.repeat == "tile":
+        spread = g.node("Tile", [spread, g.constant([1, 1, groups, 1, 1])])
+    else:
+        sizes = [g.node("Unsqueeze", [g.size_of(tensor, axis), g.constant([0])]) for axis in range(4)]
+        shape = g.node("Concat", [*sizes[:2], g.constant([groups]), *sizes[2:]], axis=0)
+        spread = g.node("Expand", [spread, shape])
+    return g.node("Reshape", [spread, g.constant([0, decoder.heads, -1, decoder.size])])
+
+
+def _attend(g: Build, query: str, keys: str, values: str) -> str:
+    decoder = g.decoder
+    factor = decoder.size**-0.5
+
+    def scaled(tensor: str, by: float) -> str:
+        return g.node(decoder.by, [tensor, g.constant(by if decoder.by == "Mul" else 1 / by, decoder.dtype)])
+
+    keys = g.node("Transpose", [keys], perm=[0, 1, 3, 2])
+    if decoder.scale in ("q", "both"):
+        query = scaled(query, factor if decoder.scale == "q" else factor**0.5)
+    if decoder.scale in ("k", "both"):
+        keys = scaled(keys, factor if decoder.scale == "k" else factor**0.5)
+    scores = g.node("MatMul", [query, keys])
+    if decoder.scale == "scores":
+        scores = scaled(scores, factor)
+    if decoder.upcast:
+        scores = g.node("Cast", [scores], to=TensorProto.FLOAT)
+    if decoder.softcap:
+        cap = g.number(decoder.softcap)
+        scores = g.node("Mul", [g.node("Tanh", [g.node("Div", [scores, cap])]), cap])
+    scores = decoder.masked(g, _masked(g, decoder.scores(g, scores)))
+    weights = g.node("Softmax", [scores], axis=-1)
+    if decoder.guard:
+        weights = g.node("Where", [g.node("IsNaN", [weights]), g.number(0.0), weights])
+    if decoder.upcast:
+        weights = g.node("Cast", [weights], to=TYPES[decoder.dtype])
+    return g.node("MatMul", [weights, values])
+
+
+def _masked(g: Build, scores: str) -> str:
+    decoder = g.decoder
+    if decoder.mask == "none":
+        return scores
+    if decoder.mask == "own":
+        shape = [decoder.batch, 1, decoder.sequence, decoder.total]
+        code = onnx.helper.np_dtype_to_tensor_dtype(np.dtype(decoder.own_type))
+        mask = g.once("own", lambda: g.input("mask", code, shape))
+        if decoder.own_type is not np.bool_:
+            return g.node("Add", [scores, mask])
+    else:
+        make = MASKS[decoder.mask] if isinstance(decoder.mask, str) else decoder.mask
+        mask = g.once("mask", lambda: make(g))
+    lowest = g.number(decoder.lowest)
+    if decoder.apply == "where":
+        return g.node("Where", [mask, scores, lowest])
+    if decoder.apply == "hide":
+        return g.node("Where", [g.node("Not", [mask]), lowest, scores])
+    return g.node("Add", [scores, g.node("Where", [mask, g.number(0.0), lowest])])
+
+
+def _near(g: Build, visible: str, queries: str) -> str:
+    """Hide what lies before the window."""
+    if not g.decoder.window:
+        return visible
+    first = g.node("Sub", [queries, g.constant(g.decoder.window)])
+    return g.node("And", [visible, g.node("Greater", [g.key_rows, first])])
+
+
+def _by_past(g: Build) -> str:
+    return g.to_scores(_near(g, g.causal(), g.query_rows))
+
+
+def _by_padding(g: Build) -> str:
+    shown = g.node("Cast", [g.padding], to=TensorProto.BOOL)
+    return g.node("And", [_by_past(g), g.node("Unsqueeze", [shown, g.constant([1, 2])])])
+
+
+def _by_positions(g: Build) -> str:
+    queries = g.node("Unsqueeze", [g.position_ids, g.constant([1, 3])])
+    return _near(g, g.node("LessOrEqual", [g.key_rows, queries]), queries)
+
+
+def _by_buffer(g: Build) -> str:
+    """GPT-2: rows P to P + S and columns to P + S of a lower triangle."""
+    length = g.decoder.capacity + 8
+    triangle = g.constant(np.tril(np.ones((1, 1, length, length))), np.bool_)
+    past, total = (g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.past, g.all))
+    rows = g.node("Slice", [triangle, past, total, g.constant([2])])
+    return g.node("Slice", [rows, g.constant([0]), total, g.constant([3])])
+
+
+MASKS: dict[str, Callable[[Build], str]] = {
+    "past": _by_past,
+    "padding": _by_padding,
+    "positions": _by_positions,
+    "buffer": _by_buffer,
+}

@@ -1,0 +1,181 @@
+"""Decomposed attention over Concat caches: every way to write it against its canonical and its rewritten form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from concat_decode import Decode, compare, normalized, rewritten
+from concat_graphs import Build, Decoder, make_decoder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trt_kvcache.errors import UnsupportedModelError
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "query scaled": {"scale": "q"},
+    "keys scaled": {"scale": "k"},
+    "both scaled": {"scale": "both", "by": "Div"},
+    "scores divided": {"by": "Div"},
+    "not scaled": {"scale": "none"},
+    "capped": {"softcap": 5.0},
+    "capped, scaled keys, upcast": {"softcap": 5.0, "scale": "k", "dtype": np.float16, "upcast": True},
+    "Where": {"apply": "where"},
+    "Where the other way round": {"apply": "hide"},
+    "guard against NaN": {"guard": True},
+    "float16": {"dtype": np.float16},
+    "float16, scores in float32": {"dtype": np.float16, "upcast": True, "guard": True},
+    "Tile": {"repeat": "tile"},
+    "Gather": {"repeat": "gather"},
+    "as many heads": {"kv_heads": 4},
+    "one head, broadcast": {"kv_heads": 1, "repeat": "none"},
+    "one head, expanded": {"kv_heads": 1},
+    "[B, S, N, D]": {"layout": "bsnd"},
+    "[B, S, N * D]": {"layout": "flat"},
+    "[B, S, N, D], positions from the past": {"layout": "bsnd", "positions": "past"},
+    "two layers": {"layers": 2},
+    "embedded tokens": {"embedded": True},
+    "logits of the last token": {"last": True},
+    "fixed batch": {"batch": 2, "positions": "past"},
+    "batch of one": {"batch": 1, "mask": "padding", "positions": "padding"},
+    "one token at a time": {"sequence": 1},
+    "four tokens at a time": {"sequence": 4, "positions": "past"},
+    "no pattern in names": {"names": ("past_x{layer}{kind}", "y{layer}{kind}")},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decode(tmp_path: Path, name: str) -> None:
+    decoder = Decoder(**VARIANTS[name])
+    model = make_decoder(decoder)
+    tolerance = 1e-4 if decoder.dtype is np.float32 else 2e-2
+    result = compare(model, tmp_path, tolerance)
+    assert {cache.idiom for cache in result.plan.caches} == {"Concat"}
+    assert len(result.plan.attention) == decoder.layers
+    if decoder.dtype is np.float32:
+        Decode(model, normalized(model), seed=1).run()
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    decoder=st.builds(
+        Decoder,
+        kv_heads=st.sampled_from([1, 2, 4]),
+        layers=st.sampled_from([1, 2]),
+        scale=st.sampled_from(["scores", "q", "k", "both", "none"]),
+        by=st.sampled_from(["Mul", "Div"]),
+        softcap=st.sampled_from([0.0, 3.0]),
+        mask=st.sampled_from(["past", "padding", "positions", "buffer", "own"]),
+        apply=st.sampled_from(["add", "where", "hide"]),
+        window=st.sampled_from([0, 1, 5]),
+        upcast=st.booleans(),
+        guard=st.booleans(),
+        repeat=st.sampled_from(["expand", "tile", "gather"]),
+        layout=st.sampled_from(["bnsd", "bsnd", "flat"]),
+        positions=st.sampled_from(["input", "past", "padding", "present", "none"]),
+        embedded=st.booleans(),
+        last=st.booleans(),
+    )
+)
+def test_any_combination(tmp_path: Path, decoder: Decoder) -> None:
+    compare(make_decoder(decoder), tmp_path)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [("scores", 0.5), ("k", 0.5), ("both", 0.5**0.5), ("q", 1), ("none", 1)])
+def test_factors_behind_the_query_become_the_scale(scale: str, factor: float) -> None:
+    (node,) = [n for n in normalized(make_decoder(Decoder(scale=scale))).graph.node if n.op_type == "Attention"]
+    assert {a.name: a.f for a in node.attribute}["scale"] == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_heads_are_not_repeated_any_more(kv_heads: int) -> None:
+    nodes = normalized(make_decoder(Decoder(kv_heads=kv_heads))).graph.node
+    (node,) = [n for n in nodes if n.op_type == "Attention"]
+    assert node.input[1:3] == ["present.0.key", "present.0.value"]
+    assert not {"Expand", "Softmax", "Where"} & {n.op_type for n in nodes}
+
+
+def _log_of_length(g: Build, tensor: str) -> str:
+    """Times log(P + S + 2)."""
+    total = g.node("Cast", [g.node("Add", [g.all, g.constant(2)])], to=1)
+    return g.node("Mul", [tensor, g.node("Log", [total])])
+
+
+def _times(factor: float) -> Any:
+    return lambda g, tensor: g.node("Mul", [tensor, g.number(factor)])
+
+
+def _last_rows(count: int) -> Any:
+    return lambda g, t: g.node("Slice", [t, *(g.constant([n]) for n in (-count, 2**31, 2))])
+
+
+def _twice(g: Build, tensor: str) -> str:
+    """Heads 0 1 0 1, where grouped-query attention has 0 0 1 1."""
+    return g.node("Tile", [tensor, g.constant([1, 2, 1, 1])])
+
+
+NO_ATTENTION = "reads the cache 'past_key_values.0.key' and is no attention"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "keys grow with the text": ({"keys": _log_of_length}, NO_ATTENTION),
+    "scores grow with the text": ({"scores": _log_of_length}, NO_ATTENTION),
+    "values grow with the text": ({"values": _log_of_length}, "do not go to one MatMul with a cache of values"),
+    "values scaled": ({"values": _times(2)}, r"the values of .* are scaled by 2\.0"),
+    "scores negated": ({"scores": _times(-1)}, "scales scores by -1"),
+    "temperature behind the mask": ({"masked": _times(0.5)}, "scales scores that are masked already"),
+    "temperature that lifts the mask": (
+        {"masked": _times(3e-4), "lowest": -1e4},
+        "scales scores that are masked already",
+    ),
+    "two caps": ({"softcap": 3.0, "scores": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
+    "cap behind the mask": ({"masked": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
+    "Relu": ({"scores": lambda g, t: g.node("Relu", [t])}, NO_ATTENTION),
+    "heads in turn": ({"repeat": "none", "keys": _twice, "values": _twice}, "with its heads repeated and transposed"),
+    "values in turn": (
+        {
+            "repeat": "none",
+            "keys": lambda g, t: g.node("Gather", [t, g.constant([0, 0, 1, 1])], axis=1),
+            "values": _twice,
+        },
+        "is not cache 'past_key_values.0.value' with its heads repeated ",
+    ),
+    "heads reversed": (
+        {"keys": lambda g, t: g.node("Gather", [t, g.constant([3, 2, 1, 0])], axis=1)},
+        "with its heads repeated and transposed",
+    ),
+    "norm over the keys": ({"keys": lambda g, t: g.node("LpNormalization", [t], axis=-1)}, NO_ATTENTION),
+    "last 6 rows": ({"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"}, "is not cache"),
+    "last 16 rows": (
+        {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none"},
+        "reads 16 of the 24 rows of cache 'past_key_values.0.key'",
+    ),
+    "last 16 rows, one token at a time": (
+        {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none", "sequence": 1},
+        "reads 16 of the 24 rows of cache 'past_key_values.0.key'",
+    ),
+    "rotated when read": (
+        {"keys": lambda g, t: g.node("Mul", [t, g.constant(np.arange(4).reshape(1, 1, 1, 4), np.float32)])},
+        NO_ATTENTION,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_looks_like_attention_is_refused(tmp_path: Path, name: str) -> None:
+    changes, words = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=words):
+        rewritten(make_decoder(Decoder(**changes)), tmp_path)
+
+
+@pytest.mark.parametrize("mask", ["past", "none"])
+def test_tanh_alone_caps_at_one(tmp_path: Path, mask: str) -> None:
+    model = make_decoder(Decoder(mask=mask, positions="none", scores=lambda g, t: g.node("Tanh", [t])))
+    compare(model, tmp_path)
+    (node,) = [n for n in normalized(model).graph.node if n.op_type == "Attention"]
+    assert {a.name: a.f for a in node.attribute if a.name == "softcap"} == {"softcap": 1.0}
+
+
+def test_a_floor_below_all_scores_says_nothing(tmp_path: Path) -> None:
+    compare(make_decoder(Decoder(scores=lambda g, t: g.node("Max", [t, g.number(-1e4)]))), tmp_path)
