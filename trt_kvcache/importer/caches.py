@@ -60,6 +60,8 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
 def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
     found = _find(graph, node)
     form = _form(node)
+    if form is UpdateForm.PACKED_NHD:
+        _check_packed(found)
     mode = UpdateMode(node.attrs.get("mode", "linear"))
     update = node.inputs[1]
     write_indices = input_or_none(node, 2)
@@ -141,6 +143,30 @@ def _form(node: gs.Node) -> UpdateForm:
     if input_or_none(node, 3) is None:
         raise InvalidModelError(f"packed update '{node.name}' lacks its fourth input, the cumulative lengths [B + 1]")
     return UpdateForm.PACKED_NHD
+
+
+def _check_packed(found: _Found) -> None:
+    """The ranks and types of TensorRT's packed operator, which ONNX has no rules for."""
+    inputs = found.node.inputs
+    for i, rank, what in ((0, 4, "cache [B, N, S_max, H]"), (1, 3, "update [T, N, H]"), (2, 1, "write indices [B]"),
+                          (3, 1, "cumulative lengths [B + 1]")):  # fmt: skip
+        tensor = input_or_none(found.node, i)
+        shape = dims(tensor) if tensor is not None else None
+        if tensor is not None and shape is not None and len(shape) != rank:
+            raise InvalidModelError(
+                f"packed update '{found.node.name}' has '{tensor.name}' of shape {list(shape)} for its {what}: export "
+                f"it with {rank} dimensions"
+            )
+        if i > 1 and tensor is not None and dtype_name(tensor) not in ("int32", "int64", "?"):
+            raise InvalidModelError(
+                f"packed update '{found.node.name}' has {dtype_name(tensor)} '{tensor.name}' for its {what}: cast it to "
+                "int32 or int64"
+            )
+    cache, update = dtype_name(inputs[0]), dtype_name(inputs[1])
+    if cache != update and "?" not in (cache, update):
+        raise InvalidModelError(
+            f"packed update '{found.node.name}' writes a {update} update into a {cache} cache; cast the update first"
+        )
 
 
 def _update_length(update: gs.Tensor, axis: int) -> Dim:

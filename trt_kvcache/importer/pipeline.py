@@ -56,7 +56,9 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     if recorded is not None:
         return recorded
     prepared, graph = _prepare(source, options)
-    return analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
+    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
+    rewrite_graph(graph, plan)  # of a graph that nobody keeps: what a rewrite refuses, its dry run refuses
+    return plan
 
 
 def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> ImportedModel:

@@ -29,6 +29,7 @@ from trt_kvcache.importer.graph import (
     contains,
     dims,
     dtype_name,
+    elem_type,
     input_or_none,
     is_op,
     producer,
@@ -64,7 +65,7 @@ def rewrite_plugins(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     """Replace every update of the route `PLUGIN`, already 4-D in its physical layout, by a node of the plugin.
 
     Raises:
-        UnsupportedModelError: rows of 4-bit elements that do not end on a byte.
+        UnsupportedModelError: rows of 4-bit elements that do not end on a byte; types that one definition cannot cover.
     """
     nodes = {node.name: node for node in graph.nodes}
     updates = [_update(emitter, nodes[c.node], c) for c in plan.caches if c.route is Route.PLUGIN]
@@ -74,6 +75,7 @@ def rewrite_plugins(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
         if partner is not None:
             updates.remove(partner)
         _emit(graph, emitter, [update] if partner is None else [update, partner])
+    _check_types(_cache_types(graph))
 
 
 def add_plugin_functions(model: onnx.ModelProto) -> None:
@@ -87,14 +89,28 @@ def add_plugin_functions(model: onnx.ModelProto) -> None:
         if node.domain == NAMESPACE and node.op_type in OPERATORS:
             caches.setdefault(node.op_type, set()).add(types[node.input[0]])
     for name, found in caches.items():
-        narrow = bool(found & _THROUGH_FLOAT)
-        if narrow and found & {INT32, INT64}:
+        through_float = bool(found & _THROUGH_FLOAT)
+        model.functions.append(operator_function(OPERATORS[name], opset, through_float=through_float))
+
+
+def _cache_types(graph: gs.Graph) -> dict[str, set[int]]:
+    """Element types of the caches that each of the plugin's operators writes."""
+    types: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        if node.domain == NAMESPACE and node.op in OPERATORS:
+            types.setdefault(node.op, set()).add(elem_type(node.inputs[0]) or 0)
+    return types
+
+
+def _check_types(types: dict[str, set[int]]) -> None:
+    """An operator has one definition in ONNX, for all types of caches that it writes."""
+    for found in types.values():
+        if found & _THROUGH_FLOAT and found & {INT32, INT64}:
             names = " and ".join(sorted(onnx.TensorProto.DataType.Name(t).lower() for t in found))
             raise UnsupportedModelError(
                 f"the model has caches of types {names} that are updated in one way, which the definition of the "
                 "plugin's node in ONNX cannot cover at once: export all caches in one type"
             )
-        model.functions.append(operator_function(OPERATORS[name], opset, through_float=narrow))
 
 
 def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
