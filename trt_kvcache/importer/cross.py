@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import dims, elem_type, is_op
+from trt_kvcache.importer.graph import consumers, dims, elem_type, is_op
 from trt_kvcache.importer.sources import inputs_behind
 
 __all__ = ["CrossAttention", "find_cross_attention"]
@@ -76,4 +76,21 @@ def _attentions(graph: gs.Graph) -> Iterator[tuple[gs.Node, gs.Tensor, list[gs.T
             masks = [node.inputs[i] for i in (3, 6) if i < len(node.inputs) and not node.inputs[i].is_empty()]
             yield node, node.inputs[0], list(node.inputs[1:3]), masks
         elif is_op(node, "MatMul") and not any(isinstance(t, gs.Constant) for t in node.inputs):
-            yield node, node.inputs[0], [node.inputs[1]], []
+            yield node, node.inputs[0], [node.inputs[1]], _masks(node.outputs[0])
+
+
+def _masks(scores: gs.Tensor) -> list[gs.Tensor]:
+    """What is added to the scores of a decomposed attention, or selects among them, on the way to its Softmax."""
+    masks: list[gs.Tensor] = []
+    while True:
+        readers = consumers(scores)
+        if len(readers) != 1:
+            return []
+        node = readers[0]
+        if is_op(node, "Softmax"):
+            return masks
+        if not is_op(node, "Add", "Where", "Mul", "Div", "Cast", "Tanh"):
+            return []
+        if is_op(node, "Add", "Where"):
+            masks += [t for t in node.inputs if t is not scores and not isinstance(t, gs.Constant)]
+        scores = node.outputs[0]
