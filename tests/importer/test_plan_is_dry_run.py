@@ -20,7 +20,7 @@ from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions, Target
 
 FULL = PlanOptions(target=Target.TENSORRT)
-DTYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "UINT8", "INT32", "INT64", "BOOL", "FLOAT8E4M3FN", "INT4", "FLOAT4E2M1")
+DTYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "INT8", "UINT8", "INT32", "INT64", "BOOL", "FLOAT8E4M3FN", "INT4")
 
 
 def two_caches(updates: list[dict[str, Any]]) -> onnx.ModelProto:

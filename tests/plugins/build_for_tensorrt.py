@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager, nullcontext
 from unittest import mock
 
 from trt_kvcache.engine import build, worker
@@ -17,6 +18,20 @@ from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.plugins import embed
+
+
+def without(what: str | None) -> AbstractContextManager[object]:
+    """NVRTC as it is where the library is missing, or where it cannot compile the kernel; None: as it is here."""
+    from cuda.bindings import nvrtc
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    from trt_kvcache.plugins import compile as compiler
+
+    if what == "library":
+        return mock.patch.object(nvrtc, "nvrtcVersion", side_effect=DynamicLibNotFoundError("libnvrtc.so not found"))
+    if what == "compilation":
+        return mock.patch.object(compiler, "kernel_source", return_value="no C++")
+    return nullcontext()
 
 
 def main() -> None:
@@ -32,10 +47,11 @@ def main() -> None:
     else:
         import tensorrt as trt
 
-        plan = import_model(question["model"], PlanOptions(target=Target.TENSORRT)).plan
+        options = PlanOptions(target=Target.TENSORRT, packed_native=False)
+        plan = import_model(question["model"], options).plan
         job = Job(Target.TENSORRT, "TensorRT", "", "", plan, (), build.BuildOptions(**question.get("build", {})))
         arch, driver = question["gpu"]
-        with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))):
+        with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))), without(question.get("lacks")):
             try:
                 worker._register_plugins(trt, job)
             except TrtKvCacheError as error:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import onnx
 import pytest
+from cases import packed_model
 from decoders import DecoderConfig, write_decoder
 from graphs import scatter_model
 from harness import imported
@@ -16,9 +19,11 @@ from trt_kvcache.engine.backend import Backend, check_build_options
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.network import check_network
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.errors import BuildError, OptionError
+from trt_kvcache.engine.protocol import Job
+from trt_kvcache.engine.worker import _with_refusals
+from trt_kvcache.errors import BackendError, BuildError, OptionError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Route, Target
+from trt_kvcache.importer.plan import CachePlan, Fallback, PlanOptions, Route, Target
 from trt_kvcache.plugins.compile import nvrtc_version
 
 SCRIPT = Path(__file__).with_name("build_for_tensorrt.py")
@@ -75,6 +80,56 @@ def test_the_worker_registers_or_refuses(gpu: tuple[str, tuple[int, int]], words
 def test_plans_without_the_plugin_do_not_register_it(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     assert not ask(NEWEST, SCRIPT, {"model": str(model), "gpu": ("none", (0, 0))}, stubs(tmp_path))["registered"]
+
+
+CONTRACT = "--fallback contract (in place, while no update straddles the wrap) or "
+FUNCTIONAL = "--fallback functional (plain operators, a copy of the cache per step)"
+WAYS_OUT = {
+    "circular": (scatter_model(mode="circular"), f"do without the plugin: {CONTRACT}{FUNCTIONAL}"),
+    "int8": (scatter_model(dtype=3), f"do without the plugin: {FUNCTIONAL}"),
+    "circular int8": (scatter_model(dtype=3, mode="circular"), f"do without the plugin: {FUNCTIONAL}"),
+    "uint8": (scatter_model(dtype=2), "no way for its uint8 caches: .* export them as float16, bfloat16 or float32"),
+    "packed": (packed_model(), "no way for its packed updates on TensorRT before 11.0, .* export with padded updates"),
+    "packed circular": (packed_model(mode="circular"), "no way for its packed updates: .* export with padded updates"),
+}
+
+
+@pytest.mark.parametrize("kind", WAYS_OUT)
+@pytest.mark.parametrize(
+    ("lacks", "words"),
+    [("library", "NVRTC, the compiler of .* is not installed"), ("compilation", "NVRTC_ERROR_COMPI")],
+)
+def test_without_a_compiler_the_error_names_the_way_out(kind: str, lacks: str, words: str, tmp_path: Path) -> None:
+    model, way_out = WAYS_OUT[kind]
+    onnx.save(model, tmp_path / "model.onnx")
+    question = {"model": str(tmp_path / "model.onnx"), "gpu": ("sm_90", NVRTC), "lacks": lacks}
+    answer = ask(NEWEST, SCRIPT, question, stubs(tmp_path))
+    assert answer["kind"] == "BackendError"
+    assert not answer["registered"]
+    assert "the extra trt-kvcache[plugin]" in answer["error"]
+    assert re.search(words, answer["error"])
+    assert re.search(way_out.replace("(", r"\(").replace(")", r"\)"), answer["error"])
+
+
+@pytest.mark.parametrize("fallback", ["contract", "functional"])
+def test_the_ways_out_that_are_named_need_no_plugin(fallback: str, tmp_path: Path) -> None:
+    for kind, (model, words) in WAYS_OUT.items():
+        if f"--fallback {fallback}" in words:
+            options = PlanOptions(target=Target.TENSORRT, fallback=Fallback(fallback))
+            (cache,) = imported(model, tmp_path, options).plan.caches
+            assert cache.route is (Route.NATIVE if fallback == "contract" else Route.FUNCTIONAL), kind
+
+
+def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
+    """What the plugin refuses while TensorRT asks for it, such as a kernel that does not compile."""
+    plan = imported(scatter_model(mode="circular"), tmp_path, PlanOptions(target=Target.TENSORRT)).plan
+    job = Job(Target.TENSORRT, "TensorRT", "", "", plan, (), BuildOptions())
+    said = _with_refusals(
+        job, "TensorRT cannot build the engine", [BackendError("NVRTC: no"), BackendError("NVRTC: no")]
+    )
+    assert said.startswith("TensorRT cannot build the engine; the cache-update plugin: NVRTC: no; install the extra")
+    assert said.endswith(CONTRACT + FUNCTIONAL)
+    assert _with_refusals(job, "TensorRT cannot parse the model", []) == "TensorRT cannot parse the model"
 
 
 # The parsed network.

@@ -20,6 +20,7 @@ import msgspec
 from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, OutputError, TrtKvCacheError
 from trt_kvcache.importer.plan import Route, Target
+from trt_kvcache.importer.route import without_plugin
 
 _NO_KERNEL = "not supported by a dedicated kernel"
 
@@ -94,7 +95,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
     send(Stage(STAGES[1]))
     parser = trt.OnnxParser(network, logger)
     if not parser.parse(model.pop(), job.model):
-        raise BuildError(_with_refusals(_parser_message(job, parser), refusals))
+        raise BuildError(_with_refusals(job, _parser_message(job, parser), refusals))
 
     send(Stage(STAGES[2]))
     patch_network(network, job.plan, trt)
@@ -119,7 +120,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         if writer.error is not None:
             raise OutputError(f"the engine cannot be written: {writer.error.strerror}") from writer.error
         if not built or not writer.size:
-            raise BuildError(_with_refusals(f"{job.title} cannot build the engine: {logger.words()}", refusals))
+            raise BuildError(_with_refusals(job, f"{job.title} cannot build the engine: {logger.words()}", refusals))
         try:
             file.flush()
             os.fsync(file.fileno())
@@ -153,12 +154,18 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
         return []
     from trt_kvcache.plugins.embed import register_for_this_gpu
 
-    return register_for_this_gpu(trt, declare_aliases=job.build.declare_aliases).errors
+    try:
+        return register_for_this_gpu(trt, declare_aliases=job.build.declare_aliases).errors
+    except TrtKvCacheError as error:
+        raise type(error)(f"{error}; {without_plugin(job.plan.caches)}") from error
 
 
-def _with_refusals(message: str, refusals: list[TrtKvCacheError]) -> str:
-    """A message of TensorRT's with what the plugin refused, which TensorRT does not pass on."""
-    return "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])
+def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
+    """A message of TensorRT's with what the plugin refused, which TensorRT does not pass on, and the way out."""
+    if not refusals:
+        return message
+    said = "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])
+    return f"{said}; {without_plugin(job.plan.caches)}"
 
 
 def _parser_message(job: Job, parser: Any) -> str:

@@ -159,8 +159,8 @@ def _check_packed(found: _Found) -> None:
             )
         if i > 1 and tensor is not None and dtype_name(tensor) not in ("int32", "int64", "?"):
             raise InvalidModelError(
-                f"packed update '{found.node.name}' has {dtype_name(tensor)} '{tensor.name}' for its {what}: cast it to "
-                "int32 or int64"
+                f"packed update '{found.node.name}' has {dtype_name(tensor)} '{tensor.name}' for its {what}: cast it "
+                "to int32 or int64"
             )
     cache, update = dtype_name(inputs[0]), dtype_name(inputs[1])
     if cache != update and "?" not in (cache, update):

@@ -6,10 +6,21 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import Dim, Fallback, PlanOptions, Route, Target, UpdateContract, UpdateForm, UpdateMode
+from trt_kvcache.importer.plan import (
+    CacheUpdate,
+    Dim,
+    Fallback,
+    PlanOptions,
+    Route,
+    Target,
+    UpdateContract,
+    UpdateForm,
+    UpdateMode,
+)
 
 NATIVE_DTYPES = ("float", "float16", "bfloat16")
 """What IKVCacheUpdateLayer takes."""
@@ -70,6 +81,33 @@ def decide(facts: UpdateFacts, options: PlanOptions) -> Decision:
     if facts.mode is UpdateMode.LINEAR:
         return Decision(Route.NATIVE, "linear update")
     return _circular(facts, options)
+
+
+def without_plugin(caches: Iterable[CacheUpdate]) -> str:
+    """What to do where the plugin of a plan cannot be compiled or registered: the routes that `decide` has beside it.
+
+    Args:
+        caches: those of the plan.
+    """
+    needed = [c for c in caches if c.route is Route.PLUGIN]
+    packed = [c for c in needed if c.form is UpdateForm.PACKED_NHD]
+    if packed:
+        known = all(c.mode is UpdateMode.LINEAR and c.dtype in NATIVE_DTYPES for c in packed)
+        return (
+            "without the plugin there is no way for its packed updates"
+            + (" on TensorRT before 11.0, which does them itself" if known else "")
+            + ": install the extra trt-kvcache[plugin], or export with padded updates"
+        )
+    narrow = next((c for c in needed if c.dtype not in PLAIN_DTYPES), None)
+    if narrow is not None:
+        return (
+            f"without the plugin there is no way for its {narrow.dtype} caches: install the extra trt-kvcache[plugin], "
+            "or export them as float16, bfloat16 or float32"
+        )
+    ways = "--fallback functional (plain operators, a copy of the cache per step)"
+    if all(c.mode is UpdateMode.CIRCULAR and c.dtype in NATIVE_DTYPES for c in needed):
+        ways = f"--fallback contract (in place, while no update straddles the wrap) or {ways}"
+    return f"install the extra trt-kvcache[plugin], or do without the plugin: {ways}"
 
 
 def _packed(facts: UpdateFacts, options: PlanOptions) -> Decision:
