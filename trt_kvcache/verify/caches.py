@@ -87,6 +87,19 @@ def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:
     return tuple(found)
 
 
+def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
+    """State that is no attention cache, carried from step to step as a whole."""
+    roles = {t.name: t for t in plan.tensors if t.io == "input"}
+    return tuple(
+        CacheTensor(
+            roles.get(s.past) or TensorRole(s.past, "input", Role.STATE, s.dtype, s.shape, "graph: state", ()),
+            s.present,
+            None,
+        )
+        for s in plan.states
+    )
+
+
 def cache_bytes(caches: Sequence[CacheTensor], batch: int, *, twin: bool) -> int:
     """Bytes of one copy of all caches."""
     return sum(math.prod(c.logical_shape(batch)) * numpy_dtype(c.role.dtype, twin=twin).itemsize for c in caches)
@@ -109,6 +122,7 @@ def first_contents(
     shape = cache.logical_shape(len(histories))
     plausible = _values(shape, dtype, rng, lambda n: rng.uniform(-1, 1, n))
     if cache.update is None:
+        plausible[[tokens == 0 for tokens in histories]] = 0  # state starts from zeros
         return plausible
     if garbage:
         contents = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))

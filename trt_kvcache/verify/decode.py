@@ -14,7 +14,7 @@ from onnx import ModelProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.verify.caches import CacheTensor, cache_bytes, find_caches, first_contents
+from trt_kvcache.verify.caches import CacheTensor, cache_bytes, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
@@ -77,7 +77,7 @@ class Verification:
 
     def _find_caches(self, limits: Limits) -> tuple[CacheTensor, ...]:
         """What is carried from step to step, as the rewritten model takes it."""
-        return find_caches(self.plan)
+        return (*find_caches(self.plan), *find_states(self.plan))
 
     def _fit(self, limits: Limits) -> Limits:
         """Fewer rows where the caches of all rows would not fit into memory."""

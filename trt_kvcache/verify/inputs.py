@@ -17,7 +17,7 @@ from trt_kvcache.verify.tables import IndexLimits
 
 Array = npt.NDArray[Any]
 
-_DRIVEN = (Role.CACHE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
+_DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 _HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
 
 _ENCODER_TOKENS = 6  # that an encoder has read, in verification
@@ -44,7 +44,8 @@ class StepInputs:
         self._given = given
         self._rng = rng
         self._twin = twin
-        self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in (Role.CACHE, Role.SPAN)]
+        carried = (Role.CACHE, Role.STATE, Role.SPAN)
+        self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
         self._check_given()
 
     def _check_given(self) -> None:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from onnx import ModelProto
 
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.plan import CacheUpdate, OriginalRole, Role, StateUpdate, TensorRole, UpdateMode
-from trt_kvcache.verify.caches import CacheTensor, find_caches, first_contents
+from trt_kvcache.importer.plan import CacheUpdate, OriginalRole, Role, UpdateMode
+from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.dtypes import tolerance
@@ -91,12 +91,7 @@ class NormalizedVerification(Verification):
             rows = self._fixed_rows(cache.update)
             if cache.update.mode is UpdateMode.CIRCULAR and rows != cache.update.capacity:
                 self.original_caches[cache.role.name] = replace(cache, update=_linear(cache.update, rows or text))
-        return (*caches, *(self._state(s) for s in self.plan.states))
-
-    def _state(self, state: StateUpdate) -> CacheTensor:
-        role = next((t for t in self.plan.tensors if t.name == state.past and t.io == "input"), None)
-        role = role or TensorRole(state.past, "input", Role.STATE, state.dtype, state.shape, "graph: state", ())
-        return CacheTensor(role, state.present, None)
+        return (*caches, *find_states(self.plan))
 
     def _open_original(self, trial: Feeds) -> Session:
         rows, past = self.interface.groups(trial)[0]
