@@ -8,7 +8,7 @@ import onnx
 import pytest
 from hybrids import cross_model, hybrid_model
 
-from trt_kvcache import PlanOptions, verify_model
+from trt_kvcache import PlanOptions, VerifyOptions, verify_model
 from trt_kvcache.importer import import_model
 from trt_kvcache.verify import verify_import
 
@@ -37,7 +37,7 @@ def test_state_that_the_rewritten_model_drops_shows(tmp_path):
     for node in model.graph.node:
         node.input[:] = ["nothing" if name == state.name else name for name in node.input]
     model.graph.node.insert(0, nothing)
-    assert not verify_import(replace(imported, model=model)).passed
+    assert not verify_import(replace(imported, model=model), VerifyOptions()).passed
 
 
 @pytest.mark.parametrize("mask", ["none", "ones", "bool"])
