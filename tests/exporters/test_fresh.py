@@ -1,0 +1,39 @@
+"""Fresh exports, end to end: exported now, planned, verified, built. Exporters that are not installed are skipped.
+
+`tests/exporters/exports.py` says what each exporter cannot export, and REFUSED below what the importer refuses and why.
+"""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from exporters.exports import ARCHITECTURES, CAPACITY, EXPORTERS, UNAVAILABLE, export, missing
+
+from trt_kvcache import BuildOptions, PlanOptions, Route, UnsupportedModelError, build_engine, plan_model, verify_model
+
+REFUSED: dict[tuple[str, str], str] = {
+    ("transformers-static-op20", "t5"): "relative position bias beside the caller's own mask",
+}
+CASES = [(e, a) for e in EXPORTERS for a in ARCHITECTURES if (e, a) not in UNAVAILABLE]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # exporters warn of their own dependencies
+@pytest.mark.parametrize(("exporter", "arch"), CASES)
+def test_from_export_to_engine(exporter, arch, tmp_path):
+    if reason := missing(exporter):
+        pytest.skip(reason)
+    path = export(exporter, arch, tmp_path / "export")
+    options = PlanOptions(capacity=CAPACITY)
+    if (exporter, arch) in REFUSED:
+        with pytest.raises(UnsupportedModelError, match=re.escape(REFUSED[exporter, arch])):
+            plan_model(path, options)
+        return
+    plan = plan_model(path, options)
+    assert len(plan.caches) == 4, "two layers, keys and values"
+    assert {c.route for c in plan.caches} == {Route.NATIVE}
+    verify_model(path, options).check()
+    build = BuildOptions(max_encoder=16) if ARCHITECTURES[arch].encoder_decoder else BuildOptions()
+    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=build)
+    assert manifest.aliases == {c.present: c.past for c in plan.caches}
