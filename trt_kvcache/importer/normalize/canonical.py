@@ -98,6 +98,8 @@ class Canonical:
             idiom: how the model as exported did it, for the plan.
         """
         present.inputs.clear()
+        if not isinstance(past.shape[axis], int):  # its symbol may be that of other inputs as well
+            past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
         present.shape = past.shape
         present.dtype = past.dtype
         name = self.emit.name(f"{past.name}:update")
