@@ -58,7 +58,7 @@ class Decode:
         fixed = shapes[self._tokens][0]
         self.batch = fixed or 3
         self._steps = shapes[self._tokens][1]
-        self._rows = [slice(0, fixed)] if fixed else [slice(b, b + 1) for b in range(self.batch)]
+        self.rows = [slice(0, fixed)] if fixed else [slice(b, b + 1) for b in range(self.batch)]
         self._types = {v.name: v.type.tensor_type.elem_type for v in original.graph.input}
         self._caches = {
             v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in result.graph.input if "past_" in v.name
@@ -67,7 +67,7 @@ class Decode:
         self._ranks = {name: len(shapes[name]) for name in self._caches}
         self._grown = [
             {name: np.zeros([row.stop - row.start, *shapes[name][1:]], self._dtype(name)) for name in self._caches}
-            for row in self._rows
+            for row in self.rows
         ]
         self._held = {
             name: self._rng.choice([-GARBAGE, GARBAGE], [self.batch, *shape[1:]]).astype(self._dtype(name))
@@ -80,21 +80,23 @@ class Decode:
 
     def run(self, chunks: Sequence[int] = CHUNKS, prompts: Sequence[int] = (5, 2, 0), tolerance: float = 1e-4) -> None:
         """Compare the logits of every step, and the caches at the end."""
-        for row, length in zip(self._rows, prompts, strict=False):
-            if self._steps == 0 and length and len(self._rows) > 1:
-                self._step(length, row, tolerance)
+        for row, length in zip(self.rows, prompts, strict=False):
+            if self._steps == 0 and length and len(self.rows) > 1:
+                self.step(length, row, tolerance)
         for length in [self._steps] * (sum(chunks) // self._steps) if self._steps else chunks:
-            self._step(length, slice(0, self.batch), tolerance)
-        for row, grown in zip(self._rows, self._grown, strict=True):
+            self.step(length, tolerance=tolerance)
+        for row, grown in zip(self.rows, self._grown, strict=True):
             for name, array in grown.items():
                 tokens, rest = self._tokens_of(name, row)
                 self._same(array, tokens, tolerance)
                 assert (np.abs(rest) == GARBAGE).all(), name
 
-    def _step(self, length: int, rows: slice, tolerance: float) -> None:
+    def step(self, length: int, rows: slice | None = None, tolerance: float = 1e-4) -> None:
+        """Compare the logits of one step of some rows, by default all."""
+        rows = rows or slice(0, self.batch)
         new = self._new_tokens(length)
         expected = []
-        for row, grown in zip(self._rows, self._grown, strict=True):
+        for row, grown in zip(self.rows, self._grown, strict=True):
             if rows.start <= row.start < rows.stop:
                 outputs = run(self._models[0], self._feeds(self._models[0], new, row, int(self._past[row][0]), grown))
                 expected.append(outputs["logits"])

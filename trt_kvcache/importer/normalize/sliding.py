@@ -162,7 +162,8 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 
 
 def _windowed(node: gs.Node) -> bool:
-    causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0))
+    """Whether a node sees a window of the newest tokens: without lengths, causality starts at the first row."""
+    causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
     return causal and int(node.attrs.get("left_window_size", -1)) >= 0 and input_or_none(node, 3) is None
 
 
