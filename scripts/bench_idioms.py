@@ -3,7 +3,7 @@
     python scripts/bench_idioms.py
 
 For each way in which exporters hold caches (scripts/foreign_decoders.py) both models decode the same tokens from the
-same position, some steps each in turns, on one thread pool each. Each original gets its best use, with IOBinding:
+same position, some steps each in turns. Each original gets its best use, with IOBinding:
 
     growing caches      past and present stay OrtValues, what a step gives goes into the next one; nothing is copied
     GroupQueryAttention also with past and present in one buffer of the capacity, as onnxruntime-genai runs it
@@ -206,13 +206,22 @@ def turn(side: Side, position: int, tokens: list[int]) -> list[float]:
     return times[SKIPPED:]
 
 
-def measure(sides: tuple[Side, Side], position: int, tokens: list[int], turns: int) -> tuple[float, float]:
-    """Median step time of both sides in ms, in turns that change order, so that both meet the same load."""
-    times: tuple[list[float], list[float]] = ([], [])
+def measure(
+    cases: dict[str, tuple[Original, Rewritten]], positions: list[int], tokens: list[int], turns: int
+) -> dict[str, list[tuple[float, float]]]:
+    """Median step times in ms, original and rewritten, by case and position.
+
+    All cases take their turns in each round, and both sides of a case one after the other, in an order that changes, so
+    that a machine that slows down slows all of them.
+    """
+    times: dict[tuple[str, int, int], list[float]] = {}
     for number in range(turns):
-        for which in (0, 1) if number % 2 else (1, 0):
-            times[which].extend(turn(sides[which], position, tokens))
-    return statistics.median(times[0]), statistics.median(times[1])
+        for label, sides in cases.items():
+            for position in positions:
+                for which in (0, 1) if number % 2 else (1, 0):
+                    times.setdefault((label, position, which), []).extend(turn(sides[which], position, tokens))
+    medians = {key: statistics.median(values) for key, values in times.items()}
+    return {label: [(medians[label, p, 0], medians[label, p, 1]) for p in positions] for label in cases}
 
 
 def main() -> None:
@@ -222,7 +231,7 @@ def main() -> None:
     parser.add_argument("--position", type=int, action="append", help="tokens in the cache; may be given again")
     parser.add_argument("--steps", type=int, default=10, help="per turn")
     parser.add_argument("--turns", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     for name, default in (("layers", 4), ("hidden", 512), ("query-heads", 8), ("kv-heads", 2), ("vocab", 8192)):
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
@@ -239,18 +248,19 @@ def main() -> None:
     tokens = [int(t) for t in rng.integers(0, config.vocab, given.steps + SKIPPED)]
     room = given.capacity - len(tokens)
     positions = [min(p, room) for p in given.position or (room // 8, room // 2, room)]
-    results: dict[str, dict[str, list[float] | float]] = {}
     with TemporaryDirectory() as folder:
-        for label, form, shared in CASES:
-            sides = make_sides(form, setting, Path(folder), shared=shared)
-            differences = [difference(sides, position, tokens) for position in positions]
-            pairs = [measure(sides, position, tokens, given.turns) for position in positions]
-            results[label] = {
-                "original_ms": [a for a, _ in pairs],
-                "rewritten_ms": [b for _, b in pairs],
-                "ratio": [b / a for a, b in pairs],
-                "logits_difference": max(differences),
-            }
+        cases = {label: make_sides(form, setting, Path(folder), shared=shared) for label, form, shared in CASES}
+        differences = {label: max(difference(sides, p, tokens) for p in positions) for label, sides in cases.items()}
+        medians = measure(cases, positions, tokens, given.turns)
+    results: dict[str, dict[str, list[float] | float]] = {
+        label: {
+            "original_ms": [a for a, _ in pairs],
+            "rewritten_ms": [b for _, b in pairs],
+            "ratio": [b / a for a, b in pairs],
+            "logits_difference": differences[label],
+        }
+        for label, pairs in medians.items()
+    }
     _print(results, positions, given)
 
 

@@ -34,6 +34,7 @@ def find_changes(
         copies: outputs that were dropped because they are an input unchanged.
     """
     changes: list[InterfaceChange] = []
+    circular = _circular(model)
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         kept = {v.name: v for v in values}
         for tensor in (t for t in interface.tensors if t.io == io):
@@ -47,7 +48,7 @@ def find_changes(
                 )
                 changes.append(InterfaceChange(io, _old(tensor), "", why))
             elif tensor.role is OriginalRole.GROWING_CACHE:
-                changes.append(_bounded(io, tensor, shape_of(kept[tensor.name]) or ()))
+                changes.append(_bounded(io, tensor, shape_of(kept[tensor.name]) or (), tensor.name in circular))
         known = {t.name for t in interface.tensors}
         for name, value in kept.items():
             if name not in known:
@@ -68,18 +69,23 @@ def _old(tensor: OriginalTensor) -> str:
     return _join(tensor.name, dims)
 
 
-def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...]) -> InterfaceChange:
-    """A growing cache and its buffer: as long as the capacity, which is bound later, or as a window."""
-    axis = tensor.axes.index("past") if "past" in tensor.axes else None
-    rows = shape[axis] if axis is not None and axis < len(shape) else "L"
-    why = "a buffer of fixed capacity L, updated in place"
-    if isinstance(rows, int):
-        why = "a circular buffer of a window, updated in place"
-    names = {"batch": "B", "past": str(rows) if isinstance(rows, int) else "L"}
+def _circular(model: onnx.ModelProto) -> set[str]:
+    """Names of the caches that are circular buffers, before and after their update."""
+    updates = [n for n in model.graph.node if n.op_type == "TensorScatter"]
+    windows = [n for n in updates if any(a.name == "mode" and a.s == b"circular" for a in n.attribute)]
+    return {name for n in windows for name in (n.input[0], n.output[0])}
+
+
+def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circular: bool) -> InterfaceChange:
+    """A growing cache and its buffer: as long as the capacity, or as a window."""
+    axis = tensor.axes.index("past") if circular and "past" in tensor.axes else None
+    rows = str(shape[axis]) if axis is not None and axis < len(shape) else "L"
+    what = "a circular buffer of a window" if circular else "a buffer of fixed capacity L"
+    names = {"batch": "B", "past": rows}
     dims = (
         str(d) if isinstance(d, int) else names.get(a, str(d)) for a, d in zip(tensor.axes, tensor.shape, strict=True)
     )
-    return InterfaceChange(io, _old(tensor), _join(tensor.name, dims), why)
+    return InterfaceChange(io, _old(tensor), _join(tensor.name, dims), f"{what}, updated in place")
 
 
 def _text(name: str, shape: Iterable[int | str]) -> str:

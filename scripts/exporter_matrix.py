@@ -1,0 +1,206 @@
+"""The README's table of exporters and architectures, from fresh exports taken through plan, verify and build.
+
+    python scripts/exporter_matrix.py                     print the table of the stored results
+    python scripts/exporter_matrix.py --write             put it into README.md, between the markers
+    python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store what came of it
+    python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
+
+Exports are those of ``tests/exporters/exports.py``; `--python` names the interpreter that has an exporter's packages,
+since some exclude those of others. An exporter whose packages are absent keeps its stored results. They lie beside the
+exports, in ``tests/exporters/results.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trt_kvcache import CachePlan
+
+ROOT = Path(__file__).resolve().parent.parent
+README = ROOT / "README.md"
+RESULTS = ROOT / "tests" / "exporters" / "results.json"
+BEGIN, END = "<!-- exporters:begin -->", "<!-- exporters:end -->"
+CAPACITY = 64
+_EXPORTS = ROOT / "tests" / "exporters" / "exports.py"
+_EXPORT_SECONDS = 900
+
+sys.path.insert(0, str(ROOT / "tests"))
+
+from exporters.exports import ARCHITECTURES, EXPORTERS, UNAVAILABLE  # noqa: E402 - after its folder is known
+
+Result = dict[str, str]
+"""`outcome`: ``"yes"``, ``"copied"`` (right, but not in place) or ``"no"``; `idiom`; `reason` where it is not yes."""
+
+
+def take(model: Path, folder: Path) -> Result:
+    """Plan, verify and build one model.
+
+    Args:
+        model: an export.
+        folder: for the engine.
+    """
+    from trt_kvcache import BuildOptions, build_engine, verify_model
+    from trt_kvcache.importer.plan import Route
+
+    stage = "plan"
+    try:
+        plan = _plan(model)
+        stage = "verify"
+        verify_model(model, plan.options).check()
+        stage = "build"
+        encoder = CAPACITY if any("encoder" in t.axes for t in plan.tensors) else None
+        build = BuildOptions(max_batch=2, max_encoder=encoder)
+        manifest = build_engine(model, folder / "model.engine", options=plan.options, build=build)
+    except Exception as error:  # noqa: BLE001 - a bug, too, is what came of it
+        return {"outcome": "no", "idiom": "", "reason": f"{stage}: {str(error).removeprefix(f'{model}: ')}"}
+    idioms = ", ".join(sorted({c.idiom for c in plan.caches}))
+    copied = [c.past for c in plan.caches if c.route is not Route.NATIVE or c.past not in manifest.aliases.values()]
+    if copied:
+        return {"outcome": "copied", "idiom": idioms, "reason": f"not in place: {', '.join(copied)}"}
+    return {"outcome": "yes", "idiom": idioms, "reason": ""}
+
+
+def _plan(model: Path) -> CachePlan:
+    """The plan, with a capacity where the model leaves it open."""
+    from trt_kvcache import PlanOptions, plan_model
+    from trt_kvcache.errors import OptionError
+
+    try:
+        return plan_model(model)
+    except OptionError:
+        return plan_model(model, PlanOptions(capacity=CAPACITY))
+
+
+def measure(python: str, source: Path | None, exporters: list[str], archs: list[str]) -> None:
+    """Take every export through, and store each result at once."""
+    for exporter in exporters:
+        if source is None and (reason := _missing(python, exporter)):
+            print(f"kept: {reason}", file=sys.stderr)
+            continue
+        for arch in archs:
+            if (exporter, arch) in UNAVAILABLE:
+                continue
+            with TemporaryDirectory() as name:
+                result = _one(python, exporter, arch, source, Path(name))
+            if result is None:
+                print(f"{exporter} {arch}: kept", file=sys.stderr)
+                continue
+            print(f"{exporter} {arch}: {' '.join(v for v in result.values() if v)}", file=sys.stderr)
+            stored = load()
+            stored[exporter] = {**stored.get(exporter, {}), arch: result}
+            RESULTS.write_text(json.dumps(stored, indent=1, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _missing(python: str, exporter: str) -> str:
+    code = f"from exporters.exports import missing; print(missing({exporter!r}) or '')"
+    done = subprocess.run([python, "-c", code], cwd=ROOT / "tests", capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _one(python: str, exporter: str, arch: str, source: Path | None, folder: Path) -> Result | None:
+    """The result of one export; None where `source` has none."""
+    if source is not None:
+        found = source / exporter / arch
+        folders = (found, found / "decoder")
+        names = ("model.onnx", "decoder_with_past_model.onnx", "decode.onnx", "decoder.onnx")
+        model = next((f / name for f in folders for name in names if (f / name).is_file()), None)
+        return None if model is None else take(model, folder)
+    command = [python, str(_EXPORTS), exporter, arch, str(folder / "export")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_EXPORT_SECONDS)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        return {"outcome": "no", "idiom": "", "reason": f"export: {last}"}
+    return take(Path(done.stdout.strip().splitlines()[-1]), folder)
+
+
+def load() -> dict[str, dict[str, Result]]:
+    """The stored results, by exporter and architecture."""
+    stored: dict[str, dict[str, Result]] = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
+    return stored
+
+
+def cell(results: dict[str, dict[str, Result]], exporter: str, arch: str) -> tuple[str, str]:
+    """What a cell says, and the reason where it is not plain yes."""
+    if reason := UNAVAILABLE.get((exporter, arch)):
+        return "-", reason
+    result = results.get(exporter, {}).get(arch)
+    if result is None:
+        return "?", "not measured yet"
+    return result["outcome"], result["reason"]
+
+
+def table(results: dict[str, dict[str, Result]]) -> str:
+    """The table as Markdown, with the reasons below."""
+    lines = ["", f"| exporter | {' | '.join(ARCHITECTURES)} | caches |", f"|{' --- |' * (len(ARCHITECTURES) + 2)}"]
+    reasons: dict[str, int] = {}
+    for exporter in EXPORTERS:
+        cells = []
+        for arch in ARCHITECTURES:
+            text, reason = cell(results, exporter, arch)
+            number = reasons.setdefault(_short(reason, arch), len(reasons) + 1) if reason else None
+            cells.append(text if number is None else f"{text} ({number})")
+        lines.append(f"| `{exporter}` | {' | '.join(cells)} | {_idioms(results.get(exporter, {}))} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
+
+
+def _idioms(results: dict[str, Result]) -> str:
+    found = {idiom for result in results.values() for idiom in result["idiom"].split(", ") if idiom}
+    return ", ".join(sorted(found))
+
+
+def _short(reason: str, arch: str) -> str:
+    """A reason without the architecture's name, so that equal ones are one, in a line that Markdown leaves alone."""
+    return " ".join(_words(re.sub(rf"\b{arch}\b", "this one", reason).replace("|", "/")))
+
+
+def _words(text: str) -> Iterator[str]:
+    length = 0
+    for word in text.split():
+        length += len(word) + 1
+        if length > 260:
+            yield "..."
+            return
+        yield word
+
+
+def replaced(text: str) -> str:
+    """`text` with what stands between the markers replaced by the table.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the text lacks {BEGIN} or, after it, {END}")
+    return f"{before}{BEGIN}\n{table(load())}\n{END}{after}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--measure", action="store_true", help="take exports through plan, verify and build")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help="exports that were made already")
+    parser.add_argument("--exporter", action="append", default=[], choices=sorted(EXPORTERS), help="only this one")
+    parser.add_argument("--arch", action="append", default=[], choices=sorted(ARCHITECTURES), help="only this one")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that exports")
+    parser.add_argument("--write", action="store_true", help="update README.md")
+    given = parser.parse_args()
+    if given.measure:
+        measure(given.python, given.source, given.exporter or [*EXPORTERS], given.arch or [*ARCHITECTURES])
+    if given.write:
+        README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
+    elif not given.measure:
+        print(table(load()))
+
+
+if __name__ == "__main__":
+    main()
