@@ -48,7 +48,7 @@ def test_the_command_writes_a_model(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_a_cache_that_grows_changes_into_a_buffer_of_the_capacity(tmp_path: Path) -> None:
     onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
     plan = plan_model(tmp_path / "model.onnx", PlanOptions(capacity=48))
-    changes = {change.old: (change.new, change.why) for change in plan.changes if "key" in change.old}
+    changes = {change.old: (change.new, change.why) for change in plan.changes if ".key" in change.old}
     why = "a buffer of fixed capacity L, updated in place"
     assert changes == {
         "past_key_values.0.key [B, 2, P, 16]": ("past_key_values.0.key [B, 2, L, 16]", why),
