@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
+from trt_kvcache.importer.plan import Role
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.session import DecodeSession
@@ -21,7 +22,10 @@ from trt_kvcache.runtime.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
+import numpy as np
+import onnx
 from decoders import DecoderConfig, write_decoder
+from hybrids import cross_model
 from runtime.tokenizers_in_code import byte_level
 
 TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -272,3 +276,41 @@ def test_a_missing_model(tmp_path: Path) -> None:
         result = CliRunner().invoke(app, ["generate", str(tmp_path / name), "--tokens", "1"])
         assert (result.exit_code, result.stdout) == (1, "")
         assert re.fullmatch(rf"error: [^\n]*{name}[^\n]*\n", result.stderr)
+
+
+@pytest.fixture
+def crossing(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    """A decoder with cross-attention, and arrays for it."""
+    path = tmp_path / "model.onnx"
+    onnx.save(cross_model("keys", "none"), path)
+    with DecodeSession.open(path) as session:
+        given = [t for t in session.plan.tensors if t.role is Role.CONSTANT]
+    rng = np.random.default_rng(0)
+    sizes = {"batch": 1, "encoder": 5}
+    shapes = {
+        t.name: [d if isinstance(d, int) else sizes[a] for a, d in zip(t.axes, t.shape, strict=True)] for t in given
+    }
+    return tmp_path, {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def test_constants_come_from_files(crossing: tuple[Path, dict[str, Any]]) -> None:
+    folder, arrays = crossing
+    np.savez(folder / "a.npz", **arrays)
+    np.savez(folder / "b.npz", **{name: 2 * array for name, array in arrays.items()})
+    prompts, ends = ["--tokens", "5,6", "--tokens", "7"], ["--max-new-tokens", "4"]
+    one = report(folder, *prompts, *ends, "--constants", str(folder / "a.npz"))["sequences"]
+    two = report(folder, *prompts, *ends, *(a for f in "ab" for a in ("--constants", str(folder / f"{f}.npz"))))
+    with DecodeSession.open(folder / "model.onnx") as session:
+        config = GenerationConfig(max_new_tokens=4)
+        assert [s["tokens"] for s in one] == [g.tokens for g in session.generate([[5, 6], [7]], config, [arrays] * 2)]
+        doubled = {name: 2 * array for name, array in arrays.items()}
+        expected = [g.tokens for g in session.generate([[5, 6], [7]], config, [arrays, doubled])]
+    assert [s["tokens"] for s in two["sequences"]] == expected
+
+
+def test_constants_that_do_not_fit(crossing: tuple[Path, dict[str, Any]]) -> None:
+    folder, arrays = crossing
+    np.savez(folder / "a.npz", **arrays)
+    files = [a for _ in range(2) for a in ("--constants", str(folder / "a.npz"))]
+    assert "2 files of constants for 1 prompts" in call(folder, "--tokens", "5", *files, code=1).output
+    assert "are missing" in call(folder, "--tokens", "5", code=1).output

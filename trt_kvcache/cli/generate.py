@@ -20,6 +20,7 @@ from trt_kvcache.importer.plan import Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.requests import GivenAll
     from trt_kvcache.runtime.tokenizer import Tokenizer
 
 
@@ -62,6 +63,15 @@ def generate(
     ] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="System message of the chat.", rich_help_panel=_PROMPTS)
+    ] = None,
+    constants: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="NPZ",
+            help="What the model reads beside the text, such as an encoder's output: arrays [1, ...] by name of the "
+            "input. One file for all prompts, or one for each.",
+            rich_help_panel=_PROMPTS,
+        ),
     ] = None,
     do_sample: Annotated[
         bool | None,
@@ -157,8 +167,22 @@ def generate(
         prompts,
         config,
         view,
+        _constants(constants or [], len(prompts)),
     ):
         raise typer.Exit(130)
+
+
+def _constants(files: list[Path], prompts: int) -> GivenAll:
+    """What is given beside each prompt."""
+    from trt_kvcache.errors import OptionError
+    from trt_kvcache.verify.inputs import load_inputs
+
+    if not files:
+        return None
+    if len(files) not in (1, prompts):
+        raise OptionError(f"there are {len(files)} files of constants for {prompts} prompts; give one, or one for each")
+    loaded = [load_inputs(str(file)) for file in files]
+    return loaded * prompts if len(loaded) == 1 else loaded
 
 
 def _tokenizer(model: Path, given: Path | None, *, needed: bool) -> Tokenizer | None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from trt_kvcache.cli.output import print_json
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.requests import Generation
+from trt_kvcache.runtime.requests import Generation, GivenAll
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.speculation import SpeculationStats
 
@@ -71,7 +71,11 @@ class View(Protocol):
 
 
 def run(
-    open_session: Callable[[], DecodeSession], prompts: Sequence[Sequence[int]], config: GenerationConfig, view: View
+    open_session: Callable[[], DecodeSession],
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    view: View,
+    constants: GivenAll = None,
 ) -> bool:
     """Continue the prompts.
 
@@ -82,7 +86,7 @@ def run(
     with open_session() as session:
         opened = time.perf_counter()
         made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
-        with _interruptible() as interrupted, closing(_events(session, prompts, config)) as events:
+        with _interruptible() as interrupted, closing(_events(session, prompts, config, constants)) as events:
             for event in events:
                 made.total = time.perf_counter() - opened
                 if made.first is None:
@@ -203,10 +207,10 @@ def _speculation(run: Run) -> dict[str, Any] | None:
 
 
 def _events(
-    session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig
+    session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig, constants: GivenAll
 ) -> Generator[TokenEvent]:
     """`DecodeSession.stream`, as a generator whatever it is, so that it can be closed."""
-    yield from session.stream(prompts, config)
+    yield from session.stream(prompts, config, constants)
 
 
 @contextmanager
