@@ -1,0 +1,122 @@
+"""Probes: what is known of a tensor in one step without weights and tokens, and what is not."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx
+import pytest
+from graphs import Graph
+from onnx import TensorProto
+
+from trt_kvcache.importer.normalize.probe import Blueprint, Probe
+
+FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
+
+
+def model() -> onnx.ModelProto:
+    """Positions from a shape, a product with a weight, and a chain of both."""
+    g = Graph()
+    past = g.input("past", FLOAT, ["B", 2, "P", 4])
+    tokens = g.input("tokens", INT64, ["B", "S"])
+    flags = g.input("flags", TensorProto.BOOL, ["B"])
+    length = g.node("Gather", [g.node("Shape", [past]), g.constant(2)], "length", axis=0)
+    g.node("Range", [g.constant(0), length, g.constant(1)], "rows")
+    g.node("Cast", ["rows"], "numbers", to=FLOAT)
+    rows = g.node("Gather", ["weight", tokens], "embedded")
+    g.node("Add", [rows, "numbers"], "mixed")
+    g.node("Shape", ["mixed"], "mixed_shape")
+    g.node("Transpose", [past], "moved", perm=[0, 2, 1, 3])
+    g.node("Where", [flags, "numbers", "numbers"], "chosen")
+    g.node("NonZero", [tokens], "found")
+    g.node("Reshape", ["found", g.constant([-1])], "found_flat")
+    g.node("Unheard", ["rows"], "unheard", domain="some.where")
+    g.node("Expand", [g.constant(1.0, np.float32), g.node("Mul", [g.node("Shape", [past]), g.constant(10**4)])], "huge")
+    g.node("ReduceSum", ["rows", g.constant([5])], "failing")
+    g.output("mixed", FLOAT, ["B", "S", "P"])
+    made = g.model(18, ["some.where"])
+    weight = onnx.helper.make_tensor("weight", FLOAT, [8, 3], np.ones((8, 3)))
+    made.graph.initializer.append(weight)
+    return made
+
+
+@pytest.fixture
+def probe() -> Probe:
+    weightless = model()
+    tensor = weightless.graph.initializer[-1]
+    tensor.ClearField("float_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="nowhere")
+    return Probe(Blueprint(weightless, {}), {"past": (2, 2, 3, 4), "tokens": (2, 5), "flags": (2,)}, {})
+
+
+def test_values_follow_from_shapes(probe: Probe) -> None:
+    np.testing.assert_array_equal(probe.value("rows"), [0, 1, 2])
+    np.testing.assert_array_equal(probe.value("numbers"), [0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    "name", ["past", "tokens", "weight", "embedded", "mixed", "moved", "chosen", "found", "nothing"]
+)
+def test_weights_and_tokens_have_no_value(probe: Probe, name: str) -> None:
+    assert probe.value(name) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("past", (2, 2, 3, 4)), ("moved", (2, 3, 2, 4)), ("embedded", (2, 5, 3)), ("mixed", (2, 5, 3)),
+        ("rows", (3,)), ("length", ()), ("weight", (8, 3)), ("mixed_shape", (3,)),
+    ],
+)  # fmt: skip
+def test_shapes_are_known_of_weights_and_tokens_too(probe: Probe, name: str, shape: tuple[int, ...]) -> None:
+    assert probe.shape(name) == shape
+
+
+def test_a_shape_is_a_value(probe: Probe) -> None:
+    np.testing.assert_array_equal(probe.value("mixed_shape"), [2, 5, 3])
+
+
+@pytest.mark.parametrize("name", ["found", "found_flat", "unheard", "nothing"])
+def test_shapes_that_hang_on_tokens_are_unknown(probe: Probe, name: str) -> None:
+    assert probe.shape(name) is None
+
+
+@pytest.mark.parametrize("name", ["unheard", "huge", "failing"])
+def test_what_cannot_be_computed_is_unknown(probe: Probe, name: str) -> None:
+    assert probe.value(name) is None
+
+
+@pytest.mark.parametrize(("name", "kind"), [("past", FLOAT), ("tokens", INT64), ("embedded", FLOAT), ("length", INT64)])
+def test_types(probe: Probe, name: str, kind: int) -> None:
+    assert probe.elem_type(name) == kind
+
+
+def test_a_given_value_goes_before_what_makes_it(probe: Probe) -> None:
+    given = probe.given({"rows": np.array([7, 8])})
+    np.testing.assert_array_equal(given.value("numbers"), [7.0, 8.0])
+    assert given.shape("numbers") == (2,)
+    np.testing.assert_array_equal(probe.value("numbers"), [0.0, 1.0, 2.0])
+
+
+def test_numbers_in_a_cache_show_what_a_chain_does(probe: Probe) -> None:
+    numbers = np.arange(48, dtype=np.float32).reshape(2, 2, 3, 4)
+    np.testing.assert_array_equal(probe.given({"past": numbers}).value("moved"), numbers.transpose(0, 2, 1, 3))
+
+
+def test_small_weights_inside_the_model_are_constants() -> None:
+    plain = Probe(Blueprint(model(), {}), {"past": (2, 2, 3, 4), "tokens": (2, 5), "flags": (2,)}, {})
+    np.testing.assert_array_equal(plain.value("weight"), np.ones((8, 3)))
+    tokens = np.zeros((2, 5), np.int64)
+    np.testing.assert_array_equal(plain.given({"tokens": tokens}).value("mixed"), np.tile([1.0, 2.0, 3.0], (2, 5, 1)))
+
+
+def test_long_chains_do_not_recurse() -> None:
+    g = Graph()
+    name = g.input("x", FLOAT, ["n"])
+    shape = g.node("Shape", [name])
+    for _ in range(3000):
+        shape = g.node("Add", [shape, g.constant([1])])
+        name = g.node("Neg", [name])
+    long = Probe(Blueprint(g.model(18), {}), {"x": (2,)}, {})
+    np.testing.assert_array_equal(long.value(shape), [3002])
+    assert long.shape(name) == (2,)
