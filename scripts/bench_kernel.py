@@ -3,16 +3,19 @@
     python scripts/bench_kernel.py [--output FILE.json]
 
 Side by side in one run: bytes read and written per second against a device-to-device copy of the same update (target:
-85% of it), and the time of a one-token update against a kernel that does nothing (target: 2 us more); where torch is
-installed also its ``index_copy_``. Prints a table, then one JSON line. Nobody has run it on a GPU yet.
+85% of it), and the time of a one-token update against a kernel that does nothing (target: 2 us more); where they are
+installed also torch's ``index_copy_`` and FlashInfer's append kernel. Prints a table, then one JSON line. Nobody has
+run it on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from kernel_device import KernelDevice
@@ -69,71 +72,127 @@ def seconds(device: KernelDevice, config: KernelConfig, batch: int, capacity: in
     return taken, 2 * elements * tokens * (source + config.element_bits // 8)
 
 
-def measure(device: KernelDevice) -> tuple[float, float, list[Result]]:
-    """Bytes per second of a copy, seconds of an empty kernel, and every kernel's result."""
+def compared(name: str, large: float, moved: int, one: float, copy_rate: float, nothing: float) -> Result:
+    """What was measured (seconds, bytes) beside a copy and an empty kernel."""
+    return Result(name, large * 1e6, moved, moved / large / copy_rate, one * 1e6, (one - nothing) * 1e6)
+
+
+def targets(kernels: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """The two targets, and the kernel that is farthest from each."""
+    slow, late = min(kernels, key=lambda k: k["copy_ratio"]), max(kernels, key=lambda k: k["over_empty_us"])
+    return {
+        "85 % of a copy": ("met" if slow["copy_ratio"] >= 0.85 else "missed") + f" ({slow['name']})",
+        "2 us over an empty kernel": ("met" if late["over_empty_us"] <= 2 else "missed") + f" ({late['name']})",
+    }
+
+
+Make = Callable[[Any, int, int, int], Callable[[], object]]
+"""Makes one update of K and V on torch tensors, of batch, capacity and tokens."""
+
+
+def index_copy(torch: Any, batch: int, capacity: int, tokens: int) -> Callable[[], object]:
+    """PyTorch's ``index_copy_``, once for each cache; the same rows for every sequence."""
+    caches = [torch.zeros(batch, HEADS, capacity, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
+    updates = [torch.zeros(batch, HEADS, tokens, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
+    rows = torch.arange(tokens, device="cuda") + capacity // 4
+    return lambda: [cache.index_copy_(2, rows, update) for cache, update in zip(caches, updates, strict=True)]
+
+
+def flashinfer_append(torch: Any, batch: int, capacity: int, tokens: int) -> Callable[[], object]:
+    """FlashInfer's append to a paged cache, pages of 16 tokens, K and V in one launch.
+
+    Interface: https://docs.flashinfer.ai/generated/flashinfer.page.append_paged_kv_cache.html
+    """
+    import flashinfer
+
+    page, first = 16, capacity // 4
+    used = -(-(first + tokens) // page)
+
+    def ints(values: Any) -> Any:
+        return torch.as_tensor(np.asarray(values), dtype=torch.int32, device="cuda")
+
+    new = [torch.zeros(batch * tokens, HEADS, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
+    shape = (batch * capacity // page, page, HEADS, SIZE)
+    cache = tuple(torch.zeros(*shape, dtype=torch.float16, device="cuda") for _ in range(2))
+    rows = ints(np.repeat(np.arange(batch), tokens))
+    positions = ints(np.tile(first + np.arange(tokens), batch))
+    pages = ints((np.arange(batch)[:, None] * (capacity // page) + np.arange(used)).reshape(-1))
+    starts, last = ints(np.arange(batch + 1) * used), ints([(first + tokens - 1) % page + 1] * batch)
+    return lambda: flashinfer.append_paged_kv_cache(*new, rows, positions, cache, pages, starts, last, "NHD")
+
+
+PEERS: dict[str, Make] = {"torch index_copy_": index_copy, "FlashInfer append": flashinfer_append}
+
+
+def peer(name: str, make: Make, copy_rate: float, nothing: float) -> dict[str, Any]:
+    """A peer beside our kernel, timed the same way, or why it is not."""
+    try:
+        import torch
+
+        large, one = (torch_seconds(torch, make(torch, *sizes)) for sizes in (LARGE, ONE))
+    except Exception as error:  # noqa: BLE001 - it is not here, or not for this GPU: one peer less
+        return {"name": name, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+    moved = 4 * LARGE[0] * HEADS * LARGE[2] * SIZE * 2
+    return asdict(compared(name, large, moved, one, copy_rate, nothing))
+
+
+def torch_seconds(torch: Any, work: Callable[[], object], repeat: int = 50) -> float:
+    """Median time of `work` on torch's stream, put there while the GPU is busy, as `KernelDevice.seconds` does it."""
+    busy = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeat + 3):
+        busy.zero_()
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        stop.record()
+        stop.synchronize()
+        times.append(start.elapsed_time(stop) / 1e3)
+    return float(np.median(times[3:]))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, help="also write the JSON here, again after every measurement")
+    options = parser.parse_args(arguments)
+    device = KernelDevice()
     size = 2 * LARGE[0] * HEADS * LARGE[2] * SIZE * 2
     target, source, empty = device.allocate(size), device.allocate(size), device.empty_kernel()
     copy_rate = 2 * size / device.seconds(lambda: device.copy(target, source, size))
     nothing = device.seconds(lambda: device.launch(empty, 1, 32))
     device.free()
-    results = []
+    result: dict[str, Any] = {
+        "gpu": device.name,
+        "copy_bytes_per_second": copy_rate,
+        "empty_kernel_us": nothing * 1e6,
+        "targets": {},
+        "kernels": [],
+        "peers": [],
+    }
+
+    def keep(kind: str, row: dict[str, Any]) -> None:
+        result[kind].append(row)
+        result["targets"] = targets(result["kernels"])
+        if options.output is not None:
+            options.output.write_text(json.dumps(result, indent=2) + "\n")
+
     for name, config in CONFIGS.items():
         large, moved = seconds(device, config, *LARGE)
         one, _ = seconds(device, config, *ONE)
-        ratio = moved / large / copy_rate
-        results.append(Result(name, large * 1e6, moved, ratio, one * 1e6, (one - nothing) * 1e6))
-    return copy_rate, nothing, results
-
-
-def index_copy() -> float | None:
-    """Microseconds of torch's ``index_copy_`` for the same large float16 updates, or None without torch."""
-    try:
-        import torch
-    except ImportError:
-        return None
-    batch, capacity, tokens = LARGE
-    caches = [torch.zeros(batch, HEADS, capacity, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
-    updates = [torch.zeros(batch, HEADS, tokens, SIZE, dtype=torch.float16, device="cuda") for _ in range(2)]
-    rows = torch.arange(tokens, device="cuda") + capacity // 4
-    times = []
-    for _ in range(53):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        for cache, update in zip(caches, updates, strict=True):
-            cache.index_copy_(2, rows, update)
-        stop.record()
-        stop.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return float(np.median(times[3:]))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="also write the JSON here")
-    arguments = parser.parse_args()
-    device = KernelDevice()
-    copy_rate, nothing, results = measure(device)
-    torch_us = index_copy()
+        keep("kernels", asdict(compared(name, large, moved, one, copy_rate, nothing)))
+    for name, make in PEERS.items():
+        keep("peers", peer(name, make, copy_rate, nothing))
     print(f"{device.name}: copy {copy_rate / 1e9:.0f} GB/s (read and written), empty kernel {nothing * 1e6:.2f} us")
-    print(f"{'update of K and V':20} {'4096 tokens':>12} {'of a copy':>10} {'1 token':>10} {'over empty':>11}")
-    for x in results:
+    print(f"{'update of K and V':24} {'4096 tokens':>12} {'of a copy':>10} {'1 token':>10} {'over empty':>11}")
+    for x in result["kernels"] + result["peers"]:
+        if "error" in x:
+            print(f"{x['name']:24} {x['error']}")
+            continue
         print(
-            f"{x.name:20} {x.large_us:9.1f} us {x.copy_ratio:10.0%} {x.one_token_us:7.2f} us {x.over_empty_us:8.2f} us"
+            f"{x['name']:24} {x['large_us']:9.1f} us {x['copy_ratio']:10.0%} {x['one_token_us']:7.2f} us "
+            f"{x['over_empty_us']:8.2f} us"
         )
-    if torch_us is not None:
-        print(f"{'torch index_copy_':20} {torch_us:9.1f} us")
-    line = json.dumps(
-        {
-            "gpu": device.name,
-            "copy_bytes_per_second": copy_rate,
-            "empty_kernel_us": nothing * 1e6,
-            "torch_index_copy_us": torch_us,
-            "kernels": [asdict(x) for x in results],
-        }
-    )
-    if arguments.output is not None:
-        arguments.output.write_text(line + "\n")
-    print(line)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

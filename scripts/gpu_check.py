@@ -1,25 +1,29 @@
-"""What a machine with an NVIDIA GPU can show: the GPU tests, then latency, throughput and bandwidth, in 8 minutes.
+"""What a machine with an NVIDIA GPU can show: answers, tests, latency and bandwidth, in 8 minutes and with no human.
 
     scripts/gpu_check                          # every backend that is installed
     scripts/gpu_check --backend tensorrt-rtx
     scripts/gpu_check --engine model.engine    # also engines that were built elsewhere
+    python scripts/gpu_check.py                # with what is installed, where nothing can be downloaded
 
 This script has never run on a GPU. Where it was developed there is none: it has run against the fake TensorRT of the
 tests alone, which shows that it runs to its end, and nothing about its numbers.
 
-For each backend it runs ``pytest -m gpu``, then builds a decoder of 0.1 billion float16 parameters at several
-capacities and measures, with medians over repeated steps:
+Every step is a process with a time limit; one that fails, crashes or hangs costs its own results only, and each step's
+results are on disk before the next begins. In this order, the most telling first:
 
-- decode latency against position and capacity: it should follow the position, not the capacity;
-- decode latency with and without CUDA graphs;
-- prefill latency against length;
-- tokens per second against batch;
-- bytes that a decode step must read (weights, and cache rows up to the span) per second, against a copy within the GPU
-  measured in the same run (its reads and writes both counted).
+- bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
+  FlashInfer's append kernel (``bench_kernel.py``);
+- answers, for each backend: does it run here at all, in its own words; do engines that were built without a GPU, or
+  elsewhere, open; aliases; garbage and NaN in unused rows; IAttention's masks and lengths (``gpu_answers.py``);
+- measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
+  bandwidth (``gpu_measure.py``);
+- engine tests, for each backend: ``tests/gpu/test_engines.py`` and ``test_plugin_engines.py``;
+- compile, kernel tests: every kernel compiled for this GPU (registers, spills), and against numpy;
+- sanitizer: some kernels under compute-sanitizer, where there is one.
 
-Writes ``benchmarks/results/<gpu>-<backend>.json`` and a table beside it (``.md``), prints the table, and one JSON line
-last. Where the backend does not support the GPU, both hold its exact words: that is a result. Exits with 1 if a test
-fails, if a backend fails after it had begun, or if there is no GPU.
+Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table beside it (``.md``),
+prints the tables, and one JSON line last. Where a backend does not support the GPU, its file holds its exact words:
+that is a result. Exits with 1 if another step fails, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -29,56 +33,50 @@ import dataclasses
 import json
 import os
 import re
-import statistics
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from decoders import DecoderConfig, weights, write_decoder
+from gpu_measure import write_json
+from gpu_report import table
 
-from trt_kvcache.engine import backend, build, doctor
-from trt_kvcache.engine.manifest import load_manifest
-from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.errors import TrtKvCacheError
-from trt_kvcache.importer.plan import Target, cache_bytes
-from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_runner import TensorRTRunner
+from trt_kvcache.engine import backend, doctor
+from trt_kvcache.importer.plan import Target
 
 ROOT = Path(__file__).resolve().parent.parent
-LARGE = DecoderConfig(
-    layers=8, hidden=1024, query_heads=16, kv_heads=4, head_size=64, vocab=32_000, dtype="float16", positions=32_768
-)
-SMALL = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
-CAPACITIES = {False: (1024, 8192, 32_768), True: (64, 128)}
-TESTS_LIMIT = 240  # seconds for the GPU tests of all backends
+SCRIPTS = ROOT / "scripts"
+CAPACITIES = {False: (8192, 1024, 32_768), True: (64, 128)}
+KERNEL = "kernel"
+SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two"
+NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
+"""What compute-sanitizer says where it cannot look at the GPU, as under some virtual machines."""
 
 
 @dataclass(frozen=True)
-class Effort:
-    """How much to measure.
+class Step:
+    """One process.
 
     Attributes:
-        small: a tiny decoder, to try the script out.
-        repeats: steps per median.
-        deadline: time.monotonic() after which nothing new is begun.
+        part: the file that its results go to: ``"kernel"`` or a backend.
+        name: the key of its results there.
+        command: ``{out}`` is the JSON or XML file that it writes.
+        limit: seconds.
+        merged: its results are lists to append to those of the part.
     """
 
-    small: bool
-    repeats: int
-    deadline: float
-
-    @property
-    def over(self) -> bool:
-        """No time is left."""
-        return time.monotonic() > self.deadline
+    part: str
+    name: str
+    command: tuple[str, ...]
+    limit: float
+    merged: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -88,26 +86,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if problem:
         print(f"gpu_check: nothing was checked: {problem}", file=sys.stderr)
         return 1
-    effort = Effort(options.small, 5 if options.small else 30, time.monotonic() + options.minutes * 60)
-    targets = [t for t in Target if backend.installed_version(t) is not None]
-    chosen = [t.value for t in targets if options.backend in (None, t.value)]
-    if not chosen:
+    deadline = time.monotonic() + options.minutes * 60
+    versions = {t.value: backend.installed_version(t) for t in Target}
+    chosen = [name for name, version in versions.items() if version and options.backend in (None, name)]
+    if options.backend and not chosen:
         print(f"gpu_check: {options.backend} is not installed", file=sys.stderr)
         return 1
-    summary, failed = [], False
-    for name in chosen:
-        result = check_backend(name, options.engine, effort, tests=not options.no_tests)
-        result = {"gpu": dataclasses.asdict(gpus[0]), **result}
-        failed |= bool(result["tests"].get("failed")) or bool(result.get("error"))
-        table = _table(result)
-        stem = options.output / f"{_slug(gpus[0].name)}-{name}"
-        options.output.mkdir(parents=True, exist_ok=True)
-        stem.with_suffix(".json").write_text(json.dumps(result, indent=2) + "\n")
-        stem.with_suffix(".md").write_text(table)
-        print(table)
-        summary.append({"backend": name, "supported": result["supported"], "tests": result["tests"], "file": str(stem)})
-    print(json.dumps({"gpu": gpus[0].name, "backends": summary, "ok": not failed}))
-    return int(failed)
+    gpu = gpus[0]
+    parts: dict[str, dict[str, Any]] = {}
+    for name in (*chosen, KERNEL):
+        parts[name] = {"gpu": dataclasses.asdict(gpu), "backend": name, "version": versions.get(name), "steps": []}
+    options.output.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        for step in steps(chosen, options, gpu.compute_capability):
+            if options.only and not any(word in step.name for word in options.only):
+                continue
+            part = parts[step.part]
+            if _useless(part, step):
+                continue
+            print(f"gpu_check: {step.part}: {step.name}", file=sys.stderr, flush=True)
+            part["steps"].append(run_step(step, part, Path(folder), deadline))
+            _write(options.output, gpu.name, part)
+    for part in parts.values():
+        print(table(part))
+    failed = [f"{p}: {s['step']}" for p, part in parts.items() for s in part["steps"] if s["status"] in FAILED]
+    print(json.dumps({"gpu": gpu.name, "ok": not failed, "failed": failed, "backends": {
+        name: parts[name].get("answers", {}).get("runs", {}).get("yes") for name in chosen
+    }}))  # fmt: skip
+    return int(bool(failed))
+
+
+FAILED = ("failed", "timeout")
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -115,224 +124,146 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=[t.value for t in Target], help="default: all that are installed")
     parser.add_argument("--engine", type=Path, action="append", default=[], help="an engine built elsewhere")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
-    parser.add_argument("--minutes", type=float, default=7.5, help="after these, nothing new is begun")
+    parser.add_argument("--minutes", type=float, default=7.5, help="everything ends within these")
     parser.add_argument("--small", action="store_true", help="a tiny decoder; the numbers mean little")
-    parser.add_argument("--no-tests", action="store_true", help="measure only")
+    parser.add_argument("--only", action="append", metavar="WORD", help="steps whose names contain this; several times")
     return parser.parse_args(arguments)
 
 
-def check_backend(name: str, engines: Sequence[Path], effort: Effort, *, tests: bool) -> dict[str, Any]:
-    """All about one backend, as JSON data."""
-    result: dict[str, Any] = {
-        "backend": name,
-        "version": backend.installed_version(Target(name)),
-        "supported": True,
-        "tests": _run_tests(name) if tests else {},
-        "decode": [],
-        "prefill": [],
-        "batches": [],
-        "engines": [],
-        "cut_short": False,
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for capacity in CAPACITIES[effort.small]:
-                if effort.over:
-                    result["cut_short"] = True
-                    break
-                _measure_capacity(result, name, Path(folder), capacity, effort)
-        except TrtKvCacheError as error:
-            # The same words in the file and in the table: what does not run here is a result, too.
-            result["words"] = str(error)
-            result["supported"] = bool(result["decode"])
-            result["error"] = result["supported"]
-    for path in engines:
-        result["engines"].append(_foreign(path, name, effort))
-    result["engines"] = [e for e in result["engines"] if e]
-    return result
+def steps(backends: Sequence[str], options: argparse.Namespace, capability: str) -> list[Step]:
+    """All steps, in order. Limits leave room for one that hangs."""
+    python = sys.executable
+    tests = (python, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={out}")
+    arch = "sm_" + capability.replace(".", "")
+    kernels = str(ROOT / "tests" / "gpu" / "test_kernel.py")
+    found = [Step(KERNEL, "bench", (python, str(SCRIPTS / "bench_kernel.py"), "--output={out}"), 75)]
+    for name in backends:
+        given = [f"--engine={path.resolve()}" for path in options.engine]
+        command = (python, str(SCRIPTS / "gpu_answers.py"), f"--backend={name}", "--output={out}", *given)
+        found.append(Step(name, "answers", command, 90, merged=True))
+    for capacity in CAPACITIES[options.small]:
+        for name in backends:
+            command = (python, str(SCRIPTS / "gpu_measure.py"), f"--backend={name}", f"--capacity={capacity}")
+            command += ("--output={out}", *(["--small"] if options.small else []))
+            found.append(Step(name, f"measure {capacity}", command, 75, merged=True))
+    for name in backends:
+        files = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("engines", "plugin_engines")]
+        found.append(Step(name, "engine tests", (*tests, *files), 150))
+    # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
+    command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")
+    found.append(Step(KERNEL, "compile", command, 75))
+    found.append(Step(KERNEL, "kernel tests", (*tests, kernels), 90))
+    if sanitizer := shutil.which("compute-sanitizer") or _in_toolkit("compute-sanitizer"):
+        guard = (sanitizer, "--error-exitcode", "9")
+        found.append(Step(KERNEL, "sanitizer", (*guard, *tests, kernels, "-k", SANITIZED), 90))
+    return found
 
 
-def _run_tests(name: str) -> dict[str, Any]:
-    """``pytest -m gpu`` for one backend: counts, and why tests were skipped."""
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-m", "gpu", "tests/gpu", "-q", f"--junitxml={report}"]
-        environment = os.environ | {"TRT_KVCACHE_GPU_BACKENDS": name}
-        try:
-            done = subprocess.run(
-                command, cwd=ROOT, env=environment, timeout=TESTS_LIMIT, capture_output=True, text=True
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": 1, "output": f"not done after {TESTS_LIMIT} seconds"}
-        if not report.exists():
-            return {"failed": 1, "output": (done.stdout + done.stderr)[-2000:]}
-        suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-        counts = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
-        reasons = sorted({s.get("message", "") for s in suite.iter("skipped")})
-    failed = counts["failures"] + counts["errors"]
-    passed = counts["tests"] - failed - counts["skipped"]
-    found = {"passed": passed, "failed": failed, "skipped": counts["skipped"], "reasons": reasons}
-    return found if not failed else found | {"output": done.stdout[-4000:]}
+def _in_toolkit(program: str) -> str | None:
+    """A program of the CUDA toolkit that is not on the PATH."""
+    for folder in (os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH"), "/usr/local/cuda"):
+        if folder and (found := shutil.which(program, path=f"{folder}/bin")):
+            return found
+    return None
 
 
-def _measure_capacity(result: dict[str, Any], name: str, folder: Path, capacity: int, effort: Effort) -> None:
-    config = dataclasses.replace(SMALL if effort.small else LARGE, capacity=capacity)
-    model = write_decoder(folder / f"{capacity}.onnx", config, external_threshold=None if effort.small else 1 << 16)
-    engine = folder / f"{capacity}.engine"
-    chunk = min(512, capacity // 2)
-    build.build_engine(model, engine, build=BuildOptions(backend=name, max_batch=8, max_chunk=chunk))
-    start = time.perf_counter()
-    with _Opened(engine) as runner:
-        opened = time.perf_counter() - start
-        # All but the embedding, of which a step reads one row per sequence.
-        read = sum(2 * prod(shape) for name, shape, *_ in weights(config) if name != "embed.weight")
-        if "copy_gb_per_s" not in result:
-            result["copy_gb_per_s"] = _copy_speed(runner, 1 << 24 if effort.small else 1 << 30)
-        for position in sorted({16, capacity // 4, capacity // 2, capacity - effort.repeats - 16}):
-            result["decode"].append(
-                {"capacity": capacity, "position": position, "open_s": opened}
-                | _decode(runner, 1, position, effort.repeats, read)
-            )
-        for length in sorted({1, chunk // 8, chunk // 2, chunk}):
-            result["prefill"].append({"capacity": capacity, "length": length} | _prefill(runner, length, effort))
-        for rows in (1, 2, 4, 8):
-            measured = _decode(runner, rows, capacity // 4, effort.repeats, read)
-            result["batches"].append({"capacity": capacity, "batch": rows} | measured)
-    with _Opened(engine, cuda_graphs=False) as runner:
-        plain = _decode(runner, 1, capacity // 2, effort.repeats, read)
-        result["decode"].append({"capacity": capacity, "position": capacity // 2, "cuda_graphs": False} | plain)
+def _useless(part: dict[str, Any], step: Step) -> bool:
+    """Whether the backend already said that it does not run on this GPU."""
+    runs = part.get("answers", {}).get("runs", {})
+    return step.part != KERNEL and "error" in runs and not runs.get("unexpected")
 
 
-class _Opened:
-    """An engine for the length of a block."""
+def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) -> dict[str, Any]:
+    """Run one step and put what it found into `part`.
 
-    def __init__(self, engine: Path, **arguments: Any) -> None:
-        self._runner = TensorRTRunner(engine, **arguments)
-
-    def __enter__(self) -> TensorRTRunner:
-        return self._runner
-
-    def __exit__(self, *error: object) -> None:
-        self._runner.close()
-
-
-def _decode(runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int) -> dict[str, Any]:
-    """Decode steps from `position` on; the caches' content does not matter for the time.
-
-    `read` is what a step reads besides the caches, in bytes.
+    Returns:
+        What became of it: ``step``, ``status`` (``ok``, ``failed``, ``timeout``, ``no time``, ``not possible``),
+        ``seconds``, and the end of its output where it is not ok.
     """
-    ids = np.ones((rows, 1), np.int64)
-    steps = iter(range(position, position + repeats + 8))
-
-    def step() -> None:
-        runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64)))
-
-    seconds, spread = _median(step, repeats, warm_up=6)
-    batch = StepBatch(0, ids, np.full(rows, position, np.int64))
-    spans = max(runner.inputs.span_sizes(batch).values(), default=0)
-    for cache in runner.plan.caches:
-        read += rows * cache_bytes(cache, 1) * min(spans or cache.capacity, cache.capacity) // cache.capacity
-    graphs = runner.graphs.failure or "on" if runner.graphs else "off"
-    return {
-        "ms": seconds * 1e3,
-        "spread_ms": spread * 1e3,
-        "tokens_per_s": rows / seconds,
-        "span": spans,
-        "gb_per_s": read / seconds / 1e9,
-        "graphs": graphs,
-    }
-
-
-def _prefill(runner: TensorRTRunner, length: int, effort: Effort) -> dict[str, Any]:
-    batch = StepBatch(0, np.ones((1, length), np.int64), np.zeros(1, np.int64))
-    seconds, spread = _median(lambda: runner.step(batch), effort.repeats, warm_up=3)
-    return {"ms": seconds * 1e3, "spread_ms": spread * 1e3, "tokens_per_s": length / seconds}
-
-
-def _copy_speed(runner: TensorRTRunner, most: int) -> float:
-    """GB/s of a copy within the GPU, reads and writes counted."""
-    cuda = runner._cuda  # the runner's own stream and allocations
-    free, _ = cuda.free_memory()
-    size = min(most, free // 4)
-    source, target = cuda.allocate(size), cuda.allocate(size)
-
-    def copy() -> None:
-        cuda.copy_rows(target, source, size, size, 1)
-        cuda.sync()
-
-    seconds, _ = _median(copy, 10, warm_up=3)
-    return 2 * size / seconds / 1e9
+    about: dict[str, Any] = {"step": step.name}
+    limit = min(step.limit, deadline - time.monotonic())
+    if limit < 5:
+        return about | {"status": "no time"}
+    out = folder / f"{step.part}-{step.name}".replace(" ", "-")
+    log = out.with_suffix(".log")
+    environment = os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+    if step.part != KERNEL:
+        environment["TRT_KVCACHE_GPU_BACKENDS"] = step.part
+    start = time.monotonic()
+    with log.open("wb") as file:
+        # A session of its own: pytest's and the builder's children end with it.
+        process = subprocess.Popen(
+            [word.replace("{out}", str(out)) for word in step.command], cwd=ROOT, env=environment,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code: int | None = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            code = None
+    text = log.read_text(errors="replace")
+    about |= {"status": "timeout" if code is None else "failed" if code else "ok", "exit_code": code}
+    about["seconds"] = round(time.monotonic() - start, 1)
+    if any(words in text for words in NO_SANITIZER) and step.name == "sanitizer":
+        about["status"] = "not possible"
+    if about["status"] != "ok":
+        about["output"] = text[-3000:]
+    _take(step, part, out, text)
+    return about
 
 
-def _median(work: Callable[[], object], repeats: int, warm_up: int) -> tuple[float, float]:
-    """Median and spread (90th less 10th percentile) of the seconds that `work` takes."""
-    for _ in range(warm_up):
-        work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    low, *_, high = statistics.quantiles(times, n=10)
-    return statistics.median(times), high - low
-
-
-def _foreign(path: Path, name: str, effort: Effort) -> dict[str, Any] | None:
-    """An engine that was built elsewhere: does it open here, and how fast is it?"""
+def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
+    """Put what a step wrote into its part, as much as there is."""
     try:
-        manifest = load_manifest(path)
-        if manifest.backend != name:
-            return None
-        with _Opened(path) as runner:
-            measured = _decode(runner, 1, 1, min(effort.repeats, 8), 0)
-    except TrtKvCacheError as error:
-        return {"engine": path.name, "words": str(error)}
-    return {"engine": path.name, "built_for": list(manifest.compute_capabilities)} | measured
+        if step.name.endswith("tests") or step.name == "sanitizer":
+            found = _counts(out)
+        elif step.name == "compile":
+            rows = json.loads(text)
+            spills = [row["kernel"] for row in rows if row["spill_bytes"]]
+            most = max(row["registers"] for row in rows)
+            found = {"kernels": len(rows), "most_registers": most, "with_spills": spills}
+        else:
+            found = json.loads(out.read_text())
+    except (OSError, ValueError, ElementTree.ParseError):
+        return  # it ended before it had anything; its status and its output say why
+    if step.merged:
+        for key, value in found.items():
+            if isinstance(value, list):
+                part.setdefault(key, []).extend(value)
+            elif key not in part:
+                part[key] = value
+    else:
+        part[step.name.replace(" ", "_")] = found
 
 
-def _table(result: dict[str, Any]) -> str:
-    """Markdown for the README."""
-    gpu = result["gpu"]
-    lines = [
-        f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {result['backend']} {result['version']}",
-        "",
-    ]
-    tests = result["tests"]
-    if tests:
-        counts = ", ".join(f"{tests[k]} {k}" for k in ("passed", "failed", "skipped") if k in tests)
-        lines += [f"GPU tests: {counts}.", ""]
-    if "words" in result:
-        what = "does not run on this GPU" if not result["supported"] else "failed"
-        lines += [f"{result['backend']} {what}. It says:", "", f"> {result['words']}", ""]
-    if result["decode"]:
-        copy = result["copy_gb_per_s"]
-        lines += [f"Copy within the GPU: {copy:.0f} GB/s.", ""]
-        lines += ["| decode: capacity | position | CUDA graphs | ms per token | GB/s read | of a copy |"]
-        lines += ["| ---: | ---: | --- | ---: | ---: | ---: |"]
-        lines += [
-            f"| {r['capacity']} | {r['position']} | {'on' if r['graphs'] == 'on' else 'off'} | {r['ms']:.3f} | "
-            f"{r['gb_per_s']:.0f} | {100 * r['gb_per_s'] / copy:.0f} % |"
-            for r in result["decode"]
-        ]
-        lines += ["", "| prefill: capacity | tokens | ms | tokens/s |", "| ---: | ---: | ---: | ---: |"]
-        lines += [
-            f"| {r['capacity']} | {r['length']} | {r['ms']:.3f} | {r['tokens_per_s']:.0f} |" for r in result["prefill"]
-        ]
-        lines += ["", "| batch: capacity | sequences | ms per step | tokens/s |", "| ---: | ---: | ---: | ---: |"]
-        lines += [
-            f"| {r['capacity']} | {r['batch']} | {r['ms']:.3f} | {r['tokens_per_s']:.0f} |" for r in result["batches"]
-        ]
-        lines += [""]
-    for engine in result["engines"]:
-        said = engine.get("words") or f"{engine['ms']:.3f} ms per token"
-        lines += [f"Built elsewhere, {engine['engine']}: {said}", ""]
-    if result["cut_short"]:
-        lines += ["Cut short: time was up.", ""]
-    return "\n".join(lines)
+def _counts(report: Path) -> dict[str, Any]:
+    """What pytest counted, why tests were skipped, and which failed."""
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    counts = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
+    bad = counts["failures"] + counts["errors"]
+    return {
+        "passed": counts["tests"] - bad - counts["skipped"],
+        "failed": bad,
+        "skipped": counts["skipped"],
+        "reasons": sorted({s.get("message", "") for s in suite.iter("skipped")}),
+        "failures": {
+            str(case.get("name")): str(problem.get("message", ""))[:500]
+            for case in suite.iter("testcase") for problem in (*case.iter("failure"), *case.iter("error"))
+        },
+    }  # fmt: skip
 
 
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+def _python_path() -> str:
+    """This repository before everything else, where it is not installed."""
+    known = os.environ.get("PYTHONPATH", "")
+    return os.pathsep.join([*([known] if known else []), str(ROOT), str(SCRIPTS)])
+
+
+def _write(folder: Path, gpu: str, part: dict[str, Any]) -> None:
+    stem = f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{part['backend']}"
+    write_json(folder / f"{stem}.json", part)
+    (folder / f"{stem}.md").write_text(table(part))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import kernel_device
 from runtime.fake_cuda import GPU, Machine
 from runtime.fake_engines import write_engine
+from runtime.fake_kernels import FakeKernelDevice
 from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache.engine import backend, build, doctor
@@ -32,6 +34,7 @@ def install() -> None:
         faults = {"refuse": refuse} if refuse else {}
         return fake_module(machine, rtx=name == "tensorrt-rtx", version=VERSIONS[name], **faults)
 
+    kernel_device.KernelDevice = FakeKernelDevice
     trt_runner.load_tensorrt = load
     trt_runner.cuda_bindings = machine.bindings
     build.build_engine = _build

@@ -6,14 +6,17 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from decoders import DecoderConfig, write_decoder
+from runtime.fake_engines import write_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "scripts"))
 NO_GPU = "import gpu_check, sys; sys.exit(gpu_check.main(sys.argv[1:]))"
-FAKE_GPU = "import runtime.fake_gpu, gpu_check, sys; sys.exit(gpu_check.main(sys.argv[1:]))"
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -62,33 +65,104 @@ def test_gpu_check_without_a_gpu() -> None:
     assert done.stdout == ""
 
 
-def check(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return run(
-        "-c", FAKE_GPU, "--small", "--no-tests", "--backend", "tensorrt-rtx", "--output", str(folder), **environment
-    )
+# `scripts/gpu_check`, its steps in processes of their own that all have the fake.
+
+SITE = os.pathsep.join((str(ROOT / "tests" / "runtime" / "fake_site"), PATHS))
+STEM = "nvidia-fake-90-"
 
 
-def test_gpu_check_measures_and_writes(tmp_path: Path) -> None:
-    done = check(tmp_path)
-    assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "nvidia-fake-90-tensorrt-rtx.json").read_text())
+def check(folder: Path, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = (str(ROOT / "scripts" / "gpu_check.py"), "--small", "--backend", "tensorrt-rtx", f"--output={folder}")
+    return run(*command, *arguments, PYTHONPATH=SITE, **environment)
+
+
+def only(*words: str) -> list[str]:
+    return [f"--only={word}" for word in words]
+
+
+def result_of(folder: Path, part: str = "tensorrt-rtx") -> Any:
+    return json.loads((folder / f"{STEM}{part}.json").read_text())
+
+
+def statuses(result: Any) -> dict[str, str]:
+    return {step["step"]: step["status"] for step in result["steps"]}
+
+
+def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "other.onnx", DecoderConfig(dtype="float16"))
+    engine = write_engine(model)
+    done = check(tmp_path, *only("bench", "answers", "measure"), f"--engine={engine}")
+    assert done.returncode == 0, done.stderr + done.stdout
+    result = result_of(tmp_path)
+    assert statuses(result) == {"answers": "ok", "measure 64": "ok", "measure 128": "ok"}
     assert {r["capacity"] for r in result["decode"]} == {64, 128}
     assert {r["graphs"] for r in result["decode"]} == {"on", "off"}
     assert all(r["ms"] > 0 for kind in ("decode", "prefill", "batches") for r in result[kind])
     assert result["copy_gb_per_s"] > 0
-    table = (tmp_path / "nvidia-fake-90-tensorrt-rtx.md").read_text()
+    answers = {question: answer["yes"] for question, answer in result["answers"].items()}
+    for question in ("builds", "runs", "aliases", "garbage_in_unused_rows_is_not_seen"):
+        assert answers[question], result["answers"][question]
+    # A fake has no network to put IAttention into, and ONNX Runtime's attention is not proof against NaN: both are
+    # answers, and neither stops the next question.
+    assert result["answers"]["nan_in_unused_rows_is_not_seen"]["finite"] is False
+    assert "no attribute 'Builder'" in result["answers"]["attention_lengths_bfloat16"]["error"]
+    (foreign,) = result["engines"]
+    assert foreign["engine"] == "other.engine"
+    assert foreign["yes"]
+    assert foreign["aliases"]
+    table = (tmp_path / f"{STEM}tensorrt-rtx.md").read_text()
     assert table in done.stdout
-    assert "| 128 | 64 | off |" in table
-    assert json.loads(done.stdout.splitlines()[-1])["ok"] is True
+    assert "| 128 | 64 | 128 | off |" in table
+    assert "Built elsewhere, other.engine: opens in" in table
+    kernel = result_of(tmp_path, "kernel")
+    assert statuses(kernel) == {"bench": "ok"}
+    assert {k["name"] for k in kernel["bench"]["kernels"]} >= {"float16", "float16 circular", "float16 to int8"}
+    assert [p["name"] for p in kernel["bench"]["peers"]] == ["torch index_copy_", "FlashInfer append"]
+    assert "85 % of a copy" in kernel["bench"]["targets"]
+    assert "| float16 circular | 100.0 us |" in (tmp_path / f"{STEM}kernel.md").read_text()
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (last["ok"], last["backends"]) == (True, {"tensorrt-rtx": True})
 
 
 def test_gpu_check_says_what_the_backend_says(tmp_path: Path) -> None:
     words = "need compute capability 80 or above, found 72"
-    done = check(tmp_path, FAKE_GPU_REFUSES=words)
+    done = check(tmp_path, *only("answers", "measure", "engine tests"), FAKE_GPU_REFUSES=words)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "nvidia-fake-90-tensorrt-rtx.json").read_text())
-    assert result["supported"] is False
-    assert words in result["words"]
-    table = (tmp_path / "nvidia-fake-90-tensorrt-rtx.md").read_text()
+    result = result_of(tmp_path)
+    assert words in result["answers"]["runs"]["error"]
+    assert statuses(result) == {"answers": "ok"}  # nothing is asked of a backend that does not run
+    table = (tmp_path / f"{STEM}tensorrt-rtx.md").read_text()
     assert "tensorrt-rtx does not run on this GPU. It says:" in table
     assert words in table
+    assert json.loads(done.stdout.splitlines()[-1])["backends"] == {"tensorrt-rtx": False}
+
+
+def test_a_step_that_hangs_or_crashes_costs_its_own_results_only(tmp_path: Path) -> None:
+    """The kernel's benchmark hangs until no time is left for the last steps; what was there stays there."""
+    done = check(tmp_path, *only("bench", "measure 64"), "--minutes=0.25", FAKE_KERNELS_HANG="1")
+    assert done.returncode == 1
+    assert statuses(result_of(tmp_path, "kernel")) == {"bench": "timeout"}
+    assert json.loads(done.stdout.splitlines()[-1])["failed"][0] == "kernel: bench"
+
+
+def test_the_steps(tmp_path: Path) -> None:
+    """Everything is there, once, bounded; an engine built elsewhere is handed on; a crash leaves what it had."""
+    import gpu_check
+
+    options = gpu_check._parse(["--engine", "a.engine"])
+    steps = gpu_check.steps(["tensorrt", "tensorrt-rtx"], options, "9.0")
+    names = [(step.part, step.name) for step in steps]
+    assert len(names) == len(set(names))
+    assert {part for part, _ in names} == {"kernel", "tensorrt", "tensorrt-rtx"}
+    assert all(0 < step.limit <= 150 for step in steps)
+    text = " ".join(word for step in steps for word in step.command)
+    for needed in ("bench_kernel.py", "test_kernel.py", "test_engines.py", "test_plugin_engines.py", "--arch=sm_90",
+                   f"--engine={Path('a.engine').resolve()}"):  # fmt: skip
+        assert needed in text
+    dies = "import json, os; json.dump({'answers': {'runs': {'yes': True}}, 'asking': 'x'}, open('{out}', 'w'))"
+    step = gpu_check.Step("tensorrt", "answers", (sys.executable, "-c", f"{dies}; os.abort()"), 60, merged=True)
+    part: dict[str, Any] = {}
+    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
+    assert about["status"] == "failed"
+    assert part == {"answers": {"runs": {"yes": True}}, "asking": "x"}
+    assert gpu_check.run_step(step, part, tmp_path, time.monotonic())["status"] == "no time"

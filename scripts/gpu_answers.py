@@ -1,0 +1,254 @@
+"""What one backend does on the GPU at hand: answers to questions that no machine without a GPU can answer.
+
+    python scripts/gpu_answers.py --backend tensorrt-rtx --output answers.json [--engine model.engine ...]
+
+A step of `scripts/gpu_check`. The file is written again after every answer and names the question that is being asked,
+so that a crash of the process leaves the answers before it and says what killed it. An answer that is an exception
+holds its words under ``error``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from decoders import DecoderConfig, write_decoder
+from gpu_measure import Opened, write_json
+
+from trt_kvcache.engine import build
+from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.runtime import trt_runner
+from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt_load import _make_logger
+
+CONFIG = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
+BATCH, HEADS, KEYS, SIZE = 2, 4, 64, 64
+LENGTHS = (5, 33)
+"""Valid keys of each row in the questions about IAttention."""
+Answer = dict[str, Any]
+
+
+def runs(engine: Path, name: str) -> Answer:
+    """Does an engine that was built without looking at this GPU open and run here at all? In the backend's words."""
+    start = time.perf_counter()
+    with Opened(engine) as runner:
+        opened = time.perf_counter() - start
+        logits = runner.step(StepBatch(0, np.ones((2, 4), np.int64), np.zeros(2, np.int64)))
+        return {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": opened}
+
+
+def aliases(engine: Path, name: str) -> Answer:
+    """Does the engine report the aliases of the plan, and are past and present one address in every context?"""
+    with Opened(engine) as runner:
+        runner.step(StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64)))
+        planned = load_manifest(engine).aliases
+        reported = {present: runner._trt.engine.get_aliased_input_tensor(present) for present in planned}
+        used = [c._context for c in runner._contexts if c._context.get_tensor_address(next(iter(planned)))]
+        one = all(c.get_tensor_address(a) == c.get_tensor_address(b) for c in used for a, b in planned.items())
+        return {"yes": reported == planned and one, "reported": reported, "contexts": len(used)}
+
+
+def unused_rows(fill: float) -> Callable[[Path, str], Answer]:
+    """Decoding with `fill` in every row that is not in use: are the logits those over zeros?"""
+
+    def answer(engine: Path, name: str) -> Answer:
+        with Opened(engine) as clean, Opened(engine) as dirty:
+            for cache in dirty.plan.caches:
+                row = dirty.read_row(cache.past, 0, cache.capacity)
+                for i in range(dirty.max_batch):
+                    dirty.write_row(cache.past, i, np.full_like(row, fill))
+            rng, lengths, worst, finite, same = np.random.default_rng(0), np.zeros(2, np.int64), 0.0, True, True
+            for length in (7, 1, 1, 4, 1):
+                batch = StepBatch(0, rng.integers(0, clean.vocab, (2, length)), lengths.copy(), length)
+                expected, actual = clean.step(batch).copy(), dirty.step(batch).copy()
+                finite &= bool(np.isfinite(actual).all())
+                same &= bool((actual == expected).all())
+                worst = max(worst, _difference(actual, expected))
+                lengths += length
+        return {"yes": finite and worst <= 2e-2, "same_bits": same, "finite": finite, "difference": worst}
+
+    return answer
+
+
+def writes_out_of_range(engine: Path, name: str) -> Answer:
+    """Is a linear write that ends beyond the capacity dropped, with nothing else touched?"""
+    with Opened(engine) as runner:
+        cache = runner.plan.caches[0]
+        runner.step(StepBatch(0, np.full((2, 4), 3), np.zeros(2, np.int64)))
+        before = [runner.read_row(cache.past, i, cache.capacity).copy() for i in range(2)]
+        runner.step(StepBatch(0, np.full((2, 4), 5), np.array([0, cache.capacity - 2])))
+        after = [runner.read_row(cache.past, i, cache.capacity) for i in range(2)]
+        return {
+            "yes": bool((before[1] == after[1]).all()),
+            "other_sequence_written": bool((before[0] != after[0]).any()),
+        }
+
+
+def attention(how: str, dtype: str) -> Callable[[Path, str], Answer]:
+    """IAttention by itself, its valid keys given as an explicit bool mask or as ``key_value_lengths``."""
+
+    def answer(engine: Path, name: str) -> Answer:
+        import ml_dtypes
+
+        kind = np.dtype(np.float16) if dtype == "float16" else np.dtype(ml_dtypes.bfloat16)
+        trt = trt_runner.load_tensorrt(name)
+        plan = _attention_engine(trt, name, how, dtype)
+        rng, found = np.random.default_rng(1), {}
+        q = rng.standard_normal((BATCH, HEADS, 1, SIZE)).astype(kind)
+        k, v = (rng.standard_normal((BATCH, HEADS, KEYS, SIZE)).astype(kind) for _ in range(2))
+        valid = np.arange(KEYS) < np.array(LENGTHS)[:, None]
+        given = valid[:, None, None, :] if how == "mask" else np.array(LENGTHS, np.int32)
+        expected, everything = _reference(q, k, v, valid), _reference(q, k, v, np.ones_like(valid))
+        for fill in (0.0, 1e4, float("nan")):
+            filled = [np.where(valid[:, None, :, None], x, np.asarray(fill, kind)) for x in (k, v)]
+            y = _execute(trt, plan, {"q": q, "k": filled[0], "v": filled[1], how: given}, "y", q.shape, kind)
+            finite = bool(np.isfinite(y).all())
+            found[f"rows_of_{fill:g}"] = {"difference": _difference(y, expected), "finite": finite}
+        y = _execute(trt, plan, {"q": q, "k": k, "v": v, how: given}, "y", q.shape, kind)
+        found["rows_of_another_sequence"] = {"difference": _difference(y, expected)}
+        right = [x["difference"] <= 2e-2 for x in found.values()]
+        reads_all = _difference(y, everything) <= 2e-2
+        return {"yes": all(right), "attends_to_unused_rows": reads_all, **found}
+
+    return answer
+
+
+QUESTIONS: dict[str, Callable[[Path, str], Answer]] = {
+    "runs": runs,
+    "aliases": aliases,
+    "garbage_in_unused_rows_is_not_seen": unused_rows(1e4),
+    "nan_in_unused_rows_is_not_seen": unused_rows(float("nan")),
+    "writes_out_of_range_are_dropped": writes_out_of_range,
+} | {
+    f"attention_{how}_{dtype}": attention(how, dtype)
+    for dtype, how in itertools.product(("float16", "bfloat16"), ("mask", "lengths"))
+}
+"""The most dangerous last."""
+
+
+def foreign(path: Path, name: str) -> Answer | None:
+    """An engine that was built elsewhere: does it open here, with the aliases of its manifest, and run?"""
+    manifest = load_manifest(path)
+    if manifest.backend != name:
+        return None
+    said = {"built_for": list(manifest.compute_capabilities), "built_with": manifest.backend_version}
+    return {**said, **_asked(lambda: runs(path, name) | {"aliases": aliases(path, name)["yes"]})}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--engine", type=Path, action="append", default=[], help="an engine built elsewhere")
+    options = parser.parse_args(arguments)
+    answers: Answer = {}
+    result: Answer = {"answers": answers, "engines": []}
+
+    def keep(asking: str) -> None:
+        write_json(options.output, result | {"asking": asking})
+
+    for path in options.engine:
+        keep(f"engine {path.name}")
+        answer = _asked(lambda path=path: foreign(path, options.backend))
+        if answer:
+            result["engines"].append({"engine": path.name} | answer)
+    with tempfile.TemporaryDirectory() as folder:
+        keep("build")
+        engine = Path(folder) / "model.engine"
+        model = write_decoder(Path(folder) / "model.onnx", CONFIG)
+        chosen = BuildOptions(backend=options.backend, max_batch=3, max_chunk=16)
+        answers["builds"] = _asked(lambda: {"yes": bool(build.build_engine(model, engine, build=chosen))})
+        for question, ask in QUESTIONS.items():
+            keep(question)
+            answers[question] = _asked(lambda ask=ask: ask(engine, options.backend))
+    keep("")
+
+
+def _asked(ask: Callable[[], Answer | None]) -> Answer:
+    try:
+        return ask() or {}
+    except TrtKvCacheError as error:
+        return {"yes": False, "error": str(error)}
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer, and the next question is asked
+        return {"yes": False, "error": f"{type(error).__name__}: {error}", "unexpected": True}
+
+
+def _reference(q: Any, k: Any, v: Any, valid: Any) -> Any:
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    scores = np.where(valid[:, None, None, :], q @ k.swapaxes(-1, -2), -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+def _difference(actual: Any, expected: Any) -> float:
+    """Of the largest expected value; infinite where it is no number (JSON has none)."""
+    difference = np.abs(actual.astype(np.float64) - expected).max() / max(np.abs(expected).max(), 1e-9)
+    return float(difference) if np.isfinite(difference) else 1e30
+
+
+def _attention_engine(trt: Any, name: str, how: str, dtype: str) -> Any:
+    """One IAttention on static shapes, Q unscaled."""
+    logger = _make_logger(trt)
+    builder = trt.Builder(logger)
+    flags = 0 if name == "tensorrt-rtx" else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
+    network = builder.create_network(flags)
+    kind = trt.float16 if dtype == "float16" else trt.bfloat16
+    q = network.add_input("q", kind, (BATCH, HEADS, 1, SIZE))
+    k, v = (network.add_input(n, kind, (BATCH, HEADS, KEYS, SIZE)) for n in ("k", "v"))
+    softmax = trt.AttentionNormalizationOp.SOFTMAX
+    layer = network.add_attention_v2(q, k, v, softmax, trt.CausalMaskKind.NONE)
+    if how == "mask":
+        layer.mask = network.add_input("mask", trt.bool, (BATCH, 1, 1, KEYS))
+    else:
+        layer.key_value_lengths = network.add_input("lengths", trt.int32, (BATCH,))
+    output = layer.get_output(0)
+    output.name = "y"
+    network.mark_output(output)
+    plan = builder.build_serialized_network(network, builder.create_builder_config())
+    if plan is None:
+        raise RuntimeError(f"TensorRT does not build it: {logger.take()}")
+    return plan
+
+
+def _execute(trt: Any, plan: Any, feeds: dict[str, Any], output: str, shape: Sequence[int], kind: Any) -> Any:
+    """Run an engine of static shapes once."""
+    cuda = trt_runner.Cuda(0, trt_runner.cuda_bindings())
+    engine = context = None
+    try:
+        logger = _make_logger(trt)
+        runtime = trt.Runtime(logger)
+        engine = runtime.deserialize_cuda_engine(plan)
+        if engine is None:
+            raise RuntimeError(f"TensorRT does not open it: {logger.take()}")
+        context = engine.create_execution_context()
+        staged: dict[str, Any] = {}
+        for name, array in {**feeds, output: np.zeros(shape, kind)}.items():
+            array = np.ascontiguousarray(array)
+            pinned = cuda.allocate_pinned(array.nbytes)
+            pinned.data[:] = array.reshape(-1).view(np.uint8)
+            address = cuda.allocate(array.nbytes)
+            cuda.upload(address, pinned.address, array.nbytes)
+            if not context.set_tensor_address(name, address):
+                raise RuntimeError(f"TensorRT takes no address for {name}: {logger.take()}")
+            staged[name] = pinned, address, array.nbytes
+        if not context.execute_async_v3(cuda.stream):
+            raise RuntimeError(f"TensorRT does not run it: {logger.take()}")
+        pinned, address, size = staged[output]
+        cuda.download_rows(pinned.address, address, size, size, 1)
+        cuda.sync()
+        return pinned.data.view(kind).reshape(shape).copy()
+    finally:
+        del context, engine  # before the memory that they use
+        cuda.close()
+
+
+if __name__ == "__main__":
+    main()

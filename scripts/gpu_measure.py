@@ -1,0 +1,174 @@
+"""Latency, throughput and bandwidth of one backend at one capacity.
+
+    python scripts/gpu_measure.py --backend tensorrt-rtx --capacity 8192 --output measured.json [--small]
+
+A step of `scripts/gpu_check`, in a process of its own. Builds a decoder of 0.1 billion float16 parameters and measures,
+with medians over repeated steps:
+
+- decode latency against position, and with and without CUDA graphs;
+- prefill latency against length;
+- tokens per second against batch;
+- bytes that a decode step must read (weights, and cache rows up to the span) per second, against a copy within the GPU
+  measured in the same process (its reads and writes both counted).
+
+The file is written again after every measurement, so that what was measured before a crash is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from decoders import DecoderConfig, weights, write_decoder
+
+from trt_kvcache.engine import build
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.importer.plan import cache_bytes
+from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt_runner import TensorRTRunner
+
+LARGE = DecoderConfig(
+    layers=8, hidden=1024, query_heads=16, kv_heads=4, head_size=64, vocab=32_000, dtype="float16", positions=32_768
+)
+SMALL = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
+
+
+class Opened:
+    """An engine for the length of a block."""
+
+    def __init__(self, engine: Path, **arguments: Any) -> None:
+        self._runner = TensorRTRunner(engine, **arguments)
+
+    def __enter__(self) -> TensorRTRunner:
+        return self._runner
+
+    def __exit__(self, *error: object) -> None:
+        self._runner.close()
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file as a whole: a reader, or a crash, never sees half of it."""
+    temporary = path.with_name(path.name + ".part")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str, Any]:
+    """Everything at one capacity, as JSON data, written to `output` as it comes."""
+    repeats = 5 if small else 30
+    result: dict[str, Any] = {"decode": [], "prefill": [], "batches": []}
+
+    def keep(kind: str, row: dict[str, Any]) -> None:
+        result[kind].append({"capacity": capacity} | row)
+        write_json(output, result)
+
+    config = dataclasses.replace(SMALL if small else LARGE, capacity=capacity)
+    # All but the embedding, of which a step reads one row per sequence.
+    read = sum(2 * prod(shape) for name, shape, *_ in weights(config) if name != "embed.weight")
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_decoder(Path(folder) / "model.onnx", config, external_threshold=None if small else 1 << 16)
+        engine = Path(folder) / "model.engine"
+        chunk = min(512, capacity // 2)
+        build.build_engine(model, engine, build=BuildOptions(backend=name, max_batch=8, max_chunk=chunk))
+        start = time.perf_counter()
+        with Opened(engine) as runner:
+            opened = time.perf_counter() - start
+            result["copy_gb_per_s"] = _copy_speed(runner, 1 << 24 if small else 1 << 30)
+            for position in sorted({16, capacity // 4, capacity // 2, capacity - repeats - 16}):
+                keep("decode", {"position": position, "open_s": opened} | decode(runner, 1, position, repeats, read))
+            for length in sorted({1, chunk // 8, chunk // 2, chunk}):
+                keep("prefill", {"length": length} | _prefill(runner, length, repeats))
+            for rows in (1, 2, 4, 8):
+                keep("batches", {"batch": rows} | decode(runner, rows, capacity // 4, repeats, read))
+        with Opened(engine, cuda_graphs=False) as runner:
+            plain = decode(runner, 1, capacity // 2, repeats, read)
+            keep("decode", {"position": capacity // 2, "cuda_graphs": False} | plain)
+    return result
+
+
+def decode(runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int) -> dict[str, Any]:
+    """Decode steps from `position` on; the caches' content does not matter for the time.
+
+    `read` is what a step reads besides the caches, in bytes.
+    """
+    ids = np.ones((rows, 1), np.int64)
+    steps = iter(range(position, position + repeats + 8))
+
+    def step() -> None:
+        runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64)))
+
+    seconds, spread = _median(step, repeats, warm_up=6)
+    batch = StepBatch(0, ids, np.full(rows, position, np.int64))
+    spans = max(runner.inputs.span_sizes(batch).values(), default=0)
+    for cache in runner.plan.caches:
+        read += rows * cache_bytes(cache, 1) * min(spans or cache.capacity, cache.capacity) // cache.capacity
+    graphs = runner.graphs.failure or "on" if runner.graphs else "off"
+    return {
+        "ms": seconds * 1e3,
+        "spread_ms": spread * 1e3,
+        "tokens_per_s": rows / seconds,
+        "span": spans,
+        "gb_per_s": read / seconds / 1e9,
+        "graphs": graphs,
+    }
+
+
+def _prefill(runner: TensorRTRunner, length: int, repeats: int) -> dict[str, Any]:
+    batch = StepBatch(0, np.ones((1, length), np.int64), np.zeros(1, np.int64))
+    seconds, spread = _median(lambda: runner.step(batch), repeats, warm_up=3)
+    return {"ms": seconds * 1e3, "spread_ms": spread * 1e3, "tokens_per_s": length / seconds}
+
+
+def _copy_speed(runner: TensorRTRunner, most: int) -> float:
+    """GB/s of a copy within the GPU, reads and writes counted."""
+    cuda = runner._cuda  # the runner's own stream and allocations
+    free, _ = cuda.free_memory()
+    size = min(most, free // 4)
+    source, target = cuda.allocate(size), cuda.allocate(size)
+
+    def copy() -> None:
+        cuda.copy_rows(target, source, size, size, 1)
+        cuda.sync()
+
+    seconds, _ = _median(copy, 10, warm_up=3)
+    return 2 * size / seconds / 1e9
+
+
+def _median(work: Callable[[], object], repeats: int, warm_up: int) -> tuple[float, float]:
+    """Median and spread (90th less 10th percentile) of the seconds that `work` takes."""
+    for _ in range(warm_up):
+        work()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    low, *_, high = statistics.quantiles(times, n=10)
+    return statistics.median(times), high - low
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--capacity", type=int, required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--small", action="store_true", help="a tiny decoder; the numbers mean little")
+    options = parser.parse_args(arguments)
+    try:
+        measure(options.backend, options.capacity, small=options.small, output=options.output)
+    except TrtKvCacheError as error:
+        raise SystemExit(f"{error}") from error  # one line: the words of the backend
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""The results of `scripts/gpu_check` as Markdown, for the README."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table(part: dict[str, Any]) -> str:
+    """Everything in one file of results."""
+    gpu = part["gpu"]
+    title = f"{part['backend']} {part['version']}" if part["version"] else "cache-update kernel"
+    lines = [f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {title}", ""]
+    lines += _answers(part) + _measured(part) + _kernels(part)
+    for name in ("engine_tests", "kernel_tests", "sanitizer"):
+        if name in part:
+            counts = ", ".join(f"{part[name][k]} {k}" for k in ("passed", "failed", "skipped"))
+            lines += [f"{name.replace('_', ' ').capitalize()}: {counts}.", ""]
+    for step in part["steps"]:
+        if step["status"] != "ok":
+            last = step.get("output", "").strip().splitlines()[-1:] or [""]
+            lines += [f"Step {step['step']}: {step['status']}{': ' + last[0] if last[0] else ''}", ""]
+    return "\n".join(lines)
+
+
+def _answers(part: dict[str, Any]) -> list[str]:
+    answers = part.get("answers", {})
+    lines = []
+    runs = answers.get("runs", {})
+    if "error" in runs:
+        lines += [f"{part['backend']} does not run on this GPU. It says:", "", f"> {runs['error']}", ""]
+    if answers:
+        lines += ["| question | answer |", "| --- | --- |"]
+        lines += [f"| {name.replace('_', ' ')} | {_answer(answer)} |" for name, answer in answers.items()]
+        if part.get("asking"):
+            lines += [f"| {part['asking'].replace('_', ' ')} | the process ended here |"]
+        lines += [""]
+    for engine in part.get("engines", []):
+        said = engine.get("error") or f"opens in {engine['open_s']:.2f} s and runs"
+        lines += [f"Built elsewhere, {engine['engine']}: {said}", ""]
+    return lines
+
+
+def _answer(answer: dict[str, Any]) -> str:
+    more = {k: v for k, v in answer.items() if k not in ("yes", "error", "reported")}
+    words = answer.get("error") or ", ".join(f"{k.replace('_', ' ')} {_short(v)}" for k, v in more.items())
+    text = ("yes" if answer.get("yes") else "no") + (f": {words}" if words else "")
+    return text.replace("|", "\\|")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k} {_short(v)}" for k, v in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+def _measured(part: dict[str, Any]) -> list[str]:
+    lines = []
+    if part.get("decode"):
+        copy = part["copy_gb_per_s"]
+        lines += [f"Copy within the GPU: {copy:.0f} GB/s.", ""]
+        lines += ["| decode: capacity | position | span | CUDA graphs | ms per token | GB/s read | of a copy |"]
+        lines += ["| ---: | ---: | ---: | --- | ---: | ---: | ---: |"]
+        lines += [
+            f"| {r['capacity']} | {r['position']} | {r['span']} | {'on' if r['graphs'] == 'on' else 'off'} | "
+            f"{r['ms']:.3f} | {r['gb_per_s']:.0f} | {100 * r['gb_per_s'] / copy:.0f} % |"
+            for r in part["decode"]
+        ]
+        lines += [""]
+    if part.get("prefill"):
+        lines += ["| prefill: capacity | tokens | ms | tokens/s |", "| ---: | ---: | ---: | ---: |"]
+        lines += [
+            f"| {r['capacity']} | {r['length']} | {r['ms']:.3f} | {r['tokens_per_s']:.0f} |" for r in part["prefill"]
+        ]
+        lines += [""]
+    if part.get("batches"):
+        lines += ["| batch: capacity | sequences | ms per step | tokens/s |", "| ---: | ---: | ---: | ---: |"]
+        lines += [
+            f"| {r['capacity']} | {r['batch']} | {r['ms']:.3f} | {r['tokens_per_s']:.0f} |" for r in part["batches"]
+        ]
+        lines += [""]
+    return lines
+
+
+def _kernels(part: dict[str, Any]) -> list[str]:
+    bench = part.get("bench")
+    if bench is None:
+        return []
+    lines = [f"Copy within the GPU: {bench['copy_bytes_per_second'] / 1e9:.0f} GB/s; an empty kernel: "
+             f"{bench['empty_kernel_us']:.2f} us.", ""]  # fmt: skip
+    lines += ["| update of K and V | 4,096 tokens | of a copy | 1 token | over an empty kernel |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for k in (*bench["kernels"], *bench["peers"]):
+        cells = (k["error"], "", "", "") if "error" in k else (
+            f"{k['large_us']:.1f} us", f"{k['copy_ratio']:.0%}", f"{k['one_token_us']:.2f} us",
+            f"{k['over_empty_us']:.2f} us",
+        )  # fmt: skip
+        lines += [f"| {k['name']} | {' | '.join(cells)} |"]
+    return [*lines, "", f"Targets: {', '.join(f'{k} {v}' for k, v in bench['targets'].items())}.", ""]
