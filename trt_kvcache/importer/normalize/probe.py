@@ -33,7 +33,8 @@ _SHAPED_BY: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 _LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
 _READABLE = {  # masks kept as buffers, and rows counted over a capacity
-    onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32, onnx.TensorProto.INT64,
+    onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32,
+    onnx.TensorProto.INT64,
 }  # fmt: skip
 
 

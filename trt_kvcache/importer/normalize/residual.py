@@ -111,6 +111,7 @@ def _follow(
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_is_positions(t, samples) for t in after_all):
             return True
+        _check_rows(graph, output, samples)
         replace_uses(output, _positions(graph, output, canonical, pair[0]))
         return False
     if gather_rows(graph, node, canonical, samples.plain):
@@ -121,6 +122,29 @@ def _follow(
             "it out"
         )
     return True
+
+
+def _check_rows(graph: gs.Graph, output: gs.Tensor, samples: Samples) -> None:
+    """Refuse positions per row where they come out as another shape: their first axis is not that of the batch.
+
+    Raises:
+        UnsupportedModelError: naming the tensor.
+    """
+    for sample in (s for s in (*samples.plain, *samples.twins) if s.batch > 1):
+        value, layout = sample.probe.value(output.name), _layout(output, sample)
+        if value is None or layout is None:
+            continue
+        shape = [1] * value.ndim
+        shape[0], shape[layout[1]] = sample.batch, sample.length
+        rows = sample.probe.given({output.name: np.broadcast_to(value.max(axis=0, keepdims=True), shape)})
+        for tensor in graph.outputs:
+            before, after = sample.probe.shape(tensor.name), rows.shape(tensor.name)
+            if before is not None and before != after:
+                raise UnsupportedModelError(
+                    f"'{output.name}' holds the positions of the new tokens; with positions of its own for each row of "
+                    f"the batch, '{tensor.name}' becomes {list(after or ())} instead of {list(before)}; supported are "
+                    "positions [1, S] and [B, S]"
+                )
 
 
 def _constant(output: gs.Tensor, samples: Samples) -> bool:
