@@ -1,0 +1,37 @@
+"""Stdout that takes nothing more: one line on stderr, exit code 1."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+
+FULL = Path("/dev/full")
+
+
+@pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+@pytest.mark.parametrize(
+    "arguments", [["plan", "MODEL"], ["plan", "MODEL", "--json"], ["--version"], ["--help"]], ids=" ".join
+)
+def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    command = [sys.executable, "-m", "trt_kvcache", *[str(model) if a == "MODEL" else a for a in arguments]]
+    with FULL.open("wb") as out:
+        done = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, text=True)
+    assert done.stderr == "error: the output cannot be written: No space left on device\n"
+    assert done.returncode == 1
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    command = [sys.executable, "-m", "trt_kvcache", "plan", str(model), "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait() == 1
