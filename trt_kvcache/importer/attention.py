@@ -39,6 +39,8 @@ from trt_kvcache.importer.plan import (
 )
 from trt_kvcache.importer.queries import MOST_READERS, sequence_axis, whole_query
 
+_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
+
 
 @dataclass(frozen=True)
 class AttentionFacts:
@@ -123,6 +125,10 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
     if head_size is None or value_head_size is None or elem_type(q) in (None, 0):
         raise UnsupportedModelError(
             f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
+        )
+    if elem_type(q) not in _TYPES:
+        raise InvalidModelError(
+            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
         )
     if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
         raise InvalidModelError(

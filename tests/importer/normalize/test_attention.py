@@ -124,6 +124,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "values grow with the text": ({"values": _log_of_length}, "do not go to one MatMul with a cache of values"),
     "values scaled": ({"values": _times(2)}, r"the values of .* are scaled by 2\.0"),
     "scores negated": ({"scores": _times(-1)}, "scales scores by -1"),
+    "keys negated": ({"keys": _times(-1)}, "the scores of .* are scaled by -0.5"),
+    "keys times 0": ({"keys": _times(0)}, "the scores of .* are scaled by 0; supported are factors above 0"),
     "temperature behind the mask": ({"masked": _times(0.5)}, "scales scores that are masked already"),
     "temperature that lifts the mask": (
         {"masked": _times(3e-4), "lowest": -1e4},

@@ -122,7 +122,7 @@ class _Finder:
             raise UnsupportedModelError(
                 f"Attention '{node.name}' has a window and no past: export the mask as an input"
             )
-        size = (self._small.probe.shape(node.inputs[0].name) or (0,))[-1]
+        size = (self._small.probe.shape(node.inputs[0].name) or (1,))[-1]  # `_core` refuses queries without a shape
         scale = float(node.attrs.get("scale") or size**-0.5)
         mask = input_or_none(node, 3)
         scores = _Scores(node, scale, float(node.attrs.get("softcap", 0.0)), [])
@@ -160,6 +160,11 @@ class _Finder:
             raise UnsupportedModelError(
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
+        scale = scores.scale * key_scale
+        if not 0 < scale < float("inf"):
+            raise UnsupportedModelError(
+                f"the scores of '{name}' are scaled by {scale:g}; supported are factors above 0"
+            )
         visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples, key)
         check_bias(name, visibility)
         output = unguarded(output, visibility, self._samples)
@@ -167,7 +172,7 @@ class _Finder:
         if sizes is None or len(sizes) != 4:
             raise UnsupportedModelError(f"the shape of '{output.name}', the result of attention '{name}', is unknown")
         types = [self._small.probe.elem_type(t.name) or _elem_type(key.past) for t in (query, output)]
-        return Core(name, output, query, key, value, scores.scale * key_scale, scores.softcap, visibility,
+        return Core(name, output, query, key, value, scale, scores.softcap, visibility,
                     shape[1], shape[3], sizes[3], *types)  # fmt: skip
 
     def _cache_behind(self, tensor: gs.Tensor) -> Write | None:

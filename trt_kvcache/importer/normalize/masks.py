@@ -187,7 +187,14 @@ def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sampl
         total = max(total, part.shape[-1] if part.ndim else 1)
     if is_causal:
         parts.append(np.tri(sample.length, total, dtype=bool))
-    shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), *(p.shape for p in parts))
+    try:
+        shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), *(p.shape for p in parts))
+    except ValueError:
+        raise UnsupportedModelError(
+            f"the masks of '{node}' have the shapes {', '.join(str(list(p.shape)) for p in parts)} in a step of "
+            f"{sample.length} tokens behind {sample.past}; supported are masks that broadcast to [B, heads, S, P + S]: "
+            f"here [{sample.batch}, heads, {sample.length}, {total}]"
+        ) from None
     visible = np.ones(shape, bool)
     for part in parts:
         visible &= part

@@ -1,0 +1,99 @@
+"""Decoders of real exporters, changed at random: refused by name, or rewritten with the same numbers."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import mutation_trials
+import numpy as np
+import onnx
+import pytest
+from mutation_trials import VERIFY, judge, mutant
+from onnx import ModelProto, helper, numpy_helper
+
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import PlanOptions
+
+MODELS = Path(__file__).parents[2] / "models"
+SOURCES = (
+    "optimum/llama", "mobius/llama_dynamic_f32", "mobius/llama_static_f32", "ort-genai/llama_cpu_fp32",
+    "torch/llama_static_wrap_op24", "transformers/llama_static", "plain-torch/mod_index_put_dynamo_op18",
+    "plain-torch/where_dynamo_op18",
+)  # fmt: skip
+CAPACITY = {"optimum": 40, "mobius/llama_dynamic_f32": 40, "ort-genai": 40, "transformers": 40}
+QUICK = replace(VERIFY, batch=2, tokens=2)
+
+
+def options(source: str) -> PlanOptions:
+    return PlanOptions(capacity=next((c for name, c in CAPACITY.items() if source.startswith(name)), None))
+
+
+def copied(source: str, folder: Path, edit: Callable[[ModelProto], None]) -> Path:
+    for path in (MODELS / source).glob("*.data"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    model = onnx.load(MODELS / source / "model.onnx", load_external_data=False)
+    edit(model)
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_a_changed_decoder_is_refused_or_keeps_its_numbers(tmp_path: Path, source: str) -> None:
+    found: Counter[str] = Counter()
+    for seed in range(4):
+        path, done = mutant(MODELS / source / "model.onnx", tmp_path, seed)
+        word, reason = judge(path, options(source), QUICK)
+        assert word in ("refused", "equal", "ill"), f"seed {seed}: {done}: {reason}"
+        found[word] += 1
+    assert found["refused"] + found["equal"]
+
+
+def test_other_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "torch/llama_static_wrap_op24"
+    rewritten = import_model(MODELS / source / "model.onnx")
+
+    def scaled(model: ModelProto) -> None:
+        attributes = (a for n in model.graph.node if n.op_type == "Attention" for a in n.attribute)
+        next(a for a in attributes if a.name == "scale").f *= 2
+
+    path = copied(source, tmp_path, scaled)
+    assert judge(path, PlanOptions(), QUICK) == ("equal", "")
+    monkeypatch.setattr(mutation_trials, "import_model", lambda *a: replace(import_model(*a), model=rewritten.model))
+    assert judge(path, PlanOptions(), QUICK)[0] == "wrong"
+
+
+def mask_transposed(model: ModelProto) -> None:
+    where = next(n for n in model.graph.node if n.op_type == "Where")
+    model.graph.node.insert(0, helper.make_node("Transpose", ["mask"], ["turned"], perm=[0, 1, 3, 2]))
+    where.input[0] = "turned"
+
+
+def no_permutation(model: ModelProto) -> None:
+    for node in model.graph.node:
+        if node.name == "node_transpose":
+            node.attribute[0].ints[:] = [1, 2, 1, 3]
+
+
+def numbers_as_queries(model: ModelProto) -> None:
+    attention = next(n for n in model.graph.node if n.op_type == "Attention")
+    model.graph.initializer.append(numpy_helper.from_array(np.ones((1, 1, 64), np.int64), "numbers"))
+    attention.input[0] = "numbers"
+
+
+FINDINGS = {
+    "plain-torch/scatter_dynamo_op18": (mask_transposed, r"masks that broadcast to \[B, heads, S, P \+ S\]: here "),
+    "plain-torch/onehot_mul_dynamo_op24": (no_permutation, r"has the shape \[\]; supported is \[B, heads, S, head"),
+    "mobius/llama_static_f32": (numbers_as_queries, "has queries of int64; ONNX allows floating-point numbers"),
+}
+
+
+@pytest.mark.parametrize("source", FINDINGS)
+def test_what_mutations_found_is_refused(tmp_path: Path, source: str) -> None:
+    edit, message = FINDINGS[source]
+    word, reason = judge(copied(source, tmp_path, edit), options(source))
+    assert word == "refused", reason
+    assert re.search(message, reason)
