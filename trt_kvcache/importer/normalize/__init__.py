@@ -1,12 +1,14 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
-    com.microsoft operators -> standard ones            contrib
+    com.microsoft operators -> standard ones            contrib, rotary
     opset 17..23 -> 24                                  opset
     what the inputs are, samples of a step              samples, probe
-    cache updates, found and proven                     writes, concat, scatter, select
-    attention over them, found and proven               attention, masks
-    caches inside operators                             gqa, mha, in_op
-    the canonical form                                  canonical, residual
+    cache updates, found and proven                     writes (candidate, views, reach, rows), concat, scatter, select
+    attention over them, found and proven               attention, masks, bias, guards
+    caches inside operators                             operators (held), gqa, mha, in_op
+    state that is no cache                              states
+    the canonical form                                  canonical, residual (tables), trim, changes
+    windows as circular buffers                         sliding
 
 Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
 already, or that has none, goes through as it is.
@@ -14,7 +16,7 @@ already, or that has none, goes through as it is.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx
@@ -27,7 +29,8 @@ from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import lower_contrib
-from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.findings import Core, Findings, Write
+from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
@@ -77,40 +80,72 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     fold_identities(graph)
     if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
+    exported = _read(graph, weights, options)
+    return Normalized(model, None) if exported is None else _rewrite(exported, options)
+
+
+@dataclass(frozen=True, eq=False)
+class _Exported:
+    """A model as exported, with everything that is proven about it.
+
+    Attributes:
+        model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
+        held: rewrites of the operators that hold caches.
+        batch: the batch dimension of the caches.
+        capacity: tokens per sequence.
+    """
+
+    model: onnx.ModelProto
+    graph: gs.Graph
+    interface: Interface
+    samples: Samples
+    writes: tuple[Write, ...]
+    cores: tuple[Core, ...]
+    held: tuple[Rewrite, ...]
+    batch: Dim
+    capacity: int
+
+
+def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> _Exported | None:
+    """Find and prove; None where what looked like caches is state."""
     graph = gs.import_onnx(_inferred(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
     lower_mha(graph)
     lower_presents(graph)
     lower_contrib(graph)
     graph = gs.import_onnx(_inferred(gs.export_onnx(graph.cleanup().toposort())))
     find_held(graph)  # states the shapes of its caches
-    snapshot = _inferred(gs.export_onnx(graph))
-    graph = gs.import_onnx(snapshot)
-    held = find_held(graph)
-    candidates = find_candidates(graph)
+    model = _inferred(gs.export_onnx(graph))
+    graph = gs.import_onnx(model)
+
+    held, candidates = find_held(graph), find_candidates(graph)
     caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
     found = find_states(graph, caches)
     states = [s for s in found if all(s.past != c.past.name or _may_be_state(c) for c in candidates)]
     candidates = tuple(c for c in candidates if c.past.name not in {s.past for s in states})
     if not candidates and not held:
-        return Normalized(model, None)
-    interface = Interface(snapshot, [*candidates, *held], options.config, states)
+        return None
+    interface = Interface(model, [*candidates, *held], options.config, states)
     capacity = interface.capacity(options.capacity)
-    samples = Samples(Blueprint(snapshot, weights), interface, capacity)
-
-    writes = [prove(graph, candidate, samples.all) for candidate in candidates]
+    samples = Samples(Blueprint(model, weights), interface, capacity)
+    writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     cores = find_cores(graph, writes, interface, samples)
-    rewrites = prove_held(graph, interface, samples)
+    rewrites = tuple(prove_held(graph, interface, samples))
+    batch = batch_of(candidates[0].past if candidates else held[0].past)
+    return _Exported(model, graph, interface, samples, writes, cores, rewrites, batch, capacity)
 
+
+def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
+    """Edit the graph as proven, and free it from what only the caches as exported needed."""
+    graph, interface, samples = exported.graph, exported.interface, exported.samples
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
-    canonical = Canonical(graph, tokens, batch_of(candidates[0].past if candidates else held[0].past), capacity)
-    for rewrite in rewrites:
+    canonical = Canonical(graph, tokens, exported.batch, exported.capacity)
+    for rewrite in exported.held:
         rewrite(canonical)
-    for write in writes:
+    for write in exported.writes:
         canonical.write(write)
-    for core in cores:
+    for core in exported.cores:
         canonical.core(core)
-    counts = _drop_counts(graph, interface, samples)
-    copies = drop_copies(graph)
+    counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
     _check_readers(graph)
     free_shapes(graph, canonical.emit, interface)
@@ -120,23 +155,26 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     check_padding(graph, interface)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
-        rings = make_circular(graph, canonical.emit, capacity, options.window_chunk)
+        rings = make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)
     _drop_inputs(graph, interface)
-    normalized = _export(graph, snapshot, canonical.opset)
+
+    model = _export(graph, exported.model, canonical.opset)
     for name, (kind, shape) in canonical.known.items():
         named = [None if d == "?" else d for d in shape]
-        normalized.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
-    changes = find_changes(interface, normalized, counts, copies)
-    own = dict.fromkeys(core.visibility.own.name for core in cores if core.visibility.own is not None)
-    notes = [
+        model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
+    changes = find_changes(interface, model, counts, copies)
+    notes = (*_own_masks(exported.cores), *rings.notes)
+    return Normalized(model, Findings(canonical.idioms, changes, interface.tensors, notes=notes, longest=rings.longest))
+
+
+def _own_masks(cores: Sequence[Core]) -> list[str]:
+    """What to know about the masks that the caller gives."""
+    names = dict.fromkeys(core.visibility.own.name for core in cores if core.visibility.own is not None)
+    return [
         f"the mask '{name}' stays the caller's own: a session fills it causally, and a window, if the model was "
-        "trained with "
-        "one, is in this mask only"
-        for name in own
+        "trained with one, is in this mask only"
+        for name in names
     ]
-    notes += rings.notes
-    findings = Findings(canonical.idioms, changes, interface.tensors, notes=tuple(notes), longest=rings.longest)
-    return Normalized(normalized, findings)
 
 
 def _may_be_state(cache: Candidate) -> bool:
@@ -175,7 +213,7 @@ def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
     return onnx.shape_inference.infer_shapes(model, data_prop=True)
 
 
-def _drop_counts(graph: gs.Graph, interface: Interface, samples: Samples) -> set[str]:
+def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
     """Take away outputs that count the tokens in the cache: the caller knows."""
     counts = set()
     for tensor in list(graph.outputs):

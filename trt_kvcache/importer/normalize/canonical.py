@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, contains, dims, elem_type
+from trt_kvcache.importer.graph import Emitter, dims, elem_type
 from trt_kvcache.importer.normalize.bias import emit_bias
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.plan import Dim
@@ -208,12 +208,6 @@ class Canonical:
 
         made: gs.Variable = self.emit.once(("input", name), make)
         return made
-
-    @property
-    def added(self) -> list[gs.Tensor]:
-        """The graph inputs that were added so far."""
-        made = [self.emit._made.get(("input", name)) for name in ("write_indices", "nonpad_kv_seqlen")]
-        return [t for t in made if t is not None and contains(self.graph.inputs, t)]
 
 
 def batch_of(tensor: gs.Tensor) -> int | str:
