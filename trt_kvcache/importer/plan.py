@@ -9,8 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-Dim = int | str
-"""A dimension: a fixed size, or the name of a symbol (``"?"`` where the model gives neither)."""
+from trt_kvcache.importer.plan_interface import Dim as Dim
+from trt_kvcache.importer.plan_interface import InterfaceChange as InterfaceChange
+from trt_kvcache.importer.plan_interface import OriginalRole as OriginalRole
+from trt_kvcache.importer.plan_interface import OriginalTensor as OriginalTensor
+from trt_kvcache.importer.plan_interface import StateUpdate as StateUpdate
 
 
 class Target(str, Enum):
@@ -101,33 +104,6 @@ class Sliding(str, Enum):
     """All tokens up to the capacity, as the model has it."""
     CIRCULAR = "circular"
     """A circular buffer of the window and one update: memory and step time stop growing with the text."""
-
-
-class OriginalRole(str, Enum):
-    """The part that an input or output plays in a model whose interface normalization changed."""
-
-    TOKENS = "tokens"
-    """Token ids or embeddings ``[B, S, ...]``."""
-    POSITIONS = "positions"
-    """Position of every new token: ``P + arange(S)``, as ``[S]``, ``[1, S]`` or ``[B, S]``."""
-    PADDING_MASK = "padding_mask"
-    """Ones for every token of the past and of the update: integer or bool ``[B, P + S]``."""
-    PAST_LENGTH = "past_length"
-    """Tokens in the cache before the step: ``P``, a scalar or one per row."""
-    MASK = "mask"
-    """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
-    GROWING_CACHE = "growing_cache"
-    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out."""
-    FIXED_CACHE = "fixed_cache"
-    """A cache of fixed capacity, the same length in and out."""
-    CONSTANT = "constant"
-    """Given once and only read, such as the output of an encoder or its keys and values."""
-    STATE = "state"
-    """State of fixed shape that every step replaces."""
-    SWITCH = "switch"
-    """Chooses between the branches of a merged export, or only the one without a past reads it: all ones."""
-    LOGITS = "logits"
-    OTHER = "other"
 
 
 class Role(str, Enum):
@@ -304,58 +280,6 @@ class TensorRole:
 
 
 @dataclass(frozen=True)
-class InterfaceChange:
-    """An input or output of the model as exported that changes or disappears.
-
-    Attributes:
-        io: ``"input"`` or ``"output"``.
-        old: name and shape in the model as exported, such as ``"attention_mask [batch, P + S]"``; empty: it is new.
-        new: name and shape in the rewritten model; empty: it is gone.
-        why: what it becomes, or what the caller gives instead.
-    """
-
-    io: str
-    old: str
-    new: str
-    why: str
-
-
-@dataclass(frozen=True)
-class OriginalTensor:
-    """One input or output of the model as exported, where normalization changed the interface.
-
-    Attributes:
-        io: ``"input"`` or ``"output"``.
-        shape: as exported; fixed sizes and symbols.
-        axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S), ``"capacity"``, or
-            ``""``.
-    """
-
-    name: str
-    io: str
-    role: OriginalRole
-    dtype: str
-    shape: tuple[Dim, ...]
-    axes: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class StateUpdate:
-    """State that is no attention cache, replaced as a whole by every step: convolution and linear-attention state.
-
-    Attributes:
-        past, present: names of the graph's input and output, of one dtype and shape.
-        reason: why past and present need two buffers.
-    """
-
-    past: str
-    present: str
-    dtype: str
-    shape: tuple[Dim, ...]
-    reason: str
-
-
-@dataclass(frozen=True)
 class PlanOptions:
     """What a caller may decide about a plan.
 
@@ -368,8 +292,8 @@ class PlanOptions:
         packed_native: the target knows packed updates natively (TensorRT from 11.0 on, TensorRT for RTX).
         config: a YAML file with name patterns for roles, used before the shipped ones.
         sliding: how to hold caches of which attention only sees a window.
-        window_chunk: the most tokens of one update, where `sliding` makes circular caches: they hold that many rows beside
-            the window.
+        window_chunk: the most tokens of one update, where `sliding` makes circular caches: they hold that many rows
+            beside the window.
     """
 
     target: Target = Target.TENSORRT_RTX
@@ -413,7 +337,7 @@ class CachePlan:
     schema_version: int = field(default=1)
 
     def cache_bytes(self, batch: int = 1) -> int:
-        """Bytes of all carried caches and states for `batch` sequences; those not in place count twice (past, present)."""
+        """Bytes of all carried caches and states for `batch` sequences; what is not in place counts twice."""
         caches = sum(cache_bytes(c, batch) * (1 if c.in_place else 2) for c in self.caches if c.carried)
         return caches + sum(2 * _bytes(s.dtype, s.shape, batch) for s in self.states)
 
