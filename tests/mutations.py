@@ -25,6 +25,20 @@ _RELATIVES = (
 )  # fmt: skip
 
 
+_DEFAULTS: dict[str, list[tuple[str, int | float | str]]] = {
+    "ai.onnx": [("is_causal", 1), ("scale", 0.3), ("softcap", 2.0)],
+    "com.microsoft": [
+        ("local_window_size", 3), ("mask_filter_value", -2.0), ("scale", 0.3), ("softcap", 2.0), ("do_rotary", 1),
+        ("rotary_interleaved", 1), ("unidirectional", 1), ("smooth_softmax", 1), ("no_norm", 1),
+    ],
+    "ScatterND": [("reduction", r) for r in ("add", "mul", "max", "none")],
+    "ScatterElements": [("reduction", r) for r in ("add", "mul", "max", "none")] + [("axis", 1)],
+    "TensorScatter": [("mode", "circular"), ("mode", "linear"), ("axis", 1)],
+    "CumSum": [("exclusive", 1), ("reverse", 1)], "Trilu": [("upper", 0)], "Softmax": [("axis", 2)],
+    "Gather": [("axis", 1)], "Shape": [("start", 1), ("end", 2)], "Reshape": [("allowzero", 1)],
+}  # fmt: skip
+
+
 class UnsuitableError(Exception):
     """The model has nothing that this mutation could change."""
 
@@ -177,16 +191,15 @@ def attribute(m: Mutator) -> str:
 
 
 def new_attribute(m: Mutator) -> str:
-    """An attribute that an attention operator has a default for."""
-    node = m.node(lambda n: "Attention" in n.op_type)
-    choices = [("is_causal", 1), ("scale", 0.3), ("softcap", 2.0)]
-    if node.domain == "com.microsoft":
-        flags = ("do_rotary", "rotary_interleaved", "unidirectional", "smooth_softmax", "no_norm")
-        choices += [("local_window_size", 3), ("mask_filter_value", -2.0), *((name, 1) for name in flags)]
+    """An attribute in place of its default."""
+    node = m.node(lambda n: "Attention" in n.op_type or n.op_type in _DEFAULTS)
+    choices = _DEFAULTS.get(node.op_type, _DEFAULTS[node.domain or "ai.onnx"])
     name, value = m.random.choice(choices)
-    if any(a.name == name for a in node.attribute):
+    if any(a.name == name and (a.type != 3 or a.s.decode() == value) for a in node.attribute):
         raise UnsuitableError
-    node.attribute.append(helper.make_attribute(name, value))
+    others = [a for a in node.attribute if a.name != name]
+    del node.attribute[:]
+    node.attribute.extend([*others, helper.make_attribute(name, value)])
     return f"{name}={value} of {label(node)}"
 
 
@@ -247,7 +260,8 @@ def inserted(m: Mutator) -> str:
     choices: list[tuple[str, list[float], dict[str, object]]] = [("Identity", [], {})]
     if kind in _FLOATS:
         choices += [("Mul", [v], {}) for v in (1, 1.05, -1, 2)] + [("Add", [v], {}) for v in (0, 0.1)]
-        choices += [("Neg", [], {}), ("Cast", [], {"to": kind}), ("Cast", [], {"to": TensorProto.DOUBLE})]
+        choices += [("Neg", [], {}), ("Cast", [], {"to": kind}), ("Round", [], {}), ("Abs", [], {})]
+        choices += [("Cast", [], {"to": to}) for to in (TensorProto.DOUBLE, TensorProto.INT64, TensorProto.INT32)]
         choices += [("Clip", [-0.5, 0.5], {}), ("Tanh", [], {}), ("Max", [0], {}), ("Min", [0], {})]
     if kind in _INTEGERS:
         choices += [(op, [v], {}) for op in ("Add", "Sub", "Mul", "Min", "Max", "Mod", "Div") for v in (0, 1, 2, 7)]

@@ -11,6 +11,7 @@ from concat_decode import Decode, compare, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
 
@@ -117,6 +118,10 @@ def _twice(g: Build, tensor: str) -> str:
     return g.node("Tile", [tensor, g.constant([1, 2, 1, 1])])
 
 
+def _integers(g: Build, tensor: str) -> str:
+    return g.node("Cast", [g.node("Cast", [tensor], to=TensorProto.INT32)], to=TensorProto.FLOAT)
+
+
 NO_ATTENTION = "reads the cache 'past_key_values.0.key' and is no attention"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys grow with the text": ({"keys": _log_of_length}, NO_ATTENTION),
@@ -124,6 +129,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "values grow with the text": ({"values": _log_of_length}, "do not go to one MatMul with a cache of values"),
     "values scaled": ({"values": _times(2)}, r"the values of .* are scaled by 2\.0"),
     "scores negated": ({"scores": _times(-1)}, "scales scores by -1"),
+    "keys cut to integers": ({"keys": _integers}, NO_ATTENTION),
+    "values cut to integers": ({"values": _integers}, "do not go to one MatMul with a cache of values"),
+    "scores cut to integers": ({"scores": _integers}, NO_ATTENTION),
     "keys negated": ({"keys": _times(-1)}, "the scores of .* are scaled by -0.5"),
     "keys times 0": ({"keys": _times(0)}, "the scores of .* are scaled by 0; supported are factors above 0"),
     "temperature behind the mask": ({"masked": _times(0.5)}, "scales scores that are masked already"),

@@ -30,8 +30,9 @@ from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 Array = npt.NDArray[Any]
 
 _MOVES = (
-    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather", "Cast",
+    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
 )  # fmt: skip
+_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 _HIDDEN = -1e3
 _ELEMENTS = 1 << 26  # of one cache filled with numbers
 
@@ -186,7 +187,7 @@ class _Finder:
             node = producer(tensor)
             if node is None:
                 return None
-            if is_op(node, *_MOVES):
+            if is_op(node, *_MOVES) or _is_float_cast(node):
                 tensor = node.inputs[0]
             elif is_op(node, "Mul", "Div") and (pair := self._split(node)) is not None:
                 tensor = pair[0]
@@ -220,7 +221,7 @@ class _Finder:
             return None
         if is_op(node, "MatMul"):
             return _Scores(node, 1.0, 0.0, []) if self._cache_behind(node.inputs[1]) is not None else None
-        if is_op(node, "Cast", "Identity"):
+        if is_op(node, "Identity") or _is_float_cast(node):
             return self._scores(node.inputs[0])
         if is_op(node, "Mul", "Div"):
             return self._scaled(node)
@@ -281,7 +282,7 @@ class _Finder:
             if is_op(node, "MatMul") and node.inputs[0] is tensor:
                 return node
             guarded = is_op(node, "Where") and node.inputs[2] is tensor and _is_nan_of(node.inputs[0], tensor)
-            if not guarded and not is_op(node, "Cast", "Identity", "Dropout"):
+            if not guarded and not is_op(node, "Identity", "Dropout") and not _is_float_cast(node):
                 return None
             tensor = node.outputs[0]
         return None
@@ -356,6 +357,11 @@ def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
 def _elem_type(tensor: gs.Tensor) -> int:
     dtype = tensor.dtype
     return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
+
+
+def _is_float_cast(node: gs.Node) -> bool:
+    """Whether a node changes nothing but how exact numbers are: casts to integers cut them."""
+    return is_op(node, "Cast") and node.attrs.get("to") in _FLOATS
 
 
 def _is_nan_of(condition: gs.Tensor, tensor: gs.Tensor) -> bool:
