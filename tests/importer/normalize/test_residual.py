@@ -147,3 +147,29 @@ def test_positions_that_are_given_may_decide_anything(tmp_path: Path) -> None:
     result = rewritten(model, tmp_path)
     assert "position_ids" in {value.name for value in result.model.graph.input}
     Decode(model, result.model).run(prompts=(0, 0, 0))
+
+
+def rows_added(g: Build) -> str:
+    return g.node("Sub", [g.size_of(g.presents[0], 2), g.size_of(g.pasts[0], 2)])
+
+
+def in_both(g: Build) -> str:
+    """0 in the model as exported, wherever the text ends."""
+    return g.node("Sub", [g.size_of(g.presents[0], 2), g.node("Add", [g.size_of(g.pasts[0], 2), g.length])])
+
+
+@pytest.mark.parametrize("count", [rows_added, in_both])
+def test_a_count_in_which_the_past_cancels_out_is_refused(tmp_path: Path, count: Callable[[Build], str]) -> None:
+    def after(g: Build, x: str) -> str:
+        return g.node("Add", [x, g.node("Cast", [count(g)], to=TensorProto.FLOAT)])
+
+    with pytest.raises(UnsupportedModelError, match="such as the number of new tokens as the rows of the present"):
+        rewritten(make_decoder(Decoder(after=after)), tmp_path)
+
+
+def test_a_count_that_is_the_same_at_any_capacity_stays(tmp_path: Path) -> None:
+    def after(g: Build, x: str) -> str:
+        some = g.node("Min", [g.size_of(g.presents[0], 2), g.constant(1)])
+        return g.node("Mul", [x, g.node("Cast", [some], to=TensorProto.FLOAT)])
+
+    compare(make_decoder(Decoder(after=after)), tmp_path)

@@ -151,7 +151,6 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup().toposort()
     free_positions(graph, canonical, interface, samples)
-    graph.cleanup().toposort()
     check_padding(graph, interface)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:

@@ -19,6 +19,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, replace_uses
+from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 from trt_kvcache.importer.normalize.tables import gather_rows
@@ -46,6 +47,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     presents = [n.outputs[0] for n in graph.nodes if is_op(n, "TensorScatter")]
     queue += presents
     seen: set[str] = set()
+    cancelled: list[str] = []
     while queue:
         tensor = queue.pop(0)
         for node in consumers(tensor):
@@ -57,8 +59,12 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 if output.name in seen or output.is_empty():
                     continue
                 seen.add(output.name)
-                if _follow(graph, node, output, canonical, pair, samples):
+                if _is_cancelled(output, pair, samples):
+                    cancelled.append(output.name)
+                elif _follow(graph, node, output, canonical, pair, samples):
                     queue.append(output)
+    graph.cleanup().toposort()
+    check_cancelled(graph, canonical, interface, cancelled, pair)
 
 
 def check_padding(graph: gs.Graph, interface: Interface) -> None:
@@ -104,8 +110,6 @@ def _follow(
             "or tokens; "
             "supported are caches that only attention reads, and positions counted from their length"
         )
-    if before.shape == after.shape and np.array_equal(before, after) and _constant(output, samples):
-        return False
     if _is_positions(output, samples):
         # As late as possible: what follows may still spread [1, S] over the batch, which positions per row are already.
         after_all = [t for n in consumers(output) for t in n.outputs]
@@ -145,6 +149,14 @@ def _check_rows(graph: gs.Graph, output: gs.Tensor, samples: Samples) -> None:
                     f"the batch, '{tensor.name}' becomes {list(after or ())} instead of {list(before)}; supported are "
                     "positions [1, S] and [B, S]"
                 )
+
+
+def _is_cancelled(output: gs.Tensor, pair: tuple[Sample, Sample], samples: Samples) -> bool:
+    """Whether a tensor has the same value whatever the past."""
+    before, after = (s.probe.value(output.name) for s in pair)
+    if before is None or after is None or not np.array_equal(before, after):
+        return False
+    return _constant(output, samples)
 
 
 def _constant(output: gs.Tensor, samples: Samples) -> bool:

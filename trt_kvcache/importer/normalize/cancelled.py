@@ -1,0 +1,76 @@
+"""Counts in which the length of the past cancels out: S as the rows of the present minus those of the past.
+
+Caches of a fixed capacity have as many rows before a step as after it, so such a count is another one in the canonical
+graph. It is evaluated there, in a step of the same sizes, and must have kept its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import dims
+from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
+from trt_kvcache.importer.normalize.samples import Interface, Sample
+from trt_kvcache.importer.plan import OriginalRole
+
+_OTHER_ROWS = 3  # of a padding mask beyond the capacity: nothing says how long it is from now on
+
+
+def check_cancelled(
+    graph: gs.Graph, canonical: Canonical, interface: Interface, names: Sequence[str], samples: Sequence[Sample]
+) -> None:
+    """Refuse a count that did not depend on the length of the past and is another one now.
+
+    Args:
+        graph: canonical.
+        canonical: of the graph.
+        interface: of the model as exported.
+        names: of the counts.
+        samples: of the model as exported.
+
+    Raises:
+        UnsupportedModelError: naming the count.
+    """
+    if not names:
+        return
+    model = gs.export_onnx(graph)
+    made = {name for node in model.graph.node for name in node.output}
+    blueprint = Blueprint(model, {})
+    for sample in samples:
+        probe = _step(graph, canonical, interface, blueprint, sample)
+        for name in (n for n in names if n in made):
+            before, after = sample.probe.value(name), probe.value(name)
+            if before is None or after is None or not np.array_equal(before, after):
+                raise UnsupportedModelError(
+                    f"'{name}' is computed from the length of the cache and of something else, such as the number of "
+                    "new tokens as the rows of the present minus those of the past; supported are caches that only "
+                    "attention reads, and positions counted from their length: take this number from the tokens"
+                )
+
+
+def _step(graph: gs.Graph, canonical: Canonical, interface: Interface, blueprint: Blueprint, sample: Sample) -> Probe:
+    """The canonical graph in a step of a sample."""
+    shapes: dict[str, Shape] = {}
+    values: dict[str, Array] = {}
+    starts = canonical.write_indices
+    for tensor in graph.inputs:
+        role = interface.inputs[tensor.name].role if tensor.name in interface.inputs else None
+        shape, value = sample.probe.shape(tensor.name), sample.probe.value(tensor.name)
+        if role is None:
+            count = sample.past if tensor is starts else sample.total
+            shape, value = (sample.batch,), np.full(sample.batch, count, np.int64)
+        elif role is OriginalRole.GROWING_CACHE:
+            shape = tuple(d if isinstance(d, int) else sample.batch for d in dims(tensor) or ())
+        elif role is OriginalRole.PADDING_MASK and shape is not None:
+            shape = (*shape[:-1], sample.capacity + _OTHER_ROWS)
+            value = np.ones(shape, np.int64 if value is None else value.dtype)
+        if shape is not None:
+            shapes[tensor.name] = shape
+        if value is not None:
+            values[tensor.name] = value
+    return Probe(blueprint, shapes, values)
