@@ -11,8 +11,9 @@ from numpy.testing import assert_array_equal
 
 from trt_kvcache.engine.manifest import FileIdentity
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateContract, UpdateMode
-from trt_kvcache.runtime.inputs import StepInputs, StepLogits, array_dtype, linear_capacity, model_identity
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateContract, UpdateForm, UpdateMode
+from trt_kvcache.runtime.inputs import StepInputs, array_dtype, linear_capacity, model_identity
+from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import StepBatch
 
 STEP = StepBatch(0, np.array([[5, 6], [7, 8]]), np.array([3, 9]))
@@ -160,8 +161,12 @@ def test_logits_of_all_positions_of_the_last_and_packed() -> None:
     assert last.last(values[:8].reshape(2, 4), STEP).shape == (2, 1, 4)
     with pytest.raises(SessionError, match="logits of the last position only"):
         last.last(values[:8].reshape(2, 4), step)
-    with pytest.raises(UnsupportedModelError, match="the size of the vocabulary is not fixed"):
-        logits(("batch", "seq", "v"), ("batch", "sequence", "?"))
+    unsettled = logits(("batch", "seq", "v"), ("batch", "sequence", "?"))
+    assert not unsettled.known
+    with pytest.raises(UnsupportedModelError, match="nothing says how large the vocabulary is"):
+        unsettled.shape(step)
+    unsettled.settle(4)
+    assert unsettled.shape(step) == (2, 2, 4)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +198,8 @@ def test_refused_caches() -> None:
 
     for changed, words in (
         (with_cache(write_indices=None), "no write indices"),
-        (with_cache(physical_shape=(4, 4, 16, 64)), "batch is fixed at 4"),
-        (with_cache(update_length=2), "number of tokens per step is fixed at 2"),
+        (with_cache(update_length=2, mode=UpdateMode.CIRCULAR), "number of tokens per step is fixed at 2"),
+        (with_cache(update_length=2, form=UpdateForm.PACKED_NHD), "fixed at 2, .* of packed updates"),
         (with_cache(carried=False), "keeps no KV cache from step to step"),
         (replace(good, tensors=tuple(t for t in good.tensors if t.role is not Role.TOKENS)), "has the role 'tokens'"),
     ):

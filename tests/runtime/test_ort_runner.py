@@ -209,8 +209,8 @@ def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
     ("config", "options", "error", "words"),
     [
         (replace(BASE, dtype="bfloat16"), {}, UnsupportedModelError, "cannot run it on the CPU.*build an engine"),
-        (replace(BASE, batch=4), {}, UnsupportedModelError, "batch is fixed at 4"),
-        (replace(BASE, sequence=3), {}, UnsupportedModelError, "number of tokens per step is fixed at 3"),
+        (replace(BASE, batch=4), {"max_batch": 2}, OptionError, "max_batch is 2, and this model computes 4 sequences"),
+        (replace(BASE, sequence=3), {"max_chunk": 4}, OptionError, "this model takes at most 3 tokens per update"),
         (BASE, {"max_batch": 0}, OptionError, "max_batch is 0; it must be at least 1"),
         (BASE, {"max_chunk": 33}, OptionError, "max_chunk is 33, and this model takes at most 32 tokens per update"),
         (BASE, {"threads": -1}, OptionError, "threads is -1"),

@@ -10,16 +10,17 @@ import numpy as np
 from blake3 import blake3
 
 from trt_kvcache.engine.files import FileIdentity
-from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Dim, Role, TensorRole, UpdateMode
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
+from trt_kvcache.runtime.axes import fixed_length, fixed_rows, named_axes
 from trt_kvcache.runtime.constants import ConstantInputs
 from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 __all__ = [
     "SPAN_BUCKET",
     "StepInputs",
-    "StepLogits",
     "array_dtype",
     "carried_caches",
     "linear_capacity",
@@ -39,8 +40,17 @@ def carried_caches(plan: CachePlan) -> tuple[CacheUpdate, ...]:
 
 
 def linear_capacity(plan: CachePlan) -> int | None:
-    """Most tokens of a sequence in the linear caches; None where all caches are circular, which never fill up."""
-    return min((c.capacity for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR), default=None)
+    """Most tokens of a sequence in the linear caches; None where all caches are circular, which never fill up.
+
+    Where every step writes a fixed number of tokens, the last step must fit, too, whatever it is asked for.
+    """
+    linear = [c for c in carried_caches(plan) if c.mode is UpdateMode.LINEAR]
+    return min((c.capacity - filled_up(c) for c in linear), default=None)
+
+
+def filled_up(cache: CacheUpdate) -> int:
+    """Tokens that a step writes beyond the one that it is asked for at least."""
+    return cache.update_length - 1 if isinstance(cache.update_length, int) else 0
 
 
 def model_identity(files: Iterable[FileIdentity]) -> str:
@@ -58,6 +68,7 @@ class StepInputs:
     Attributes:
         uniform: an input has no batch axis where rows differ, so that all rows of a step must start at one position.
         max_rows: most rows in a step; None where the model leaves its batch open.
+        fixed_rows: the only number of rows that the model computes, where it is more than one; else None.
         constants: what the model is given once per sequence.
         fixed_length: the only number of tokens per row and step that the model takes, or None.
 
@@ -74,23 +85,39 @@ class StepInputs:
         self._caches = carried_caches(plan)
         self._plan = plan
         self._spans = {s.name: s for s in plan.spans}
-        self._inputs = tuple(t for t in plan.tensors if t.io == "input" and t.role not in _GIVEN)
+        filled = [t for t in plan.tensors if t.io == "input" and t.role not in _GIVEN]
+        self._inputs = tuple(named_axes(t, plan) for t in filled)
         self._check()
         self._reach = {t.name: self._capacity_under(t) for t in self._inputs}
         self._largest = max(c.capacity for c in self._caches)
         self._dtypes = {t.name: array_dtype(t.dtype) for t in self._inputs}
         self.uniform = any(_has_no_rows(t) for t in self._inputs)
         self.constants = ConstantInputs(plan)
-        carried = [*(c.physical_shape for c in self._caches), *(s.shape for s in plan.states)]
-        batches = {shape[0] for shape in (*carried, *(t.shape for t in self.constants.tensors))}
-        self.max_rows = 1 if 1 in batches else None
-        lengths = {c.update_length for c in self._caches if isinstance(c.update_length, int)}
-        self.fixed_length = min(lengths, default=None)
+        self.max_rows = fixed_rows(plan)
+        self.fixed_rows = self.max_rows if self.max_rows != 1 else None
+        self.fixed_length = fixed_length(plan)
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the inputs that `arrays` fills."""
         return tuple(t.name for t in self._inputs)
+
+    def batch(self, asked: int | None) -> int | None:
+        """The number of rows of every cache buffer, as far as the caller or the model says.
+
+        Raises:
+            OptionError: more or fewer than the model is fixed at.
+        """
+        if self.fixed_rows is not None and asked not in (None, self.fixed_rows):
+            raise OptionError(
+                f"max_batch is {asked}, and this model computes {self.fixed_rows} sequences in every step: leave it "
+                "out, or export the model with a dynamic batch"
+            )
+        return asked if self.fixed_rows is None else self.fixed_rows
+
+    def positions(self, rows: int | None) -> int | None:
+        """How long a sequence may become in a position table of so many rows: every step must lie within."""
+        return None if rows is None else rows - max(map(filled_up, self._caches))
 
     def chunk(self, asked: int | None, default: int) -> int:
         """The most tokens per row in a step that the model, its contracts and its smallest cache allow.
@@ -122,7 +149,7 @@ class StepInputs:
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Values of all inputs but caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""
-        sizes = _sizes(batch)
+        sizes = batch.sizes
         made = {t.name: np.empty(self._shape(t, sizes, batch), self._dtypes[t.name]) for t in self._inputs}
         self.fill(batch, made)
         return made
@@ -135,7 +162,7 @@ class StepInputs:
 
     def shapes(self, batch: StepBatch) -> dict[str, tuple[int, ...]]:
         """Shapes of what `arrays` and `span_sizes` give, and of the constants, without computing the values."""
-        sizes = _sizes(batch)
+        sizes = batch.sizes
         filled = {t.name: self._shape(t, sizes, batch) for t in self._inputs}
         given = self.constants.shapes(batch.rows, batch.constants[0]) if batch.constants else {}
         return filled | given | {name: (size,) for name, size in self.span_sizes(batch).items()}
@@ -234,8 +261,6 @@ class StepInputs:
             self._check_input(tensor)
         for cache in self._caches:
             self._check_cache(cache)
-        for state in self._plan.states:
-            _check_size(state.shape[0], "batch")
 
     def _check_input(self, tensor: TensorRole) -> None:
         what = f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)})"
@@ -260,81 +285,26 @@ class StepInputs:
                 f"cache '{cache.past}' is always written from its first row on (its update has no write indices), so "
                 "it cannot grow from step to step; export the model with write indices"
             )
-        _check_size(cache.physical_shape[0], "batch")
-        _check_size(cache.update_length, "number of tokens per step")
-
-
-class StepLogits:
-    """How the model gives its logits.
-
-    Attributes:
-        name: of the output.
-        dtype: of the output.
-        vocab: V, the size of its last axis.
-        last_only: the model gives the last position of each row only.
-
-    Raises:
-        UnsupportedModelError: it gives none, or in a shape that is not understood.
-    """
-
-    def __init__(self, plan: CachePlan) -> None:
-        tensor = plan.tensor(Role.LOGITS, "output")
-        if tensor is None:
-            raise UnsupportedModelError("no output has the role 'logits'; name it in a config (--config)")
-        self.name, self.dtype, self._tensor = tensor.name, array_dtype(tensor.dtype), tensor
-        what = f"logits '{tensor.name}' {list(tensor.shape)}"
-        size = tensor.shape[-1] if tensor.shape else "?"
-        if not isinstance(size, int):
-            raise UnsupportedModelError(f"{what}: the size of the vocabulary is not fixed; fix it in the model")
-        for dim, axis in zip(tensor.shape, tensor.axes, strict=True):
-            if isinstance(dim, str) and axis not in ("batch", "sequence", "tokens"):
-                raise UnsupportedModelError(f"{what}: nothing says how large '{dim}' is; fix it in the model")
-        self.vocab = size
-        tokens = plan.tensor(Role.TOKENS)
-        one_at_a_time = tokens is not None and not {"sequence", "tokens"} & set(tokens.axes)
-        self.last_only = not one_at_a_time and not {"sequence", "tokens"} & set(tensor.axes)
-
-    def shape(self, batch: StepBatch) -> tuple[int, ...]:
-        """Of the output in this step."""
-        sizes, tensor = _sizes(batch), self._tensor
-        return tuple(d if isinstance(d, int) else sizes[a] for d, a in zip(tensor.shape, tensor.axes, strict=True))
-
-    def last(self, output: Array, batch: StepBatch) -> Array:
-        """The last `keep` positions of the output, ``[R, keep, V]``, in the output's dtype.
-
-        Raises:
-            SessionError: the model does not give as many.
-        """
-        positions = self.check(batch)
-        return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
-
-    def check(self, batch: StepBatch) -> int:
-        """How many positions the model gives logits of in this step.
-
-        Raises:
-            SessionError: fewer than are asked for.
-        """
-        positions = 1 if self.last_only else batch.length
-        if batch.keep > positions:
-            raise SessionError(
-                f"the model gives the logits of the last position only (output '{self.name}'), and those of the last "
-                f"{batch.keep} are needed; export the model with logits of all positions"
+        if not isinstance(cache.update_length, int) or cache.update_length == 1:
+            return
+        if cache.mode is UpdateMode.CIRCULAR or cache.form is UpdateForm.PACKED_NHD or self._plan.states:
+            what = (
+                "state"
+                if self._plan.states
+                else f"a {cache.mode.value} cache"
+                + (" of packed updates" if cache.form is UpdateForm.PACKED_NHD else "")
             )
-        return positions
-
-
-def _check_size(size: Dim, what: str) -> None:
-    if isinstance(size, int) and size > 1:
-        raise UnsupportedModelError(
-            f"the model's {what} is fixed at {size}; decoding takes one token of any number of sequences per step: "
-            f"export the model with a dynamic {what}, or with 1"
-        )
-
-
-def _sizes(batch: StepBatch) -> dict[str, int]:
-    return {
-        "batch": batch.rows, "sequence": batch.length, "tokens": batch.rows * batch.length, "batch+1": batch.rows + 1,
-    }  # fmt: skip
+            raise UnsupportedModelError(
+                f"the model's number of tokens per step is fixed at {cache.update_length}, and cache '{cache.past}' "
+                f"stands beside or is {what}, which tokens that only fill a step up would change: export the model "
+                "with a dynamic number of tokens, or with 1"
+            )
+        if StepLogits(self._plan).last_only:
+            raise UnsupportedModelError(
+                f"the model's number of tokens per step is fixed at {cache.update_length}, and it gives the logits of "
+                "the last only: a step of fewer tokens has none. Export the model with logits of all positions, or "
+                "with a dynamic number of tokens"
+            )
 
 
 def _has_no_rows(tensor: TensorRole) -> bool:

@@ -21,7 +21,9 @@ from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.constants import Constants
-from trt_kvcache.runtime.inputs import StepInputs, StepLogits, model_identity
+from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
+from trt_kvcache.runtime.inputs import StepInputs, model_identity
+from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.verify.tables import index_limits
 
@@ -98,11 +100,11 @@ class OnnxRuntimeRunner:
         self._inputs = StepInputs(imported.plan)
         self._logits = StepLogits(imported.plan)
         limits = index_limits(imported.model, imported.plan)
-        self._vocab = min([self._logits.vocab, *limits.tokens.values()])
-        self._max_positions = min(limits.positions.values(), default=None)
+        self._max_positions = self._inputs.positions(min(limits.positions.values(), default=None))
         self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
-        self._max_batch = _admit(imported.plan, max_batch)
         in_place = _updated_in_place(imported.model, self._carried.values())
+        per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
+        self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
         self._session: Any = _open(imported, threads)
         self._run_options: ort.RunOptions | None = None  # looking into one costs 30 us per step (1.31.1)
         self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
@@ -110,6 +112,9 @@ class OnnxRuntimeRunner:
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
+        if not self._logits.known:
+            self._logits.settle(self._look_for_vocabulary())
+        self._vocab = min([self._logits.vocab, *limits.tokens.values()])
 
     @property
     def name(self) -> str:
@@ -159,6 +164,11 @@ class OnnxRuntimeRunner:
 
     def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """Run one step; see `Runner.step`."""
+        with whole_step(self, self._inputs, batch) as whole:
+            logits = self._step(whole)
+        return asked_logits(logits, batch, whole)
+
+    def _step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         session = self._session
         if session is None:
             raise SessionError("the runner is closed; open the model again")
@@ -215,6 +225,21 @@ class OnnxRuntimeRunner:
 
     def _zeros(self, buffer: Carried) -> Array:
         return np.zeros((self._max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
+
+    def _look_for_vocabulary(self) -> int:
+        """The last size of the logits of a step over empty caches, which stay empty."""
+        rows = self._inputs.max_rows or 1
+        length = self._inputs.fixed_length or 1
+        batch = StepBatch(0, np.zeros((rows, length), np.int64), np.zeros(rows, np.int64))
+        if self._inputs.constants.tensors:
+            return 0  # nothing to give it yet
+        spans = {n: self._spans[n][:size] for n, size in self._inputs.span_sizes(batch).items()}
+        feeds = self._inputs.arrays(batch) | spans | {n: a[:rows] for n, a in self._past.items()}
+        try:
+            (logits,) = self._session.run([self._logits.name], feeds)
+        except (*_ORT_ERRORS, RuntimeError) as error:
+            raise SessionError(f"{self.name} failed: {_one_line(error)}") from None
+        return int(logits.shape[-1])
 
     def _bound(self, batch: StepBatch) -> _Bound:
         """The binding for this row range and shape; made once."""
@@ -277,9 +302,13 @@ def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set
     return found
 
 
-def _admit(plan: CachePlan, asked: int | None) -> int:
-    """The batch whose caches fit into this machine's memory."""
-    one = plan.cache_bytes(1)
+def _bytes(buffer: Carried) -> int:
+    """Of one row, as NumPy holds it: elements of 4 bits take a byte each."""
+    return int(np.prod(buffer.row_shape(buffer.capacity))) * buffer.array_dtype.itemsize
+
+
+def _admit(one: int, asked: int | None) -> int:
+    """The batch whose caches, of `one` byte count per sequence, fit into this machine's memory."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     batch = asked or max(1, min(_DEFAULT_BATCH, memory // (2 * one)))
     if batch * one > memory:

@@ -52,6 +52,12 @@ class StepBatch:
         return int(self.tokens.shape[1])
 
     @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Sizes of the step, by the names that a plan has for axes."""
+        tokens = self.rows * self.length
+        return {"batch": self.rows, "sequence": self.length, "tokens": tokens, "batch+1": self.rows + 1}
+
+    @cached_property
     def longest(self) -> int:
         """Most tokens in a row after this step."""
         return int(self.starts.max()) + self.length

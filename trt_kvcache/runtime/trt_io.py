@@ -13,7 +13,8 @@ import numpy.typing as npt
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda, Pinned
-from trt_kvcache.runtime.inputs import StepLogits, array_dtype
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 __all__ = ["StepBuffers"]
@@ -53,6 +54,7 @@ class StepBuffers:
         self._largest = largest
         self._spans = tuple(s.name for s in plan.spans)
         self._logits = StepLogits(plan)
+        self._logits.settle(largest[self._logits.name][-1])
         self.addresses: dict[str, int] = {}
         self._inputs: dict[str, _Input] = {}
         self._given: tuple[Constants, ...] = ()

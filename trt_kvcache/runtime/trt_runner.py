@@ -27,8 +27,10 @@ from trt_kvcache.runtime.admission import Need, admit
 from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.cuda import Cuda, CudaBindings, cuda_bindings
 from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.graphs import StepGraphs
-from trt_kvcache.runtime.inputs import StepInputs, StepLogits, model_identity
+from trt_kvcache.runtime.inputs import StepInputs, model_identity
+from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch
 from trt_kvcache.runtime.trt_caches import DeviceCaches
 from trt_kvcache.runtime.trt_context import Context, ContextFactory
@@ -92,8 +94,8 @@ class TensorRTRunner:
         self._inputs = StepInputs(self._manifest.plan)
         self._logits = StepLogits(self._manifest.plan)
         self._max_chunk = _within("max_chunk", max_chunk, self._inputs.chunk(None, self._manifest.max_chunk))
-        rows = min(self._manifest.max_batch, self._inputs.max_rows or self._manifest.max_batch)
-        self._max_batch = _within("max_batch", max_batch, rows)
+        rows = self._manifest.max_batch if self._inputs.max_rows != 1 else 1
+        self._max_batch = _within("max_batch", self._inputs.batch(max_batch), rows)
         check_engine(self._manifest, path)
         bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
         self._closed = False
@@ -121,7 +123,9 @@ class TensorRTRunner:
         kernels = kernel_cache_path(path, cuda.compute_capability, folder)
         self._factory = ContextFactory(self._trt, cuda, kernels)
         self._contexts = [self._factory.make(index) for index in range(len(manifest.profiles))]
-        self._buffers = StepBuffers(cuda, manifest.plan, self._largest_shapes(), self._max_batch)
+        largest = self._largest_shapes()
+        self._logits.settle(largest[self._logits.name][-1])
+        self._buffers = StepBuffers(cuda, manifest.plan, largest, self._max_batch)
         needs = [
             caches,
             Need("activations", self._factory.activation_bytes),
@@ -162,7 +166,7 @@ class TensorRTRunner:
     @property
     def max_positions(self) -> int | None:
         """Rows of the model's smallest position table, beyond which TensorRT would silently read the last one."""
-        return self._manifest.max_positions
+        return self._inputs.positions(self._manifest.max_positions)
 
     @property
     def inputs(self) -> StepInputs:
@@ -180,6 +184,11 @@ class TensorRTRunner:
 
     def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """See `Runner.step`."""
+        with whole_step(self, self._inputs, batch) as whole:
+            logits = self._step(whole)
+        return asked_logits(logits, batch, whole)
+
+    def _step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         with self._running():
             self._logits.check(batch)
             signature = self._inputs.signature(batch)

@@ -34,7 +34,9 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
             continue
         rows = _rows(model, tensor.name, tables)
         if tensor.role is Role.TOKENS:
-            limits.tokens[tensor.name] = min((n for n in (rows, vocabulary) if n is not None), default=2)
+            known = [n for n in (rows, vocabulary) if n is not None]
+            if known:
+                limits.tokens[tensor.name] = min(known)
         elif rows is not None:
             limits.positions[tensor.name] = rows
     return limits

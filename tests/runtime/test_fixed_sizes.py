@@ -1,0 +1,159 @@
+"""Models whose batch, or number of tokens per step, is fixed: what takes part gets what it gets alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from decoders import DecoderConfig, make_decoder, write_decoder
+from runtime.fake_cuda import Machine
+from runtime.fake_engines import write_engine
+from runtime.fake_tensorrt import fake_module
+
+from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.errors import CapacityError, OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer.plan import Fallback, PlanOptions
+from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.runner import Runner, StepBatch
+from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+
+BASE = DecoderConfig(vocab=64, capacity=32)
+FIXED = {
+    "batch": replace(BASE, batch=3),
+    "tokens": replace(BASE, sequence=4),
+    "both": replace(BASE, batch=3, sequence=4),
+    "circular batch": replace(BASE, capacity=16, mode="circular", batch=3),
+}
+PROMPTS = ([5, 9, 3, 7, 11], [1, 2], list(range(10, 19)), [6, 5, 4], [8])
+CONTRACT = PlanOptions(fallback=Fallback.CONTRACT)
+
+
+def runner(config: DecoderConfig, folder: Path, device: str, **arguments: Any) -> Runner:
+    model = write_decoder(folder / f"{abs(hash(config)):x}.onnx", config)
+    if device == "cpu":
+        return OnnxRuntimeRunner(model, CONTRACT, **arguments)
+    machine = Machine()
+    chunk = config.sequence if isinstance(config.sequence, int) else 8
+    engine = write_engine(model, options=CONTRACT, max_batch=3, max_chunk=chunk)
+    return TensorRTRunner(engine, bindings=Bindings(fake_module(machine), machine.bindings()), **arguments)
+
+
+def open_twin(config: DecoderConfig) -> DecoderConfig:
+    """The same decoder with nothing fixed."""
+    return replace(config, batch="batch", sequence="sequence_len")
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", FIXED)
+def test_sequences_that_join_and_leave(kind: str, device: str, tmp_path: Path) -> None:
+    """Five sequences in three rows, of all lengths; circular caches wrap. Each as alone in a model of open sizes."""
+    config = GenerationConfig(max_new_tokens=14)
+    expected = []
+    with DecodeSession(runner(open_twin(FIXED[kind]), tmp_path, "cpu", max_batch=1)) as session:
+        for prompt in PROMPTS:
+            expected.append(list(session.generate([prompt], config)[0].tokens))
+    with DecodeSession(runner(FIXED[kind], tmp_path, device, max_batch=None if "atch" in kind else 3)) as session:
+        assert [list(g.tokens) for g in session.generate(PROMPTS, config)] == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", FIXED)
+def test_rows_that_take_no_part_stay_as_they_are(kind: str, device: str, tmp_path: Path) -> None:
+    opened = runner(FIXED[kind], tmp_path, device, max_batch=None if "atch" in kind else 3)
+    length = 4 if kind in ("tokens", "both") else 2
+    opened.step(StepBatch(0, np.arange(3 * length).reshape(3, length), np.zeros(3, np.int64)))
+    rng = np.random.default_rng(0)
+    names = [c.past for c in opened.plan.caches]
+    for name in names:  # also where nothing was written yet: whatever lies there stays
+        row = opened.read_row(name, 0, opened.plan.caches[0].capacity)
+        for i in (0, 2):
+            opened.write_row(name, i, rng.standard_normal(row.shape).astype(row.dtype))
+    before = {(name, i): opened.read_row(name, i, 99).copy() for name in names for i in range(3)}
+    opened.step(StepBatch(1, np.array([[3]]), np.array([length])))
+    for (name, i), row in before.items():
+        after = opened.read_row(name, i, 99)
+        assert (after.tobytes() == row.tobytes()) == (i != 1)
+        if i == 1:  # one row more than before, and nothing behind it
+            np.testing.assert_array_equal(_from(after, length + 1), 0)
+            assert np.any(_from(after, length))
+
+
+def _from(row: Any, first: int) -> Any:
+    """Cache rows ``[N, S_max, H]`` from one on."""
+    return row[:, first:]
+
+
+def test_scores_of_a_step_are_those_of_its_tokens(tmp_path: Path) -> None:
+    both = runner(FIXED["both"], tmp_path, "cpu")
+    free = runner(open_twin(FIXED["both"]), tmp_path, "cpu", max_batch=3)
+    for start, tokens in ((0, [[1, 2, 3], [4, 5, 6]]), (3, [[7], [8]])):
+        for keep in range(len(tokens[0]) + 1):
+            batch = StepBatch(1, np.array(tokens), np.full(2, start), keep)
+            found = both.step(batch)
+            assert found.shape == (2, keep, 64)
+            np.testing.assert_allclose(found, free.step(batch), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_the_last_step_lies_within_the_cache(device: str, tmp_path: Path) -> None:
+    """Steps of four tokens: the 29th of 32 rows is the last that a step may begin at."""
+    with DecodeSession(runner(FIXED["tokens"], tmp_path, device, max_batch=1)) as session:
+        assert session.cache.capacity == 29
+        (generated,) = session.generate([[1, 2, 3]], GenerationConfig(max_new_tokens=99))
+        assert (len(generated.tokens), generated.finish_reason.value) == (27, "capacity")
+        with pytest.raises(CapacityError, match="a sequence may have 29"):
+            session.add(list(range(30)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_vocabulary_that_the_model_leaves_open(device: str, tmp_path: Path) -> None:
+    proto = make_decoder(BASE)
+    logits = next(o for o in proto.graph.output if o.name == "logits")
+    logits.type.tensor_type.shape.dim[2].dim_param = "vocab_size"
+    onnx.save(proto, tmp_path / "open.onnx")
+    fixed = runner(BASE, tmp_path, "cpu", max_batch=1)
+    if device == "cpu":
+        opened: Runner = OnnxRuntimeRunner(tmp_path / "open.onnx", max_batch=2)
+    else:
+        machine = Machine()
+        bindings = Bindings(fake_module(machine), machine.bindings())
+        opened = TensorRTRunner(write_engine(tmp_path / "open.onnx"), bindings=bindings)
+    assert opened.vocab == 64
+    assert not any(opened.read_row(c.past, 0, 32).any() for c in opened.plan.caches)
+    batch = StepBatch(0, np.array([[1, 2, 3]]), np.zeros(1, np.int64))
+    np.testing.assert_allclose(opened.step(batch), fixed.step(batch), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        (replace(BASE, mode="circular", sequence=4), UnsupportedModelError,
+         "tokens per step is fixed at 4, and cache 'key_cache.0' stands beside or is a circular cache"),
+        (replace(BASE, batch=3), OptionError, "max_batch is 2, and this model computes 3 sequences in every step"),
+    ],
+)  # fmt: skip
+def test_refusals(config: DecoderConfig, error: type[Exception], words: str, tmp_path: Path) -> None:
+    with pytest.raises(error, match=words):
+        runner(config, tmp_path, "cpu", max_batch=2)
+
+
+def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Caches in place once, others twice; a fixed batch as a whole; packed ones are not in place on ONNX Runtime."""
+    from trt_kvcache.runtime import ort_runner
+
+    asked: list[tuple[int, int | None]] = []
+    admit = ort_runner._admit
+    monkeypatch.setattr(ort_runner, "_admit", lambda one, batch: asked.append((one, batch)) or admit(one, batch))
+    row = 2 * BASE.layers * BASE.kv_heads * BASE.capacity * BASE.head_size * 4
+    runner(BASE, tmp_path, "cpu")
+    runner(FIXED["batch"], tmp_path, "cpu")
+    functional = PlanOptions(fallback=Fallback.FUNCTIONAL)
+    model = write_decoder(tmp_path / "circular.onnx", replace(BASE, mode="circular"))
+    OnnxRuntimeRunner(model, functional, max_batch=2)
+    assert asked == [(row, None), (row, 3), (2 * row, 2)]
+    with pytest.raises(SessionError, match="lower max_batch, or the capacity"):
+        admit(1 << 60, None)

@@ -1,0 +1,67 @@
+"""Steps of a model whose batch, or whose number of tokens per step, is fixed at more than one.
+
+Such a model computes all of its rows and tokens whatever is asked. Rows that take no part compute some token at the
+start of their caches, and get back what was there; tokens beyond those of a step lie behind them, where causal
+attention keeps them from being seen, and are zeroed after it. What takes part gets the numbers that it has alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+
+from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.inputs import StepInputs
+from trt_kvcache.runtime.runner import Array, Runner, StepBatch
+
+__all__ = ["asked_logits", "whole_step"]
+
+
+@contextmanager
+def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator[StepBatch]:
+    """The step that the model takes in place of `batch`: itself, where nothing is fixed. Undoes the rest at the end.
+
+    Args:
+        runner: runs it, within the block.
+        inputs: of the model.
+        batch: what is asked for.
+    """
+    rows, length = inputs.fixed_rows or batch.rows, inputs.fixed_length or batch.length
+    if (rows, length) == (batch.rows, batch.length):
+        yield batch
+        return
+    first = batch.first_row if rows == batch.rows else 0
+    taking_part = slice(batch.first_row - first, batch.first_row - first + batch.rows)
+    tokens = np.zeros((rows, length), np.int64)
+    tokens[taking_part, : batch.length] = batch.tokens
+    starts = np.full(rows, batch.starts[0] if inputs.uniform else 0)
+    starts[taking_part] = batch.starts
+    constants = list(batch.constants[:1] * rows)
+    constants[taking_part] = batch.constants
+    keep = batch.keep if length == batch.length or not batch.keep else length
+    whole = replace(batch, first_row=first, tokens=tokens, starts=starts, constants=tuple(constants), keep=keep)
+    idle = [row for row in range(first, first + rows) if not 0 <= row - batch.first_row < batch.rows]
+    names = [buffer.past for buffer in carried_buffers(runner.plan)]
+    kept = [
+        (name, row, runner.read_row(name, row, int(starts[row - first]) + length)) for name in names for row in idle
+    ]
+    try:
+        yield whole
+    finally:
+        for name, row, data in kept:
+            runner.write_row(name, row, data)
+        if length > batch.length:
+            for i, start in enumerate(batch.starts):
+                runner.zero_rows(batch.first_row + i, int(start) + batch.length, int(start) + length)
+
+
+def asked_logits(logits: Array, batch: StepBatch, whole: StepBatch) -> Array:
+    """Of the logits of a whole step, those that `batch` asks for, ``[R, keep, V]``."""
+    if whole is batch:
+        return logits
+    first = batch.first_row - whole.first_row
+    rows = logits[first : first + batch.rows]
+    return rows if whole.length == batch.length else rows[:, batch.length - batch.keep : batch.length]

@@ -1,0 +1,83 @@
+"""How a model gives its logits, and which of them a step asks for."""
+
+from __future__ import annotations
+
+from trt_kvcache.errors import SessionError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.runtime.axes import named_axes
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.runner import Array, StepBatch
+
+__all__ = ["StepLogits"]
+
+
+class StepLogits:
+    """How the model gives its logits.
+
+    Attributes:
+        name: of the output.
+        dtype: of the output.
+        known: whether the model says V; else `settle` does, before anything else is asked.
+        last_only: the model gives the last position of each row only.
+
+    Raises:
+        UnsupportedModelError: it gives none, or in a shape that is not understood.
+    """
+
+    def __init__(self, plan: CachePlan) -> None:
+        tensor = plan.tensor(Role.LOGITS, "output")
+        if tensor is None:
+            raise UnsupportedModelError("no output has the role 'logits'; name it in a config (--config)")
+        tensor = named_axes(tensor, plan)
+        self.name, self.dtype, self._tensor = tensor.name, array_dtype(tensor.dtype), tensor
+        what = f"logits '{tensor.name}' {list(tensor.shape)}"
+        size = tensor.shape[-1] if tensor.shape else "?"
+        self._what = what
+        for dim, axis in zip(tensor.shape[:-1], tensor.axes[:-1], strict=True):
+            if isinstance(dim, str) and axis not in ("batch", "sequence", "tokens"):
+                raise UnsupportedModelError(f"{what}: nothing says how large '{dim}' is; fix it in the model")
+        self.known = isinstance(size, int)
+        self._vocab = size if isinstance(size, int) else 0
+        tokens = plan.tensor(Role.TOKENS)
+        one_at_a_time = tokens is not None and not {"sequence", "tokens"} & set(named_axes(tokens, plan).axes)
+        self.last_only = not one_at_a_time and not {"sequence", "tokens"} & set(tensor.axes)
+
+    @property
+    def vocab(self) -> int:
+        """V, the size of its last axis."""
+        if not self._vocab:
+            raise UnsupportedModelError(f"{self._what}: nothing says how large the vocabulary is; fix it in the model")
+        return self._vocab
+
+    def settle(self, vocab: int) -> None:
+        """Say how large the vocabulary is, of a model that leaves it open."""
+        self._vocab = self._vocab or vocab
+
+    def shape(self, batch: StepBatch) -> tuple[int, ...]:
+        """Of the output in this step."""
+        sizes, tensor = batch.sizes, self._tensor
+        dims = zip(tensor.shape[:-1], tensor.axes[:-1], strict=True)
+        return (*(d if isinstance(d, int) else sizes[a] for d, a in dims), self.vocab)
+
+    def last(self, output: Array, batch: StepBatch) -> Array:
+        """The last `keep` positions of the output, ``[R, keep, V]``, in the output's dtype.
+
+        Raises:
+            SessionError: the model does not give as many.
+        """
+        positions = self.check(batch)
+        return output.reshape(batch.rows, positions, self.vocab)[:, positions - batch.keep :]
+
+    def check(self, batch: StepBatch) -> int:
+        """How many positions the model gives logits of in this step.
+
+        Raises:
+            SessionError: fewer than are asked for.
+        """
+        positions = 1 if self.last_only else batch.length
+        if batch.keep > positions:
+            raise SessionError(
+                f"the model gives the logits of the last position only (output '{self.name}'), and those of the last "
+                f"{batch.keep} are needed; export the model with logits of all positions"
+            )
+        return positions
