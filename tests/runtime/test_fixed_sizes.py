@@ -16,7 +16,9 @@ from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import CapacityError, OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import Fallback, PlanOptions
+from trt_kvcache.runtime.axes import fixed_length, fixed_rows
 from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Runner, StepBatch
 from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
@@ -157,3 +159,38 @@ def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert asked == [(row, None), (row, 3), (2 * row, 2)]
     with pytest.raises(SessionError, match="lower max_batch, or the capacity"):
         admit(1 << 60, None)
+
+
+MODELS = Path(__file__).parents[1] / "models"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("mobius/llama_static_f32", {"batch": 2}),
+        ("mobius/llama_static_f32", {"batch": 2, "sequence_len": 4}),
+        ("mobius/llama_dynamic_f32", {"batch": 2}),
+        ("optimum/llama", {"batch_size": 2}),
+        ("torch/llama_static_wrap_op24", {"s70": 4}),
+        ("transformers/llama_dyn", {"s44": 2}),
+    ],
+    ids=str,
+)
+def test_exports_of_fixed_sizes(name: str, sizes: dict[str, int], tmp_path: Path) -> None:
+    """What exporters write, with sizes in place of symbols."""
+    config = GenerationConfig(max_new_tokens=6)
+    source = MODELS / name / "model.onnx"
+    proto = onnx.load(source)
+    for value in (*proto.graph.input, *proto.graph.output, *proto.graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if dim.dim_param in sizes:
+                dim.dim_value = sizes[dim.dim_param]
+    onnx.save(proto, tmp_path / "model.onnx")
+    prompts, found = PROMPTS[:3], []
+    plan = PlanOptions(capacity=64 if "dyn" in name or "optimum" in name else None)
+    made = plan_model(tmp_path / "model.onnx", plan)
+    assert {fixed_rows(made) or 0, fixed_length(made) or 0} - {0, 1} == set(sizes.values())
+    for path in (source, tmp_path / "model.onnx"):
+        with DecodeSession.open(path, device="cpu", plan_options=plan) as session:
+            found.append([list(g.tokens) for g in session.generate(prompts, config)])
+    assert found[0] == found[1]
