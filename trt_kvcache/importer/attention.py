@@ -16,6 +16,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.caches import VIEW_OPS
 from trt_kvcache.importer.graph import (
+    FLOATS,
     NAME_PREFIX,
     consumers,
     contains,
@@ -38,8 +39,6 @@ from trt_kvcache.importer.plan import (
     UpdateMode,
 )
 from trt_kvcache.importer.queries import MOST_READERS, sequence_axis, whole_query
-
-_TYPES = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         raise UnsupportedModelError(
             f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
         )
-    if elem_type(q) not in _TYPES:
+    if elem_type(q) not in FLOATS:
         raise InvalidModelError(
             f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
         )
@@ -134,7 +133,12 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         raise InvalidModelError(
             f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; one must divide the other"
         )
-    scale = node.attrs.get("scale")
+    scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
+    if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):
+        raise UnsupportedModelError(
+            f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
+            "factors above 0, and caps above 0 or none (0)"
+        )
     precision = node.attrs.get("softmax_precision")
     return AttentionFacts(
         node=node,
@@ -147,9 +151,9 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         causal=bool(node.attrs.get("is_causal", 0)),
         left_window=int(node.attrs.get("left_window_size", -1)),
         right_window=int(node.attrs.get("right_window_size", -1)),
-        softcap=float(node.attrs.get("softcap", 0.0)),
+        softcap=softcap,
         softmax_precision=int(precision) if precision else None,
-        scale=float(scale) if scale is not None else head_size**-0.5,
+        scale=scale,
         qk_output=len(node.outputs) > 3 and _used(graph, node.outputs[3]),
         qk_mode=int(node.attrs.get("qk_matmul_output_mode", 0)),
         mask=input_or_none(node, 3),

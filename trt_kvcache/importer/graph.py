@@ -22,6 +22,10 @@ ONNX_DOMAINS = (None, "", "ai.onnx")
 BOOL = int(onnx.TensorProto.BOOL)
 INT32 = int(onnx.TensorProto.INT32)
 INT64 = int(onnx.TensorProto.INT64)
+FLOATS = frozenset(
+    (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
+)
+"""Types that attention may have."""
 
 
 def is_op(node: gs.Node, *op_types: str) -> bool:

@@ -35,6 +35,11 @@ from trt_kvcache.importer.protos import (
 TENSOR_SCATTER_OPSET = 24
 _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _KEPT_BYTES = 1024  # constants up to this size are kept: shape inference reads shapes from them
+_FLAGGED = {"Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
+_FLAGS = {
+    "is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "interleaved", "is_packed_batching",
+    "sliding_window_cache",
+}  # fmt: skip
 _ONNX_ERRORS = (
     onnx.checker.ValidationError,
     onnx.shape_inference.InferenceError,
@@ -56,6 +61,7 @@ def check_graph(model: ModelProto, source: str) -> None:
     _check_text(model, source)
     _check_types(model, source)
     _check_opset(model, source)
+    _check_flags(model, source)
     skeleton = _skeleton(model, source)
     try:
         onnx.checker.check_model(_without_external_data(skeleton))
@@ -79,6 +85,21 @@ def _check_opset(model: ModelProto, source: str) -> None:
                     f"{source}: {describe(node)} needs opset {TENSOR_SCATTER_OPSET}, but the model imports opset "
                     f"{version or '(none)'}; export it again with opset {TENSOR_SCATTER_OPSET} or newer"
                 )
+
+
+def _check_flags(model: ModelProto, source: str) -> None:
+    """Refuse flags of attention that are neither 0 nor 1.
+
+    Measured: ONNX Runtime 1.31.1 takes is_causal=5 as 0, ONNX's reference evaluator as 1.
+    """
+    for scope in iter_scopes(model):
+        for node in scope.node:
+            for attribute in node.attribute:
+                if node.op_type in _FLAGGED and attribute.name in _FLAGS and attribute.i not in (0, 1):
+                    raise InvalidModelError(
+                        f"{source}: {describe(node)} has {attribute.name}={attribute.i}; it is a flag, 0 or 1: export "
+                        "the model again"
+                    )
 
 
 def _skeleton(model: ModelProto, source: str) -> ModelProto:

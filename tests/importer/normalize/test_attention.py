@@ -132,8 +132,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys cut to integers": ({"keys": _integers}, NO_ATTENTION),
     "values cut to integers": ({"values": _integers}, "do not go to one MatMul with a cache of values"),
     "scores cut to integers": ({"scores": _integers}, NO_ATTENTION),
-    "keys negated": ({"keys": _times(-1)}, "the scores of .* are scaled by -0.5"),
-    "keys times 0": ({"keys": _times(0)}, "the scores of .* are scaled by 0; supported are factors above 0"),
+    "keys negated": ({"keys": _times(-1)}, "scales its scores by -0.5 and caps them at 0"),
+    "keys times 0": ({"keys": _times(0)}, "scales its scores by 0 .* supported are factors above 0"),
     "temperature behind the mask": ({"masked": _times(0.5)}, "scales scores that are masked already"),
     "temperature that lifts the mask": (
         {"masked": _times(3e-4), "lowest": -1e4},

@@ -97,3 +97,48 @@ def test_what_mutations_found_is_refused(tmp_path: Path, source: str) -> None:
     word, reason = judge(copied(source, tmp_path, edit), options(source))
     assert word == "refused", reason
     assert re.search(message, reason)
+
+
+@pytest.mark.parametrize(
+    ("source", "op", "name"),
+    [
+        ("mobius/llama_static_f32", "Attention", "is_causal"),
+        ("mobius/llama_dynamic_f32", "Attention", "is_causal"),
+        ("mobius/llama_dynamic_f32", "RotaryEmbedding", "interleaved"),
+        ("ort-genai/llama_cpu_fp32", "GroupQueryAttention", "do_rotary"),
+        ("ort-genai/llama_cpu_fp32", "GroupQueryAttention", "rotary_interleaved"),
+    ],
+)
+def test_flags_are_0_or_1(tmp_path: Path, source: str, op: str, name: str) -> None:
+    def five(model: ModelProto) -> None:
+        node = next(n for n in model.graph.node if n.op_type == op)
+        kept = [a for a in node.attribute if a.name != name]
+        del node.attribute[:]
+        node.attribute.extend([*kept, helper.make_attribute(name, 5)])
+
+    word, reason = judge(copied(source, tmp_path, five), options(source))
+    assert (word, f"has {name}=5; it is a flag, 0 or 1" in reason) == ("refused", True), reason
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+@pytest.mark.parametrize(
+    ("source", "op"),
+    [
+        ("mobius/llama_static_f32", "Attention"),
+        ("mobius/llama_dynamic_f32", "Attention"),
+        ("torch/llama_static_wrap_op24", "Attention"),
+        ("ort-genai/llama_cpu_fp32", "GroupQueryAttention"),
+    ],
+)
+def test_factors_and_caps_below_zero_are_refused(tmp_path: Path, source: str, op: str, name: str) -> None:
+    """Engines disagree on them: ONNX Runtime ignores such a cap, or the whole model."""
+
+    def negative(model: ModelProto) -> None:
+        for node in (n for n in model.graph.node if n.op_type == op):
+            kept = [a for a in node.attribute if a.name != name]
+            del node.attribute[:]
+            node.attribute.extend([*kept, helper.make_attribute(name, -0.5)])
+
+    word, reason = judge(copied(source, tmp_path, negative), options(source))
+    assert word == "refused", reason
+    assert "supported are factors above 0, and caps above 0 or none" in reason

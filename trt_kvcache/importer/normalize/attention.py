@@ -26,13 +26,13 @@ from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.views import is_float_cast
 
 Array = npt.NDArray[Any]
 
 _MOVES = (
     "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
 )  # fmt: skip
-_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 _HIDDEN = -1e3
 _ELEMENTS = 1 << 26  # of one cache filled with numbers
 
@@ -124,7 +124,7 @@ class _Finder:
                 f"Attention '{node.name}' has a window and no past: export the mask as an input"
             )
         size = (self._small.probe.shape(node.inputs[0].name) or (1,))[-1]  # `_core` refuses queries without a shape
-        scale = float(node.attrs.get("scale") or size**-0.5)
+        scale = float(node.attrs.get("scale", size**-0.5))
         mask = input_or_none(node, 3)
         scores = _Scores(node, scale, float(node.attrs.get("softcap", 0.0)), [])
         if mask is not None:
@@ -162,10 +162,6 @@ class _Finder:
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
         scale = scores.scale * key_scale
-        if not 0 < scale < float("inf"):
-            raise UnsupportedModelError(
-                f"the scores of '{name}' are scaled by {scale:g}; supported are factors above 0"
-            )
         visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples, key)
         check_bias(name, visibility)
         output = unguarded(output, visibility, self._samples)
@@ -187,7 +183,7 @@ class _Finder:
             node = producer(tensor)
             if node is None:
                 return None
-            if is_op(node, *_MOVES) or _is_float_cast(node):
+            if is_op(node, *_MOVES) or is_float_cast(node):
                 tensor = node.inputs[0]
             elif is_op(node, "Mul", "Div") and (pair := self._split(node)) is not None:
                 tensor = pair[0]
@@ -221,7 +217,7 @@ class _Finder:
             return None
         if is_op(node, "MatMul"):
             return _Scores(node, 1.0, 0.0, []) if self._cache_behind(node.inputs[1]) is not None else None
-        if is_op(node, "Identity") or _is_float_cast(node):
+        if is_op(node, "Identity") or is_float_cast(node):
             return self._scores(node.inputs[0])
         if is_op(node, "Mul", "Div"):
             return self._scaled(node)
@@ -282,7 +278,7 @@ class _Finder:
             if is_op(node, "MatMul") and node.inputs[0] is tensor:
                 return node
             guarded = is_op(node, "Where") and node.inputs[2] is tensor and _is_nan_of(node.inputs[0], tensor)
-            if not guarded and not is_op(node, "Identity", "Dropout") and not _is_float_cast(node):
+            if not guarded and not is_op(node, "Identity", "Dropout") and not is_float_cast(node):
                 return None
             tensor = node.outputs[0]
         return None
@@ -357,11 +353,6 @@ def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
 def _elem_type(tensor: gs.Tensor) -> int:
     dtype = tensor.dtype
     return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
-
-
-def _is_float_cast(node: gs.Node) -> bool:
-    """Whether a node changes nothing but how exact numbers are: casts to integers cut them."""
-    return is_op(node, "Cast") and node.attrs.get("to") in _FLOATS
 
 
 def _is_nan_of(condition: gs.Tensor, tensor: gs.Tensor) -> bool:

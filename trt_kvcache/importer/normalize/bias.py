@@ -24,10 +24,11 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
 from trt_kvcache.importer.normalize.samples import Sample, Samples
+from trt_kvcache.importer.normalize.views import is_float_cast
 
 Array = npt.NDArray[Any]
 
-_MOVES = ("Transpose", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Cast", "Identity", "Expand", "Add")
+_MOVES = ("Transpose", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Identity", "Expand")
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +105,7 @@ def _gather_behind(tensor: gs.Tensor) -> gs.Node | None:
             and not isinstance(node.inputs[1], gs.Constant)
         ):
             return node
-        if not is_op(node, *_MOVES[:-1]):
+        if not is_op(node, *_MOVES) and not is_float_cast(node):
             return None
         tensor = node.inputs[0]
     return None

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import dims, elem_type, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import FLOATS, dims, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.probe import Probe
 
 Layout = tuple[tuple[int, ...], ...]
@@ -26,6 +26,11 @@ def is_view(node: gs.Node) -> bool:
     if is_op(node, "Identity", "Transpose", *_RESHAPES):
         return True
     return is_op(node, "Cast") and node.attrs.get("to") == elem_type(node.inputs[0])
+
+
+def is_float_cast(node: gs.Node) -> bool:
+    """Whether a node changes nothing but how exact numbers are: casts to integers cut them."""
+    return is_op(node, "Cast") and node.attrs.get("to") in FLOATS
 
 
 def trace_back(tensor: gs.Tensor) -> tuple[gs.Tensor, tuple[gs.Node, ...]]:
