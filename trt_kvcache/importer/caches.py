@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.graph import (
     consumers,
     contains,
@@ -25,10 +25,12 @@ from trt_kvcache.importer.plan import (
     PhysicalLayout,
     PlanOptions,
     Route,
+    Target,
     UpdateForm,
     UpdateMode,
 )
 from trt_kvcache.importer.route import UpdateFacts, decide
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,12 @@ class _Found:
 
 def is_update(node: gs.Node) -> bool:
     """Whether a node updates a cache."""
-    return is_op(node, "TensorScatter") or bool(node.op == "TRT_KVCacheUpdate")
+    return is_op(node, "TensorScatter") or bool(node.op == "TRT_KVCacheUpdate") or is_plugin_node(node)
+
+
+def is_plugin_node(node: gs.Node) -> bool:
+    """Whether a node is one of the plugin's own operators, as a model may have them that was written for it."""
+    return node.domain == NAMESPACE and node.op in OPERATORS
 
 
 def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, ...]:
@@ -54,7 +61,58 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
         InvalidModelError: an update breaks a rule of its operator.
         UnsupportedModelError: an update has no route on the target.
     """
-    return tuple(_plan(graph, node, options) for node in graph.nodes if is_update(node))
+    found: list[CacheUpdate] = []
+    for node in graph.nodes:
+        if is_plugin_node(node):
+            found += _plan_plugin_node(graph, node, options)
+        elif is_update(node):
+            found.append(_plan(graph, node, options))
+    return tuple(found)
+
+
+def _plan_plugin_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> list[CacheUpdate]:
+    """The caches of a node of the plugin that the model itself has: there is no other way to do what it says."""
+    operator = OPERATORS[node.op]
+    if options.target is Target.TENSORRT_RTX:
+        raise UnsupportedModelError(
+            f"'{node.name}' is a node of the plugin ({node.op}), and TensorRT for RTX has no plugins: plan for "
+            "TensorRT (--target tensorrt), or export with TensorScatter"
+        )
+    if len(node.inputs) != len(operator.inputs) or len(node.outputs) != len(operator.outputs):
+        raise InvalidModelError(
+            f"'{node.name}' has {len(node.inputs)} inputs and {len(node.outputs)} outputs; {node.op} takes "
+            f"{', '.join(operator.inputs)} and gives {', '.join(operator.outputs)}"
+        )
+    tensors = dict(zip(operator.inputs, node.inputs, strict=True))
+    try:
+        operator.config({name: dtype_name(tensor) for name, tensor in tensors.items()})
+    except OptionError as error:
+        raise InvalidModelError(f"'{node.name}': {error}") from None
+    packed = operator.form is UpdateForm.PACKED_NHD
+    caches = []
+    for i, (past, present) in enumerate(zip(node.inputs[: operator.caches], node.outputs, strict=False)):
+        update, shape = tensors[f"update_{i}"], dims(past)
+        if shape is None or len(shape) != 4 or any(not isinstance(d, int) for d in shape[1:]):
+            raise UnsupportedModelError(
+                f"cache '{past.name}' of '{node.name}' is {list(shape or ())}; the plugin takes [B, N, S_max, H] with "
+                "all sizes but the batch fixed"
+            )
+        found = _Found(node, past, present, shape, 2)
+        if obstacle := _obstacle(graph, found):
+            raise UnsupportedModelError(f"'{node.name}' cannot be done in place: {obstacle}")
+        caches.append(
+            CacheUpdate(
+                node=node.name, past=past.name, present=present.name, update=update.name,
+                write_indices=tensors["write_indices"].name,
+                update_lengths=tensors["lengths"].name if packed else None, dtype=dtype_name(past),
+                logical_shape=shape, sequence_axis=2, physical_shape=shape, physical_sequence_axis=2,
+                layout=PhysicalLayout.AS_IS, mode=operator.mode, form=operator.form,
+                update_length=_packed_length(update) if packed else _update_length(update, 2),
+                capacity=int(shape[2]), route=Route.PLUGIN, reason="the model itself has the plugin's node",
+                readers=_readers(present),
+            )
+        )  # fmt: skip
+    return caches
 
 
 def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:

@@ -22,6 +22,7 @@ import onnx
 import onnx.inliner
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 HIDDEN_OPS = ("TensorScatter", "TRT_KVCacheUpdate", "Attention")
 
@@ -36,12 +37,17 @@ def inline_bodies(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, .
         UnsupportedModelError: a cache update or an attention sits in a body that may run never or more than once.
     """
     done: list[str] = []
-    if functions := [(f.domain, f.name) for f in model.functions if f.name != "TRT_KVCacheUpdate"]:
+    if functions := [(f.domain, f.name) for f in model.functions if not _is_update(f)]:
         done += [f"function {domain}::{name}" for domain, name in functions]
         model = onnx.inliner.inline_selected_functions(model, functions)
     while (index := next((i for i, n in enumerate(model.graph.node) if _body_hides(n)), None)) is not None:
         done.append(_splice(model.graph, index))
     return model, tuple(done)
+
+
+def _is_update(function: onnx.FunctionProto) -> bool:
+    """Whether a function only says what an update of the caches means, which TensorRT does in place."""
+    return function.name == "TRT_KVCacheUpdate" or (function.domain == NAMESPACE and function.name in OPERATORS)
 
 
 def _is_hidden(node: onnx.NodeProto) -> bool:

@@ -12,6 +12,8 @@ from trt_kvcache.importer.protos import is_op, iter_scopes
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
 from trt_kvcache.importer.rewrite.packed import add_packed_function
+from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 
 def check_runnable(rewritten: ModelProto) -> None:
@@ -32,6 +34,18 @@ def check_runnable(rewritten: ModelProto) -> None:
             f"{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''} (plugin nodes exist only in TensorRT); verify "
             "the same model with another --fallback or --target, which differs in these nodes only"
         )
+
+
+def with_plugin_functions(model: ModelProto) -> ModelProto:
+    """Nodes of the cache-update plugin, if the model has any, get their meaning as ONNX functions."""
+    defined = {(f.domain, f.name) for f in model.functions}
+    if all(n.domain != NAMESPACE or n.op_type not in OPERATORS or (n.domain, n.op_type) in defined
+           for n in model.graph.node):  # fmt: skip
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    add_plugin_functions(copy)
+    return copy
 
 
 def with_packed_function(model: ModelProto) -> ModelProto:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.caches import split_heads, to_heads_major
+from trt_kvcache.importer.caches import is_plugin_node, split_heads, to_heads_major
 from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, is_op, replace_uses
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.rewrite.functional import rewrite_functional
@@ -41,6 +41,10 @@ def rewrite_caches(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> dict[s
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
         node = nodes[cache.node]
+        if is_plugin_node(node):
+            present = next(t for t in node.outputs if t.name == cache.present)
+            views[cache.present] = CacheView(present, 2, None, 2)
+            continue
         if node.op == "TRT_KVCacheUpdate" and cache.form is UpdateForm.PADDED:
             _to_tensor_scatter(emitter, node)
         if cache.form is UpdateForm.PACKED_NHD:

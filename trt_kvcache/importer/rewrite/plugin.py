@@ -21,6 +21,7 @@ import onnx_graphsurgeon as gs
 from onnx import helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.caches import is_plugin_node
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,
@@ -38,6 +39,8 @@ from trt_kvcache.importer.graph import (
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm
 from trt_kvcache.importer.rewrite.plugin_functions import operator_function
 from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
+
+_ATTRIBUTES = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
 
 _THROUGH_FLOAT = {onnx.TensorProto.FLOAT8E4M3FN, onnx.TensorProto.INT4, onnx.TensorProto.FLOAT4E2M1}
 
@@ -68,7 +71,12 @@ def rewrite_plugins(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
         UnsupportedModelError: rows of 4-bit elements that do not end on a byte; types that one definition cannot cover.
     """
     nodes = {node.name: node for node in graph.nodes}
-    updates = [_update(emitter, nodes[c.node], c) for c in plan.caches if c.route is Route.PLUGIN]
+    for node in filter(is_plugin_node, graph.nodes):  # the model's own
+        _check_rows([c for c in plan.caches if c.node == node.name])
+        node.attrs = dict(_ATTRIBUTES)
+    planned = [c for c in plan.caches if c.route is Route.PLUGIN and not is_plugin_node(nodes[c.node])]
+    _check_rows(planned)
+    updates = [_update(emitter, nodes[c.node], c) for c in planned]
     while updates:
         update = updates.pop(0)
         partner = next((u for u in updates if _is_pair(update, u)), None)
@@ -83,6 +91,8 @@ def add_plugin_functions(model: onnx.ModelProto) -> None:
     opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
     if not any(o.domain == NAMESPACE for o in model.opset_import):
         model.opset_import.append(helper.make_opsetid(NAMESPACE, 1))
+    for function in [f for f in model.functions if f.domain == NAMESPACE and f.name in OPERATORS]:
+        model.functions.remove(function)  # the model's own word for it; what TensorRT runs is the plugin
     types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
     caches: dict[str, set[int]] = {}
     for node in model.graph.node:
@@ -113,13 +123,17 @@ def _check_types(types: dict[str, set[int]]) -> None:
             )
 
 
+def _check_rows(caches: list[CacheUpdate]) -> None:
+    for cache in caches:
+        size = cache.physical_shape[-1]
+        if isinstance(size, int) and size * CACHE_BITS[cache.dtype] % 8:
+            raise UnsupportedModelError(
+                f"cache '{cache.past}' of '{cache.node}' is {cache.dtype} with rows of {size} elements, which do not "
+                "end on a byte; the plugin writes whole bytes: export with an even size after the sequence axis"
+            )
+
+
 def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
-    size = cache.physical_shape[-1]
-    if isinstance(size, int) and size * CACHE_BITS[cache.dtype] % 8:
-        raise UnsupportedModelError(
-            f"cache '{cache.past}' of '{cache.node}' is {cache.dtype} with rows of {size} elements, which do not end "
-            "on a byte; the plugin writes whole bytes: export with an even size after the sequence axis"
-        )
     packed = cache.form is UpdateForm.PACKED_NHD
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
@@ -223,11 +237,10 @@ def _emit(graph: gs.Graph, emitter: Emitter, updates: list[_Update]) -> None:
     inputs = [u.node.inputs[0] for u in updates] + [u.node.inputs[1] for u in updates] + first.shared
     inputs += [u.scale for u in updates if u.scale is not None]
     outputs = [u.node.outputs[0] for u in updates]
-    attributes = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
     for update in updates:
         update.node.inputs.clear()
         update.node.outputs.clear()
     name = first.node.name if len(updates) == 1 else emitter.name("+".join(u.node.name for u in updates))
-    graph.nodes.append(gs.Node(operator.name, name, attributes, inputs, outputs, domain=NAMESPACE))
+    graph.nodes.append(gs.Node(operator.name, name, dict(_ATTRIBUTES), inputs, outputs, domain=NAMESPACE))
     for update in updates:
         graph.nodes.remove(update.node)
