@@ -58,7 +58,10 @@ def judge(path: Path, options: PlanOptions, verify: VerifyOptions = VERIFY) -> t
     if time.monotonic() - started > _SECONDS:
         return "slow", f"{time.monotonic() - started:.0f} s"
     try:
-        verify_import(imported, verify).check()
+        report = verify_import(imported, verify)
+        if not report.passed and not report.original_engine.startswith("ONNX Runtime"):
+            return "ill", f"{report.original_engine} ran it: {report.failure}"
+        report.check()
     except VerificationError as error:
         return _no_specification(imported, verify) or "wrong", str(error)
     except TrtKvCacheError as error:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import onnx
+from mutation_types import alike, types_of
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 _SMALL = 64  # elements of a constant that says something about the structure
@@ -55,7 +55,7 @@ class Mutator:
         self.random = random.Random(seed)
         self.model = model
         self.graph: GraphProto = model.graph
-        self.types = _types(model)
+        self.types = types_of(model)
         self._distance = self._distances()
         self._made = 0
 
@@ -208,7 +208,7 @@ def swap(m: Mutator) -> str:
     node = m.node(lambda n: len({name for name in n.input if name}) > 1)
     given = [i for i, name in enumerate(node.input) if name]
     pairs = [(i, j) for i in given for j in given if i < j and node.input[i] != node.input[j]]
-    alike = [(i, j) for i, j in pairs if _alike(m.types.get(node.input[i]), m.types.get(node.input[j]))]
+    alike = [(i, j) for i, j in pairs if alike(m.types.get(node.input[i]), m.types.get(node.input[j]))]
     i, j = m.random.choice(alike or pairs)
     node.input[i], node.input[j] = node.input[j], node.input[i]
     return f"inputs {i} and {j} of {label(node)}"
@@ -218,7 +218,7 @@ def rewire(m: Mutator) -> str:
     """Another tensor of the same type as an input."""
     node, index = m.use(lambda name: m.types.get(name, (0, None))[1] is not None)
     kind = m.types[node.input[index]]
-    others = [n for n in m.available(node) if n != node.input[index] and _alike(m.types.get(n), kind)]
+    others = [n for n in m.available(node) if n != node.input[index] and alike(m.types.get(n), kind)]
     same = [n for n in others if m.types[n] == kind]
     if not others:
         raise UnsuitableError
@@ -239,16 +239,12 @@ def relative(m: Mutator) -> str:
 
 def bypass(m: Mutator) -> str:
     """One of a node's inputs in place of its output."""
-    node = m.node(lambda n: any(_alike(m.types.get(i), m.types.get(n.output[0])) for i in n.input if i))
+    node = m.node(lambda n: any(alike(m.types.get(i), m.types.get(n.output[0])) for i in n.input if i))
     output = node.output[0]
-    source = m.random.choice([i for i in node.input if i and _alike(m.types.get(i), m.types.get(output))])
+    source = m.random.choice([i for i in node.input if i and alike(m.types.get(i), m.types.get(output))])
     text = label(node)
     node.CopyFrom(helper.make_node("Identity", [source], list(node.output[:1]), name=node.name))
     return f"{text} becomes {source}"
-
-
-def _number(m: Mutator, name: str, value: float) -> str:
-    return m.constant(np.asarray(value, helper.tensor_dtype_to_np_dtype(m.types[name][0])))
 
 
 def inserted(m: Mutator) -> str:
@@ -274,7 +270,8 @@ def inserted(m: Mutator) -> str:
         perm[i], perm[j] = perm[j], perm[i]
         choices += [("Transpose", [], {"perm": perm})] * 3
     op, numbers, attributes = m.random.choice(choices)
-    made = m.insert(node, op, [name, *(_number(m, name, v) for v in numbers)], **attributes)
+    dtype = helper.tensor_dtype_to_np_dtype(kind)
+    made = m.insert(node, op, [name, *(m.constant(np.asarray(v, dtype)) for v in numbers)], **attributes)
     if op == "Transpose" and m.random.random() < 0.4:
         made = m.insert(node, op, [made], **attributes)
     if op == "Cast" and attributes["to"] != kind:
@@ -326,9 +323,8 @@ def past_for_present(m: Mutator) -> str:
     outputs = {v.name for v in m.graph.output}
     node, index = m.use(lambda name: name in outputs)
     old = node.input[index]
-    kind = m.types.get(old, (0, None))[0]
     near = set(m.available(node)) & {*m.caches(), *outputs} - {old}
-    near = {n for n in near if not kind or m.types.get(n, (0, None))[0] == kind}
+    near = {n for n in near if m.types[n][0] == m.types[old][0]}
     if not near:
         raise UnsuitableError
     node.input[index] = m.random.choice(sorted(near))
@@ -395,20 +391,3 @@ _KINDS = {
 def label(node: NodeProto) -> str:
     """A node in a message."""
     return f"{node.op_type} '{node.name or node.output[0]}'"
-
-
-def _alike(one: tuple[int, object] | None, two: tuple[int, object] | None) -> bool:
-    """Same element type and rank."""
-    if one is None or two is None or one[0] != two[0] or one[1] is None or two[1] is None:
-        return False
-    return len(one[1]) == len(two[1])  # type: ignore[arg-type]
-
-
-def _types(model: ModelProto) -> dict[str, tuple[int, tuple[int | str, ...] | None]]:
-    graph = onnx.shape_inference.infer_shapes(model).graph
-    types: dict[str, tuple[int, tuple[int | str, ...] | None]] = {}
-    for value in (*graph.value_info, *graph.input, *graph.output):
-        tensor = value.type.tensor_type
-        shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim) if tensor.HasField("shape") else None
-        types[value.name] = (tensor.elem_type, shape)
-    return types | {t.name: (t.data_type, tuple(t.dims)) for t in graph.initializer}

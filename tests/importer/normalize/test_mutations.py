@@ -44,7 +44,7 @@ def copied(source: str, folder: Path, edit: Callable[[ModelProto], None]) -> Pat
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_changed_decoder_is_refused_or_keeps_its_numbers(tmp_path: Path, source: str) -> None:
     found: Counter[str] = Counter()
-    for seed in range(4):
+    for seed in range(3):
         path, done = mutant(MODELS / source / "model.onnx", tmp_path, seed)
         word, reason = judge(path, options(source), QUICK)
         assert word in ("refused", "equal", "ill"), f"seed {seed}: {done}: {reason}"
