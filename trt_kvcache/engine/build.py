@@ -56,6 +56,7 @@ def build_engine(
     """
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
+    from trt_kvcache.importer.serialize import serialize_model
     from trt_kvcache.verify.tables import index_limits
 
     build = build or BuildOptions()
@@ -79,7 +80,7 @@ def build_engine(
 
     with temporary_file(engine_path) as engine_file, _identities(files) as identities:
         job = Job(backend.target, backend.title, str(source), str(engine_file), plan, profiles, build)
-        done, warnings = run_worker(job, lambda: rewritten.pop().SerializeToString(), progress)
+        done, warnings = run_worker(job, lambda: serialize_model(rewritten.pop()), progress)
         manifest = _manifest(backend, build, plan, limits, profiles, done, warnings, engine_path, identities.result())
         manifest = replace(
             manifest,

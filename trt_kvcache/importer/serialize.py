@@ -1,0 +1,44 @@
+"""A model as bytes, weight by weight where its weights are inside.
+
+A protobuf message that is written in parts is the message that holds them all: the graph without its large weights
+first, then one more ``graph { initializer }`` for each. Writing 0.5 GB in one go took 1.6 to 3.6 s, in a buffer that
+grows by copying; weight by weight it took 0.75 to 1.5 s (protobuf's upb, two cores of a shared machine).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+
+from trt_kvcache.importer.prepare import detach_weights
+
+_GRAPH, _INITIALIZER = b"\x3a", b"\x2a"
+"""Tags of ``ModelProto.graph`` (7) and ``GraphProto.initializer`` (5), both length-delimited (onnx.proto)."""
+
+
+def serialize_model(model: onnx.ModelProto) -> bytes:
+    """The bytes of a model, which parse as `model`; large weights come last among the initializers."""
+    shell, weights = detach_weights(model)
+    kept = [tensor for tensor in shell.graph.initializer if tensor.name not in weights]
+    del shell.graph.initializer[:]
+    shell.graph.initializer.extend(kept)
+    return b"".join([shell.SerializeToString(), *_parts(weights.values())])
+
+
+def _parts(tensors: Iterable[onnx.TensorProto]) -> Iterator[bytes]:
+    for tensor in tensors:
+        data = tensor.SerializeToString()
+        initializer = _INITIALIZER + _varint(len(data))
+        yield _GRAPH + _varint(len(initializer) + len(data)) + initializer
+        yield data
+
+
+def _varint(number: int) -> bytes:
+    """Protobuf's encoding of a length: seven bits a byte, the lowest first."""
+    encoded = bytearray()
+    while number > 127:
+        encoded.append(number & 127 | 128)
+        number >>= 7
+    encoded.append(number)
+    return bytes(encoded)
