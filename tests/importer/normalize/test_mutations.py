@@ -84,7 +84,19 @@ def numbers_as_queries(model: ModelProto) -> None:
     attention.input[0] = "numbers"
 
 
+def two_positions(model: ModelProto) -> None:
+    value = next(v for v in model.graph.input if v.name == "position_ids")
+    value.type.tensor_type.shape.dim[1].dim_value = 2
+
+
+def two_keys_in_the_mask(model: ModelProto) -> None:
+    value = next(v for v in model.graph.input if v.name == "mask")
+    value.type.tensor_type.shape.dim[3].dim_value = 2
+
+
 FINDINGS = {
+    "optimum/llama": (two_positions, "are 2 for a step of 3 tokens; supported is one for each token"),
+    "plain-torch/index_put_batch_dynamo_op18": (two_keys_in_the_mask, "supported is the caller's own mask"),
     "plain-torch/scatter_dynamo_op18": (mask_transposed, r"masks that broadcast to \[B, heads, S, P \+ S\]: here "),
     "plain-torch/onehot_mul_dynamo_op24": (no_permutation, r"has the shape \[\]; supported is \[B, heads, S, head"),
     "mobius/llama_static_f32": (numbers_as_queries, "has queries of int64; ONNX allows floating-point numbers"),

@@ -281,20 +281,22 @@ def _check_own(
 ) -> None:
     for sample in samples.plain:
         visible = _visible(node, masks, is_causal, sample, write)
-        if not _same(visible, np.broadcast_to(sample.own[own.name], visible.shape)):
+        given = sample.own[own.name]
+        fits = all(n in (1, m) for n, m in zip(given.shape[::-1], visible.shape[::-1], strict=False))
+        if not fits or not _same(visible, np.broadcast_to(given, visible.shape)):
             raise UnsupportedModelError(
                 f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the "
                 "caller's own "
                 "mask as it stands, or a causal, padding or window mask"
             )
-    given = samples.plain[0].probe.value(own.name)
-    assert given is not None
-    if given.dtype.kind not in "bf":
+    value = samples.plain[0].probe.value(own.name)
+    assert value is not None
+    if value.dtype.kind not in "bf":
         raise UnsupportedModelError(
-            f"the mask '{own.name}' of '{node}' is {given.dtype}; supported is the caller's own mask as bool, or as "
+            f"the mask '{own.name}' of '{node}' is {value.dtype}; supported is the caller's own mask as bool, or as "
             "numbers to add to the scores"
         )
-    if given.dtype.kind == "f":
+    if value.dtype.kind == "f":
         _check_added(node, masks, own, samples.plain[0])
 
 

@@ -324,6 +324,11 @@ class Samples:
             shapes[tensor.name] = shape
             dtype = onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, tensor.dtype.upper()))
             if tensor.role is OriginalRole.POSITIONS:
+                if shape[-1] not in (1, length):
+                    raise UnsupportedModelError(
+                        f"the positions '{tensor.name}' {list(tensor.shape)} are {shape[-1]} for a step of {length} "
+                        "tokens; supported is one for each token: export tokens and positions with the same length"
+                    )
                 values[tensor.name] = np.broadcast_to(past + np.arange(length), shape).astype(dtype)
             elif tensor.role is OriginalRole.PAST_LENGTH:
                 values[tensor.name] = np.full(shape, past, dtype)
