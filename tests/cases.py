@@ -325,7 +325,8 @@ ATTENTION_CASES: tuple[Case, ...] = (
          Native("build", "CHECK(op->input_layouts().size() > idx) failed"), Ours("plain operators", kind=LOWERED)),
     Case("window", "`left_window_size` (opset 25)", lambda: decoder_attention(opset=25, left_window_size=4),
          Native("built", wrong="the window is dropped"), Ours("explicit mask", kind=FUSED)),
-    Case("in-op-cache", "`past_key`, `past_value` of a fixed length (cache inside Attention)", lambda: attention_model(past=8),
+    Case("in-op-cache", "`past_key`, `past_value` of a fixed length (cache inside Attention)",
+         lambda: attention_model(past=8),
          Native("parse", "Setting past_key for the Attention node is not supported"),
          Ours("refused by name", refusal="past_key")),
 )  # fmt: skip
