@@ -208,8 +208,8 @@ def swap(m: Mutator) -> str:
     node = m.node(lambda n: len({name for name in n.input if name}) > 1)
     given = [i for i, name in enumerate(node.input) if name]
     pairs = [(i, j) for i in given for j in given if i < j and node.input[i] != node.input[j]]
-    alike = [(i, j) for i, j in pairs if alike(m.types.get(node.input[i]), m.types.get(node.input[j]))]
-    i, j = m.random.choice(alike or pairs)
+    similar = [(i, j) for i, j in pairs if alike(m.types.get(node.input[i]), m.types.get(node.input[j]))]
+    i, j = m.random.choice(similar or pairs)
     node.input[i], node.input[j] = node.input[j], node.input[i]
     return f"inputs {i} and {j} of {label(node)}"
 
