@@ -145,3 +145,9 @@ def test_a_canonical_model_passes_through_as_it_is():
     """Nothing that normalization could touch differs: the plan has no change, and the interface is the model's."""
     plan = plan_model(_path("mobius/llama_static_f32"))
     assert plan.changes == plan.original == plan.notes == ()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_dead_end_is_named_before_the_capacity_is_asked_for(name):
+    with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
+        plan_model(_path(name))

@@ -127,6 +127,8 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     try:
         data = file.read_bytes()
     except FileNotFoundError:
+        if not path.exists():
+            raise ManifestError(f"{path}: no such file; give the path of an engine or its manifest") from None
         raise ManifestError(
             f"{file}: no such file; an engine needs the manifest that 'trt-kvcache build' wrote beside it"
         ) from None

@@ -124,6 +124,9 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     candidates = tuple(c for c in candidates if c.past.name not in {s.past for s in states})
     if not candidates and not held:
         return None
+    for candidate in candidates:
+        if candidate.reason:
+            raise candidate.refusal(candidate.reason)
     interface = Interface(model, [*candidates, *held], options.config, states)
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(model, weights), interface, capacity)
