@@ -34,13 +34,13 @@ def test_it_reads_what_was_written(engine: Path) -> None:
     check_engine(wanted, engine)
 
 
-def test_a_missing_manifest(tmp_path):
+def test_a_missing_manifest(tmp_path: Path) -> None:
     (tmp_path / "x.engine").touch()
     with pytest.raises(ManifestError, match="x.engine.json: no such file; an engine needs the manifest"):
         load_manifest(tmp_path / "x.engine")
 
 
-def test_a_missing_engine(tmp_path):
+def test_a_missing_engine(tmp_path: Path) -> None:
     for name in ("x.engine", "x.engine.json"):
         with pytest.raises(ManifestError, match=f"{name}: no such file; give the path of an engine"):
             load_manifest(tmp_path / name)
