@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from trt_kvcache.importer.plan import CacheUpdate, OriginalRole, Role, UpdateMod
 from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
-from trt_kvcache.verify.dtypes import tolerance
+from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.original import OriginalInterface, OriginalSession, size_of
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule
@@ -44,11 +45,22 @@ class NormalizedVerification(Verification):
         self.interface = OriginalInterface(imported.plan, twin=twin)
         self.original_caches: dict[str, CacheTensor] = {}
         self.greedy = [0, 0, 0]
+        self.most = math.inf
         super().__init__(imported, verify, original, rewritten, folder, twin=twin)
 
     def run(self) -> VerifyReport:
         """As `Verification.run`, with the greedy tokens counted."""
         report = super().run()
+        sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
+        for magnitude in [m for m in sizes if m < report.garbage]:
+            # ONNX Runtime adds masks to scores; a cache that grows has no garbage that could show an overflow there. What
+            # leaks shows at any of the magnitudes: it stays far above the tolerance.
+            if report.passed or all(o.max_relative is not None for o in report.outputs):
+                break
+            self.most, self.steps, self.greedy = magnitude, [], [0, 0, 0]
+            note = f"garbage of {magnitude:g}: that of {report.garbage:g} gave numbers that are not finite"
+            report = super().run()
+            report = replace(report, notes=(*dict.fromkeys(report.notes), note))
         same, clear, differ = self.greedy
         if not clear + differ:
             return report
@@ -104,6 +116,9 @@ class NormalizedVerification(Verification):
             kept = self.original_caches.get(cache.role.name, cache)
             contents[cache.role.name] = first_contents(kept, step.starts, garbage, rng, twin=self.twin)
         return contents
+
+    def _fit_garbage(self, garbage: float) -> float:
+        return min(garbage, self.most)
 
     def _to_physical(self, state: Mapping[str, Array], step: Step, garbage: float) -> Feeds:
         made: Feeds = {}
