@@ -53,8 +53,8 @@ class NormalizedVerification(Verification):
         report = super().run()
         sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
         for magnitude in [m for m in sizes if m < report.garbage]:
-            # ONNX Runtime adds masks to scores; a cache that grows has no garbage that could show an overflow there. What
-            # leaks shows at any of the magnitudes: it stays far above the tolerance.
+            # ONNX Runtime adds masks to scores; a cache that grows has no garbage that could show an overflow there.
+            # What leaks shows at any of the magnitudes: it stays far above the tolerance.
             if report.passed or all(o.max_relative is not None for o in report.outputs):
                 break
             self.most, self.steps, self.greedy = magnitude, [], [0, 0, 0]
