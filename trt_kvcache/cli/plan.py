@@ -64,5 +64,5 @@ def plan(
     if json:
         print_json(plan_data(made, batch))
     else:
-        print_plan(console(), model.name, made, batch, every_row=every_row)
+        print_plan(console(), model.absolute().name, made, batch, every_row=every_row)
     print_warnings(made.warnings)

@@ -95,7 +95,7 @@ def verify(
     if json:
         print_json(report)
     else:
-        _print(model.name, report, every_row=every_row)
+        _print(model.absolute().name, report, every_row=every_row)
     report.check()
 
 

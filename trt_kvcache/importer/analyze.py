@@ -54,8 +54,8 @@ def analyze(
     foreign = _foreign_cache(graph) if not caches else ""
     if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
         raise UnsupportedModelError(
-            f"the model has no TensorScatter cache update (found: {foreign or 'no cache at all'}); supported are "
-            "caches updated by TensorScatter: export with static caches (opset 24)"
+            f"the model updates no cache that is known here (found: {foreign or 'no cache at all'}); supported are "
+            "decoders whose caches are inputs and outputs: export with a past"
         )
     if findings is not None:
         caches = tuple(_with_findings(c, findings) for c in caches)

@@ -96,9 +96,8 @@ class _Finder:
         value = self._cache_behind(product.inputs[1]) if product is not None else None
         if product is None or value is None:
             raise UnsupportedModelError(
-                f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul "
-                "with a "
-                "cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
+                f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul with "
+                "a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
         keys, values, output = scores.matmul.inputs[1], product.inputs[1], product.outputs[0]
         name = softmax.name
@@ -111,9 +110,8 @@ class _Finder:
             return None
         if key is None or value is None or input_or_none(node, 6) is not None:
             raise UnsupportedModelError(
-                f"Attention '{node.name}' reads a cache as only one of K and V, or has nonpad_kv_seqlen beside a "
-                "cache that is "
-                "not updated by TensorScatter; supported is a pair of caches"
+                f"Attention '{node.name}' reads a cache as only one of K and V, or has nonpad_kv_seqlen beside a cache "
+                "that is not updated by TensorScatter; supported is a pair of caches"
             )
         if len(node.outputs) > 1 and any(consumers(t) or contains(self._graph.outputs, t) for t in node.outputs[1:]):
             raise UnsupportedModelError(

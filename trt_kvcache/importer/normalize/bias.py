@@ -71,9 +71,8 @@ def find_bias(node: str, tensor: gs.Tensor, samples: Samples) -> RelativeBias | 
     for sample, value in seen:
         if buckets is None or not _agrees(value, sample, buckets, numbers):
             raise UnsupportedModelError(
-                f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' "
-                "and is no bias "
-                "that only depends on the head and on the distance of query and key; supported are relative "
+                f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' and is "
+                "no bias that only depends on the head and on the distance of query and key; supported are relative "
                 "position biases"
             )
     assert buckets is not None

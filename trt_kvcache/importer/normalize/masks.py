@@ -105,9 +105,9 @@ def classify(
         some = padded.any(-1, keepdims=True)  # a query that sees nothing is no token of a text
         if not _same(visible & some, padded) and not _same(visible, template):
             raise UnsupportedModelError(
-                f"the mask of '{node}' does not hide what the padding mask hides (batch {sample.batch}, "
-                f"{sample.past} tokens "
-                f"in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing else"
+                f"the mask of '{node}' does not hide what the padding mask hides (batch {sample.batch}, {sample.past} "
+                f"tokens in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing "
+                "else"
             )
     return Visibility(window=window, bias=bias)
 
@@ -174,11 +174,9 @@ def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sampl
         value = sample.probe.value(use.tensor.name)
         if value is None:
             raise UnsupportedModelError(
-                f"the mask '{use.tensor.name}' of '{node}' cannot be evaluated from lengths and masks alone: "
-                "weights or "
-                "tokens take part in it (such as a learned position bias); supported are causal, padding and "
-                "window masks, "
-                "and the caller's own"
+                f"the mask '{use.tensor.name}' of '{node}' cannot be evaluated from lengths and masks alone: weights "
+                "or tokens take part in it (such as a learned position bias); supported are causal, padding and "
+                "window masks, and the caller's own"
             )
         part = _as_visible(node, use, value)
         if part.ndim and 1 < part.shape[-1] < total:  # ONNX's Attention hides the keys behind a short mask
@@ -217,8 +215,7 @@ def _as_visible(node: str, use: MaskUse, value: Array) -> Array:
     if np.any(numbers[visible] != 0):
         raise UnsupportedModelError(
             f"'{use.tensor.name}' adds numbers other than 0 and the lowest to the scores of '{node}' (a position "
-            "bias); "
-            "supported are causal, padding and window masks, and the caller's own"
+            "bias); supported are causal, padding and window masks, and the caller's own"
         )
     return np.asarray(visible)
 
@@ -286,8 +283,7 @@ def _check_own(
         if not fits or not _same(visible, np.broadcast_to(given, visible.shape)):
             raise UnsupportedModelError(
                 f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the "
-                "caller's own "
-                "mask as it stands, or a causal, padding or window mask"
+                "caller's own mask as it stands, or a causal, padding or window mask"
             )
     value = samples.plain[0].probe.value(own.name)
     assert value is not None
@@ -323,6 +319,5 @@ def _unknown(node: str, sample: Sample, visible: Array) -> str:
     span = f"{len(seen)} of {len(row)} keys, from {seen[0]} to {seen[-1]}" if len(seen) else "no key"
     return (
         f"the mask of '{node}' is none of the supported ones (causal, padding, window, the caller's own): with "
-        f"{sample.past} "
-        f"tokens in the cache and {sample.length} new, the last query sees {span}"
+        f"{sample.past} tokens in the cache and {sample.length} new, the last query sees {span}"
     )

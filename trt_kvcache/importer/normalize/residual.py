@@ -106,9 +106,8 @@ def _follow(
         if gather_rows(graph, node, canonical, samples.plain):
             return False
         raise UnsupportedModelError(
-            f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights "
-            "or tokens; "
-            "supported are caches that only attention reads, and positions counted from their length"
+            f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
+            "tokens; supported are caches that only attention reads, and positions counted from their length"
         )
     if _is_positions(output, samples):
         # As late as possible: what follows may still spread [1, S] over the batch, which positions per row are already.

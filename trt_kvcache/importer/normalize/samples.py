@@ -164,9 +164,8 @@ class Interface:
         if growing or not fixed:
             name = (growing or self.of(OriginalRole.FIXED_CACHE))[0].name
             raise OptionError(
-                f"the cache '{name}' is as long as the text, and TensorRT needs a fixed length: pass --capacity "
-                "N, the most "
-                "tokens that a sequence may have"
+                f"the cache '{name}' {'is as long as the text' if growing else 'has a symbolic length'}, and TensorRT "
+                "needs a fixed one: pass --capacity N, the most tokens that a sequence may have"
             )
         return max(fixed)
 
@@ -184,8 +183,7 @@ class Interface:
                 return names[0]
         raise UnsupportedModelError(
             f"nothing says which input brings the new tokens (inputs: {', '.join(self._inputs)}); name it with "
-            "--config, a "
-            "YAML file such as: roles: {tokens: input_ids}"
+            "--config, a YAML file such as: roles: {tokens: input_ids}"
         )
 
     def _symbols(self) -> tuple[set[str], set[str]]:

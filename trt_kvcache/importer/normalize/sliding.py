@@ -92,9 +92,8 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
             continue
         if rows >= capacity:
             notes.append(
-                f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up "
-                f"to {chunk} "
-                f"tokens need {rows} rows, and the capacity is {capacity}"
+                f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up to "
+                f"{chunk} tokens (--window-chunk) need {rows} rows, and the capacity is {capacity}"
             )
             continue
         _turn(pair, emit, rows)
