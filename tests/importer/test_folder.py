@@ -43,6 +43,13 @@ def test_the_decoder_with_a_past_is_taken(tmp_path: Path, names: list[str], take
     assert find_model(touch(tmp_path, *names)) == tmp_path / taken
 
 
+def test_the_decoder_lies_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    for name in ("decoder", "encoder"):
+        (tmp_path / name).mkdir()
+        touch(tmp_path / name, "model.onnx")
+    assert find_model(tmp_path) == tmp_path / "decoder" / "model.onnx"
+
+
 def test_several_are_listed(tmp_path: Path) -> None:
     touch(tmp_path, "model.onnx", "model_quantized.onnx", "encoder_model.onnx")
     with pytest.raises(InvalidModelError, match=r"2 models .*\(model.onnx, model_quantized.onnx\); give the path"):

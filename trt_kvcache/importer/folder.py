@@ -3,6 +3,7 @@
     decoder_model.onnx              the first step alone: no past in, caches out
     decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one
     decoder_model_merged.onnx       both, chosen by an input; see `trt_kvcache.importer.merged`
+    decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
 
 The one with a past does all that the others do, so the others are never needed beside it.
 """
@@ -36,6 +37,8 @@ def find_model(folder: Path) -> Path:
         InvalidModelError: there is no model, or there are several and nothing says which one is meant.
     """
     files = {p.name: p for p in sorted(folder.glob("*.onnx")) if p.is_file()}
+    if not files and (folder / "decoder").is_dir():
+        return find_model(folder / "decoder")
     if not files:
         raise InvalidModelError(f"{folder}: a directory without an .onnx file; {_WANTED}")
     superfluous = {name for better, others in _INSTEAD_OF.items() if better in files for name in others}
