@@ -25,7 +25,7 @@ _COMMAS = "1,2,..."
 
 
 def bench(
-    model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or an .onnx file for the CPU.")],
+    model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.")],
     lengths: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens of prompts to prefill.")] = None,
     positions: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens in the cache while decoding.")] = None,
     batches: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Sequences decoded together.")] = None,

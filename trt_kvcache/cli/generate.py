@@ -39,7 +39,7 @@ _RUN = "How it runs"
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or an .onnx file for the CPU.")],
+    model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.")],
     prompt: Annotated[
         list[str] | None, typer.Option(help="Text; several take several.", rich_help_panel=_PROMPTS)
     ] = None,
