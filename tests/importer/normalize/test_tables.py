@@ -11,7 +11,7 @@ import pytest
 from graphs import Graph
 from onnx import TensorProto
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.plan import PlanOptions
 
@@ -67,6 +67,12 @@ def test_rows_of_the_new_tokens() -> None:
         np.testing.assert_allclose(after["logits"], before["logits"], atol=1e-5)
         past, cache = ({f"past.{n}": made[f"present.{n}"] for n in ("key", "value")} for made in (before, after))
         tokens += new
+
+
+def test_a_table_shorter_than_the_capacity_says_the_most() -> None:
+    with pytest.raises(OptionError, match=r"--capacity is 41, but the model has 40 positions.* at most --capacity 40"):
+        normalize(decoder(), {}, PlanOptions(capacity=41))
+    normalize(decoder(), {}, PlanOptions(capacity=40))
 
 
 def test_each_sequence_has_rows_of_its_own() -> None:

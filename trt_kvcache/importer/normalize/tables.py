@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, replace_uses
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.samples import Sample
@@ -28,6 +29,9 @@ def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: S
 
     Returns:
         Whether it was done.
+
+    Raises:
+        OptionError: the capacity is more than the table's rows; a Slice beyond them gives fewer, where Gather fails.
     """
     if not is_op(node, "Slice") or not isinstance(node.inputs[0], gs.Constant):
         return False
@@ -35,6 +39,11 @@ def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: S
     shape = dims(table) or ()
     if len(shape) != 2 or contains(graph.outputs, rows) or not all(_takes_new(node, s) for s in samples):
         return False
+    if isinstance(shape[0], int) and shape[0] < canonical.capacity:
+        raise OptionError(
+            f"--capacity is {canonical.capacity}, but the model has {shape[0]} positions: '{node.name}' takes rows of "
+            f"the table '{table.name}'; give at most --capacity {shape[0]}"
+        )
     if not all(is_op(n, "Add") and _adds_per_row(n, s, shape[1]) for n in consumers(rows) for s in samples):
         return False
     gathered = canonical.emit.op("Gather", [table, canonical.positions()], "position_rows", axis=0)
