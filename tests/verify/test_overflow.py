@@ -6,10 +6,16 @@ from pathlib import Path
 
 import onnx
 import pytest
+from onnx import TensorProto, numpy_helper
+from onnxruntime.transformers.float16 import convert_float_to_float16
 
 from trt_kvcache import PlanOptions, verify_model
 
-STORED = Path(__file__).parents[1] / "models" / "mobius" / "llama_dynamic_f16_onnxstd" / "model.onnx"
+MODELS = Path(__file__).parents[1] / "models"
+STORED = MODELS / "mobius" / "llama_dynamic_f16_onnxstd" / "model.onnx"
+FIXED = MODELS / "torch" / "llama_static_wrap_op20" / "model.onnx"
+GROWING = MODELS / "optimum" / "llama_fp16" / "model.onnx"
+QUERIES = "val_39"  # the first layer's projection of FIXED
 
 
 @pytest.mark.parametrize(("scale", "garbage"), [(0.25, 1e4), (5.25, 1e3)])
@@ -24,3 +30,34 @@ def test_garbage_is_as_large_as_scores_allow(scale: float, garbage: float, tmp_p
     report.check()
     assert report.garbage == garbage
     assert any("not finite" in note for note in report.notes) == (garbage < 1e4)
+
+
+def _sharp(folder: Path) -> Path:
+    """Fixed float16 caches, and queries so large that garbage of 1e4 outweighs the mask in some rows and steps."""
+    model = onnx.load(FIXED)
+    weight = next(t for t in model.graph.initializer if t.name == QUERIES)
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 13, QUERIES))
+    onnx.save(convert_float_to_float16(model, keep_io_types=False), folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+def test_garbage_that_outweighs_the_mask_of_the_original_is_made_smaller(tmp_path: Path) -> None:
+    report = verify_model(_sharp(tmp_path))
+    report.check()
+    assert report.garbage == 1e3
+    assert any("garbage of 1000" in note and "other numbers" in note for note in report.notes)
+
+
+def test_logits_of_float32_over_float16_caches_have_the_tolerance_of_float16(tmp_path: Path) -> None:
+    model = onnx.load(GROWING)
+    logits = next(v for v in model.graph.output if v.name == "logits")
+    if logits.type.tensor_type.elem_type == TensorProto.FLOAT16:
+        maker = next(n for n in model.graph.node if "logits" in n.output)
+        maker.output[list(maker.output).index("logits")] = "half_logits"
+        model.graph.node.append(onnx.helper.make_node("Cast", ["half_logits"], ["logits"], to=TensorProto.FLOAT))
+        logits.type.tensor_type.elem_type = TensorProto.FLOAT
+    onnx.save(model, tmp_path / "model.onnx")
+    report = verify_model(tmp_path / "model.onnx", PlanOptions(capacity=64))
+    report.check()
+    found = next(o for o in report.outputs if o.name == "logits")
+    assert (found.dtype, found.tolerance) == ("float32", 2e-2)

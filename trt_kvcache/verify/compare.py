@@ -35,9 +35,13 @@ class Comparison:
         roles: role of each output by name.
         override: tolerance for every output, or None: by dtype.
         twin: both sides are float32 twins of a bfloat16 model.
+        half: caches are float16, and so is what outputs of float32 are made of.
     """
 
-    def __init__(self, roles: dict[str, str], override: float | None, *, twin: bool = False) -> None:
+    def __init__(
+        self, roles: dict[str, str], override: float | None, *, twin: bool = False, half: bool = False
+    ) -> None:
+        self._half = half
         self._roles = roles
         self._twin = twin
         self._override = override
@@ -74,7 +78,8 @@ class Comparison:
     ) -> None:
         worst = self._worst.setdefault(name, _Worst())
         worst.dtype = like.dtype.name
-        worst.tolerance = tolerance(like.dtype, twin=self._twin) if self._override is None else self._override
+        dtype = np.dtype(np.float16) if self._half and like.dtype.kind == "f" else like.dtype
+        worst.tolerance = tolerance(dtype, twin=self._twin) if self._override is None else self._override
         if (relative, stale) > (worst.relative, worst.stale) or (stale > worst.stale and relative <= worst.tolerance):
             worst.step, worst.span = step, span
         worst.absolute, worst.relative = max(worst.absolute, absolute), max(worst.relative, relative)

@@ -109,7 +109,10 @@ class Verification:
         original = self._open_original(trial)
         garbage = self._fit_garbage(self._garbage(original, first, trial))
         comparison = Comparison(
-            {o.name: self._role(o.name) for o in self.models[0].graph.output}, self.verify.tolerance, twin=self.twin
+            {o.name: self._role(o.name) for o in self.models[0].graph.output},
+            self.verify.tolerance,
+            twin=self.twin,
+            half=any(c.role.dtype == "float16" for c in self.caches),
         )
         failure = None
         engine = "none"

@@ -174,6 +174,23 @@ def test_quick_gelu_of_a_tensor_without_a_type() -> None:
     compare(graph.model(24, [CONTRIB]), {"x": random(np.float16, 4, 8)}, exact=False)
 
 
+@pytest.mark.parametrize("activation", ["Relu", "Tanh", "Sigmoid", "LeakyRelu"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_fused_gemm(activation: str, bias: bool) -> None:
+    feeds = {"a": random(np.float32, 5, 4), "b": random(np.float32, 6, 5)}
+    feeds |= {"c": random(np.float32, 6)} if bias else {}
+    attrs: dict[str, Any] = {"activation": activation, "alpha": 0.5, "beta": 2.0, "transA": 1, "transB": 1}
+    attrs |= {"activation_alpha": 0.25} if activation == "LeakyRelu" else {}
+    compare(make("FusedGemm", feeds, list(feeds), ["y"], **attrs), feeds, exact=False)
+
+
+def test_a_gemm_fused_with_another_activation_is_refused() -> None:
+    feeds = {"a": random(np.float32, 4, 5), "b": random(np.float32, 5, 6)}
+    model = make("FusedGemm", feeds, ["a", "b"], ["y"], activation="HardSigmoid", activation_alpha=0.1)
+    with pytest.raises(UnsupportedModelError, match="activation 'HardSigmoid' with activation_alpha"):
+        lower_contrib(gs.import_onnx(model))
+
+
 def _raw(effective: Array, swap: int, batch: int) -> Array:
     """The input that FusedMatMul turns into `effective`."""
     value = np.swapaxes(effective, -1, -2) if swap else effective

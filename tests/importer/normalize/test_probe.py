@@ -120,3 +120,16 @@ def test_long_chains_do_not_recurse() -> None:
     long = Probe(Blueprint(g.model(18), {}), {"x": (2,)}, {})
     np.testing.assert_array_equal(long.value(shape), [3002])
     assert long.shape(name) == (2,)
+
+
+def test_what_a_constant_is_cast_like_lends_its_type_only() -> None:
+    g = Graph()
+    tokens = g.input("tokens", INT64, ["B"])
+    g.node("CastLike", [g.constant(2.5, np.float32), g.node("Gather", ["weight", tokens], "embedded")], "like")
+    g.output("like", FLOAT, [])
+    made = g.model(24)
+    made.graph.initializer.append(onnx.helper.make_tensor("weight", TensorProto.DOUBLE, [8, 3], np.ones((8, 3))))
+    value = Probe(Blueprint(made, {}), {"tokens": (2,)}, {}).value("like")
+    assert value is not None
+    assert value.dtype == np.float64
+    assert value == 2.5

@@ -8,6 +8,7 @@
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states
     the canonical form                                  canonical, residual (tables), trim, changes
+    rows that do not depend on each other               independence
     windows as circular buffers                         sliding
 
 Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
@@ -32,6 +33,7 @@ from trt_kvcache.importer.normalize.contrib import lower_contrib
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
+from trt_kvcache.importer.normalize.independence import check_independence
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
@@ -155,6 +157,7 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     graph.cleanup().toposort()
     free_positions(graph, canonical, interface, samples)
     check_padding(graph, interface)
+    check_independence(graph, canonical, interface, samples)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)
@@ -237,9 +240,8 @@ def _check_readers(graph: gs.Graph) -> None:
             reader = _other_reader(graph, tensor)
             if reader is not None:
                 raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention "
-                    "that the "
-                    "importer can prove; supported are caches that only attention reads"
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that "
+                    "the importer can prove; supported are caches that only attention reads"
                 )
 
 

@@ -42,7 +42,8 @@ def check_cancelled(
     made = {name for node in model.graph.node for name in node.output}
     blueprint = Blueprint(model, {})
     for sample in samples:
-        probe = _step(graph, canonical, interface, blueprint, sample)
+        starts = np.full(sample.batch, sample.past, np.int64)
+        probe = canonical_step(graph, canonical, interface, blueprint, sample, starts)
         for name in (n for n in names if n in made):
             before, after = sample.probe.value(name), probe.value(name)
             if before is None or after is None or not np.array_equal(before, after):
@@ -53,17 +54,26 @@ def check_cancelled(
                 )
 
 
-def _step(graph: gs.Graph, canonical: Canonical, interface: Interface, blueprint: Blueprint, sample: Sample) -> Probe:
-    """The canonical graph in a step of a sample."""
+def canonical_step(
+    graph: gs.Graph,
+    canonical: Canonical,
+    interface: Interface,
+    blueprint: Blueprint,
+    sample: Sample,
+    starts: Array,
+) -> Probe:
+    """The canonical graph in a step of a sample's sizes, with rows that start at `starts`, int64 ``[B]``."""
     shapes: dict[str, Shape] = {}
     values: dict[str, Array] = {}
-    starts = canonical.write_indices
+    first = canonical.write_indices
     for tensor in graph.inputs:
         role = interface.inputs[tensor.name].role if tensor.name in interface.inputs else None
         shape, value = sample.probe.shape(tensor.name), sample.probe.value(tensor.name)
         if role is None:
-            count = sample.past if tensor is starts else sample.total
-            shape, value = (sample.batch,), np.full(sample.batch, count, np.int64)
+            shape, value = (sample.batch,), starts if tensor is first else starts + sample.length
+        elif role is OriginalRole.POSITIONS and shape is not None and value is not None and len(shape) > 1:
+            steps = starts.reshape(-1, *[1] * (len(shape) - 1)) + np.arange(shape[-1])
+            value = np.broadcast_to(steps, shape).astype(value.dtype)
         elif role is OriginalRole.GROWING_CACHE:
             shape = tuple(d if isinstance(d, int) else sample.batch for d in dims(tensor) or ())
         elif role is OriginalRole.PADDING_MASK and shape is not None:

@@ -7,6 +7,7 @@
     Gelu, FastGelu, BiasGelu                           Gelu(x + b), exact or tanh
     QuickGelu(x)                                       x * Sigmoid(alpha * x)
     FusedMatMul(a, b)                                  MatMul(Transpose(a), Transpose(b)) * alpha
+    FusedGemm(a, b, c)                                 activation(Gemm(a, b, c))
 
 Measured against ONNX Runtime's own kernels: equal bit for bit, except for sums before a normalization and for Gelu,
 which its fp16 kernels keep in fp32 (one unit in the last place of fp16).
@@ -20,6 +21,7 @@ Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -42,6 +44,12 @@ CONTRIB = "com.microsoft"
 
 FLOAT = int(onnx.TensorProto.FLOAT)
 
+_ACTIVATIONS: dict[str, dict[str, str]] = {
+    "Relu": {},
+    "Sigmoid": {},
+    "Tanh": {},
+    "LeakyRelu": {"activation_alpha": "alpha"},
+}
 _QUANTIZED = {
     "MatMulNBits": "export unquantized, or in QDQ form (onnxruntime-genai: extra option use_qdq=true)",
     "MatMulBnb4": "export unquantized",
@@ -247,6 +255,21 @@ def _matmul_operand(emitter: Emitter, node: gs.Node, index: int, letter: str) ->
     return moved
 
 
+def _fused_gemm(emitter: Emitter, node: gs.Node) -> Results:
+    known = {name: node.attrs[name] for name in ("alpha", "beta", "transA", "transB") if name in node.attrs}
+    result = emitter.op("Gemm", list(node.inputs), "gemm", **known)
+    activation = str(node.attrs.get("activation", ""))
+    settings = {name for name in node.attrs if name.startswith("activation_")}
+    if activation not in _ACTIVATIONS or settings - set(_ACTIVATIONS[activation]):
+        raise UnsupportedModelError(
+            f"{_label(node)} has the activation '{activation}' with {', '.join(sorted(settings)) or 'no settings'}; "
+            f"supported are {', '.join(_ACTIVATIONS)}: save the model with basic optimization"
+        )
+    names = _ACTIVATIONS[activation]
+    attrs: dict[str, Any] = {names[name]: float(node.attrs[name]) for name in sorted(settings)}
+    return [emitter.op(activation, [result], "gemm_activation", **attrs)]
+
+
 def _rotary(emitter: Emitter, node: gs.Node) -> Results:
     return [lower_rotary(emitter, node)]
 
@@ -260,4 +283,5 @@ _LOWERINGS: dict[str, Callable[[Emitter, gs.Node], Results]] = {
     "BiasGelu": _exact_gelu,
     "QuickGelu": _quick_gelu,
     "FusedMatMul": _fused_matmul,
+    "FusedGemm": _fused_gemm,
 }

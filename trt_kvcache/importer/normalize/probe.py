@@ -137,7 +137,7 @@ class Probe:
             stack.append((current, True))
             made = None if current in self._given else self._blueprint.producers.get(current)
             if made is not None and made[0].op_type not in ("Shape", "Size", "Constant"):
-                stack.extend((before, False) for before in made[0].input if before)
+                stack.extend((before, False) for before in _operands(made[0]) if before)
         return order
 
     def _compute(self, name: str) -> Array | None:
@@ -151,9 +151,11 @@ class Probe:
         node, index = made
         if node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx"):
             return self._shape_value(node)
-        inputs = [self._values.get(n) if n else None for n in node.input]
-        if any(n and v is None for n, v in zip(node.input, inputs, strict=True)):
+        inputs = [self._values.get(n) if n else None for n in _operands(node)]
+        if any(n and v is None for n, v in zip(_operands(node), inputs, strict=True)):
             return None
+        if _is_cast_like(node):
+            return self._cast_like(node, inputs[0])
         return self._evaluate(node, index, inputs)
 
     def _shape_value(self, node: onnx.NodeProto) -> Array | None:
@@ -183,6 +185,10 @@ class Probe:
         except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
             return None
         return np.asarray(result[index] if isinstance(result, (tuple, list)) else result)
+
+    def _cast_like(self, node: onnx.NodeProto, value: Array | None) -> Array | None:
+        wanted = self.elem_type(node.input[1])
+        return value.astype(onnx.helper.tensor_dtype_to_np_dtype(wanted)) if value is not None and wanted else None
 
     def _affordable(self, name: str) -> bool:
         shape = self.shape(name)
@@ -255,6 +261,15 @@ class Probe:
         except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
             return {}
         return inferred
+
+
+def _is_cast_like(node: onnx.NodeProto) -> bool:
+    return node.op_type == "CastLike" and node.domain in ("", "ai.onnx")
+
+
+def _operands(node: onnx.NodeProto) -> list[str]:
+    """The inputs whose values count: of what CastLike is like, it is the type."""
+    return list(node.input)[:1] if _is_cast_like(node) else list(node.input)
 
 
 def _type(elem_type: int, shape: Shape) -> onnx.TypeProto:
