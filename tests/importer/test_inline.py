@@ -79,6 +79,17 @@ def test_function_with_the_name_of_an_operator_keeps_its_meaning(tmp_path):
     assert not any(layer.type == trt.trt.LayerType.ACTIVATION for layer in layers)
 
 
+def test_an_input_that_a_call_leaves_out_is_left_out(tmp_path):
+    graph, inputs = cache_graph()
+    scale = graph.constant(np.ones(4), np.float32)
+    normed = graph.node("Norm", [inputs[1], scale], domain="my")
+    graph.node("TensorScatter", [inputs[0], normed, inputs[2]], "present", axis=2)
+    node = helper.make_node("LayerNormalization", ["x", "scale", "bias"], ["y"])
+    norm = helper.make_function("my", "Norm", ["x", "scale", "bias"], ["y"], [node], [helper.make_opsetid("", 24)])
+    result = harness.imported(graph.model(domains=["my"], functions=[norm]), tmp_path)
+    assert [len(n.input) for n in result.model.graph.node if n.op_type == "LayerNormalization"] == [2]
+
+
 def test_recursive_functions_are_refused(tmp_path):
     graph, inputs = cache_graph()
     graph.node("Write", inputs, "present", domain="local")

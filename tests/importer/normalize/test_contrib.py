@@ -191,6 +191,21 @@ def test_a_gemm_fused_with_another_activation_is_refused() -> None:
         lower_contrib(gs.import_onnx(model))
 
 
+@pytest.mark.parametrize("activation", ["none", "silu", "swish"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_causal_conv_with_state(activation: str, bias: bool) -> None:
+    feeds = {"x": random(np.float32, 2, 6, 5), "w": random(np.float32, 6, 1, 4), "past": random(np.float32, 2, 6, 3)}
+    feeds |= {"b": random(np.float32, 6)} if bias else {}
+    names = ["x", "w", "b" if bias else "", "past"]
+    compare(make("CausalConvWithState", feeds, names, ["y", "s"], activation=activation, ndim=1), feeds, exact=False)
+
+
+def test_a_causal_conv_without_a_past_is_refused() -> None:
+    feeds = {"x": random(np.float32, 2, 6, 5), "w": random(np.float32, 6, 1, 4)}
+    with pytest.raises(UnsupportedModelError, match="CausalConvWithState.* no past"):
+        lower_contrib(gs.import_onnx(make("CausalConvWithState", feeds, ["x", "w"], ["y"])))
+
+
 def _raw(effective: Array, swap: int, batch: int) -> Array:
     """The input that FusedMatMul turns into `effective`."""
     value = np.swapaxes(effective, -1, -2) if swap else effective

@@ -8,6 +8,7 @@
     QuickGelu(x)                                       x * Sigmoid(alpha * x)
     FusedMatMul(a, b)                                  MatMul(Transpose(a), Transpose(b)) * alpha
     FusedGemm(a, b, c)                                 activation(Gemm(a, b, c))
+    CausalConvWithState(x, w, b, past)                 s = Concat(past, x); Conv(s, w, b); the last rows of s
 
 Measured against ONNX Runtime's own kernels: equal bit for bit, except for sums before a normalization and for Gelu,
 which its fp16 kernels keep in fp32 (one unit in the last place of fp16).
@@ -50,6 +51,8 @@ _ACTIVATIONS: dict[str, dict[str, str]] = {
     "Tanh": {},
     "LeakyRelu": {"activation_alpha": "alpha"},
 }
+_GATES = ("none", "silu", "swish")
+_END = 2**62
 _QUANTIZED = {
     "MatMulNBits": "export unquantized, or in QDQ form (onnxruntime-genai: extra option use_qdq=true)",
     "MatMulBnb4": "export unquantized",
@@ -270,6 +273,38 @@ def _fused_gemm(emitter: Emitter, node: gs.Node) -> Results:
     return [emitter.op(activation, [result], "gemm_activation", **attrs)]
 
 
+def _causal_conv(emitter: Emitter, node: gs.Node) -> Results:
+    x, weight, past = node.inputs[0], node.inputs[1], input_or_none(node, 3)
+    shape, activation = dims(weight), str(node.attrs.get("activation", "none"))
+    sizes = [d for d in (shape or ())[::2] if isinstance(d, int)]
+    plain = not int(node.attrs.get("state_window", 0)) and int(node.attrs.get("ndim", 1)) == 1
+    if (
+        past is None
+        or len(shape or ()) != 3
+        or len(sizes) != 2
+        or sizes[1] < 2
+        or not plain
+        or activation not in _GATES
+    ):
+        raise UnsupportedModelError(
+            f"{_label(node)} has a weight {list(shape or ())}, the activation '{activation}' and "
+            f"{'a' if past is not None else 'no'} past; supported is one axis of time, a fixed weight [channels, 1, k] "
+            f"of k > 1, a past, no state_window, and an activation of {', '.join(_GATES)}"
+        )
+    channels, width = sizes
+    rows = emitter.op("Concat", [past, x], "conv_rows", axis=2)
+    bias = input_or_none(node, 2)
+    inputs = [rows, weight] + ([bias] if bias is not None else [])
+    result = emitter.op("Conv", inputs, "conv", group=channels, kernel_shape=[width])
+    if activation != "none":
+        gate = emitter.op("Sigmoid", [result], "conv_gate")
+        result = emitter.op("Mul", [result, gate], "conv_gated")
+    if not used(emitter.graph, node, 1):
+        return [result]
+    ends = [emitter.ints([1 - width]), emitter.ints([_END]), emitter.ints([2])]
+    return [result, emitter.op("Slice", [rows, *ends], "conv_state")]
+
+
 def _rotary(emitter: Emitter, node: gs.Node) -> Results:
     return [lower_rotary(emitter, node)]
 
@@ -284,4 +319,5 @@ _LOWERINGS: dict[str, Callable[[Emitter, gs.Node], Results]] = {
     "QuickGelu": _quick_gelu,
     "FusedMatMul": _fused_matmul,
     "FusedGemm": _fused_gemm,
+    "CausalConvWithState": _causal_conv,
 }
