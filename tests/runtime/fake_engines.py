@@ -14,8 +14,8 @@ from trt_kvcache.engine.manifest import Manifest, manifest_path, save_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import PlanOptions, Target
-from trt_kvcache.verify.tables import index_limits
 
 
 def write_engine(

@@ -56,8 +56,8 @@ def build_engine(
     """
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
+    from trt_kvcache.importer.index_limits import index_limits
     from trt_kvcache.importer.serialize import serialize_model
-    from trt_kvcache.verify.tables import index_limits
 
     build = build or BuildOptions()
     engine_path = check_output(output)

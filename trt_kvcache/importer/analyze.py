@@ -12,6 +12,7 @@ from trt_kvcache.importer.attention import analyze_attention, read_attention, re
 from trt_kvcache.importer.caches import analyze_caches
 from trt_kvcache.importer.cross import find_cross_attention
 from trt_kvcache.importer.graph import contains, dims, is_op, producer
+from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.plan import (
@@ -63,7 +64,7 @@ def analyze(
     states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
     roles = find_roles(model, _facts(graph, caches, states), options.config)
     relaxed = _relaxed_masks(graph, options)
-    return CachePlan(
+    plan = CachePlan(
         options=options,
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
         caches=caches,
@@ -78,6 +79,19 @@ def analyze(
         changes=findings.changes if findings is not None else (),
         original=findings.original if findings is not None else (),
     )
+    return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
+
+
+def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
+    """What to know of position tables that end before the caches do: a lookup behind their end reads their last row."""
+    rows = index_limits(model, plan).positions
+    longest = max((c.capacity for c in plan.caches), default=0)
+    return [
+        f"'{name}' looks up a table of {count} positions, and the caches hold {longest} tokens: no text may be longer "
+        f"than {count}"
+        for name, count in rows.items()
+        if count < longest
+    ]
 
 
 def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:

@@ -18,6 +18,7 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 from trt_kvcache.engine.files import identify
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.constants import Constants
@@ -25,7 +26,6 @@ from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch
-from trt_kvcache.verify.tables import index_limits
 
 __all__ = ["OnnxRuntimeRunner"]
 

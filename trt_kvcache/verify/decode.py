@@ -13,6 +13,7 @@ from onnx import ModelProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.verify.caches import CacheTensor, cache_bytes, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
@@ -22,7 +23,6 @@ from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import with_expanded_masks
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
 from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, memory, open_session
-from trt_kvcache.verify.tables import index_limits
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.index_limits import IndexLimits
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.verify.dtypes import numpy_dtype
 from trt_kvcache.verify.schedule import Step
-from trt_kvcache.verify.tables import IndexLimits
 
 Array = npt.NDArray[Any]
 
