@@ -13,6 +13,7 @@ from trt_kvcache import (
     BuildOptions,
     DecodeSession,
     GenerationConfig,
+    OptionError,
     PlanOptions,
     Role,
     Route,
@@ -151,3 +152,11 @@ def test_a_canonical_model_passes_through_as_it_is():
 def test_a_dead_end_is_named_before_the_capacity_is_asked_for(name):
     with pytest.raises(UnsupportedModelError, match=REFUSED[name]):
         plan_model(_path(name))
+
+
+def test_rotary_tables_bound_the_capacity():
+    """What lies behind their end is not defined: ONNX Runtime's operator refuses it."""
+    path = _path("ort-genai/llama_cpu_fp32")
+    plan_model(path, PlanOptions(capacity=256))
+    with pytest.raises(OptionError, match="257, but GroupQueryAttention .* rotary tables of 256 positions"):
+        plan_model(path, PlanOptions(capacity=257))

@@ -31,8 +31,8 @@ from functools import partial
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, contains, elem_type, input_or_none
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
+from trt_kvcache.importer.graph import consumers, contains, dims, elem_type, input_or_none
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.contrib import CONTRIB, FLOAT, used
 from trt_kvcache.importer.normalize.findings import Visibility
@@ -119,6 +119,7 @@ def prove_gqa(
 
     Raises:
         UnsupportedModelError: an option has no form in ONNX's Attention, or lengths are not what they have to be.
+        OptionError: the capacity is more than the rows of the rotary tables.
     """
     _check_options(graph, node)
     for cache in caches:
@@ -128,6 +129,7 @@ def prove_gqa(
                 "cache); supported are float caches of the model's own type"
             )
     _check_lengths(graph, node, samples)
+    _check_table(node, samples.plain[0].capacity)
     causal = bool(node.attrs.get("causal", 1))
     window = int(node.attrs.get("local_window_size", -1))
     ring = int(node.attrs.get("sliding_window_cache", 0))
@@ -140,6 +142,16 @@ def prove_gqa(
     masks = [MaskUse(bias, MaskKind.ADDED)] if bias is not None else []
     seen = visibility(node, masks, graph, interface, samples, causal=causal, window=window if window > 0 else None)
     return partial(_rewrite, node=node, caches=caches, sizes=_sizes(node), seen=seen)
+
+
+def _check_table(node: gs.Node, capacity: int) -> None:
+    """Refuse rotary tables that end before the caches do: what lies behind their end is not defined."""
+    rows = (dims(node.inputs[_COS]) or ("?",))[0] if node.attrs.get("do_rotary", 0) else "?"
+    if isinstance(rows, int) and rows < capacity:
+        raise OptionError(
+            f"--capacity is {capacity}, but {label(node)} has rotary tables of {rows} positions: give at most "
+            f"--capacity {rows}, or export with a longer context"
+        )
 
 
 def _check_options(graph: gs.Graph, node: gs.Node) -> None:
