@@ -96,3 +96,36 @@ def test_each_sequence_has_rows_of_its_own() -> None:
 def test_look_alikes_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="from the length of the cache together with weights"):
         normalize(decoder(**options), {}, PlanOptions(capacity=CAPACITY))
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "refused"), [("Gather", 40, False), ("Gather", 39, True), ("GatherND", 39, True)]
+)
+def test_positions_counted_in_the_graph_stay_within_their_table(op: str, rows: int, refused: bool) -> None:
+    """Learned positions looked up at Shape(past) + arange(S), as torch writes Whisper's."""
+    model = decoder()
+    cut = next(n for n in model.graph.node if n.op_type == "Slice" and n.output[0] == "rows")
+    table = next(t for t in model.graph.initializer if t.name == cut.input[0])
+    table.CopyFrom(onnx.numpy_helper.from_array(np.ones((rows, table.dims[1]), np.float32), table.name))
+    past, total = cut.input[1], cut.input[2]
+    graph = model.graph
+    scalars = [onnx.helper.make_node("Squeeze", [name], [f"{name}_scalar"]) for name in (past, total)]
+    for name, value in (("step", np.array(1)), ("front", np.array([0])), ("last", np.array([-1]))):
+        graph.initializer.append(onnx.numpy_helper.from_array(value, name))
+    count = onnx.helper.make_node("Range", [f"{past}_scalar", f"{total}_scalar", "step"], ["counted"])
+    row = onnx.helper.make_node("Unsqueeze", ["counted", "front"], ["position"])
+    index = ["position"]
+    extra = []
+    if op == "GatherND":
+        extra = [onnx.helper.make_node("Unsqueeze", ["position", "last"], ["pairs"])]
+        index = ["pairs"]
+    look = onnx.helper.make_node(op, [table.name, *index], list(cut.output), name="lookup")
+    place = list(graph.node).index(cut)
+    nodes = [*graph.node[:place], *scalars, count, row, *extra, look, *graph.node[place + 1 :]]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    if refused:
+        with pytest.raises(OptionError, match=f"the model has {rows} positions: 'lookup' .* at most --capacity {rows}"):
+            normalize(model, {}, PlanOptions(capacity=40))
+    else:
+        normalize(model, {}, PlanOptions(capacity=40))

@@ -42,6 +42,7 @@ from trt_kvcache.importer.normalize.residual import check_padding, free_position
 from trt_kvcache.importer.normalize.samples import Interface, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.states import find_states
+from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
@@ -157,6 +158,7 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     graph.cleanup().toposort()
     free_positions(graph, canonical, interface, samples)
     check_padding(graph, interface)
+    check_tables(graph, canonical)
     check_independence(graph, canonical, interface, samples)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:

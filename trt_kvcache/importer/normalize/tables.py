@@ -17,6 +17,8 @@ from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none,
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.samples import Sample
 
+_PASSING = ("Unsqueeze", "Squeeze", "Reshape", "Expand", "Tile", "Cast", "Identity", "Flatten", "Transpose")
+
 
 def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Sequence[Sample]) -> bool:
     """Put a Gather by position in the place of `node`, if it is a Slice that provably takes the new tokens' rows.
@@ -39,16 +41,48 @@ def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: S
     shape = dims(table) or ()
     if len(shape) != 2 or contains(graph.outputs, rows) or not all(_takes_new(node, s) for s in samples):
         return False
-    if isinstance(shape[0], int) and shape[0] < canonical.capacity:
-        raise OptionError(
-            f"--capacity is {canonical.capacity}, but the model has {shape[0]} positions: '{node.name}' takes rows of "
-            f"the table '{table.name}'; give at most --capacity {shape[0]}"
-        )
+    _check_rows(node, table, shape[0], canonical.capacity)
     if not all(is_op(n, "Add") and _adds_per_row(n, s, shape[1]) for n in consumers(rows) for s in samples):
         return False
     gathered = canonical.emit.op("Gather", [table, canonical.positions()], "position_rows", axis=0)
     replace_uses(rows, gathered)
     return True
+
+
+def check_tables(graph: gs.Graph, canonical: Canonical) -> None:
+    """Refuse tables that end before the caches do, where positions counted in the graph look them up.
+
+    What a lookup behind the end gives is not defined: ONNX Runtime fails, TensorRT does not say so.
+
+    Args:
+        graph: canonical; dead nodes are gone.
+        canonical: of the graph.
+
+    Raises:
+        OptionError: the capacity is more than a table's rows.
+    """
+    pending = [t for t in graph.tensors().values() if t.name == canonical.positions_name]
+    while pending:
+        tensor = pending.pop()
+        for node in consumers(tensor):
+            if is_op(node, *_PASSING) and node.inputs[0] is tensor:
+                pending += node.outputs
+                continue
+            places = {"Gather": (1, 0), "GatherND": (1, 0), "RotaryEmbedding": (3, 1)}
+            index, table = places.get(node.op, (0, 0)) if is_op(node, *places) else (0, 0)
+            if index and index < len(node.inputs) and node.inputs[index] is tensor:
+                axis = int(node.attrs.get("axis", 0)) if is_op(node, "Gather") else 0
+                shape = dims(node.inputs[table]) or ()
+                if isinstance(node.inputs[table], gs.Constant) and axis < len(shape):
+                    _check_rows(node, node.inputs[table], shape[axis], canonical.capacity)
+
+
+def _check_rows(node: gs.Node, table: gs.Tensor, rows: int | str, capacity: int) -> None:
+    if isinstance(rows, int) and rows < capacity:
+        raise OptionError(
+            f"--capacity is {capacity}, but the model has {rows} positions: '{node.name}' takes rows of the table "
+            f"'{table.name}'; give at most --capacity {rows}"
+        )
 
 
 def _takes_new(node: gs.Node, sample: Sample) -> bool:
