@@ -36,6 +36,7 @@ _EXPORT_SECONDS = 900
 sys.path.insert(0, str(ROOT / "tests"))
 
 from exporters.exports import ARCHITECTURES, EXPORTERS, UNAVAILABLE  # noqa: E402 - after its folder is known
+from readme_block import replace_block  # noqa: E402
 
 Result = dict[str, str]
 """`outcome`: ``"yes"``, ``"copied"`` (right, but not in place) or ``"no"``; `idiom`; `reason` where it is not yes."""
@@ -178,11 +179,7 @@ def replaced(text: str) -> str:
     Raises:
         ValueError: a marker is missing.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the text lacks {BEGIN} or, after it, {END}")
-    return f"{before}{BEGIN}\n{table(load())}\n{END}{after}"
+    return replace_block(text, BEGIN, END, table(load()))
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from readme_block import replace_block
+
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
@@ -36,11 +38,7 @@ def replaced(text: str) -> str:
     Raises:
         ValueError: a marker is missing.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the text lacks {BEGIN} or, after it, {END}")
-    return f"{before}{BEGIN}\n{matrix()}\n{END}{after}"
+    return replace_block(text, BEGIN, END, matrix())
 
 
 def main() -> None:

@@ -1,0 +1,16 @@
+"""A part of README.md that a script writes, between two marker lines."""
+
+from __future__ import annotations
+
+
+def replace_block(text: str, begin: str, end: str, block: str) -> str:
+    """`text` with what stands between the markers replaced by `block`.
+
+    Raises:
+        ValueError: a marker is missing.
+    """
+    before, found, rest = text.partition(begin)
+    _, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"the text lacks {begin} or, after it, {end}")
+    return f"{before}{begin}\n{block}\n{end}{after}"
