@@ -284,6 +284,26 @@ def test_element_type_that_onnx_does_not_define(tmp_path: Path) -> None:
     assert "'update' has element type 99, which ONNX does not define" in refusal(write(tmp_path / "model.onnx", model))
 
 
+@pytest.mark.parametrize("to", [TensorProto.UNDEFINED, 99, -1])
+def test_cast_to_an_element_type_that_onnx_does_not_define(tmp_path: Path, to: int) -> None:
+    def cast(graph: onnx.GraphProto) -> None:
+        graph.node.append(onnx.helper.make_node("Cast", ["update"], ["other"], "cast", to=to))
+
+    message = refusal(write(tmp_path / "model.onnx", edited(cast)))
+    assert message == f"Cast 'cast' casts to element type {to}, which ONNX does not define; export the model again"
+
+
+def test_cast_to_the_type_that_the_caller_of_a_function_names(tmp_path: Path) -> None:
+    model = scatter_model()
+    cast = helper.make_node("Cast", ["x"], ["y"])
+    cast.attribute.add(name="to", ref_attr_name="to", type=onnx.AttributeProto.INT)
+    opset = [onnx.helper.make_opsetid("", 24)]
+    model.functions.append(onnx.helper.make_function("own", "Convert", ["x"], ["y"], [cast], opset, ["to"]))
+    model.opset_import.append(onnx.helper.make_opsetid("own", 1))
+    model.graph.node.append(helper.make_node("Convert", ["update"], ["other"], domain="own", to=TensorProto.FLOAT16))
+    assert load_source(write(tmp_path / "model.onnx", model)).proto.functions
+
+
 def test_two_initializers_of_one_name(tmp_path: Path) -> None:
     model = external_model(location="w.bin")
     model.graph.initializer.append(model.graph.initializer[0])

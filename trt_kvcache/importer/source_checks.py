@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import onnx
 import onnx.inliner
 from google.protobuf.message import Message
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.protos import (
@@ -192,6 +192,19 @@ def _check_types(model: ModelProto, source: str) -> None:
                     f"{source}: '{info.name}' has element type {elem_type_of(info)}, which ONNX does not define; "
                     "export the model again"
                 )
+        for node in scope.node:
+            for attribute in node.attribute:
+                if is_op(node, "Cast") and attribute.name == "to" and not _is_elem_type(attribute):
+                    raise InvalidModelError(
+                        f"{source}: {describe(node)} casts to element type {attribute.i}, which ONNX does not define; "
+                        "export the model again"
+                    )
+
+
+def _is_elem_type(attribute: AttributeProto) -> bool:
+    """Whether an attribute is an element type that tensors have; one that a function's caller gives may be."""
+    types = set(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
+    return bool(attribute.ref_attr_name) or attribute.i in types
 
 
 def _check_scatters(graph: GraphProto, outer: dict[str, ValueInfoProto], source: str) -> None:
