@@ -55,7 +55,7 @@ def is_plugin_node(node: gs.Node) -> bool:
 
 
 def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, ...]:
-    """Plan every cache update of the graph, in graph order.
+    """Plan every cache update of the graph, in the order of the graph's inputs; those of no input come last.
 
     Raises:
         InvalidModelError: an update breaks a rule of its operator.
@@ -67,7 +67,8 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
             found += _plan_plugin_node(graph, node, options)
         elif is_update(node):
             found.append(_plan(graph, node, options))
-    return tuple(found)
+    places = {tensor.name: place for place, tensor in enumerate(graph.inputs)}
+    return tuple(sorted(found, key=lambda cache: places.get(cache.past, len(places))))
 
 
 def _plan_plugin_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> list[CacheUpdate]:
