@@ -44,7 +44,7 @@ class NormalizedVerification(Verification):
             verify = replace(verify, tokens=_TIMES_PROMPT * max(sum(verify.chunks), 1))
         self.interface = OriginalInterface(imported.plan, twin=twin)
         self.original_caches: dict[str, CacheTensor] = {}
-        self.greedy = [0, 0, 0]
+        self.greedy = [0, 0]
         self.most = math.inf
         super().__init__(imported, verify, original, rewritten, folder, twin=twin)
 
@@ -59,17 +59,17 @@ class NormalizedVerification(Verification):
             finite = all(o.max_relative is not None for o in report.outputs)
             if report.passed or (finite and not self._may_outweigh()):
                 break
-            self.most, self.steps, self.greedy = magnitude, [], [0, 0, 0]
+            self.most, self.steps, self.greedy = magnitude, [], [0, 0]
             found = "other numbers" if finite else "numbers that are not finite"
             note = f"garbage of {magnitude:g}: that of {report.garbage:g} gave {found}"
             report = super().run()
             report = replace(report, notes=(*dict.fromkeys(report.notes), note))
-        same, clear, differ = self.greedy
-        if not clear + differ:
+        same, clear = self.greedy
+        if not clear:
             return report
-        note = f"greedy decoding: the same token at {same} of {clear + differ} positions with a clear best one"
-        if differ and report.passed:
-            failure = f"{differ} of {clear + differ} greedy tokens differ though the best token is clear"
+        note = f"greedy decoding: the same token at {same} of {clear} positions with a clear best one"
+        if same < clear and report.passed:
+            failure = f"{clear - same} of {clear} greedy tokens differ though the best token is clear"
             return replace(report, passed=False, failure=failure, notes=(*report.notes, note))
         return replace(report, notes=(*report.notes, note))
 
@@ -165,8 +165,7 @@ class NormalizedVerification(Verification):
         clear = best[..., -1] - best[..., -2] > allowed * np.abs(best).max(initial=0.0)
         same = expected.argmax(-1) == found.argmax(-1)
         self.greedy[0] += int((same & clear).sum())
-        self.greedy[1] += int((same & clear).sum())
-        self.greedy[2] += int((~same & clear).sum())
+        self.greedy[1] += int(clear.sum())
 
     def _note_schedule(self, episodes: Sequence[Episode]) -> None:
         super()._note_schedule(episodes)
