@@ -290,6 +290,14 @@ def test_no_past() -> None:
         normalized(case.model)
 
 
+@pytest.mark.parametrize("missing", [3, 4])
+def test_one_past_only(missing: int) -> None:
+    case = layer()
+    next(n for n in case.model.graph.node if n.op_type == "GroupQueryAttention").input[missing] = ""
+    with pytest.raises(InvalidModelError, match="has only one of past_key and past_value"):
+        normalized(case.model)
+
+
 def test_a_past_used_twice() -> None:
     case = layer()
     case.model.graph.node.append(helper.make_node("Identity", ["past_k"], ["copy"], name="copy_it"))

@@ -141,9 +141,10 @@ def test_packed_inputs_are_refused() -> None:
         normalized(case.model)
 
 
-def test_one_past_only() -> None:
+@pytest.mark.parametrize("missing", [6, 7])
+def test_one_past_only(missing: int) -> None:
     case = layer()
-    next(n for n in case.model.graph.node if n.op_type == "MultiHeadAttention").input[7] = ""
+    next(n for n in case.model.graph.node if n.op_type == "MultiHeadAttention").input[missing] = ""
     with pytest.raises(InvalidModelError, match="has only one of past_key and past_value"):
         normalized(case.model)
 

@@ -40,6 +40,7 @@ from trt_kvcache.importer.normalize.held import (
     Heads,
     HeldCache,
     Rewrite,
+    has_past,
     head_size,
     held_caches,
     label,
@@ -67,10 +68,10 @@ def gqa_caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
     """The caches of one GroupQueryAttention, with their shapes stated in the graph.
 
     Raises:
-        UnsupportedModelError: it has none, or see `held_caches`.
-        InvalidModelError: shapes contradict each other.
+        UnsupportedModelError: it has none.
+        UnsupportedModelError, InvalidModelError: see `held_caches`, or shapes contradict each other.
     """
-    if input_or_none(node, _PASTS[0]) is None or input_or_none(node, _PASTS[1]) is None:
+    if not has_past(node, _PASTS):
         raise UnsupportedModelError(
             f"{label(node)} has no past_key and past_value; supported are decoders that are given their caches: export "
             "the model with past"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, elem_type, is_op
+from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, elem_type, input_or_none, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.contrib import become
 from trt_kvcache.importer.normalize.findings import Visibility
@@ -63,6 +63,11 @@ def label(node: gs.Node) -> str:
     return f"{node.op} '{node.name}'"
 
 
+def has_past(node: gs.Node, pasts: Sequence[int]) -> bool:
+    """Whether one of an operator's inputs `pasts`, past_key and past_value, is given."""
+    return any(input_or_none(node, index) is not None for index in pasts)
+
+
 def held_caches(graph: gs.Graph, node: gs.Node, pasts: Sequence[int], presents: Sequence[int]) -> list[HeldCache]:
     """The caches of one operator: keys, then values.
 
@@ -74,7 +79,10 @@ def held_caches(graph: gs.Graph, node: gs.Node, pasts: Sequence[int], presents: 
 
     Raises:
         UnsupportedModelError: a past is no graph input of its own, or a present no graph output.
+        InvalidModelError: one past is missing.
     """
+    if any(input_or_none(node, index) is None for index in pasts):
+        raise InvalidModelError(f"{label(node)} has only one of past_key and past_value")
     found = []
     for past_index, present_index in zip(pasts, presents, strict=True):
         past = node.inputs[past_index]

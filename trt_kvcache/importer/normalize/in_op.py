@@ -36,6 +36,7 @@ from trt_kvcache.importer.normalize.held import (
     Heads,
     HeldCache,
     Rewrite,
+    has_past,
     head_size,
     held_caches,
     label,
@@ -52,8 +53,7 @@ _MASK, _PASTS, _LENGTHS, _PRESENTS, _SCORES = 3, (4, 5), 6, (1, 2), 3
 
 def is_in_op(node: gs.Node) -> bool:
     """Whether a node is ONNX's Attention with a past."""
-    pasts = [input_or_none(node, index) for index in _PASTS]
-    return is_op(node, "Attention") and any(past is not None for past in pasts)
+    return is_op(node, "Attention") and has_past(node, _PASTS)
 
 
 def lower_presents(graph: gs.Graph) -> None:
@@ -94,11 +94,8 @@ def in_op_caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
     """The caches of one Attention, with their shapes stated in the graph.
 
     Raises:
-        UnsupportedModelError: see `held_caches`.
-        InvalidModelError: one past is missing, or shapes contradict each other.
+        UnsupportedModelError, InvalidModelError: see `held_caches`, or shapes contradict each other.
     """
-    if any(input_or_none(node, index) is None for index in _PASTS):
-        raise InvalidModelError(f"{label(node)} has only one of past_key and past_value")
     caches = held_caches(graph, node, _PASTS, _PRESENTS)
     heads = _heads_of(node, "kv_num_heads", 1)
     merged = _rank(node) == 3

@@ -37,6 +37,7 @@ from trt_kvcache.importer.normalize.held import (
     Heads,
     HeldCache,
     Rewrite,
+    has_past,
     head_size,
     held_caches,
     label,
@@ -74,7 +75,7 @@ def is_mha(node: gs.Node) -> bool:
             f"{CONTRIB}::{label(node)} {_OTHERS[node.op]}; supported are GroupQueryAttention and MultiHeadAttention: "
             "export or optimize the model for these"
         )
-    return bool(node.op == "MultiHeadAttention" and input_or_none(node, _PASTS[0]) is not None)
+    return node.op == "MultiHeadAttention" and has_past(node, _PASTS)
 
 
 def lower_mha(graph: gs.Graph) -> None:
@@ -84,11 +85,7 @@ def lower_mha(graph: gs.Graph) -> None:
         UnsupportedModelError: an option has no form in ONNX's Attention.
     """
     emitter = Emitter(graph)
-    plain = [
-        n
-        for n in graph.nodes
-        if n.op == "MultiHeadAttention" and n.domain == CONTRIB and input_or_none(n, _PASTS[0]) is None
-    ]
+    plain = [n for n in graph.nodes if n.op == "MultiHeadAttention" and n.domain == CONTRIB and not has_past(n, _PASTS)]
     for node in plain:
         _check_options(graph, node)
         if input_or_none(node, _PADDING) is not None:
@@ -121,11 +118,8 @@ def mha_caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
     """The caches of one MultiHeadAttention, with their shapes stated in the graph.
 
     Raises:
-        UnsupportedModelError: see `held_caches`.
-        InvalidModelError: one past is missing, or shapes contradict each other.
+        UnsupportedModelError, InvalidModelError: see `held_caches`, or shapes contradict each other.
     """
-    if any(input_or_none(node, index) is None for index in _PASTS):
-        raise InvalidModelError(f"{label(node)} has only one of past_key and past_value")
     caches = held_caches(graph, node, _PASTS, _PRESENTS)
     _check_options(graph, node)
     heads, size = _sizes(node)
