@@ -19,12 +19,19 @@ class Architecture:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_scaling": {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]},
+}
 ARCHITECTURES = {
     "llama": Architecture("CausalLMModel"),
     "llama-mha": Architecture("CausalLMModel", {"num_key_value_heads": 4}),
     "qwen3": Architecture("Qwen3CausalLMModel", {"attn_qk_norm": True}),
     "qwen2": Architecture("CausalLMModel", {"attn_qkv_bias": True}),
+    "longrope": Architecture("CausalLMModel", _LONGROPE | {"original_max_position_embeddings": CAPACITY}),
 }
+DEPENDENT = Architecture("CausalLMModel", _LONGROPE | {"original_max_position_embeddings": CAPACITY // 2})
+"""Its longest sequence chooses the rotary factors of all."""
 
 
 def export(name: str, folder: Path, dtype: str = "FLOAT") -> Path:
@@ -32,7 +39,7 @@ def export(name: str, folder: Path, dtype: str = "FLOAT") -> Path:
     import mobius
     import onnx_ir as ir
 
-    architecture = ARCHITECTURES[name]
+    architecture = (ARCHITECTURES | {"dependent": DEPENDENT})[name]
     settings: dict[str, Any] = {
         "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "hidden_act": "silu", "pad_token_id": 0,

@@ -8,11 +8,17 @@ import mobius_export
 import pytest
 
 from trt_kvcache import AttentionKind, BuildOptions, PhysicalLayout, Route, build_engine, plan_model, verify_model
+from trt_kvcache.errors import UnsupportedModelError
+
+pytestmark = [
+    pytest.mark.skipif(
+        find_spec("mobius") is None, reason="mobius-onnx is not installed: pip install -e '.[exporters]'"
+    ),
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore"),  # mobius and torch warn of their own dependencies
+]
 
 
-@pytest.mark.skipif(find_spec("mobius") is None, reason="mobius-onnx is not installed: pip install -e '.[exporters]'")
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # mobius and torch warn of their own dependencies
 @pytest.mark.parametrize("dtype", ["FLOAT", "FLOAT16", "BFLOAT16"])
 @pytest.mark.parametrize("name", mobius_export.ARCHITECTURES)
 def test_static_cache_export(name, dtype, tmp_path):
@@ -26,3 +32,8 @@ def test_static_cache_export(name, dtype, tmp_path):
     verify_model(path).check()
     manifest = build_engine(path, tmp_path / "model.engine", build=BuildOptions(max_batch=2, max_chunk=16))
     assert manifest.aliases == {c.present: c.past for c in plan.caches}
+
+
+def test_an_export_whose_longest_sequence_chooses_the_factors_of_all_is_refused(tmp_path):
+    with pytest.raises(UnsupportedModelError, match="depends on the positions of the others.*LongRoPE"):
+        plan_model(mobius_export.export("dependent", tmp_path))

@@ -14,6 +14,7 @@ from trt_kvcache.importer.cross import find_cross_attention
 from trt_kvcache.importer.graph import contains, dims, is_op, producer
 from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.independence import check_exported
 from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.plan import (
     CachePlan,
@@ -63,6 +64,8 @@ def analyze(
     attention = analyze_attention(graph, caches, options)
     states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
     roles = find_roles(model, _facts(graph, caches, states), options.config)
+    if findings is None or not findings.original:
+        check_exported(model, roles, options.capacity or max((c.capacity for c in caches), default=0))
     relaxed = _relaxed_masks(graph, options)
     plan = CachePlan(
         options=options,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import onnx
 import pytest
 from concat_decode import compare, rewritten
 from concat_graphs import Build, Decoder, make_decoder
-from onnx import TensorProto
+from onnx import TensorProto, helper, numpy_helper
 
+from trt_kvcache import VerifyOptions, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
 
 SWITCH = 9
@@ -42,6 +45,15 @@ def each_by_itself(g: Build, x: str) -> str:
     return _scaled(g, x, rows)
 
 
+def by_a_table_cut_to_the_longest(g: Build, x: str) -> str:
+    """What is cut off, no sequence reads but the longest."""
+    longest = g.node("ReduceMax", [g.position_ids], keepdims=0)
+    end = g.node("Reshape", [g.node("Add", [longest, g.constant(1)]), g.constant([1])])
+    cut = g.node("Slice", [g.weight(64, 1), g.constant([0]), end])
+    rows = g.node("Add", [g.position_ids, g.node("Mul", [g.tokens, g.constant(0)])])
+    return g.node("Mul", [x, g.node("Gather", [cut, rows], axis=0)])
+
+
 @pytest.mark.parametrize("after", [by_the_longest, by_the_shortest, by_a_row_of_a_table])
 def test_a_factor_chosen_for_the_whole_batch_is_refused(tmp_path: Path, after) -> None:
     with pytest.raises(UnsupportedModelError, match="depends on the positions of the others"):
@@ -57,5 +69,46 @@ def test_one_sequence_alone_decides_what_it_likes(tmp_path: Path) -> None:
     compare(make_decoder(Decoder(after=by_the_longest, batch=1)), tmp_path)
 
 
-def test_each_sequence_by_itself_is_taken(tmp_path: Path) -> None:
-    compare(make_decoder(Decoder(after=each_by_itself)), tmp_path)
+@pytest.mark.parametrize("after", [each_by_itself, by_a_table_cut_to_the_longest])
+def test_each_sequence_by_itself_is_taken(tmp_path: Path, after) -> None:
+    compare(make_decoder(Decoder(after=after)), tmp_path)
+
+
+def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None, *, each: bool = False) -> Path:
+    """A decoder with TensorScatter caches by mobius-onnx, with rotary factors chosen as by its LongRoPE."""
+    source = Path(__file__).parents[2] / "models/mobius/llama_static_f32"
+    for path in source.glob("*.data"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    model = onnx.load(source / "model.onnx", load_external_data=False)
+    rest = list(model.graph.node)
+    for node in rest:
+        node.input[:] = ["chosen" if name == "position_ids" else name for name in node.input]
+    constants = {"switch": np.array(switch), "axes": np.array([1] if each else [0, 1])}
+    model.graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in constants.items())
+    del model.graph.node[:]
+    model.graph.node.extend([
+        helper.make_node("ReduceMax", ["position_ids", "axes"], ["longest"], "longest"),
+        helper.make_node("GreaterOrEqual", ["longest", "switch"], ["is_long"], "is_long"),
+        helper.make_node("Cast", ["is_long"], ["use_long"], "use_long", to=TensorProto.INT64),
+        helper.make_node("Mul", ["use_long", "switch"], ["offset"], "offset"),
+        helper.make_node("Add", ["position_ids", "offset"], ["chosen"], "chosen"),
+        *rest,
+    ])  # fmt: skip
+    if batch is not None:
+        for value in (*model.graph.input, *model.graph.output):
+            value.type.tensor_type.shape.dim[0].dim_value = batch
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize("batch", [None, 2])
+def test_a_factor_chosen_for_the_whole_batch_is_refused_beside_canonical_caches(tmp_path: Path, batch) -> None:
+    with pytest.raises(UnsupportedModelError, match="^Gather .* computes with 'chosen', which for one sequence"):
+        plan_model(static_decoder(tmp_path, batch=batch))
+
+
+@pytest.mark.parametrize("case", [{"each": True}, {"batch": 1}, {"switch": 64}], ids=str)
+def test_canonical_caches_of_independent_sequences_are_taken(tmp_path: Path, case) -> None:
+    path = static_decoder(tmp_path, **case)
+    verify_model(path, verify=VerifyOptions(tokens=8)).check()

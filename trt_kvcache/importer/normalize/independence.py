@@ -5,10 +5,13 @@
 
 Exporters write a rotary embedding that depends on the length (LongRoPE, dynamic NTK) with the length of the longest
 sequence. Two steps are evaluated that differ in where the other sequences are, and in nothing else: whatever reaches
-weights or tokens must then be the same for the first sequence.
+weights or tokens must then be the same for the first sequence. This is asked of every model: of one that normalization
+changed by what is known of it as exported, of others by the roles of their inputs.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import numpy as np
 import onnx
@@ -17,12 +20,15 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe
+from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
 from trt_kvcache.importer.normalize.samples import Interface, Samples
-from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.plan import OriginalRole, Role, TensorRole
+from trt_kvcache.importer.protos import elem_type_of, shape_of
 
 # Integers that other operators take are sizes, such as how much of a table of positions is cut out.
 _LOOKUPS = ("Gather", "GatherND", "GatherElements", "RotaryEmbedding")
+_BATCH, _LENGTH = 5, 3  # of a step, where the model does not fix them
+_SOURCES = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
 
 def check_independence(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
@@ -52,6 +58,59 @@ def check_independence(graph: gs.Graph, canonical: Canonical, interface: Interfa
         _compare(model, sources, steps[0], steps[1], sample.batch)
 
 
+def check_exported(model: onnx.ModelProto, roles: Sequence[TensorRole], capacity: int) -> None:
+    """As `check_independence`, of a model whose caches were canonical as exported.
+
+    Args:
+        model: prepared.
+        roles: of its inputs.
+        capacity: tokens per sequence.
+
+    Raises:
+        UnsupportedModelError: naming the operator where it shows.
+    """
+    inputs = [r for r in roles if r.io == "input"]
+    shapes = {v.name: shape_of(v) or () for v in model.graph.input}
+    batch = next((d for r in inputs if r.role is Role.CACHE and isinstance(d := shapes[r.name][0], int)), _BATCH)
+    tokens = next((shapes[r.name] for r in inputs if r.role is Role.TOKENS), ())
+    length = next((d for d in tokens[1:2] if isinstance(d, int)), min(_LENGTH, capacity - 1))
+    last = capacity - length
+    if batch < 2 or length < 1 or last < 1:
+        return
+    blueprint = Blueprint(model, {})
+    sources = [r.name for r in inputs if r.role in _SOURCES]
+    for own, other in ((0, last), (last, 0)):
+        starts = np.full((2, batch), own, np.int64)
+        starts[1, 1:] = other
+        alone, beside = (_exported_step(blueprint, inputs, s, length, capacity) for s in starts)
+        _compare(model, sources, alone, beside, batch)
+
+
+def _exported_step(
+    blueprint: Blueprint, inputs: Sequence[TensorRole], starts: Array, length: int, capacity: int
+) -> Probe:
+    """A step of `length` tokens in every sequence, with rows that start at `starts`, int64 ``[B]``."""
+    sizes = {"batch": len(starts), "sequence": length, "keys": capacity}
+    shapes: dict[str, Shape] = {}
+    values: dict[str, Array] = {}
+    for role in inputs:
+        value = blueprint.inputs[role.name]
+        shape = tuple(
+            d if isinstance(d, int) else sizes.get(a, 0) for d, a in zip(shape_of(value) or (), role.axes, strict=True)
+        )
+        if not all(shape):
+            continue  # nothing says how large it is
+        shapes[role.name] = shape
+        rows = None
+        if role.role is Role.POSITIONS and shape[-2:] == (len(starts), length):
+            rows = np.broadcast_to(starts[:, None] + np.arange(length), shape)
+        elif role.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS) and shape == (len(starts),):
+            rows = starts + (length if role.role is Role.VALID_LENGTHS else 0)
+        if rows is not None:
+            values[role.name] = rows.astype(onnx.helper.tensor_dtype_to_np_dtype(elem_type_of(value)))
+    return Probe(blueprint, shapes, values)
+
+
 def _compare(model: onnx.ModelProto, sources: list[str], alone: Probe, beside: Probe, batch: int) -> None:
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
@@ -79,8 +138,12 @@ def _agree(node: onnx.NodeProto, alone: Array | None, beside: Array | None, batc
     """Whether the first sequence reads the same."""
     if alone is None or beside is None or (alone.dtype.kind in "iu" and node.op_type not in _LOOKUPS):
         return True
-    if alone.shape != beside.shape:
+    if alone.ndim != beside.ndim:
         return False
+    both = tuple(
+        slice(min(sizes)) for sizes in zip(alone.shape, beside.shape, strict=True)
+    )  # some are cut to the longest
+    alone, beside = alone[both], beside[both]
     return np.array_equal(_first(alone, batch), _first(beside, batch), equal_nan=alone.dtype.kind == "f")
 
 
