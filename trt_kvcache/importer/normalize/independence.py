@@ -140,9 +140,8 @@ def _agree(node: onnx.NodeProto, alone: Array | None, beside: Array | None, batc
         return True
     if alone.ndim != beside.ndim:
         return False
-    both = tuple(
-        slice(min(sizes)) for sizes in zip(alone.shape, beside.shape, strict=True)
-    )  # some are cut to the longest
+    # What is cut to the longest sequence is longer in one of them; the first sequence has no part in the rest.
+    both = tuple(slice(min(sizes)) for sizes in zip(alone.shape, beside.shape, strict=True))
     alone, beside = alone[both], beside[both]
     return np.array_equal(_first(alone, batch), _first(beside, batch), equal_nan=alone.dtype.kind == "f")
 
