@@ -34,12 +34,13 @@ from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.independence import check_independence
+from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.normalize.tables import check_tables
@@ -134,8 +135,10 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(model, weights), interface, capacity)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
+    samples.promises += [write.promise for write in writes if write.promise is not None]
     cores = find_cores(graph, writes, interface, samples)
     rewrites = tuple(prove_held(graph, interface, samples))
+    check_promises(samples)
     batch = batch_of(candidates[0].past if candidates else held[0].past)
     return _Exported(model, graph, interface, samples, writes, cores, rewrites, batch, capacity)
 
@@ -160,6 +163,7 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     check_padding(graph, interface)
     check_tables(graph, canonical)
     check_independence(graph, canonical, interface, samples)
+    check_promises(samples)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)
@@ -224,11 +228,15 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
     """Take away outputs that count the tokens in the cache: the caller knows."""
     counts = set()
     for tensor in list(graph.outputs):
-        values = [(s, s.probe.value(tensor.name)) for s in samples.plain]
-        if all(v is not None and v.dtype.kind in "iu" and bool((v == s.total).all()) for s, v in values):
+        if all(_counts(tensor, sample) for sample in samples.plain):
             counts.add(str(tensor.name))
             graph.outputs = [t for t in graph.outputs if t is not tensor]
     return counts
+
+
+def _counts(tensor: gs.Tensor, sample: Sample) -> bool:
+    value = sample.probe.value(tensor.name)
+    return value is not None and value.dtype.kind in "iu" and bool((value == sample.total).all())
 
 
 def _check_readers(graph: gs.Graph) -> None:

@@ -205,8 +205,22 @@ class _Finder:
 
     def _is_fixed(self, tensor: gs.Tensor, value: Array) -> bool:
         """Whether a tensor has this value however long the text is."""
+        if isinstance(tensor, gs.Constant):
+            return True
         seen = (sample.probe.value(tensor.name) for sample in self._samples.plain)
-        return all(v is not None and np.array_equal(v, value) for v in seen)
+        if not all(v is not None and np.array_equal(v, value) for v in seen):
+            return False
+
+        def stays(sample: Sample) -> None:
+            found = sample.probe.value(tensor.name)
+            if found is None or not np.array_equal(found, value):
+                raise UnsupportedModelError(
+                    f"the factor '{tensor.name}' of scores or caches is {float(value.reshape(())):g}, and {found} with "
+                    f"{sample.past} tokens in the cache and {sample.length} new; supported are factors that stay"
+                )
+
+        self._samples.promise([tensor.name], ("factor", value.tobytes()), stays)
+        return True
 
     def _scores(self, tensor: gs.Tensor) -> _Scores | None:
         """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, input_or_none, is_op, producer
+from trt_kvcache.importer.normalize.probe import Array, Probe
 from trt_kvcache.importer.normalize.samples import Sample
 from trt_kvcache.importer.normalize.views import Layout, Shape, axis_order, is_view, shape_of, step_back
 
@@ -184,12 +185,15 @@ class Proof:
         update: the new rows.
         perm: brings `update` to the axis order of the cache; None: it has that order.
         circular: rows wrap around the capacity.
+        rows_of: the rows that it writes, ``[B, S]`` or ``[1, S]``, in a sample as some probe sees it; None where the
+            shapes of past and present say it.
     """
 
     axis: int
     update: gs.Tensor
     perm: tuple[int, ...] | None
     circular: bool = False
+    rows_of: Callable[[Geometry, Probe], Array | None] | None = None
 
 
 def may_be_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:

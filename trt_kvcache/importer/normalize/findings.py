@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.normalize.bias import RelativeBias
+from trt_kvcache.importer.normalize.samples import Promise
 from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
 
 
@@ -26,6 +27,7 @@ class Write:
         node: name of the node that writes, for messages.
         positions: names of the graph inputs that say where the rows go; empty for growing caches.
         aliases: tensors with the same contents as `present` in the same layout, which attention may read instead.
+        promise: that it writes the right rows in every step; None where the shapes of past and present say so.
     """
 
     idiom: str
@@ -39,6 +41,7 @@ class Write:
     node: str
     positions: tuple[str, ...] = ()
     aliases: tuple[gs.Tensor, ...] = ()
+    promise: Promise | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,7 +52,7 @@ from trt_kvcache.importer.normalize.held import (
 )
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.rotary import rotate
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 
 _PASTS, _PRESENTS = (3, 4), (1, 2)
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS = 5, 6, 7, 8, 9, 10
@@ -183,20 +183,24 @@ def _check_lengths(graph: gs.Graph, node: gs.Node, samples: Samples) -> None:
         tensor = input_or_none(node, index)
         if tensor is None:
             raise InvalidModelError(f"{label(node)} has no {name}")
-        for sample in samples.plain:
+        if contains(graph.inputs, tensor) and samples.plain[0].probe.value(tensor.name) is None:
+            continue
+
+        def counts(sample: Sample, name: str = name, tensor: gs.Tensor = tensor, less: int = less) -> None:
             value = sample.probe.value(tensor.name)
-            if contains(graph.inputs, tensor) and value is None:
-                continue
             if value is None or not np.array_equal(value.reshape(-1), np.full(value.size, sample.total - less)):
                 shown = "unknown" if value is None else value.reshape(-1).tolist()
                 raise UnsupportedModelError(
                     f"{name} '{tensor.name}' of {label(node)} is {shown} with {sample.past} tokens in the cache and "
                     f"{sample.length} new ones; supported is their sum{' - 1' * less}, for every row"
                 )
+
+        samples.hold([tensor.name], ("lengths", less), counts)
     positions = input_or_none(node, _POSITIONS)
     if positions is None or not node.attrs.get("do_rotary", 0):
         return
-    for sample in samples.plain:
+
+    def counts_on(sample: Sample) -> None:
         value = sample.probe.value(positions.name)
         expected = np.broadcast_to(sample.past + np.arange(sample.length), (sample.batch, sample.length))
         if value is None or not np.array_equal(value, expected):
@@ -204,6 +208,8 @@ def _check_lengths(graph: gs.Graph, node: gs.Node, samples: Samples) -> None:
                 f"position_ids '{positions.name}' of {label(node)} do not count on from the tokens in the cache; ONNX "
                 "Runtime reads only the first one of a first prompt, so that no other ids have one meaning"
             )
+
+    samples.hold([positions.name], "positions of tokens", counts_on)
 
 
 def _rewrite(canonical: Canonical, node: gs.Node, caches: Sequence[HeldCache], sizes: _Sizes, seen: Visibility) -> None:

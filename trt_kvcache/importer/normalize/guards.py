@@ -15,6 +15,7 @@ import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, elem_type, is_op
 from trt_kvcache.importer.normalize.findings import Visibility
 from trt_kvcache.importer.normalize.samples import Sample, Samples
@@ -39,9 +40,20 @@ def unguarded(output: gs.Tensor, visibility: Visibility, samples: Samples) -> gs
         return output
     if not visibility.causal and (visibility.own is None or elem_type(visibility.own) != onnx.TensorProto.BOOL):
         return output
-    if all(_is_guard(condition, visibility, sample) for sample in samples.plain):
-        return readers[0].outputs[0]
-    return output
+    if not all(_is_guard(condition, visibility, sample) for sample in samples.plain):
+        return output
+
+    def guards(sample: Sample) -> None:
+        if not _is_guard(condition, visibility, sample):
+            raise UnsupportedModelError(
+                f"'{readers[0].name}' chooses between '{zeros.name}' and the attention '{output.name}'; supported is a "
+                f"choice of zeros for queries that see no key, and with {sample.past} tokens in the cache and "
+                f"{sample.length} new it is another one"
+            )
+
+    if visibility.own is None and visibility.bias is None:
+        samples.promise([condition.name], "guard", guards)
+    return readers[0].outputs[0]
 
 
 def _is_guard(condition: gs.Tensor, visibility: Visibility, sample: Sample) -> bool:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -80,6 +81,8 @@ def classify(
     """
     masks, bias = _split_bias(node, masks, samples)
     own = _own_mask(node, masks, graph, interface, samples)
+    names = [use.tensor.name for use in masks]
+    key = (*(use.kind for use in masks), is_causal, write is None or write.growing)
     if own is not None and bias is not None:
         raise UnsupportedModelError(
             f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
@@ -87,17 +90,27 @@ def classify(
     if own is not None:
         _check_own(node, masks, is_causal, own, samples, write)
         return Visibility(causal=False, own=own, bounded=False)
+
+    def sees(bounded: bool, window: int | None, sample: Sample) -> None:
+        visible = _visible(node, masks, is_causal, sample, write)
+        keys = visible.shape[-1]
+        if not _same(visible, _bounded(sample, keys) if bounded else _causal(sample, keys, window)):
+            raise UnsupportedModelError(_unknown(node, sample, visible))
+
     seen = [(s, _visible(node, masks, is_causal, s, write)) for s in samples.plain]
     window: int | None = None
     causal = all(_same(v, _causal(s, v.shape[-1])) for s, v in seen)
     if not causal and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
+        samples.promise(names, ("bounded", *key), partial(sees, True, None))
         return Visibility(causal=False, bias=bias)
     if not causal:
         sample, visible = max(seen, key=lambda pair: pair[0].total)
         window = int(visible[..., -1, :].sum(-1).max())
         if window < 1 or not all(_same(v, _causal(s, v.shape[-1], window)) for s, v in seen):
             raise UnsupportedModelError(_unknown(node, sample, visible))
-    for sample in samples.padded:
+    samples.promise(names, ("causal", window, *key), partial(sees, False, window))
+
+    def pads(sample: Sample) -> None:
         visible = _visible(node, masks, is_causal, sample, write)
         assert sample.padding is not None
         template = _causal(sample, visible.shape[-1], window)
@@ -109,6 +122,11 @@ def classify(
                 f"tokens in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing "
                 "else"
             )
+
+    for sample in samples.padded:
+        pads(sample)
+    if samples.padded:
+        samples.promise(names, ("padded", window, *key), pads, padded=True)
     return Visibility(window=window, bias=bias)
 
 
@@ -276,7 +294,7 @@ def _flipped(sample: Sample, name: str) -> Array:
 def _check_own(
     node: str, masks: Sequence[MaskUse], is_causal: bool, own: gs.Tensor, samples: Samples, write: Write | None
 ) -> None:
-    for sample in samples.plain:
+    def stands(sample: Sample) -> None:
         visible = _visible(node, masks, is_causal, sample, write)
         given = sample.own[own.name]
         fits = all(n in (1, m) for n, m in zip(given.shape[::-1], visible.shape[::-1], strict=False))
@@ -285,6 +303,11 @@ def _check_own(
                 f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the "
                 "caller's own mask as it stands, or a causal, padding or window mask"
             )
+
+    for sample in samples.plain:
+        stands(sample)
+    key = (*(use.kind for use in masks), is_causal, write is None or write.growing)
+    samples.promise([use.tensor.name for use in masks], ("own", own.name, *key), stands)
     value = samples.plain[0].probe.value(own.name)
     assert value is not None
     if value.dtype.kind not in "bf":

@@ -47,7 +47,7 @@ from trt_kvcache.importer.normalize.held import (
     visibility,
 )
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 
 _BIAS, _PADDING, _SCORE_BIAS, _PASTS, _SHARED, _BEAMS = 3, 4, 5, (6, 7), 8, 9
 _PRESENTS, _SCORES = (1, 2), 3
@@ -169,7 +169,7 @@ def _sizes(node: gs.Node) -> tuple[int, int]:
 
 
 def _check_padding(node: gs.Node, padding: gs.Tensor, samples: Samples) -> None:
-    for sample in (*samples.plain, *samples.padded):
+    def hides_padding(sample: Sample) -> None:
         value = sample.probe.value(padding.name)
         hides = np.ones((sample.batch, sample.total), bool) if sample.padding is None else sample.padding != 0
         if value is None or not np.array_equal(value != 0, hides):
@@ -178,6 +178,9 @@ def _check_padding(node: gs.Node, padding: gs.Tensor, samples: Samples) -> None:
                 f"model (batch {sample.batch}, {sample.past} tokens in the cache, {sample.length} new); supported are "
                 "masks [B, P + S] that hide padded tokens and nothing else"
             )
+
+    samples.hold([padding.name], "padding", hides_padding)
+    samples.hold([padding.name], "padding", hides_padding, padded=True)
 
 
 def _rewrite(canonical: Canonical, node: gs.Node, caches: Sequence[HeldCache], seen: Visibility) -> None:

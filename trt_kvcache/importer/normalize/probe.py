@@ -11,8 +11,8 @@ what is asked. Weights are never read.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +61,10 @@ class Blueprint:
         self._constants: dict[str, Array | None] = {}
 
     def constant(self, name: str) -> Array | None:
-        """The value of an initializer that is small or may be a mask; None for weights."""
-        if name not in self._constants:
+        """The value of a Constant, or of an initializer that is small or may be a mask; None for weights."""
+        if name not in self._constants and name not in self.initializers:
+            self._constants[name] = self.evaluate(self.producers[name][0], [])[0]
+        elif name not in self._constants:
             tensor = self.initializers[name]
             external = tensor.data_location == onnx.TensorProto.EXTERNAL
             if external and name in self._weights and tensor.data_type in _READABLE:
@@ -70,16 +72,51 @@ class Blueprint:
             self._constants[name] = None if external else np.asarray(numpy_helper.to_array(tensor))
         return self._constants[name]
 
-    def operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
-        """The reference implementation of a node's operator, or None."""
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        key = f"{domain}::{node.op_type}"
+    def is_constant(self, name: str) -> bool:
+        """Whether a tensor is an initializer or comes from a Constant."""
+        made = self.producers.get(name)
+        return name in self.initializers or (made is not None and is_standard(made[0], "Constant"))
+
+    def evaluate(self, node: onnx.NodeProto, inputs: Sequence[Array | None]) -> Sequence[Array | None]:
+        """The outputs of a node, by ONNX's reference implementation of its operator.
+
+        Args:
+            node: any of the model.
+            inputs: None where one is left out.
+
+        Returns:
+            One value for each output; None where they are unknown: no such implementation, a subgraph, or inputs that
+            do not fit.
+        """
+        if is_standard(node, "Range"):  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
+            inputs = [v.reshape(()) if v is not None and v.size == 1 else v for v in inputs]
+        try:
+            return self._run(node, inputs)
+        except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
+            return [None] * len(node.output)
+
+    def _run(self, node: onnx.NodeProto, inputs: Sequence[Array | None]) -> Sequence[Array | None]:
+        key = next(name for name in node.output if name)
         if key not in self._operators:
-            try:
-                self._operators[key] = load_op(domain, node.op_type, self.opsets.get(domain, 1)).eval
-            except Exception:  # noqa: BLE001 - no such operator: its values are unknown
-                self._operators[key] = None
-        return self._operators[key]
+            self._operators[key] = self._operator(node)
+        operator = self._operators[key]
+        if operator is None:
+            return [None] * len(node.output)
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            return [np.asarray(value) for value in operator(*inputs)]
+
+    def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
+        """The reference implementation of a node, with its attributes."""
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute):
+            return None
+        try:
+            made = load_op(domain, node.op_type, self.opsets.get(domain, 1))
+            settings = {"log": lambda *_: None, "opsets": self.opsets, "verbose": 0, "new_ops": None}
+            return cast("Callable[..., Any]", made(node, settings).run)
+        except Exception:  # noqa: BLE001 - no such operator: its values are unknown
+            return None
 
 
 class Probe:
@@ -97,6 +134,11 @@ class Probe:
         self._given = dict(values)
         self._values: dict[str, Array | None] = {}
         self._types: dict[str, onnx.TypeProto | None] = {}
+
+    @property
+    def values(self) -> Mapping[str, Array]:
+        """What was given."""
+        return self._given
 
     def given(self, values: Mapping[str, Array]) -> Probe:
         """The same sample with more values."""
@@ -137,24 +179,24 @@ class Probe:
             stack.append((current, True))
             made = None if current in self._given else self._blueprint.producers.get(current)
             if made is not None and made[0].op_type not in ("Shape", "Size", "Constant"):
-                stack.extend((before, False) for before in _operands(made[0]) if before)
+                stack.extend((before, False) for before in operands(made[0]) if before)
         return order
 
     def _compute(self, name: str) -> Array | None:
         if name in self._given:
             return self._given[name]
-        if name in self._blueprint.initializers:
+        if self._blueprint.is_constant(name):
             return self._blueprint.constant(name)
         made = self._blueprint.producers.get(name)
         if made is None:
             return None
         node, index = made
-        if node.op_type in ("Shape", "Size") and node.domain in ("", "ai.onnx"):
+        if is_standard(node, "Shape", "Size"):
             return self._shape_value(node)
-        inputs = [self._values.get(n) if n else None for n in _operands(node)]
-        if any(n and v is None for n, v in zip(_operands(node), inputs, strict=True)):
+        inputs = [self._values.get(n) if n else None for n in operands(node)]
+        if any(n and v is None for n, v in zip(operands(node), inputs, strict=True)):
             return None
-        if _is_cast_like(node):
+        if is_standard(node, "CastLike"):
             return self._cast_like(node, inputs[0])
         return self._evaluate(node, index, inputs)
 
@@ -168,23 +210,9 @@ class Probe:
         return np.asarray(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)
 
     def _evaluate(self, node: onnx.NodeProto, index: int, inputs: list[Array | None]) -> Array | None:
-        operator = self._blueprint.operator(node)
-        attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-        if operator is None or any(isinstance(v, onnx.GraphProto) for v in attributes.values()):
-            return None
-        if node.op_type == "Range":  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
-            inputs = [None if v is None or v.size != 1 else v.reshape(()) for v in inputs]
-            if any(v is None for v in inputs):
-                return None
         if node.op_type in ("Expand", "ConstantOfShape", "Tile", "Range") and not self._affordable(node.output[0]):
             return None
-        try:
-            with warnings.catch_warnings(), np.errstate(all="ignore"):
-                warnings.simplefilter("ignore")
-                result = operator(*inputs, n_outputs=len(node.output), **attributes)
-        except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
-            return None
-        return np.asarray(result[index] if isinstance(result, (tuple, list)) else result)
+        return self._blueprint.evaluate(node, inputs)[index]
 
     def _cast_like(self, node: onnx.NodeProto, value: Array | None) -> Array | None:
         wanted = self.elem_type(node.input[1])
@@ -263,13 +291,14 @@ class Probe:
         return inferred
 
 
-def _is_cast_like(node: onnx.NodeProto) -> bool:
-    return node.op_type == "CastLike" and node.domain in ("", "ai.onnx")
+def is_standard(node: onnx.NodeProto, *op_types: str) -> bool:
+    """Whether a node is one of these operators of ONNX itself."""
+    return node.op_type in op_types and node.domain in ("", "ai.onnx")
 
 
-def _operands(node: onnx.NodeProto) -> list[str]:
+def operands(node: onnx.NodeProto) -> list[str]:
     """The inputs whose values count: of what CastLike is like, it is the type."""
-    return list(node.input)[:1] if _is_cast_like(node) else list(node.input)
+    return list(node.input)[:1] if is_standard(node, "CastLike") else list(node.input)
 
 
 def _type(elem_type: int, shape: Shape) -> onnx.TypeProto:

@@ -11,6 +11,7 @@ nothing but P.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 seen.add(output.name)
                 if _is_cancelled(output, pair, samples):
                     cancelled.append(output.name)
+                    samples.promise([output.name], "cancelled", partial(_stay_cancelled, output, samples, {}))
                 elif _follow(graph, node, output, canonical, pair, samples):
                     queue.append(output)
     graph.cleanup().toposort()
@@ -103,7 +105,7 @@ def _follow(
     """Whether what is computed from `output` still has to be looked at."""
     before, after = (s.probe.value(output.name) for s in pair)
     if before is None or after is None:
-        if gather_rows(graph, node, canonical, samples.plain):
+        if gather_rows(graph, node, canonical, samples):
             return False
         raise UnsupportedModelError(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
@@ -115,9 +117,10 @@ def _follow(
         if after_all and all(_is_positions(t, samples) for t in after_all):
             return True
         _check_rows(graph, output, samples)
+        samples.promise([output.name], "positions", partial(_hold_positions, output))
         replace_uses(output, _positions(graph, output, canonical, pair[0]))
         return False
-    if gather_rows(graph, node, canonical, samples.plain):
+    if gather_rows(graph, node, canonical, samples):
         return False
     if contains(graph.outputs, output):
         raise UnsupportedModelError(
@@ -125,6 +128,27 @@ def _follow(
             "it out"
         )
     return True
+
+
+def _hold_positions(output: gs.Tensor, sample: Sample) -> None:
+    if _layout(output, sample) is None:
+        raise UnsupportedModelError(
+            f"'{output.name}' holds the positions of the new tokens, but not with {sample.past} tokens in the cache "
+            f"and {sample.length} new; supported are positions that count on from the cache at every length"
+        )
+
+
+def _stay_cancelled(output: gs.Tensor, samples: Samples, known: dict[int, Array | None], sample: Sample) -> None:
+    length = sample.length
+    if length not in known:
+        other = samples.step(sample.batch, min(1, samples.capacity - length), length)
+        known[length] = other.probe.value(output.name)
+    value, expected = sample.probe.value(output.name), known[length]
+    if value is None or expected is None or not np.array_equal(value, expected):
+        raise UnsupportedModelError(
+            f"'{output.name}' is the same whatever the length of the cache, but not with {sample.past} tokens in it "
+            f"and {length} new; supported are caches that only attention reads, and positions counted from their length"
+        )
 
 
 def _check_rows(graph: gs.Graph, output: gs.Tensor, samples: Samples) -> None:

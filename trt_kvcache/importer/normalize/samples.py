@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -81,6 +81,25 @@ class Sample:
     def total(self) -> int:
         """P + S."""
         return self.past + self.length
+
+
+@dataclass(frozen=True, eq=False)
+class Promise:
+    """Something that was proven on samples and has to hold in every step.
+
+    Attributes:
+        names: the tensors that it is about.
+        key: promises of one key are the same if their tensors are.
+        check: raises `UnsupportedModelError` where it does not hold in a sample.
+        padded: it is about steps with padding.
+        given: numbers in place of weights that take part.
+    """
+
+    names: tuple[str, ...]
+    key: Hashable
+    check: Callable[[Sample], None]
+    padded: bool = False
+    given: Mapping[str, Array] = field(default_factory=dict)
 
 
 class Interface:
@@ -270,28 +289,34 @@ class Samples:
         padded: steps in which the padding mask hides tokens; empty where there is none.
         wrapped: steps beyond the capacity, for caches that may be circular.
         twins: two steps that differ in nothing but the past, unless the caches of the model have room for one only.
+        promises: what has to hold in all steps, and not only in these: see `lengths.check_promises`.
+        blueprint: the model.
+        capacity: tokens per sequence.
+        fixed_length: S where the model fixes it, else 0.
     """
 
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
-        self._blueprint = blueprint
+        self.blueprint = blueprint
+        self.capacity = capacity
+        self.promises: list[Promise] = []
         self._interface = interface
-        self._capacity = capacity
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
-        fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
+        self.fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
+        fixed_length = self.fixed_length
         sizes = [s for s in _SMALL if s[1] + (fixed_length or s[2]) <= capacity] or [(1, 0, 1)]
         last = fixed_length or min(2, capacity)
         # The last two differ in nothing but the past, from none to all that there is room for.
         ends = [(1, 0, fixed_length or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
-        self.plain = self._unique([self._make(*s) for s in (*sizes, *ends)])
+        self.plain = self._unique([self.step(*s) for s in (*sizes, *ends)])
         length = fixed_length or min(3, max(1, capacity // 2))
         fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
         room = max(0, capacity - length) if fixed else 9  # a past that grows knows no capacity
-        self.twins = (self._make(2, min(5, room // 2), length), self._make(2, min(9, room), length))
+        self.twins = (self.step(2, min(5, room // 2), length), self.step(2, min(9, room), length))
         masked = bool(interface.of(OriginalRole.PADDING_MASK))
-        self.padded = self._unique([self._make(*s, padded=True) for s in sizes if s[0] > 1]) if masked else ()
+        self.padded = self._unique([self.step(*s, padded=True) for s in sizes if s[0] > 1]) if masked else ()
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2))
-        self.wrapped = self._unique([self._make(*s, wrapped=True) for s in beyond]) if fixed else ()
+        self.wrapped = self._unique([self.step(*s, wrapped=True) for s in beyond]) if fixed else ()
 
     @property
     def all(self) -> tuple[Sample, ...]:
@@ -304,11 +329,37 @@ class Samples:
             seen.setdefault((sample.batch, sample.past, sample.length), sample)
         return tuple(seen.values())
 
-    def _make(self, batch: int, past: int, length: int, *, padded: bool = False, wrapped: bool = False) -> Sample:
+    def promise(
+        self,
+        names: Sequence[str],
+        key: Hashable,
+        check: Callable[[Sample], None],
+        *,
+        padded: bool = False,
+        given: Mapping[str, Array] | None = None,
+    ) -> None:
+        """Have something checked in every step later on: see `Promise`."""
+        self.promises.append(Promise(tuple(names), key, check, padded, given or {}))
+
+    def hold(
+        self, names: Sequence[str], key: Hashable, check: Callable[[Sample], None], *, padded: bool = False
+    ) -> None:
+        """Check something on the samples now, and promise it.
+
+        Raises:
+            UnsupportedModelError: of the check.
+        """
+        for sample in self.padded if padded else self.plain:
+            check(sample)
+        if self.padded or not padded:
+            self.promise(names, key, check, padded=padded)
+
+    def step(self, batch: int, past: int, length: int, *, padded: bool = False, wrapped: bool = False) -> Sample:
+        """A step of these sizes; the model's own where it fixes them."""
         batch = int(b) if isinstance(b := self._sizes.get("batch"), int) else batch
         length = int(s) if isinstance(s := self._sizes.get("sequence"), int) else length
         sizes = {
-            "batch": batch, "sequence": length, "past": past, "total": past + length, "capacity": self._capacity,
+            "batch": batch, "sequence": length, "past": past, "total": past + length, "capacity": self.capacity,
         }  # fmt: skip
         padding = self._padding(batch, past, length) if padded else None
         shapes: dict[str, Shape] = {}
@@ -342,8 +393,8 @@ class Samples:
                     if np.issubdtype(np.dtype(dtype), np.floating)
                     else own[tensor.name].astype(dtype)
                 )
-        probe = Probe(self._blueprint, shapes, values)
-        return Sample(batch, past, length, self._capacity, probe, padding, own, wrapped)
+        probe = Probe(self.blueprint, shapes, values)
+        return Sample(batch, past, length, self.capacity, probe, padding, own, wrapped)
 
     def _padding(self, batch: int, past: int, length: int) -> Array:
         """Left padding, less from row to row, and none in the last: prompts of several lengths."""

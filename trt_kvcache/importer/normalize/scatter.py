@@ -106,7 +106,7 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
     laid = tuple(geometry.layout[a] for a in order) + geometry.layout[len(order) :]
     update = candidate.updates[0]
     layout = _update_layout(candidate, update, laid, axis, geometry)
-    return Proof(axis, *nearest_update(candidate, update, layout, axis, plain), circular)
+    return Proof(axis, *nearest_update(candidate, update, layout, axis, plain), circular, rows_of)
 
 
 def _sequence_axis(candidate: Candidate, geometry: Geometry, place: int) -> int:

@@ -12,15 +12,15 @@ from collections.abc import Sequence
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, replace_uses
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.samples import Sample
+from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _PASSING = ("Unsqueeze", "Squeeze", "Reshape", "Expand", "Tile", "Cast", "Identity", "Flatten", "Transpose")
 
 
-def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Sequence[Sample]) -> bool:
+def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
     """Put a Gather by position in the place of `node`, if it is a Slice that provably takes the new tokens' rows.
 
     Args:
@@ -39,13 +39,23 @@ def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: S
         return False
     table, rows = node.inputs[0], node.outputs[0]
     shape = dims(table) or ()
-    if len(shape) != 2 or contains(graph.outputs, rows) or not all(_takes_new(node, s) for s in samples):
+    bounds = [input_or_none(node, index) for index in range(1, 5)]
+    if len(shape) != 2 or contains(graph.outputs, rows) or not all(_takes_new(bounds, s) for s in samples.plain):
         return False
     _check_rows(node, table, shape[0], canonical.capacity)
-    if not all(is_op(n, "Add") and _adds_per_row(n, s, shape[1]) for n in consumers(rows) for s in samples):
+    if not all(is_op(n, "Add") and _adds_per_row(n, s, shape[1]) for n in consumers(rows) for s in samples.plain):
         return False
     gathered = canonical.emit.op("Gather", [table, canonical.positions()], "position_rows", axis=0)
     replace_uses(rows, gathered)
+
+    def takes_new(sample: Sample) -> None:
+        if not _takes_new(bounds, sample):
+            raise UnsupportedModelError(
+                f"Slice '{node.name}' takes rows of the table '{table.name}' that are not those of the new tokens, "
+                f"with {sample.past} tokens in the cache and {sample.length} new; supported are rows P .. P + S - 1"
+            )
+
+    samples.promise([t.name for t in bounds if t is not None], "new rows", takes_new)
     return True
 
 
@@ -85,11 +95,10 @@ def _check_rows(node: gs.Node, table: gs.Tensor, rows: int | str, capacity: int)
         )
 
 
-def _takes_new(node: gs.Node, sample: Sample) -> bool:
-    """Whether the bounds are P and P + S along the first axis, one by one."""
-    for index, expected in ((1, sample.past), (2, sample.total), (3, 0), (4, 1)):
-        tensor = input_or_none(node, index)
-        if tensor is None and index in (3, 4):
+def _takes_new(bounds: Sequence[gs.Tensor | None], sample: Sample) -> bool:
+    """Whether the bounds of a Slice are P and P + S along the first axis, one by one."""
+    for index, (tensor, expected) in enumerate(zip(bounds, (sample.past, sample.total, 0, 1), strict=True)):
+        if tensor is None and index > 1:
             continue
         value = sample.probe.value(tensor.name) if tensor is not None else None
         if value is None or not np.array_equal(value, [expected]):

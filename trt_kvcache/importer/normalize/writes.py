@@ -24,8 +24,10 @@ from trt_kvcache.importer.normalize import concat, scatter, select
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, may_be_cache, richest
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.reach import reach
-from trt_kvcache.importer.normalize.samples import Sample
+from trt_kvcache.importer.normalize.rows import check_rows
+from trt_kvcache.importer.normalize.samples import Promise, Sample
 from trt_kvcache.importer.normalize.views import (
+    Layout,
     axis_order,
     is_view,
     layout_after,
@@ -210,7 +212,27 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
         candidate.node.name,
         candidate.positions,
         _aliases(candidate, richest(plain)),
+        None if proof.rows_of is None else _promise(candidate, proof, plain[0].layout),
     )
+
+
+def _promise(candidate: Candidate, proof: Proof, layout: Layout) -> Promise:
+    """That the rows are the right ones in every step."""
+
+    def writes(step: Sample) -> None:
+        sizes = step.probe.shape(candidate.past.name)
+        assert sizes is not None
+        assert proof.rows_of is not None
+        check_rows(candidate, proof.axis, Geometry(step, sizes, layout), proof.rows_of)
+
+    assert candidate.node is not None
+    nodes = candidate.inner or (candidate.node,)
+    # What the operators between past and present read, without the names that differ from layer to layer.
+    tensors = [candidate.operand, *candidate.updates, *candidate.index, *(n.outputs[0] for n in nodes)]
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    chain = [(n.op, repr(n.attrs), *(places.get(id(t), t.name) for t in n.inputs)) for n in nodes]
+    key = (layout, proof.axis, tuple(map(str, candidate.past.shape)), tuple(chain))
+    return Promise(tuple(t.name for t in candidate.index), key, writes)
 
 
 def _geometries(candidate: Candidate, steps: Sequence[Sample]) -> list[Geometry]:
