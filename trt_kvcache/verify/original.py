@@ -7,6 +7,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
+    float32 cache that the model casts      <->  cache of the type that it casts to
 
 A past that grows has one length for all rows of a batch, so each row runs by itself, unless the model was exported for
 a batch of another size than one: then all rows must start together.
@@ -150,7 +151,7 @@ class OriginalInterface:
             raise UnsupportedModelError(
                 f"the rewritten model has no cache input '{tensor.name}', which the original has"
             )
-        whole = feeds[tensor.name][rows]
+        whole = feeds[tensor.name][rows].astype(numpy_dtype(tensor.dtype, twin=self._twin), copy=False)
         if tensor.role is OriginalRole.FIXED_CACHE:
             return whole
         held = (slice(None),) * tensor.axes.index("past") + (slice(0, sizes["past"]),)

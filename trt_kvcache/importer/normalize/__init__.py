@@ -3,6 +3,7 @@
     com.microsoft operators -> standard ones            contrib, rotary
     opset 17..23 -> 24                                  opset
     what the inputs are, samples of a step              samples, probe
+    caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows), concat, scatter, select
     attention over them, found and proven               attention, masks, bias, guards
     caches inside operators                             operators (held), gqa, mha, in_op
@@ -18,7 +19,7 @@ already, or that has none, goes through as it is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -36,6 +37,7 @@ from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.independence import check_independence
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.mha import lower_mha
+from trt_kvcache.importer.normalize.narrow import narrow_caches
 from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.probe import Blueprint
@@ -82,10 +84,11 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         return _slide(model, options)
     graph = gs.import_onnx(model)
     fold_identities(graph)
+    wide = narrow_caches(graph)
     if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
     exported = _read(graph, weights, options)
-    return Normalized(model, None) if exported is None else _rewrite(exported, options)
+    return Normalized(model, None) if exported is None else _rewrite(exported, options, wide)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +146,7 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     return _Exported(model, graph, interface, samples, writes, cores, rewrites, batch, capacity)
 
 
-def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
+def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str]) -> Normalized:
     """Edit the graph as proven, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
@@ -173,9 +176,10 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     for name, (kind, shape) in canonical.known.items():
         named = [None if d == "?" else d for d in shape]
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
-    changes = find_changes(interface, model, counts, copies)
+    tensors = tuple(replace(t, dtype=wide.get(t.name, t.dtype)) for t in interface.tensors)
+    changes = find_changes(tensors, model, counts, copies)
     notes = (*_own_masks(exported.cores), *rings.notes)
-    return Normalized(model, Findings(canonical.idioms, changes, interface.tensors, notes=notes, longest=rings.longest))
+    return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))
 
 
 def _own_masks(cores: Sequence[Core]) -> list[str]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import onnx
 
-from trt_kvcache.importer.normalize.samples import Interface
 from trt_kvcache.importer.plan import InterfaceChange, OriginalRole, OriginalTensor
-from trt_kvcache.importer.protos import shape_of
+from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 _WHY = {
     OriginalRole.PADDING_MASK: "masks follow from write_indices and nonpad_kv_seqlen; do not pad on the left",
@@ -23,12 +22,12 @@ _ADDED = {
 
 
 def find_changes(
-    interface: Interface, model: onnx.ModelProto, counts: set[str], copies: set[str]
+    exported: Sequence[OriginalTensor], model: onnx.ModelProto, counts: set[str], copies: set[str]
 ) -> tuple[InterfaceChange, ...]:
     """Compare the interface of a model as exported with that of its canonical form.
 
     Args:
-        interface: of the model as exported.
+        exported: inputs and outputs of the model as exported.
         model: the canonical form.
         counts: outputs that were dropped because they count tokens.
         copies: outputs that were dropped because they are an input unchanged.
@@ -37,7 +36,7 @@ def find_changes(
     circular = _circular(model)
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         kept = {v.name: v for v in values}
-        for tensor in (t for t in interface.tensors if t.io == io):
+        for tensor in (t for t in exported if t.io == io):
             if tensor.name not in kept:
                 why = (
                     "the caller counts tokens itself"
@@ -49,7 +48,10 @@ def find_changes(
                 changes.append(InterfaceChange(io, _old(tensor), "", why))
             elif tensor.role is OriginalRole.GROWING_CACHE:
                 changes.append(_bounded(io, tensor, shape_of(kept[tensor.name]) or (), tensor.name in circular))
-        known = {t.name for t in interface.tensors}
+            if tensor.name in kept and (dtype := dtype_name(elem_type_of(kept[tensor.name]))) != tensor.dtype:
+                old, new = f"{tensor.name} {tensor.dtype}", f"{tensor.name} {dtype}"
+                changes.append(InterfaceChange(io, old, new, f"the model reads and writes it as {dtype}"))
+        known = {t.name for t in exported}
         for name, value in kept.items():
             if name not in known:
                 changes.append(
