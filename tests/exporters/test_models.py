@@ -37,6 +37,7 @@ IDIOMS = {
     "optimum/llama": "Concat",
     "optimum/llama_fp16": "Concat",
     "ort-genai/llama_cpu_fp32": "GroupQueryAttention",
+    "ort-genai/llama_cpu_int4": "GroupQueryAttention",
     "ort-genai/llama_trtrtx_fp16": "GroupQueryAttention",
     "plain-torch/bshd_index_put_dynamo_op18": "ScatterND",
     "plain-torch/index_copy_dynamo_op18": "ScatterND",

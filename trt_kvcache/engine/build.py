@@ -58,6 +58,7 @@ def build_engine(
     from trt_kvcache.importer import import_model
     from trt_kvcache.importer.index_limits import index_limits
     from trt_kvcache.importer.serialize import serialize_model
+    from trt_kvcache.importer.signed import sign_weights
 
     build = build or BuildOptions()
     engine_path = check_output(output)
@@ -72,6 +73,7 @@ def build_engine(
     source, plan, rewritten = imported.source.path, imported.plan, [imported.model]
     files = {source: source.name} | {p: os.path.relpath(p, source.parent) for p in imported.source.external_files}
     tables = index_limits(imported.model, plan)
+    flipped = sign_weights(imported.model, source.parent)
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, files)
     limits = resolve_limits(plan, build)
@@ -79,7 +81,7 @@ def build_engine(
     plan = _bound_contracts(plan, limits.max_chunk)
 
     with temporary_file(engine_path) as engine_file, _identities(files) as identities:
-        job = Job(backend.target, backend.title, str(source), str(engine_file), plan, profiles, build)
+        job = Job(backend.target, backend.title, str(source), str(engine_file), plan, profiles, build, flipped)
         done, warnings = run_worker(job, lambda: serialize_model(rewritten.pop()), progress)
         manifest = _manifest(backend, build, plan, limits, profiles, done, warnings, engine_path, identities.result())
         manifest = replace(

@@ -14,6 +14,7 @@ import msgspec
 
 from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.importer.flipped import Flipped
 from trt_kvcache.importer.plan import CachePlan, Target
 
 
@@ -47,6 +48,7 @@ class Job:
         title: name and version of the builder, for messages.
         model: absolute path of the source model: external data are looked up beside it.
         engine: absolute path of an existing file to write the engine to.
+        flipped: external data that the model declares signed and that are not, yet.
     """
 
     target: Target
@@ -56,6 +58,7 @@ class Job:
     plan: CachePlan
     profiles: tuple[Profile, ...]
     build: BuildOptions
+    flipped: tuple[Flipped, ...] = ()
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True):

@@ -7,6 +7,7 @@ Run as ``python -m trt_kvcache.engine.worker`` by `trt_kvcache.engine.process`.
 
 from __future__ import annotations
 
+import ctypes
 import os
 import resource
 import sys
@@ -18,7 +19,7 @@ from typing import Any, BinaryIO
 import msgspec
 
 from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
-from trt_kvcache.errors import BuildError, OutputError, TrtKvCacheError
+from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.importer.plan import Route, Target
 from trt_kvcache.importer.route import without_plugin
 
@@ -94,7 +95,8 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
     send(Stage(STAGES[1]))
     parser = trt.OnnxParser(network, logger)
-    if not parser.parse(model.pop(), job.model):
+    weights = _flipped_weights(job)  # TensorRT reads them until the engine is built
+    if not _parse(parser, model, job, weights):
         raise BuildError(_with_refusals(job, _parser_message(job, parser), refusals))
 
     send(Stage(STAGES[2]))
@@ -131,6 +133,32 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
         save_timing_cache(config, Path(job.build.timing_cache))
     return Done(trt.__version__, writer.size, writer.digest.hexdigest())
+
+
+def _flipped_weights(job: Job) -> dict[str, bytearray]:
+    """The weights whose bytes differ from those in the model's files, by name."""
+    folder, weights = Path(job.model).parent, {}
+    for weight in job.flipped:
+        data = weights[weight.name] = bytearray()
+        try:
+            for piece in weight.read(folder):
+                data += piece
+        except OSError as error:
+            raise ModelError(f"{folder / weight.location}: cannot be read: {error.strerror or error}") from error
+    return weights
+
+
+def _parse(parser: Any, model: list[bytes], job: Job, weights: dict[str, bytearray]) -> bool:
+    """Parse the model, with these bytes in the place of those in its files."""
+    if not weights:
+        return bool(parser.parse(model.pop(), job.model))
+    if not parser.load_model_proto(model.pop(), job.model):
+        return False
+    for name, data in weights.items():
+        address = ctypes.addressof(ctypes.c_char.from_buffer(data))
+        if not parser.load_initializer(name, address, len(data)):
+            return False
+    return bool(parser.parse_model_proto())
 
 
 def _import_tensorrt(target: Target) -> Any:

@@ -133,13 +133,14 @@ class Emitter:
 
     def constant(self, values: npt.NDArray[Any]) -> gs.Constant:
         """A constant of a numpy array."""
-        return self._constant(onnx.numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape)))
+        return self.tensor(onnx.numpy_helper.from_array(np.ascontiguousarray(values).reshape(values.shape)))
 
     def scalar(self, value: float, dtype: int) -> gs.Constant:
         """A rank-0 constant of an ONNX floating-point element type."""
-        return self._constant(onnx.helper.make_tensor("", dtype, [], [value]))
+        return self.tensor(onnx.helper.make_tensor("", dtype, [], [value]))
 
-    def _constant(self, proto: onnx.TensorProto) -> gs.Constant:
+    def tensor(self, proto: onnx.TensorProto) -> gs.Constant:
+        """A constant of a nameless proto."""
         key = (proto.data_type, tuple(proto.dims), proto.SerializeToString())
         if key not in self._constants:
             proto.name = self.name("const")

@@ -17,7 +17,8 @@ from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.importer.rewritten import record_plan, recorded_plan
-from trt_kvcache.importer.source import SourceModel, load_source, save_model
+from trt_kvcache.importer.signed import sign_weights
+from trt_kvcache.importer.source import SourceModel, load_source, save_model, take_integers
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
@@ -82,7 +83,7 @@ def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> Impo
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
     rewrite_graph(graph, plan)
     rewritten = _export(source.proto, prepared, graph)
-    record_plan(rewritten, plan)
+    take_integers(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
     return ImportedModel(source, plan, rewritten)
 
 
@@ -91,17 +92,22 @@ def rewrite_model(
 ) -> CachePlan:
     """Write the rewritten model: standard ONNX that TensorRT builds with the original's meaning.
 
-    External data are left where they are if `output` lies in the model's folder, else copied beside it.
+    External data are left where they are if `output` lies in the model's folder, else copied beside it. Quantized
+    weights that have to change for TensorRT go to ``<output>.signed``.
 
     Returns:
         The plan that was followed.
 
     Raises:
         ModelError, OptionError: see `plan_model`.
+        UnsupportedModelError: TensorRT does not take the scales of quantized weights, which only this reads.
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
-    save_model(imported.model, output, imported.source)
+    flipped = sign_weights(imported.model, imported.source.path.parent)
+    if imported.model is not imported.source.proto:
+        record_plan(imported.model, imported.plan)
+    save_model(imported.model, output, imported.source, flipped)
     return imported.plan
 
 

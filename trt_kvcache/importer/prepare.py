@@ -18,10 +18,10 @@ from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.reinterpret import detached, stand_in
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
-_STAND_IN = "trt_kvcache:detached"
 
 
 @dataclass(frozen=True)
@@ -85,18 +85,16 @@ def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, 
             model.graph.initializer.append(tensor)
             continue
         weights[tensor.name] = tensor
-        stand_in = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
-        stand_in.data_location = onnx.TensorProto.EXTERNAL
-        stand_in.external_data.add(key="location", value=_STAND_IN)
-        model.graph.initializer.append(stand_in)
+        model.graph.initializer.append(stand_in(tensor))
     return model, weights
 
 
 def attach_weights(model: onnx.ModelProto, weights: dict[str, onnx.TensorProto]) -> None:
-    """Put detached weights back in the place of their stand-ins."""
+    """Put detached weights back in the place of their stand-ins, one by one."""
     for tensor in model.graph.initializer:
-        if any(e.key == "location" and e.value == _STAND_IN for e in tensor.external_data):
-            tensor.CopyFrom(weights[tensor.name])
+        weight = detached(tensor, weights)
+        if weight is not None:
+            tensor.CopyFrom(weight)
 
 
 def _copy_field(target: onnx.ModelProto | onnx.GraphProto, name: str, value: object) -> None:

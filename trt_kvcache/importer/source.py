@@ -20,7 +20,7 @@ from trt_kvcache.importer.protos import byte_size, iter_tensors
 from trt_kvcache.importer.save import save_model
 from trt_kvcache.importer.source_checks import check_graph
 
-__all__ = ["SourceModel", "load_source", "save_model"]
+__all__ = ["SourceModel", "load_source", "save_model", "take_integers"]
 
 PROTOBUF_LIMIT = 2**31 - 1
 """Bytes; a longer message cannot be encoded or decoded by any protobuf library."""
@@ -79,10 +79,15 @@ def load_source(path: str | os.PathLike[str]) -> SourceModel:
     check_graph(proto, str(path))
     check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)
+    take_integers(proto, path.parent)
+    return SourceModel(path.absolute(), proto, files)
+
+
+def take_integers(proto: ModelProto, folder: Path) -> None:
+    """Take small integers in external data, which must have been checked, into the model."""
     for tensor in proto.graph.initializer:
         if _is_counted(tensor):
-            _read(tensor, path.parent)
-    return SourceModel(path.absolute(), proto, files)
+            _read(tensor, folder)
 
 
 def _is_counted(tensor: TensorProto) -> bool:

@@ -20,7 +20,7 @@ from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
-from trt_kvcache.verify.runnable import with_expanded_masks
+from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
 from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, memory, open_session
 
@@ -66,8 +66,7 @@ class Verification:
         constants = draw_constants(imported.plan, self.limits.batch, verify.seed, twin=twin)
         given = constants | load_inputs(verify.inputs)
         self.inputs = StepInputs(imported.plan, index_limits(rewritten, imported.plan), given, self.rng, twin=twin)
-        if original is not imported.source.proto and not twin:
-            self.notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
+        self.notes += spelled_out(imported.source.proto)
         self.kinds = _SPAN_KINDS if imported.plan.spans else ("",)
         self.steps: list[VerifyStep] = []
 

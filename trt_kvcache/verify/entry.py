@@ -14,7 +14,7 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
-from trt_kvcache.verify.runnable import check_runnable, with_packed_function, with_plugin_functions
+from trt_kvcache.verify.runnable import check_runnable, with_exact_products, with_packed_function, with_plugin_functions
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
 
@@ -35,7 +35,7 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
 def _both_sides(imported: ImportedModel) -> Iterator[tuple[ModelProto, ModelProto, Path, bool]]:
     """Original and rewritten model, the folder of their external data, and whether they are float32 twins."""
     source = imported.source
-    original = with_plugin_functions(with_packed_function(source.proto))
+    original = with_exact_products(with_plugin_functions(with_packed_function(source.proto)))
     if not has_bfloat16(original) and not has_bfloat16(imported.model):
         yield original, imported.model, source.path.parent, False
         return

@@ -15,6 +15,8 @@ from trt_kvcache.importer.rewrite.packed import add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
+_ACCURACY = "accuracy_level"
+
 
 def check_runnable(rewritten: ModelProto) -> None:
     """Refuses rewritten models with nodes that only TensorRT knows.
@@ -59,6 +61,42 @@ def with_packed_function(model: ModelProto) -> ModelProto:
             node.domain = PACKED_DOMAIN
     add_packed_function(copy)
     return copy
+
+
+def with_exact_products(model: ModelProto) -> ModelProto:
+    """Products with quantized weights as the operator defines them, without rounding the other side.
+
+    MatMulNBits lets ONNX Runtime compute with activations of 8 bits (``accuracy_level=4``, which onnxruntime-genai sets
+    for the CPU). That moves logits by percents of their scale, which would hide what a comparison is made to find.
+    """
+    if not any(_rounds(node) for scope in iter_scopes(model) for node in scope.node):
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    for scope in iter_scopes(copy):
+        for node in scope.node:
+            if _rounds(node):
+                kept = [a for a in node.attribute if a.name != _ACCURACY]
+                del node.attribute[:]
+                node.attribute.extend(kept)
+    return copy
+
+
+def spelled_out(original: ModelProto) -> list[str]:
+    """What a reader of a report should know about how the original ran."""
+    notes = []
+    if any(node.op_type == PACKED_OP for node in original.graph.node):
+        notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
+    if any(_rounds(node) for scope in iter_scopes(original) for node in scope.node):
+        notes.append(
+            f"MatMulNBits of the original ran without its {_ACCURACY}, by which ONNX Runtime would round activations "
+            "to 8 bits: neither the rewritten model nor an engine rounds them"
+        )
+    return notes
+
+
+def _rounds(node: NodeProto) -> bool:
+    return node.op_type == "MatMulNBits" and any(a.name == _ACCURACY and a.i for a in node.attribute)
 
 
 def with_expanded_masks(model: ModelProto) -> ModelProto:

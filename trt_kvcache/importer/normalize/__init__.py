@@ -30,7 +30,7 @@ from trt_kvcache.importer.normalize.attention import find_cores
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
-from trt_kvcache.importer.normalize.contrib import lower_contrib
+from trt_kvcache.importer.normalize.contrib import CONTRIB, QUANTIZED, lower_contrib
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
@@ -81,7 +81,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         OptionError: the capacity is missing or contradicts the model.
     """
     if any(node.op_type in _UPDATES for node in model.graph.node):
-        return _slide(model, options)
+        return _slide(_dequantized(model), options)
     graph = gs.import_onnx(model)
     fold_identities(graph)
     wide = narrow_caches(graph)
@@ -201,6 +201,15 @@ def _may_be_state(cache: Candidate) -> bool:
     if cache.idiom == "rolling":
         return not consumers(cache.present)
     return bool(cache.reason) and cache.node is not None and is_op(cache.node, "Add")
+
+
+def _dequantized(model: onnx.ModelProto) -> onnx.ModelProto:
+    """A canonical model without ONNX Runtime's operators on quantized weights, which TensorRT does not know."""
+    if not any(node.domain == CONTRIB and node.op_type in QUANTIZED for node in model.graph.node):
+        return model
+    graph = gs.import_onnx(_inferred(model))
+    lower_contrib(graph, QUANTIZED)
+    return _export(graph, model, 0)
 
 
 def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:

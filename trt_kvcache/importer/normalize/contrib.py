@@ -9,19 +9,20 @@
     FusedMatMul(a, b)                                  MatMul(Transpose(a), Transpose(b)) * alpha
     FusedGemm(a, b, c)                                 activation(Gemm(a, b, c))
     CausalConvWithState(x, w, b, past)                 s = Concat(past, x); Conv(s, w, b); the last rows of s
+    MatMulNBits, GatherBlockQuantized                  DequantizeLinear and MatMul, see `nbits`
 
 Measured against ONNX Runtime's own kernels: equal bit for bit, except for sums before a normalization and for Gelu,
 which its fp16 kernels keep in fp32 (one unit in the last place of fp16).
 
-Quantized weights (MatMulNBits and its kin) are refused: TensorRT knows them in the QuantizeLinear/DequantizeLinear form
-only. Operators that hold a cache have a stage of their own; any other operator stays as it is.
+Other operators on quantized weights are refused: TensorRT knows these in the QuantizeLinear/DequantizeLinear form only.
+Operators that hold a cache have a stage of their own; any other operator stays as it is.
 
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import onnx
@@ -38,6 +39,7 @@ from trt_kvcache.importer.graph import (
     input_or_none,
     replace_uses,
 )
+from trt_kvcache.importer.normalize.nbits import lower_gather_nbits, lower_matmul_nbits
 from trt_kvcache.importer.normalize.rotary import lower_rotary
 
 CONTRIB = "com.microsoft"
@@ -53,19 +55,23 @@ _ACTIVATIONS: dict[str, dict[str, str]] = {
 }
 _GATES = ("none", "silu", "swish")
 _END = 2**62
-_QUANTIZED = {
-    "MatMulNBits": "export unquantized, or in QDQ form (onnxruntime-genai: extra option use_qdq=true)",
+_REFUSED = {
     "MatMulBnb4": "export unquantized",
-    "GatherBlockQuantized": "export with an embedding that is not quantized",
     "QMoE": "export unquantized",
     "MatMulInteger16": "export unquantized",
 }
+QUANTIZED = frozenset({"MatMulNBits", "GatherBlockQuantized", *_REFUSED})
+"""Operators on quantized weights in ONNX Runtime's own format."""
 
 
-def lower_contrib(graph: gs.Graph) -> None:
+def lower_contrib(graph: gs.Graph, only: Collection[str] | None = None) -> None:
     """Replace, in place, the fused operators that have an exact form in standard operators.
 
     What is emitted needs opset 23: raise the model first (`opset.raise_opset` leaves these operators alone).
+
+    Args:
+        graph: edited in place.
+        only: names of operators; None: all.
 
     Raises:
         UnsupportedModelError: a fused operator asks for what standard operators cannot express, or is quantized.
@@ -74,10 +80,12 @@ def lower_contrib(graph: gs.Graph) -> None:
     lowered: set[int] = set()
     for node in list(graph.nodes):
         fused = node.domain == CONTRIB
-        if fused and node.op in _QUANTIZED:
+        if only is not None and node.op not in only:
+            continue
+        if fused and node.op in _REFUSED:
             raise UnsupportedModelError(
                 f"{_label(node)} computes on quantized weights in ONNX Runtime's own format, which TensorRT has no "
-                f"operator for; supported are float weights and DequantizeLinear: {_QUANTIZED[node.op]}"
+                f"operator for; supported are float weights, MatMulNBits and DequantizeLinear: {_REFUSED[node.op]}"
             )
         lowering = _LOWERINGS.get(node.op) if fused else None
         if node.op == "SimplifiedLayerNormalization" and (fused or node.domain in ONNX_DOMAINS):
@@ -320,4 +328,6 @@ _LOWERINGS: dict[str, Callable[[Emitter, gs.Node], Results]] = {
     "FusedMatMul": _fused_matmul,
     "FusedGemm": _fused_gemm,
     "CausalConvWithState": _causal_conv,
+    "MatMulNBits": lower_matmul_nbits,
+    "GatherBlockQuantized": lower_gather_nbits,
 }

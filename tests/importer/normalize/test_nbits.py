@@ -1,0 +1,370 @@
+"""Operators on 4-bit and 8-bit weights against their lowered form, their signed form, and numpy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
+import pytest
+from builder import build_in_child
+from graphs import Graph
+from onnx import TensorProto, helper, numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize.contrib import CONTRIB, lower_contrib
+from trt_kvcache.importer.signed import sign_weights
+
+Array = np.ndarray[Any, Any]
+UINT8, UINT4, INT4, INT8 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4, TensorProto.INT8
+HERE = Path()
+
+
+def packed(numbers: Array, bits: int) -> Array:
+    """Numbers ``[.., n]`` as bytes, two of 4 bits in each, the first in the low half; rows end with a whole byte."""
+    if bits == 8:
+        return numbers.astype(np.uint8)
+    even = np.concatenate([numbers, np.zeros_like(numbers[..., : numbers.shape[-1] % 2])], -1).astype(np.uint8)
+    return even[..., ::2] | even[..., 1::2] << 4
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A MatMulNBits with random weights; `y` is its definition in numpy."""
+
+    k: int = 64
+    n: int = 24
+    block: int = 32
+    bits: int = 4
+    dtype: Any = np.float32
+    zeros: str = ""  # "uint8", "float", or none
+    bias: bool = False
+    rank: int = 3
+    flat: bool = False
+    positive: bool = False  # scales
+    seed: int = 0
+
+    def make(self, **attrs: Any) -> tuple[onnx.ModelProto, dict[str, Array], Array]:
+        rng, blocks, top = np.random.default_rng(self.seed), -(-self.k // self.block), 2**self.bits
+        numbers = rng.integers(0, top, (self.n, blocks * self.block))
+        scales = (rng.uniform(0.005, 0.02, (self.n, blocks)) / top * 16).astype(self.dtype)
+        if not self.positive:
+            scales *= rng.choice([-1, 1], scales.shape).astype(self.dtype)
+        zeros: Array = np.full((self.n, blocks), top // 2, np.float64)
+        x = rng.standard_normal((2, 3, self.k)[3 - self.rank :]).astype(self.dtype)
+
+        graph = Graph()
+        kind = helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype))
+        inputs = [graph.input("x", kind, x.shape)]
+        stored = packed(numbers.reshape(self.n, blocks, self.block), self.bits)
+        inputs += [graph.constant(stored, np.uint8)]
+        inputs += [graph.constant(scales.ravel() if self.flat else scales, self.dtype)]
+        if self.zeros == "uint8":
+            zeros = rng.integers(0, top, zeros.shape).astype(np.float64)
+            rows = packed(zeros, self.bits)
+            inputs.append(graph.constant(rows.ravel() if self.flat else rows, np.uint8))
+        elif self.zeros == "float":
+            zeros = rng.uniform(0, top, zeros.shape).astype(self.dtype).astype(np.float64)
+            inputs.append(graph.constant(zeros, self.dtype))
+        dense = (numbers.reshape(self.n, blocks, self.block) - zeros[..., None]) * scales.astype(np.float64)[..., None]
+        y = x.astype(np.float64) @ dense.reshape(self.n, -1)[:, : self.k].T
+        if self.bias:
+            bias = rng.standard_normal(self.n).astype(self.dtype)
+            inputs += [""] * (5 - len(inputs)) + [graph.constant(bias, self.dtype)]
+            y += bias.astype(np.float64)
+        attrs = {"K": self.k, "N": self.n, "bits": self.bits, "block_size": self.block} | attrs
+        graph.node("MatMulNBits", inputs, "y", domain=CONTRIB, **attrs)
+        graph.output("y", kind, (*x.shape[:-1], self.n))
+        return graph.model(24, [CONTRIB]), {"x": x}, y
+
+
+@dataclass(frozen=True)
+class Table:
+    """A GatherBlockQuantized over a random table; `y` is its definition in numpy."""
+
+    stored: int = UINT8
+    rows: int = 40
+    width: int = 64
+    block: int = 32
+    dtype: Any = np.float32
+    zeros: bool = False
+    reshaped: bool = False
+    rank: int = 2
+    axis: int = 1
+
+    def make(self, **attrs: Any) -> tuple[onnx.ModelProto, dict[str, Array], Array]:
+        rng, blocks = np.random.default_rng(3), self.width // self.block
+        low, high = (-8, 8) if self.stored == INT4 else (0, 16)
+        numbers = rng.integers(low, high, (self.rows, self.width))
+        numbers[0], numbers[1, ::2] = high - 1, low  # every bit of a word, and the lowest alone
+        scales = rng.uniform(-0.02, 0.02, (self.rows, blocks)).astype(self.dtype)
+        middle = 8 if self.stored == UINT8 else 0
+        zeros: Array = rng.integers(low, high, scales.shape) if self.zeros else np.full(scales.shape, middle)
+        ids = np.concatenate([np.arange(self.rows), [-1, -self.rows]]).reshape((1, 2, -1)[3 - self.rank :] + (-1,) * 0)
+        ids = ids.reshape(-1) if self.rank == 1 else ids
+
+        graph = Graph()
+        names = [self._constant(graph, numbers), graph.input("ids", TensorProto.INT64, ids.shape)]
+        if self.reshaped:
+            raw = graph.constant(packed(numbers, 4).reshape(self.rows, blocks, -1), np.uint8)
+            names[0] = graph.node("Reshape", [raw, graph.constant([self.rows, self.width // 2])])
+        names.append(graph.constant(scales, self.dtype))
+        names += [self._constant(graph, zeros)] if self.zeros else []
+        attrs = {"gather_axis": 0, "quantize_axis": self.axis, "block_size": self.block, "bits": 4} | attrs
+        if self.stored != UINT8:
+            attrs.pop("bits")
+        graph.node("GatherBlockQuantized", names, "y", domain=CONTRIB, **attrs)
+        graph.output("y", helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype)), (*ids.shape, self.width))
+        dense = (numbers.reshape(self.rows, blocks, -1) - zeros[..., None]).astype(self.dtype) * scales[..., None]
+        return graph.model(24, [CONTRIB]), {"ids": ids}, dense.reshape(self.rows, -1)[ids]
+
+    def _constant(self, graph: Graph, numbers: Array) -> str:
+        if self.stored == UINT8:
+            return graph.constant(packed(numbers, 4), np.uint8)
+        return graph.constant(numbers, ml_dtypes.uint4 if self.stored == UINT4 else ml_dtypes.int4)
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    result: Array = session.run(None, feeds)[0]
+    return result
+
+
+def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
+    graph = gs.import_onnx(model)
+    lower_contrib(graph)
+    result: onnx.ModelProto = gs.export_onnx(graph.cleanup())
+    assert all(node.domain in ("", "ai.onnx") for node in result.graph.node)
+    assert all(onnx.defs.has(node.op_type, 24, "") for node in result.graph.node)
+    return result
+
+
+def close(got: Array, expected: Array, share: float) -> None:
+    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=0, atol=share * np.abs(expected).max())
+
+
+def signed(model: onnx.ModelProto) -> onnx.ModelProto:
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    assert sign_weights(copy, HERE) == ()
+    assert not {t.data_type for t in copy.graph.initializer} & {UINT4, UINT8}
+    return copy
+
+
+LINEARS = [
+    *(Linear(bits=bits, block=block, k=2 * block) for bits in (4, 8) for block in (16, 32, 64, 128)),
+    *(Linear(bits=bits, zeros=zeros) for bits in (4, 8) for zeros in ("uint8", "float")),
+    *(Linear(bits=bits, k=96, zeros="uint8", flat=True) for bits in (4, 8)),  # three zero points: half a byte is left
+    *(Linear(k=k, block=block, zeros=zeros) for k, block in ((100, 32), (8, 16), (72, 64)) for zeros in ("", "uint8")),
+    Linear(bias=True), Linear(bias=True, zeros="uint8"), Linear(rank=2, zeros="uint8"), Linear(n=1, k=32, flat=True),
+]  # fmt: skip
+TABLES = [
+    *(Table(stored, zeros=zeros) for stored in (UINT8, UINT4, INT4) for zeros in (False, True)),
+    Table(reshaped=True), Table(width=96, zeros=True), Table(UINT4, width=96, zeros=True), Table(width=48, block=16),
+    Table(rank=1), Table(rank=3, zeros=True), Table(axis=-1), Table(UINT4, rank=1, zeros=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("case", LINEARS, ids=str)
+def test_matmul_nbits(case: Linear, dtype: Any) -> None:
+    model, feeds, expected = replace(case, dtype=dtype).make()
+    result = lowered(model)
+    share = 2e-6 if dtype == np.float32 else 4e-3
+    if (case.bits, case.zeros) != (8, "float"):  # for which ONNX Runtime 1.31.1 has no kernel on the CPU
+        close(run(model, feeds), expected, share)  # it understands the operator as this test does
+    close(run(result, feeds), expected, share)
+    if case.bits == 4 or case.positive:
+        np.testing.assert_array_equal(run(signed(result), feeds), run(result, feeds))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("case", TABLES, ids=str)
+def test_gather_block_quantized(case: Table, dtype: Any) -> None:
+    model, feeds, expected = replace(case, dtype=dtype).make()
+    result = lowered(model)
+    np.testing.assert_array_equal(run(model, feeds), expected)
+    np.testing.assert_array_equal(run(result, feeds), expected)
+    np.testing.assert_array_equal(run(signed(result), feeds), expected)
+
+
+def test_rounding_of_activations_is_left_out() -> None:
+    model, feeds, expected = Linear(k=256, n=64).make(accuracy_level=4)
+    assert np.abs(run(model, feeds) - expected).max() > 1e-3 * np.abs(expected).max()
+    close(run(lowered(model), feeds), expected, 2e-6)
+
+
+def test_a_weight_that_two_products_read_is_held_once() -> None:
+    model, _, _ = Linear().make()
+    model.graph.node.append(helper.make_node("MatMulNBits", model.graph.node[0].input, ["z"], "again", domain=CONTRIB,
+                                             **{a.name: a.i for a in model.graph.node[0].attribute}))  # fmt: skip
+    model.graph.output.append(helper.make_tensor_value_info("z", TensorProto.FLOAT, None))
+    assert sum(t.data_type == UINT4 and len(t.dims) == 2 for t in lowered(model).graph.initializer) == 2  # and 8s
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_keep_their_bits_and_their_bytes(bits: int) -> None:
+    model, _, _ = Linear(bits=bits, zeros="uint8").make()
+    before = numpy_helper.to_array(model.graph.initializer[0]).tobytes()
+    views = [t.raw_data for t in lowered(model).graph.initializer if list(t.dims) == [24, 64]]
+    assert views == [before]
+
+
+def test_weights_in_a_file_stay_there(tmp_path: Path) -> None:
+    model, feeds, expected = Linear(zeros="uint8", positive=True, bits=8).make()
+    onnx.save(model, tmp_path / "m.onnx", save_as_external_data=True, location="m.data", size_threshold=0)
+    before = (tmp_path / "m.data").read_bytes()
+    result = lowered(onnx.load(tmp_path / "m.onnx", load_external_data=False))
+    flipped = sign_weights(result, tmp_path)
+    assert sorted(f.mask for f in flipped) == [0x80, 0x80]  # the weight and its zero points
+    for tensor in result.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            onnx.external_data_helper.load_external_data_for_tensor(tensor, str(tmp_path))
+            tensor.ClearField("data_location")
+            del tensor.external_data[:]
+        for weight in flipped:
+            if weight.name == tensor.name:
+                tensor.raw_data = b"".join(weight.read(tmp_path))
+    close(run(result, feeds), expected, 2e-6)
+    assert (tmp_path / "m.data").read_bytes() == before
+
+
+def refused(model: onnx.ModelProto) -> str:
+    with pytest.raises(UnsupportedModelError) as caught:
+        lower_contrib(gs.import_onnx(model))
+    message = str(caught.value)
+    assert message.startswith(f"{CONTRIB}::{model.graph.node[-1].op_type} 'node_y' ")
+    return message
+
+
+def test_other_weights_are_refused() -> None:
+    model, _, _ = Linear().make(bits=2)
+    assert "has weights of 2 bits; supported are 4 and 8" in refused(model)
+    model, _, _ = Linear().make(weight_prepacked=1)
+    assert "layout of one kind of GPU" in refused(model)
+    model, _, _ = Linear().make(K=128)
+    assert "has the weight 'constant_0' [24, 2, 16] as input 1 (768 bytes are no [24, 128]" in refused(model)
+    model, _, _ = Linear().make()
+    del model.graph.node[0].attribute[:]
+    assert "lacks one of K, N, block_size" in refused(model)
+
+
+def test_columns_in_another_order_are_refused() -> None:
+    model, _, _ = Linear().make()
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros(64, np.int32), "order"))
+    model.graph.node[0].input.extend(["", "order"])
+    assert "g_idx" in refused(model)
+
+
+def test_weights_that_the_graph_computes_are_refused() -> None:
+    model, _, _ = Linear().make()
+    weight = model.graph.initializer[0]
+    model.graph.initializer.remove(weight)
+    model.graph.input.append(helper.make_tensor_value_info(weight.name, UINT8, weight.dims))
+    assert "has the uint8 'constant_0' as input 1; supported is a weight of the model, of uint8" in refused(model)
+
+
+@pytest.mark.parametrize("attrs", [{"bits": 8}, {"gather_axis": 1}, {"quantize_axis": 0}, {"block_size": 16}], ids=str)
+def test_other_tables_are_refused(attrs: dict[str, int]) -> None:
+    assert "supported are rows [V, H] of 4 bits in whole blocks" in refused(Table().make(**attrs)[0])
+
+
+def test_zero_points_of_a_product_of_unknown_rank_are_refused() -> None:
+    model, _, _ = Linear(zeros="uint8").make()
+    model.graph.input[0].type.tensor_type.ClearField("shape")
+    assert "reads 'x', whose rank is not in the model" in refused(model)
+
+
+class TestSigned:
+    def test_8_bits_with_a_negative_scale_are_refused(self) -> None:
+        model, _, _ = Linear(bits=8).make()
+        with pytest.raises(UnsupportedModelError, match="8-bit weights .* with scales that are not positive.*is_symm"):
+            sign_weights(lowered(model), HERE)
+
+    @pytest.mark.parametrize("zero", [7, 0, None])
+    def test_other_zero_points_stay(self, zero: int | None) -> None:
+        graph = Graph()
+        names = [graph.constant(np.arange(16), ml_dtypes.uint4), graph.constant(0.5, np.float32)]
+        names += [] if zero is None else [graph.constant(zero, ml_dtypes.uint4)]
+        graph.node("DequantizeLinear", names, "y")
+        graph.output("y", TensorProto.FLOAT, [16])
+        model = graph.model()
+        before = model.SerializeToString(deterministic=True)
+        assert sign_weights(model, HERE) == ()
+        assert model.SerializeToString(deterministic=True) == before
+
+    def test_weights_that_others_read_stay(self) -> None:
+        graph = Graph()
+        weight = graph.constant(np.arange(16), np.uint8)
+        graph.node("DequantizeLinear", [weight, graph.constant(0.5, np.float32), graph.constant(128, np.uint8)], "y")
+        graph.node("Cast", [weight], "z", to=TensorProto.INT32)
+        graph.output("y", TensorProto.FLOAT, [16])
+        graph.output("z", TensorProto.INT32, [16])
+        model = graph.model()
+        assert sign_weights(model, HERE) == ()
+        assert model.graph.initializer[0].data_type == UINT8
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_typed_fields_are_read(self, bits: int) -> None:
+        kind, top = (UINT4, 16) if bits == 4 else (UINT8, 256)
+        numbers = np.arange(top)
+        graph = Graph()
+        scale, zero = graph.constant(0.5, np.float32), helper.make_tensor("zero", kind, [], [top // 2])
+        graph.initializers += [helper.make_tensor("w", kind, [top], numbers), zero]
+        assert not graph.initializers[-2].HasField("raw_data")
+        graph.node("DequantizeLinear", ["w", scale, "zero"], "y")
+        graph.output("y", TensorProto.FLOAT, [top])
+        model = graph.model()
+        assert sign_weights(model, HERE) == ()
+        assert [t.data_type for t in model.graph.initializer if t.name == "w"] == [INT4 if bits == 4 else INT8]
+        np.testing.assert_array_equal(run(model, {}), (numbers - top // 2) * 0.5)
+
+
+class TestTensorRT:
+    @pytest.mark.parametrize(
+        "case",
+        [
+            *(Linear(k=256, block=block, n=64) for block in (16, 32, 64, 128)),
+            Linear(zeros="uint8"), Linear(zeros="float"), Linear(k=96, zeros="uint8", dtype=np.float16),
+            Linear(k=100, bias=True), Linear(bits=8, positive=True), Linear(bits=8, positive=True, zeros="uint8"),
+            Table(), Table(zeros=True), Table(INT4), Table(UINT4, zeros=True, dtype=np.float16),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_builds(self, case: Linear | Table) -> None:
+        model = signed(lowered(case.make()[0]))
+        assert build_in_child(model.SerializeToString(), [{}]).stage == "built"
+
+    @pytest.mark.parametrize(("bits", "zeros"), [(4, ""), (4, "uint8"), (8, "uint8")])
+    def test_the_engine_holds_as_many_bits(self, bits: int, zeros: str) -> None:
+        """A product of 2 million weights: 4 MB in fp16."""
+        case = Linear(k=1024, n=2048, bits=bits, zeros=zeros, dtype=np.float16, positive=True)
+        count = case.k * case.n
+        stored = count * bits // 8 + count // case.block * (2 + bits / 8)  # numbers, scales, zero points
+        size = build_in_child(signed(lowered(case.make()[0])).SerializeToString(), [{}]).size
+        assert count * bits // 8 < size < stored + (1 << 20)
+
+    def test_so_does_the_engine_of_a_table(self) -> None:
+        model = signed(lowered(Table(rows=4096, width=1024, dtype=np.float16).make()[0]))
+        assert 2 << 20 < build_in_child(model.SerializeToString(), [{}]).size < 3 << 20
+
+    def test_what_it_does_not_take(self) -> None:
+        """Why weights are signed, and why zero points and 8-bit scales get a treatment of their own."""
+        unsigned = lowered(Linear().make()[0])
+        assert "Failed to import initializer" in build_in_child(unsigned.SerializeToString(), [{}]).words
+        model = signed(lowered(Linear().make()[0]))
+        model.graph.initializer.append(helper.make_tensor("zeros", INT4, [24, 2], [3] * 48))
+        next(n for n in model.graph.node if n.op_type == "DequantizeLinear").input.append("zeros")
+        assert "Non-zero zero point is not supported" in build_in_child(model.SerializeToString(), [{}]).words
+        model = signed(lowered(Linear(bits=8, positive=True).make()[0]))
+        scales = next(t for t in model.graph.initializer if t.data_type == TensorProto.FLOAT)
+        scales.CopyFrom(numpy_helper.from_array(-numpy_helper.to_array(scales), scales.name))
+        assert "Scale coefficients must all be positive" in build_in_child(model.SerializeToString(), [{}]).words

@@ -1,0 +1,66 @@
+"""The same bytes of a weight under another name, element type and shape.
+
+    uint8 [N, K / 2]    ->    uint4 [N, K]    or    int32 [N, K / 8]
+
+Data outside of the model, and weights that `prepare.detach_weights` keeps aside, stay where they are: only the
+reference to them is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import onnx
+from onnx import numpy_helper
+
+from trt_kvcache.importer.protos import byte_size
+
+__all__ = ["STAND_IN", "detached", "reinterpret", "stand_in"]
+
+STAND_IN = "trt_kvcache:detached"
+_OF = "trt_kvcache:of"
+
+
+def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
+    """A tensor without data in the place of one whose data are kept aside."""
+    made = onnx.TensorProto(name=tensor.name, data_type=tensor.data_type, dims=tensor.dims)
+    made.data_location = onnx.TensorProto.EXTERNAL
+    made.external_data.add(key="location", value=STAND_IN)
+    return made
+
+
+def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:
+    """What a stand-in, reinterpreted or not, stands for; None for any other tensor."""
+    entries = {e.key: e.value for e in tensor.external_data}
+    if entries.get("location") != STAND_IN:
+        return None
+    if _OF not in entries:
+        return weights[tensor.name]
+    return reinterpret(weights[entries[_OF]], tensor.name, tensor.data_type, tensor.dims)
+
+
+def reinterpret(tensor: onnx.TensorProto, name: str, data_type: int, shape: Sequence[int]) -> onnx.TensorProto:
+    """The bytes of `tensor`, little-endian as ONNX stores them, read as another type and shape.
+
+    Raises:
+        ValueError: the shape needs another number of bytes.
+    """
+    made = onnx.TensorProto(name=name, data_type=data_type, dims=shape)
+    if byte_size(made) != byte_size(tensor):
+        raise ValueError(f"{byte_size(tensor)} bytes are no {list(shape)} of type {data_type}")
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        made.raw_data = raw_bytes(tensor)
+        return made
+    made.data_location = onnx.TensorProto.EXTERNAL
+    made.external_data.extend(tensor.external_data)
+    keys = {e.key: e.value for e in tensor.external_data}
+    if keys.get("location") == STAND_IN and _OF not in keys:
+        made.external_data.add(key=_OF, value=tensor.name)
+    return made
+
+
+def raw_bytes(tensor: onnx.TensorProto) -> bytes:
+    """The data of a tensor inside the model as ONNX stores them raw: some exporters use the typed fields."""
+    if tensor.HasField("raw_data"):
+        return bytes(tensor.raw_data)
+    return bytes(numpy_helper.from_array(numpy_helper.to_array(tensor)).raw_data)

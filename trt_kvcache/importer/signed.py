@@ -1,0 +1,110 @@
+"""Move the zero point of quantized weights from the middle to 0, which TensorRT wants: only bytes change.
+
+    DequantizeLinear(uint4 W, scale, 8)      ->    DequantizeLinear(int4 W - 8, scale)
+    DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
+
+In two's complement that is one flipped bit per number. TensorRT for RTX 1.7.1 imports no uint4 weight at all, and no
+signed one with another zero point. ONNX Runtime runs both forms; it is given the first, whose data stay in the source's
+files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.flipped import Flipped, flip
+from trt_kvcache.importer.protos import byte_size, is_op
+from trt_kvcache.importer.reinterpret import raw_bytes
+
+__all__ = ["sign_weights"]
+
+_SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest bits in a byte
+    onnx.TensorProto.UINT4: (onnx.TensorProto.INT4, 8, 0x88),
+    onnx.TensorProto.UINT8: (onnx.TensorProto.INT8, 128, 0x80),
+}
+
+
+def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
+    """Make weights signed, in place, that nothing but DequantizeLinear reads, with the middle as zero point.
+
+    Args:
+        model: edited in place.
+        folder: of its external data.
+
+    Returns:
+        Those in external data: they are declared signed, and refer to bytes that are not, yet.
+
+    Raises:
+        UnsupportedModelError: a scale of 8-bit weights is not positive.
+    """
+    weights = {t.name: t for t in model.graph.initializer}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in _all_nodes(model.graph):
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    kept = {value.name for value in model.graph.output}
+    flipped, freed = [], set()
+    for name, weight in weights.items():
+        nodes = readers.get(name, [])
+        if weight.data_type not in _SIGNED or name in kept or not nodes:
+            continue
+        if not all(is_op(n, "DequantizeLinear") and _in_the_middle(n, name, weights) for n in nodes):
+            continue
+        weight.data_type, _, mask = _SIGNED[weight.data_type]
+        for node in nodes:
+            if weight.data_type == onnx.TensorProto.INT8:
+                _check_scales(node, weights, folder)
+            freed.add(node.input[2])
+            del node.input[2:]
+        if weight.data_location == onnx.TensorProto.EXTERNAL:
+            flipped.append(_flipped(weight, mask))
+        else:
+            weight.raw_data = flip(raw_bytes(weight), mask)
+    unread = freed - {name for node in _all_nodes(model.graph) for name in node.input} - kept
+    for index in reversed(range(len(model.graph.initializer))):
+        if model.graph.initializer[index].name in unread:
+            del model.graph.initializer[index]
+    return tuple(flipped)
+
+
+def _in_the_middle(node: onnx.NodeProto, name: str, weights: dict[str, onnx.TensorProto]) -> bool:
+    """Whether a DequantizeLinear reads `name` as its numbers, with the middle as every zero point."""
+    zero = weights.get(node.input[2]) if len(node.input) > 2 and node.input[0] == name not in node.input[1:] else None
+    if zero is None or zero.data_location == onnx.TensorProto.EXTERNAL:
+        return False
+    values = np.asarray(numpy_helper.to_array(zero)).astype(np.int64)
+    return bool(np.all(values == _SIGNED[weights[name].data_type][1]))
+
+
+def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
+    """TensorRT for RTX 1.7.1 takes scales of either sign with 4 bits, and with 8 bits positive ones alone.
+
+    It looks at scales in initializers only; whether its kernels would get others right is not known.
+    """
+    scales = weights.get(node.input[1])
+    if scales is None or bool(np.all(numpy_helper.to_array(scales, base_dir=str(folder)) > 0)):
+        return
+    raise UnsupportedModelError(
+        f"DequantizeLinear '{node.name}' has 8-bit weights '{node.input[0]}' with scales that are not positive, which "
+        "TensorRT does not take; supported are 8 bits with positive scales, and 4 bits with any: quantize "
+        "asymmetrically (onnxruntime-genai: extra option is_symmetric=false), or to 4 bits"
+    )
+
+
+def _flipped(weight: onnx.TensorProto, mask: int) -> Flipped:
+    entries = {e.key: e.value for e in weight.external_data}
+    return Flipped(weight.name, entries["location"], int(entries.get("offset") or 0), byte_size(weight) or 0, mask)
+
+
+def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    for node in graph.node:
+        yield node
+        for attribute in node.attribute:
+            for body in (attribute.g, *attribute.graphs):
+                yield from _all_nodes(body)
