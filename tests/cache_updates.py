@@ -21,6 +21,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.samples import Interface, Samples
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
@@ -143,7 +144,10 @@ def _prove(graph: gs.Graph, model: onnx.ModelProto, capacity: int | None) -> tup
             prove(graph, candidate, ())
     interface = Interface(model, found, None)
     samples = Samples(Blueprint(model, {}), interface, interface.capacity(capacity))
-    return tuple(prove(graph, candidate, samples.all) for candidate in found)
+    writes = tuple(prove(graph, candidate, samples.all) for candidate in found)
+    samples.promises += [write.promise for write in writes if write.promise is not None]
+    check_promises(samples)
+    return writes
 
 
 def assert_same_update(

@@ -7,6 +7,7 @@ graph. It is evaluated there, in a step of the same sizes, and must have kept it
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -15,14 +16,14 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import dims
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
-from trt_kvcache.importer.normalize.samples import Interface, Sample
+from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole
 
 _OTHER_ROWS = 3  # of a padding mask beyond the capacity: nothing says how long it is from now on
 
 
 def check_cancelled(
-    graph: gs.Graph, canonical: Canonical, interface: Interface, names: Sequence[str], samples: Sequence[Sample]
+    graph: gs.Graph, canonical: Canonical, interface: Interface, names: Sequence[str], samples: Samples
 ) -> None:
     """Refuse a count that did not depend on the length of the past and is another one now.
 
@@ -31,7 +32,7 @@ def check_cancelled(
         canonical: of the graph.
         interface: of the model as exported.
         names: of the counts.
-        samples: of the model as exported.
+        samples: of the model as exported; that the counts stay is promised for all lengths.
 
     Raises:
         UnsupportedModelError: naming the count.
@@ -39,19 +40,30 @@ def check_cancelled(
     if not names:
         return
     model = gs.export_onnx(graph)
-    made = {name for node in model.graph.node for name in node.output}
     blueprint = Blueprint(model, {})
-    for sample in samples:
-        starts = np.full(sample.batch, sample.past, np.int64)
-        probe = canonical_step(graph, canonical, interface, blueprint, sample, starts)
-        for name in (n for n in names if n in made):
-            before, after = sample.probe.value(name), probe.value(name)
-            if before is None or after is None or not np.array_equal(before, after):
-                raise UnsupportedModelError(
-                    f"'{name}' is computed from the length of the cache and of something else, such as the number of "
-                    "new tokens as the rows of the present minus those of the past; supported are caches that only "
-                    "attention reads, and positions counted from their length: take this number from the tokens"
-                )
+    now: dict[tuple[int, int], Probe] = {}
+
+    def check(name: str, sample: Sample) -> None:
+        size = (sample.batch, sample.length)
+        if size not in now:
+            starts = np.full(sample.batch, sample.past, np.int64)
+            now[size] = canonical_step(graph, canonical, interface, blueprint, sample, starts)
+        before, after = sample.probe.value(name), now[size].value(name)
+        if before is None or after is None or not np.array_equal(before, after):
+            raise UnsupportedModelError(
+                f"'{name}' is computed from the length of the cache and of something else, such as the number of "
+                "new tokens as the rows of the present minus those of the past; supported are caches that only "
+                "attention reads, and positions counted from their length: take this number from the tokens"
+            )
+
+    made = {name for node in model.graph.node for name in node.output}
+    live = [name for name in names if name in made]
+    for sample in samples.twins:
+        now.clear()  # with the positions of each
+        for name in live:
+            check(name, sample)
+    for name in live:
+        samples.promise([name], "cancelled", partial(check, name))
 
 
 def canonical_step(

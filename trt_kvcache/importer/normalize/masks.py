@@ -110,23 +110,25 @@ def classify(
             raise UnsupportedModelError(_unknown(node, sample, visible))
     samples.promise(names, ("causal", window, *key), partial(sees, False, window))
 
-    def pads(sample: Sample) -> None:
+    def pads(hides: bool, sample: Sample) -> bool:
         visible = _visible(node, masks, is_causal, sample, write)
-        assert sample.padding is not None
-        template = _causal(sample, visible.shape[-1], window)
-        padded = template & _extend(sample.padding, visible.shape[-1])[:, None, None, :]
-        some = padded.any(-1, keepdims=True)  # a query that sees nothing is no token of a text
-        if not _same(visible & some, padded) and not _same(visible, template):
+        expected = _causal(sample, visible.shape[-1], window)
+        if hides:
+            assert sample.padding is not None
+            expected = expected & _extend(sample.padding, visible.shape[-1])[:, None, None, :]
+            visible = visible & expected.any(-1, keepdims=True)  # a query that sees nothing is no token of a text
+        return _same(visible, expected)
+
+    def check_padding(sample: Sample) -> None:
+        if not pads(hides, sample):
             raise UnsupportedModelError(
                 f"the mask of '{node}' does not hide what the padding mask hides (batch {sample.batch}, {sample.past} "
                 f"tokens in the cache, {sample.length} new); supported are masks that hide padded tokens and nothing "
                 "else"
             )
 
-    for sample in samples.padded:
-        pads(sample)
-    if samples.padded:
-        samples.promise(names, ("padded", window, *key), pads, padded=True)
+    hides = all(pads(True, sample) for sample in samples.padded) or not all(pads(False, s) for s in samples.padded)
+    samples.hold(names, ("padded", hides, window, *key), check_padding, padded=True)
     return Visibility(window=window, bias=bias)
 
 

@@ -62,11 +62,10 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 seen.add(output.name)
                 if _is_cancelled(output, pair, samples):
                     cancelled.append(output.name)
-                    samples.promise([output.name], "cancelled", partial(_stay_cancelled, output, samples, {}))
                 elif _follow(graph, node, output, canonical, pair, samples):
                     queue.append(output)
     graph.cleanup().toposort()
-    check_cancelled(graph, canonical, interface, cancelled, pair)
+    check_cancelled(graph, canonical, interface, cancelled, samples)
 
 
 def check_padding(graph: gs.Graph, interface: Interface) -> None:
@@ -135,19 +134,6 @@ def _hold_positions(output: gs.Tensor, sample: Sample) -> None:
         raise UnsupportedModelError(
             f"'{output.name}' holds the positions of the new tokens, but not with {sample.past} tokens in the cache "
             f"and {sample.length} new; supported are positions that count on from the cache at every length"
-        )
-
-
-def _stay_cancelled(output: gs.Tensor, samples: Samples, known: dict[int, Array | None], sample: Sample) -> None:
-    length = sample.length
-    if length not in known:
-        other = samples.step(sample.batch, min(1, samples.capacity - length), length)
-        known[length] = other.probe.value(output.name)
-    value, expected = sample.probe.value(output.name), known[length]
-    if value is None or expected is None or not np.array_equal(value, expected):
-        raise UnsupportedModelError(
-            f"'{output.name}' is the same whatever the length of the cache, but not with {sample.past} tokens in it "
-            f"and {length} new; supported are caches that only attention reads, and positions counted from their length"
         )
 
 

@@ -314,7 +314,8 @@ class Samples:
         room = max(0, capacity - length) if fixed else 9  # a past that grows knows no capacity
         self.twins = (self.step(2, min(5, room // 2), length), self.step(2, min(9, room), length))
         masked = bool(interface.of(OriginalRole.PADDING_MASK))
-        self.padded = self._unique([self.step(*s, padded=True) for s in sizes if s[0] > 1]) if masked else ()
+        first = (2, 0, fixed_length or min(4, capacity))  # a prompt, whose own tokens are padded
+        self.padded = self._unique([self.step(*s, padded=True) for s in (*sizes, first) if s[0] > 1]) if masked else ()
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2))
         self.wrapped = self._unique([self.step(*s, wrapped=True) for s in beyond]) if fixed else ()
 
@@ -400,5 +401,5 @@ class Samples:
         """Left padding, less from row to row, and none in the last: prompts of several lengths."""
         padding = np.ones((batch, past + length), np.int64)
         for row in range(batch - 1):
-            padding[row, : past // (2 + row)] = 0
+            padding[row, : (past + length) // (2 + row)] = 0
         return padding

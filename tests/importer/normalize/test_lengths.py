@@ -1,0 +1,278 @@
+"""What is right in most steps and wrong in some is refused: masks, factors, positions, padding and rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from cache_updates import along, count, index_copy, positions, prove_updates, update_model
+from concat_decode import normalized
+from concat_graphs import Build, Decoder, make_decoder
+from graphs import Graph
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+
+import trt_kvcache.importer.normalize as stage
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize import lengths
+from trt_kvcache.importer.normalize.program import Program, Step
+from trt_kvcache.importer.normalize.samples import Samples
+
+MODELS = Path(__file__).parents[2] / "models"
+CAPACITIES = (12, 24, 100, 700)
+
+Odd = Callable[[Build], str]
+
+
+def equal(what: str, number: int) -> Odd:
+    return lambda g: g.node("Equal", [getattr(g, what), g.constant(number)])
+
+
+def above(what: str, number: int) -> Odd:
+    return lambda g: g.node("Greater", [getattr(g, what), g.constant(number)])
+
+
+def both(one: Odd, other: Odd) -> Odd:
+    return lambda g: g.node("And", [one(g), other(g)])
+
+
+def square(number: int) -> Odd:
+    """P + S is `number`, which is nowhere in the graph."""
+    return lambda g: g.node("Equal", [g.node("Mul", [g.all, g.all]), g.constant(number * number)])
+
+
+KINDS = ("P", "S", "T", "P and S", "long", "long behind some", "square")
+
+
+@st.composite
+def odd_steps(draw: st.DrawFn, kinds: Sequence[str] = KINDS) -> tuple[str, Odd, int]:
+    """In which steps a decoder is odd, in words and as a scalar of its graph; and its capacity."""
+    capacity = draw(st.sampled_from(CAPACITIES))
+    length = draw(st.integers(2, capacity))  # what is odd in every step is not odd
+    past = draw(st.integers(0, capacity - length))
+    kind = draw(st.sampled_from(kinds))
+    odd: dict[str, Odd] = {
+        "P": equal("past", past),
+        "S": equal("length", length),
+        "T": equal("all", past + length),
+        "P and S": both(equal("past", past), equal("length", length)),
+        "long": above("length", length - 1),
+        "long behind some": both(above("length", length - 1), above("past", past - 1)),
+        "square": square(past + length),
+    }
+    return f"{kind}: P {past}, S {length}, capacity {capacity}", odd[kind], capacity
+
+
+def masked(odd: Odd, apply: str) -> onnx.ModelProto:
+    """The last key is hidden in odd steps."""
+
+    def mask(g: Build) -> str:
+        last = g.node("Equal", [g.key_rows, g.node("Sub", [g.all, g.constant(1)])])
+        hidden = g.node("And", [last, odd(g)])
+        return g.to_scores(g.node("And", [g.causal(), g.node("Not", [hidden])]))
+
+    return make_decoder(Decoder(mask=mask, apply=apply))
+
+
+def scaled(odd: Odd) -> onnx.ModelProto:
+    """Scores are doubled in odd steps."""
+
+    def scores(g: Build, tensor: str) -> str:
+        factor = g.node("Where", [odd(g), g.constant(2.0, np.float32), g.constant(1.0, np.float32)])
+        return g.node("Mul", [tensor, factor])
+
+    return make_decoder(Decoder(scores=scores))
+
+
+def shifted(odd: Odd) -> onnx.ModelProto:
+    """Positions are one more in odd steps."""
+
+    def after(g: Build, x: str) -> str:
+        rows = g.node("Transpose", [g.query_rows], perm=[1, 0])
+        more = g.node("Cast", [odd(g)], to=TensorProto.INT64)
+        column = g.node("Unsqueeze", [g.node("Add", [rows, more]), g.constant([-1])])
+        return g.node("Add", [x, g.node("Cast", [column], to=TensorProto.FLOAT)])
+
+    return make_decoder(Decoder(positions="none", after=after))
+
+
+@pytest.mark.parametrize("apply", ["add", "where"])
+@given(steps=odd_steps())
+@settings(max_examples=60, deadline=None)
+def test_a_mask_that_is_another_one_in_some_steps(apply: str, steps: tuple[str, Odd, int]) -> None:
+    _, odd, capacity = steps
+    with pytest.raises(UnsupportedModelError, match=r"none of the supported ones .*the last query sees"):
+        _plan(masked(odd, apply), capacity)
+
+
+@given(steps=odd_steps())
+@settings(max_examples=40, deadline=None)
+def test_a_factor_that_is_another_one_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    _, odd, capacity = steps
+    with pytest.raises(UnsupportedModelError, match=r"factor|no attention that the importer can prove"):
+        _plan(scaled(odd), capacity)
+
+
+@given(steps=odd_steps(["P", "T", "P and S", "square"]))  # what only depends on S may stay
+@settings(max_examples=40, deadline=None)
+def test_positions_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    _, odd, capacity = steps
+    with pytest.raises(UnsupportedModelError):
+        _plan(shifted(odd), capacity)
+
+
+@given(steps=odd_steps())
+@settings(max_examples=20, deadline=None)
+def test_the_same_without_a_program(steps: tuple[str, Odd, int]) -> None:
+    """As where ONNX Runtime lacks an operator: probes look at the steps where something can turn."""
+    said, odd, capacity = steps
+    if said.startswith("square") and capacity > lengths._TINY:
+        return  # only every length shows it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Program, "runs", False)
+        with pytest.raises(UnsupportedModelError, match="none of the supported ones"):
+            _plan(masked(odd, "add"), capacity)
+
+
+@given(total=st.integers(2, 90))
+@settings(max_examples=30, deadline=None)
+def test_padding_that_is_seen_at_one_length(total: int) -> None:
+    """In one step, the padding mask hides nothing."""
+
+    def mask(g: Build) -> str:
+        shown = g.node("Cast", [g.padding], to=TensorProto.BOOL)
+        shown = g.node("Or", [shown, equal("all", total)(g)])
+        return g.node("And", [g.to_scores(g.causal()), g.node("Unsqueeze", [shown, g.constant([1, 2])])])
+
+    with pytest.raises(UnsupportedModelError, match="does not hide what the padding mask hides"):
+        _plan(make_decoder(Decoder(mask=mask)), 90)
+
+
+def moved(g: Graph, at: int, by: int) -> str:
+    """Rows of the new tokens, `by` further where the first of them is row `at`."""
+    start = g.node("Where", [g.node("Equal", ["pos", g.constant(at)]), g.constant(at + by), "pos"])
+    return positions(g, start)
+
+
+def one_hot(at: int, by: int) -> Callable[[Graph, str, str], str]:
+    """A blend of one new row with the past; at position `at`, another row is chosen."""
+
+    def idiom(g: Graph, past: str, new: str) -> str:
+        start = g.node("Where", [g.node("Equal", ["pos", g.constant(at)]), g.constant(at + by), "pos"])
+        chosen = along(g, g.node("Equal", [count(g, ROWS), start]), 2, 4)
+        return g.node("Where", [chosen, g.node("Transpose", [new], perm=[0, 2, 1, 3]), past])
+
+    return idiom
+
+
+ROWS = 60
+
+
+@given(at=st.integers(0, ROWS - 1), by=st.sampled_from([-1, 1]), idiom=st.sampled_from(["ScatterND", "one-hot"]))
+@settings(max_examples=60, deadline=None)
+def test_rows_that_are_others_at_one_position(at: int, by: int, idiom: str) -> None:
+    write = index_copy(lambda g: moved(g, at, by)) if idiom == "ScatterND" else one_hot(at, by)
+    model = update_model(write, shape=("B", 2, ROWS, 4), length="S" if idiom == "ScatterND" else 1)
+    with pytest.raises(UnsupportedModelError, match="cannot be done in place"):
+        prove_updates(model)
+
+
+@pytest.mark.parametrize("idiom", ["ScatterND", "one-hot"])
+def test_rows_that_are_right_everywhere(idiom: str) -> None:
+    write = index_copy() if idiom == "ScatterND" else one_hot(0, 0)
+    model = update_model(write, shape=("B", 2, ROWS, 4), length="S" if idiom == "ScatterND" else 1)
+    (update,) = prove_updates(model)
+    assert update.promise is not None
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 5, 15, 16, 17, 33, 1000, 20000])
+@pytest.mark.parametrize(
+    "decoder", [Decoder(), Decoder(mask="padding", window=5), Decoder(sequence=3), Decoder(batch=1)]
+)
+def test_decoders_that_are_right_everywhere_pass_at_every_capacity(capacity: int, decoder: Decoder) -> None:
+    if decoder.sequence == 3 and capacity < 3:
+        pytest.skip("no step fits")
+    _plan(make_decoder(decoder), capacity)
+
+
+@pytest.mark.parametrize("capacity", [9000, 40000])
+def test_windows_that_only_long_texts_fill(capacity: int) -> None:
+    _plan(make_decoder(Decoder(window=capacity - 100)), capacity)
+
+
+STORED = sorted(path for path in MODELS.rglob("*.onnx") if path.stat().st_size < 1 << 20)
+
+
+@pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(MODELS)))
+def test_a_program_computes_what_probes_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensors that proofs are about, in real exports, at lengths that the program did not learn from."""
+    checked: list[Samples] = []
+    real = lengths.check_promises
+
+    def compared(samples: Samples) -> None:
+        checked.append(samples)
+        _compare(samples)
+        real(samples)
+
+    monkeypatch.setattr(stage, "check_promises", compared)
+    model = onnx.load(path)
+    try:
+        _plan(model, 64)
+    except UnsupportedModelError:
+        pytest.skip("a dead end")
+    if not checked:
+        pytest.skip("canonical already")
+
+
+def _compare(samples: Samples) -> None:
+    names = sorted({name for promise in samples.promises for name in promise.names})
+    weights = {name: value for promise in samples.promises for name, value in promise.given.items()}
+    length = samples.fixed_length
+    learnt = [Step(p, length or s, samples.step(1, p, s).probe) for p, s in lengths._LEARNT]
+    program = Program(samples.blueprint, names, learnt, weights)
+    assert program.runs
+    for past, new in [(0, 1), (1, 1), (3, 5), (11, 2), (17, 13), (samples.capacity - 1, 1)]:
+        if past + (length or new) > samples.capacity:
+            continue
+        sample = samples.step(1, past, new)
+        values = program.run(past, length or new, sample.probe.values)
+        probe = sample.probe.given(weights)
+        for name in names:
+            expected = probe.value(name)
+            assert (name in values) == (expected is not None), name
+            if expected is not None:
+                assert np.array_equal(values[name], expected), (name, past, new)
+
+
+@pytest.mark.parametrize(("windows", "kinds"), [((5, 5, 5), 1), ((5, 6, 5), 2)])
+def test_masks_of_layers_that_are_alike_are_one(
+    windows: tuple[int, ...], kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each layer makes a mask for itself."""
+    left = list(windows)
+
+    def scores(g: Build, tensor: str) -> str:
+        first = g.node("Sub", [g.query_rows, g.constant(left.pop())])
+        visible = g.node("And", [g.causal(), g.node("Greater", [g.key_rows, first])])
+        return g.node("Where", [g.to_scores(visible), tensor, g.number(-1e4)])
+
+    found: list[int] = []
+
+    def counted(samples: Samples) -> None:
+        names = [name for promise in samples.promises for name in promise.names]
+        learnt = [Step(p, s, samples.step(1, p, s).probe) for p, s in lengths._LEARNT]
+        program = Program(samples.blueprint, names, learnt, {})
+        found.append(len({program.key(name) for name in names}))
+
+    monkeypatch.setattr(stage, "check_promises", counted)
+    _plan(make_decoder(Decoder(layers=len(windows), mask="none", scores=scores)), 24)
+    assert found[0] == kinds
+
+
+def _plan(model: onnx.ModelProto, capacity: int) -> Any:
+    return normalized(model, capacity)
