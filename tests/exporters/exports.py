@@ -1,8 +1,8 @@
 """Fresh exports of tiny random decoders by the exporters that people use: `export(exporter, arch, folder) -> Path`.
 
 Each function below drives one exporter the way its documentation says, so that what the importer meets in tests is what
-it meets in the wild. Weights are fp32 except for onnxruntime-genai's fp16 form. Also a command, for exporters whose
-dependencies exclude those of the tests: `python tests/exporters/exports.py EXPORTER ARCH FOLDER`.
+it meets in the wild. Weights are fp32 except for onnxruntime-genai's fp16 and int4 forms. Also a command, for exporters
+whose dependencies exclude those of the tests: `python tests/exporters/exports.py EXPORTER ARCH FOLDER`.
 """
 
 from __future__ import annotations
@@ -118,6 +118,7 @@ EXPORTERS: dict[str, Callable[[str, Path, Path], Path]] = {
     "transformers-static-op20": partial(transformers, True, 20),
     "transformers-static-op24": partial(transformers, True, 24),
     "genai-cpu-fp32": partial(genai, "fp32", "cpu"),
+    "genai-cpu-int4": partial(genai, "int4", "cpu"),
     "genai-trt-rtx-fp16": partial(genai, "fp16", "NvTensorRtRtx"),
 }
 
