@@ -31,7 +31,7 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest 
 
 
 def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
-    """Make weights signed, in place, that nothing but DequantizeLinear reads, with the middle as zero point.
+    """Make unsigned weights signed, in place, that nothing but DequantizeLinear reads.
 
     Args:
         model: edited in place.
@@ -41,7 +41,7 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         Those in external data: they are declared signed, and refer to bytes that are not, yet.
 
     Raises:
-        UnsupportedModelError: a scale of 8-bit weights is not positive.
+        UnsupportedModelError: a scale of 8-bit weights is not positive, or a zero point is not the middle.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
@@ -54,8 +54,10 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         nodes = readers.get(name, [])
         if weight.data_type not in _SIGNED or name in kept or not nodes:
             continue
-        if not all(is_op(n, "DequantizeLinear") and _in_the_middle(n, name, weights) for n in nodes):
+        if not all(is_op(n, "DequantizeLinear") and n.input[0] == name not in n.input[1:] for n in nodes):
             continue
+        for node in nodes:
+            _check_zero_points(node, weights, folder)
         weight.data_type, _, mask = _SIGNED[weight.data_type]
         for node in nodes:
             if weight.data_type == onnx.TensorProto.INT8:
@@ -73,13 +75,21 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     return tuple(flipped)
 
 
-def _in_the_middle(node: onnx.NodeProto, name: str, weights: dict[str, onnx.TensorProto]) -> bool:
-    """Whether a DequantizeLinear reads `name` as its numbers, with the middle as every zero point."""
-    zero = weights.get(node.input[2]) if len(node.input) > 2 and node.input[0] == name not in node.input[1:] else None
-    if zero is None or zero.data_location == onnx.TensorProto.EXTERNAL:
-        return False
-    values = np.asarray(numpy_helper.to_array(zero)).astype(np.int64)
-    return bool(np.all(values == _SIGNED[weights[name].data_type][1]))
+def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
+    """Refuse zero points that are not the middle; see `normalize.zero_points` for those that could be taken out."""
+    weight = weights[node.input[0]]
+    zero = weights.get(node.input[2]) if len(node.input) > 2 else None
+    middle = _SIGNED[weight.data_type][1]
+    if zero is not None:
+        values = np.asarray(numpy_helper.to_array(zero, base_dir=str(folder))).astype(np.int64)
+        if np.all(values == middle):
+            return
+    kind = onnx.TensorProto.DataType.Name(weight.data_type).lower()
+    raise UnsupportedModelError(
+        f"DequantizeLinear '{node.name}' has {kind} weights '{weight.name}' with zero points other than {middle}, "
+        "which TensorRT does not take; supported are those of MatMulNBits, and of blocks of rows [K, N] that only "
+        "MatMul reads: quantize symmetrically"
+    )
 
 
 def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:

@@ -1,6 +1,6 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
-    com.microsoft operators -> standard ones            contrib, rotary
+    com.microsoft operators -> standard ones            contrib, rotary, nbits, zero_points
     opset 17..23 -> 24                                  opset
     what the inputs are, samples of a step              samples, probe
     caches in the type that they are kept in            narrow
@@ -30,7 +30,7 @@ from trt_kvcache.importer.normalize.attention import find_cores
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
-from trt_kvcache.importer.normalize.contrib import CONTRIB, QUANTIZED, lower_contrib
+from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
@@ -48,6 +48,7 @@ from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
+from trt_kvcache.importer.normalize.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
 
 __all__ = ["Normalized", "normalize"]
@@ -118,6 +119,7 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     graph = gs.import_onnx(_inferred(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
     lower_mha(graph)
     lower_presents(graph)
+    shift_zero_points(graph)
     lower_contrib(graph)
     graph = gs.import_onnx(_inferred(gs.export_onnx(graph.cleanup().toposort())))
     find_held(graph)  # states the shapes of its caches
@@ -204,10 +206,11 @@ def _may_be_state(cache: Candidate) -> bool:
 
 
 def _dequantized(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A canonical model without ONNX Runtime's operators on quantized weights, which TensorRT does not know."""
-    if not any(node.domain == CONTRIB and node.op_type in QUANTIZED for node in model.graph.node):
+    """A canonical model with quantized weights as TensorRT takes them."""
+    if not any(node.op_type in ("DequantizeLinear", *QUANTIZED) for node in model.graph.node):
         return model
     graph = gs.import_onnx(_inferred(model))
+    shift_zero_points(graph)
     lower_contrib(graph, QUANTIZED)
     return _export(graph, model, 0)
 

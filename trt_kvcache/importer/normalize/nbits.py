@@ -81,13 +81,16 @@ def lower_matmul_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     scales = _view(emitter, node, 2, None, (rows, blocks), FLOATS)
     x = _padded(emitter, node.inputs[0], blocks * block - columns)
     kind = elem_type(scales)
-    middle = _middle(emitter, bits, (rows, blocks))
-    dense = emitter.op("DequantizeLinear", [weight, scales, middle], "weight", kind, axis=1, block_size=block)
+    inputs = [weight, scales, middle(emitter, bits, (rows, blocks))]
+    dense = emitter.op("DequantizeLinear", inputs, "weight", kind, axis=1, block_size=block)
     result = emitter.op("MatMul", [x, _transposed(emitter, dense)], "matmul", kind)
     zeros = _zero_points(emitter, node, 3, bits, scales)
     if zeros is not None:
         shift = _transposed(emitter, emitter.op("Mul", [zeros, scales], "weight_shift", kind))
-        sums = _block_sums(emitter, node, x, blocks, block)
+        shape = dims(node.inputs[0])
+        if shape is None:
+            raise _refusal(node, f"reads '{x.name}', whose rank is not in the model", "export it with shapes")
+        sums = block_sums(emitter, x, len(shape), blocks, block)
         result = emitter.op("Sub", [result, emitter.op("MatMul", [sums, shift], "matmul_shift", kind)], "matmul", kind)
     bias = input_or_none(node, 5)
     return [result if bias is None else emitter.op("Add", [result, bias], "matmul_bias", kind)]
@@ -162,21 +165,18 @@ def _zero_points(emitter: Emitter, node: gs.Node, index: int, bits: int, scales:
     data_type = _TYPES[bits] if stored == _UINT8 else stored
     inputs = [_view(emitter, node, index, data_type, (rows, count), (stored,)), emitter.scalar(1, kind)]
     if stored != _INT4:
-        inputs.append(_middle(emitter, bits, ()))
+        inputs.append(middle(emitter, bits, ()))
     zeros = emitter.op("DequantizeLinear", inputs, "zero_points", kind)
     if count == blocks:
         return zeros
     return emitter.op("Slice", [zeros, *(emitter.ints([i]) for i in (0, blocks, 1))], "zero_points", kind)
 
 
-def _block_sums(emitter: Emitter, node: gs.Node, x: gs.Tensor, blocks: int, block: int) -> gs.Tensor:
+def block_sums(emitter: Emitter, x: gs.Tensor, rank: int, blocks: int, block: int) -> gs.Tensor:
     """``[.., blocks]``: the sums of `x` over the columns of each block; once for all weights that read `x`."""
-    shape = dims(node.inputs[0])
-    if shape is None:
-        raise _refusal(node, f"reads '{x.name}', whose rank is not in the model", "export it with shapes")
 
     def make() -> gs.Tensor:
-        apart = emitter.op("Reshape", [x, emitter.ints([*[0] * (len(shape) - 1), blocks, block])], "blocks")
+        apart = emitter.op("Reshape", [x, emitter.ints([*[0] * (rank - 1), blocks, block])], "blocks")
         return emitter.op("ReduceSum", [apart, emitter.ints([-1])], "block_sums", keepdims=0)
 
     made: gs.Tensor = emitter.once(("block sums", x.name, block), make)
@@ -192,7 +192,7 @@ def _padded(emitter: Emitter, x: gs.Tensor, count: int) -> gs.Tensor:
     return padded
 
 
-def _middle(emitter: Emitter, bits: int, shape: tuple[int, ...]) -> gs.Tensor:
+def middle(emitter: Emitter, bits: int, shape: tuple[int, ...]) -> gs.Tensor:
     """Zero points in the middle of what so many bits hold."""
     count = math.prod(shape)
     byte = 0x88 if bits == 4 else 0x80
