@@ -24,7 +24,8 @@ from trt_kvcache.importer.normalize.program import Program, Step
 from trt_kvcache.importer.normalize.samples import Promise, Sample, Samples
 
 _TINY = 16  # tokens
-_EVERY = 8192  # positions; of those behind them, as many again are looked at
+_EVERY = 8192  # positions; of those behind them, as many are looked at as have
+_FAR = 1 << 26  # keys in all
 _PROMPTS = 256
 _PAIRED = 12  # numbers that are tried as P or P + S together with each other as S
 _AREA = 1 << 24  # elements of the largest mask,
@@ -123,7 +124,7 @@ def _every(capacity: int, fixed: int) -> Iterator[Lengths]:
     length = fixed or 1
     pasts = range(capacity - length + 1)
     yield from ((p, length) for p in pasts[:_EVERY])
-    yield from ((p, length) for p in pasts[_EVERY :: max(1, len(pasts) // _EVERY)])
+    yield from ((p, length) for p in pasts[_EVERY :: 1 + (len(pasts) ** 2 - _EVERY**2) // 2 // _FAR])
     if not fixed:
         yield from ((0, s) for s in range(1, min(capacity, _PROMPTS) + 1))
 
