@@ -124,7 +124,7 @@ def _every(capacity: int, fixed: int) -> Iterator[Lengths]:
     length = fixed or 1
     pasts = range(capacity - length + 1)
     yield from ((p, length) for p in pasts[:_EVERY])
-    yield from ((p, length) for p in pasts[_EVERY :: 1 + (len(pasts) ** 2 - _EVERY**2) // 2 // _FAR])
+    yield from ((p, length) for p in pasts[_EVERY :: 1 + len(pasts) ** 2 // 2 // _FAR])
     if not fixed:
         yield from ((0, s) for s in range(1, min(capacity, _PROMPTS) + 1))
 
