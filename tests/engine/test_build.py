@@ -72,6 +72,19 @@ def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: Deco
     assert all(e.step <= e.steps for e in events)
 
 
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_a_batch_of_one_stores_weights_once(tmp_path: Path, dtype: str) -> None:
+    """A fact about TensorRT for RTX: for decode steps of exactly one row, weights have a layout of their own."""
+    config = DecoderConfig(layers=1, hidden=512, query_heads=8, kv_heads=2, head_size=64, vocab=8192, dtype=dtype)
+    model = write_decoder(tmp_path / "model.onnx", config)
+    weights = model.stat().st_size
+    sizes = {}
+    for kind in ("shared", "own"):
+        build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=16, decode_weights=kind))
+        sizes[kind] = (tmp_path / "model.engine").stat().st_size
+    assert sizes["own"] - sizes["shared"] > 0.4 * weights, sizes
+
+
 def test_weights_inside_the_model(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", TINY)
     manifest = build_engine(model, tmp_path / "out.engine")

@@ -86,7 +86,7 @@ def test_every_profile_is_legal(
             or (opt_batch or 0) > (batch if isinstance(batch, int) else max_batch or 1)
         )
         return
-    made = make_profiles(plan, build, limits)
+    made = make_profiles(plan, replace(build, decode_weights="own"), limits)
     assert len({tuple(p.shapes.items()) for p in made}) == len(made)
     dynamic = {t.name: t for t in plan.tensors if t.io == "input" and any(isinstance(d, str) for d in t.shape)}
     for profile in made:
@@ -103,6 +103,36 @@ def test_every_profile_is_legal(
                 assert 1 <= low <= typical <= high
                 assert high == (size if isinstance(size, int) else largest[axis])
                 assert low == (size if isinstance(size, int) else 2 if axis == "batch+1" else 1)
+
+
+@pytest.mark.parametrize("build", [BuildOptions(), BuildOptions(max_batch=1, max_chunk=7)])
+def test_a_batch_of_one_decodes_as_one_of_two_might(build: BuildOptions) -> None:
+    """So that weights are stored once: only the largest shapes of decode differ, and only along the batch."""
+    tensors = (
+        TensorRole("t", "input", Role.OTHER, "bool", ("n", 8), "test", ("tokens", "")),
+        TensorRole("b", "input", Role.OTHER, "int32", ("m",), "test", ("batch+1",)),
+        TensorRole("e", "input", Role.OTHER, "float16", ("batch", 1500, 4), "test", ("batch", "encoder", "")),
+    )
+    plan = replace(PLAN, tensors=(*PLAN.tensors, *tensors))
+    own, shared = profiles(plan, replace(build, decode_weights="own")), profiles(plan, build)
+    assert shared["prefill"] == own["prefill"]
+    assert shared["decode"].shapes.keys() == own["decode"].shapes.keys()
+    for name, range_ in shared["decode"].shapes.items():
+        before = own["decode"].shapes[name]
+        assert (range_.min, range_.opt) == (before.min, before.opt)
+        more = 0 if name == "attention_span" else 1
+        assert range_.max == (before.max[0] + more, *before.max[1:])
+
+
+def test_profiles_that_share_weights_anyway_stay() -> None:
+    unknown = with_input("x", ("a",), ("?",))
+    for plan, build in (
+        (PLAN, BuildOptions(max_batch=2)),
+        (with_fixed("batch", 1), BuildOptions()),
+        (PLAN, BuildOptions(max_chunk=1)),
+        (unknown, BuildOptions(max_shapes={"x": (3,)})),
+    ):
+        assert profiles(plan, build) == profiles(plan, replace(build, decode_weights="own"))
 
 
 def test_a_prefill_of_one_token_is_a_decode() -> None:

@@ -14,6 +14,7 @@ from trt_kvcache.cli.options import (
     CacheLayoutOption,
     CapacityOption,
     ConfigOption,
+    DecodeWeights,
     FallbackOption,
     JsonOption,
     ModelArgument,
@@ -75,6 +76,10 @@ def build(
             min=1, metavar="N", help="Length of it to choose kernels for. Default: the longest.", rich_help_panel=_SIZES
         ),
     ] = None,
+    decode_weights: Annotated[
+        DecodeWeights,
+        typer.Option(help="own: a batch of one decodes with weights of its own.", rich_help_panel=_HOW),
+    ] = DecodeWeights.SHARED,
     min_shapes: Annotated[
         str | None,
         typer.Option(
@@ -144,6 +149,7 @@ def build(
         max_chunk=max_chunk,
         max_encoder=max_encoder,
         opt_encoder=opt_encoder,
+        decode_weights=decode_weights.value,
         min_shapes=parse_shapes(min_shapes) if min_shapes else {},
         opt_shapes=parse_shapes(opt_shapes) if opt_shapes else {},
         max_shapes=parse_shapes(max_shapes) if max_shapes else {},

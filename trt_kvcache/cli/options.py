@@ -27,6 +27,13 @@ class BackendChoice(str, Enum):
     TENSORRT_RTX = "tensorrt-rtx"
 
 
+class DecodeWeights(str, Enum):
+    """Whether decode steps of one row have weights of their own."""
+
+    SHARED = "shared"
+    OWN = "own"
+
+
 class Verbosity(str, Enum):
     """What an engine tells about its layers."""
 

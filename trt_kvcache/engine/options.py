@@ -10,6 +10,7 @@ from pathlib import Path
 from trt_kvcache.errors import OptionError
 
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
+DECODE_WEIGHTS = ("shared", "own")
 VERBOSITIES = ("none", "layer-names-only", "detailed")
 DEFAULT_CHUNK = 512
 
@@ -36,6 +37,9 @@ class BuildOptions:
         max_encoder: the longest output of an encoder, in positions, for models that attend one. None: `max_shapes`
             says.
         opt_encoder: the length of it that kernels are chosen for. None: `max_encoder`.
+        decode_weights: ``"shared"``: decode and prefill use the same weights. ``"own"``: where steps of decode have a
+            batch of exactly one, TensorRT chooses kernels for a single row with another layout, so that the engine
+            holds most weights twice. Without effect at larger batches, which share them.
         min_shapes, opt_shapes, max_shapes: shapes by input name, for inputs that `max_batch`, `max_chunk` and the
             capacity do not determine; see `parse_shapes`.
         compute_capabilities: GPU architectures to build for, as ``"sm80"``, ``"80"`` or ``"8.0"`` (TensorRT for RTX
@@ -61,6 +65,7 @@ class BuildOptions:
     max_chunk: int | None = None
     max_encoder: int | None = None
     opt_encoder: int | None = None
+    decode_weights: str = "shared"
     min_shapes: Mapping[str, Shape] = field(default_factory=dict)
     opt_shapes: Mapping[str, Shape] = field(default_factory=dict)
     max_shapes: Mapping[str, Shape] = field(default_factory=dict)
@@ -76,6 +81,7 @@ class BuildOptions:
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)
+        _one_of("decode_weights", self.decode_weights, DECODE_WEIGHTS)
         _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
         for name in ("max_batch", "opt_batch", "max_chunk", "max_encoder", "opt_encoder", "workspace"):
             value = getattr(self, name)
