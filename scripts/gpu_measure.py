@@ -8,6 +8,7 @@ with medians over repeated steps:
 - decode latency against position, and with and without CUDA graphs;
 - prefill latency against length;
 - tokens per second against batch;
+- for a batch of one, decode with the weights of prefill against decode with weights of its own: time and engine size;
 - bytes that a decode step must read (weights, and cache rows up to the span) per second, against a copy within the GPU
   measured in the same process (its reads and writes both counted).
 
@@ -66,7 +67,7 @@ def write_json(path: Path, content: object) -> None:
 def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str, Any]:
     """Everything at one capacity, as JSON data, written to `output` as it comes."""
     repeats = 5 if small else 30
-    result: dict[str, Any] = {"decode": [], "prefill": [], "batches": []}
+    result: dict[str, Any] = {"decode": [], "prefill": [], "batches": [], "weights": []}
 
     def keep(kind: str, row: dict[str, Any]) -> None:
         result[kind].append({"capacity": capacity} | row)
@@ -93,6 +94,12 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
         with Opened(engine, cuda_graphs=False) as runner:
             plain = decode(runner, 1, capacity // 2, repeats, read)
             keep("decode", {"position": capacity // 2, "cuda_graphs": False} | plain)
+        for kind in ("shared", "own"):
+            options = BuildOptions(backend=name, max_batch=1, max_chunk=chunk, decode_weights=kind)
+            build.build_engine(model, engine, build=options)
+            with Opened(engine) as runner:
+                size = {"decode_weights": kind, "engine_bytes": engine.stat().st_size}
+                keep("weights", size | decode(runner, 1, capacity // 2, repeats, read))
     return result
 
 

@@ -78,6 +78,16 @@ def _measured(part: dict[str, Any]) -> list[str]:
             f"| {r['capacity']} | {r['batch']} | {r['ms']:.3f} | {r['tokens_per_s']:.0f} |" for r in part["batches"]
         ]
         lines += [""]
+    if part.get("weights"):
+        lines += [
+            "| batch of one: capacity | weights of decode | engine | ms per token |",
+            "| ---: | --- | ---: | ---: |",
+        ]
+        lines += [
+            f"| {r['capacity']} | {r['decode_weights']} | {r['engine_bytes'] / 1e6:.0f} MB | {r['ms']:.3f} |"
+            for r in part["weights"]
+        ]
+        lines += [""]
     return lines
 
 

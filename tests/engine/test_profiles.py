@@ -124,6 +124,15 @@ def test_a_batch_of_one_decodes_as_one_of_two_might(build: BuildOptions) -> None
         assert range_.max == (before.max[0] + more, *before.max[1:])
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_auto_is_what_gives_the_smaller_engine(quantized: bool) -> None:
+    limits = resolve_limits(PLAN, BuildOptions())
+    chosen = make_profiles(PLAN, BuildOptions(), limits, quantized=quantized)
+    options = BuildOptions(decode_weights="own" if quantized else "shared")
+    assert chosen == make_profiles(PLAN, options, limits)
+    assert chosen != make_profiles(PLAN, BuildOptions(decode_weights="shared" if quantized else "own"), limits)
+
+
 def test_profiles_that_share_weights_anyway_stay() -> None:
     unknown = with_input("x", ("a",), ("?",))
     for plan, build in (

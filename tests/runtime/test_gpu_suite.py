@@ -97,7 +97,10 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     assert statuses(result) == {"answers": "ok", "measure 64": "ok", "measure 128": "ok"}
     assert {r["capacity"] for r in result["decode"]} == {64, 128}
     assert {r["graphs"] for r in result["decode"]} == {"on", "off"}
-    assert all(r["ms"] > 0 for kind in ("decode", "prefill", "batches") for r in result[kind])
+    assert all(r["ms"] > 0 for kind in ("decode", "prefill", "batches", "weights") for r in result[kind])
+    assert [(r["capacity"], r["decode_weights"]) for r in result["weights"]] == [
+        (capacity, kind) for capacity in (64, 128) for kind in ("shared", "own")
+    ]
     assert result["copy_gb_per_s"] > 0
     answers = {question: answer["yes"] for question, answer in result["answers"].items()}
     for question in ("builds", "runs", "aliases", "garbage_in_unused_rows_is_not_seen"):
@@ -113,6 +116,7 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     table = (tmp_path / f"{STEM}tensorrt-rtx.md").read_text()
     assert table in done.stdout
     assert "| 128 | 64 | 128 | off |" in table
+    assert "| 128 | own |" in table
     assert "Built elsewhere, other.engine: opens in" in table
     kernel = result_of(tmp_path, "kernel")
     assert statuses(kernel) == {"bench": "ok"}

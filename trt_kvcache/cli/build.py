@@ -78,8 +78,8 @@ def build(
     ] = None,
     decode_weights: Annotated[
         DecodeWeights,
-        typer.Option(help="own: a batch of one decodes with weights of its own.", rich_help_panel=_HOW),
-    ] = DecodeWeights.SHARED,
+        typer.Option(help="For a batch of one. auto: the smaller engine.", rich_help_panel=_HOW),
+    ] = DecodeWeights.AUTO,
     min_shapes: Annotated[
         str | None,
         typer.Option(

@@ -30,6 +30,7 @@ class BackendChoice(str, Enum):
 class DecodeWeights(str, Enum):
     """Whether decode steps of one row have weights of their own."""
 
+    AUTO = "auto"
     SHARED = "shared"
     OWN = "own"
 

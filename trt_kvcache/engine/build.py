@@ -57,6 +57,7 @@ def build_engine(
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
     from trt_kvcache.importer.index_limits import index_limits
+    from trt_kvcache.importer.protos import is_op
     from trt_kvcache.importer.serialize import serialize_model
     from trt_kvcache.importer.signed import sign_weights
 
@@ -74,10 +75,11 @@ def build_engine(
     files = {source: source.name} | {p: os.path.relpath(p, source.parent) for p in imported.source.external_files}
     tables = index_limits(imported.model, plan)
     flipped = sign_weights(imported.model, source.parent)
+    quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, files)
     limits = resolve_limits(plan, build)
-    profiles = make_profiles(plan, build, limits)
+    profiles = make_profiles(plan, build, limits, quantized=quantized)
     plan = _bound_contracts(plan, limits.max_chunk)
 
     with temporary_file(engine_path) as engine_file, _identities(files) as identities:
