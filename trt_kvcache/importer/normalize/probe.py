@@ -6,12 +6,20 @@ that no weight and no token reaches: shape arithmetic, positions, masks. Any ten
 stands for what its producer would make; so a chain of operators can be fed numbers and its result compared with what it
 should be. Values come from ONNX's reference evaluator, shapes from ONNX shape inference, operator by operator, only for
 what is asked. Weights are never read.
+
+The layers of a decoder do the same with tensors of the same shapes. So within a sample, what an operator makes of the
+same types and values is made once:
+
+    layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
+    layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +30,8 @@ from onnx.reference.ops import load_op
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
+_Type = bytes  # an onnx.TypeProto, serialized: hashable, and equal only where all of it is
+_Fact = tuple[str, bool]  # a tensor's value, or its type
 
 # Inputs whose values decide the shape of the output, by operator; every other operator's output shape follows from
 # shapes.
@@ -32,10 +42,39 @@ _SHAPED_BY: dict[str, tuple[int, ...]] = {
     "ReduceSumSquare": (1,), "CenterCropPad": (1,),
 }  # fmt: skip
 _LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
+_SMALL = 1 << 12  # bytes of a constant; larger ones are not compared
+_SIZES = ("Shape", "Size")
+_SPREAD = ("Expand", "ConstantOfShape", "Tile", "Range")  # make much of little
+_VALUE, _TYPE = True, False
 _READABLE = {  # masks kept as buffers, and rows counted over a capacity
     onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32,
     onnx.TensorProto.INT64,
 }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What makes a tensor: one output of a node that is no Constant. Protos are slow to read, so this is read once.
+
+    Attributes:
+        node: the node.
+        index: of the output.
+        op: its operator, with the domain where that is not ONNX's own.
+        form: equal for nodes that do the same to their inputs.
+        inputs: names; empty where one is left out.
+        operands: names of the tensors whose values count for its value,
+        likes: and of those whose types do;
+        shaped_by: and of those whose values count for its type.
+    """
+
+    node: onnx.NodeProto
+    index: int
+    op: str
+    form: int
+    inputs: tuple[str, ...]
+    operands: tuple[str, ...]
+    likes: tuple[str, ...]
+    shaped_by: tuple[str, ...]
 
 
 class Blueprint:
@@ -57,25 +96,60 @@ class Blueprint:
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
         self._weights = weights
-        self._operators: dict[str, Callable[..., Any] | None] = {}
+        self._makers: dict[str, Maker | None] = {}
+        self._forms: dict[Hashable, int] = {}
+        self._operators: dict[int, Callable[..., Any] | None] = {}
         self._constants: dict[str, Array | None] = {}
+        self._contents: dict[Hashable, Array] = {}
 
     def constant(self, name: str) -> Array | None:
-        """The value of a Constant, or of an initializer that is small or may be a mask; None for weights."""
-        if name not in self._constants and name not in self.initializers:
-            self._constants[name] = self.evaluate(self.producers[name][0], [])[0]
-        elif name not in self._constants:
-            tensor = self.initializers[name]
-            external = tensor.data_location == onnx.TensorProto.EXTERNAL
-            if external and name in self._weights and tensor.data_type in _READABLE:
-                tensor, external = self._weights[name], False
-            self._constants[name] = None if external else np.asarray(numpy_helper.to_array(tensor))
+        """The value of a Constant, or of an initializer that is small or may be a mask; None for all other tensors.
+
+        Small ones of the same content are the same object.
+        """
+        if name not in self._constants:
+            value = self._constant(name) if self.is_constant(name) else None
+            if value is not None and value.nbytes <= _SMALL and not value.dtype.hasobject:
+                value = self._contents.setdefault((value.dtype, value.shape, value.tobytes()), value)
+            self._constants[name] = value
         return self._constants[name]
+
+    def _constant(self, name: str) -> Array | None:
+        if name not in self.initializers:
+            node = self.producers[name][0]
+            return _run(node, self._operator(node), [])[0]
+        tensor = self.initializers[name]
+        external = tensor.data_location == onnx.TensorProto.EXTERNAL
+        if external and name in self._weights and tensor.data_type in _READABLE:
+            tensor, external = self._weights[name], False
+        return None if external else np.asarray(numpy_helper.to_array(tensor))
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is an initializer or comes from a Constant."""
         made = self.producers.get(name)
         return name in self.initializers or (made is not None and is_standard(made[0], "Constant"))
+
+    def maker(self, name: str) -> Maker | None:
+        """What makes a tensor; None for constants and inputs of the graph."""
+        if name not in self._makers:
+            made = None if self.is_constant(name) else self.producers.get(name)
+            self._makers[name] = None if made is None else self._maker(*made)
+        return self._makers[name]
+
+    def _maker(self, node: onnx.NodeProto, index: int) -> Maker:
+        op = str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
+        inputs = tuple(node.input)
+        counted = tuple(operands(node)) if op not in _SIZES else ()
+        likes = (node.output[0],) if op in _SPREAD else inputs[len(counted) :]
+        shaped_by = tuple(inputs[i] for i in _SHAPED_BY.get(op, ()) if i < len(inputs) and inputs[i])
+        return Maker(node, index, op, self._form(node), inputs, counted, likes, shaped_by)
+
+    def _form(self, node: onnx.NodeProto) -> int:
+        inputs = list(node.input)
+        places = tuple(inputs.index(n) if n else -1 for n in inputs)
+        attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
+        content = (node.domain, node.op_type, attributes, places, tuple(map(bool, node.output)))
+        return self._forms.setdefault(content, len(self._forms))
 
     def evaluate(self, node: onnx.NodeProto, inputs: Sequence[Array | None]) -> Sequence[Array | None]:
         """The outputs of a node, by ONNX's reference implementation of its operator.
@@ -88,23 +162,10 @@ class Blueprint:
             One value for each output; None where they are unknown: no such implementation, a subgraph, or inputs that
             do not fit.
         """
-        if is_standard(node, "Range"):  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
-            inputs = [v.reshape(()) if v is not None and v.size == 1 else v for v in inputs]
-        try:
-            return self._run(node, inputs)
-        except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
-            return [None] * len(node.output)
-
-    def _run(self, node: onnx.NodeProto, inputs: Sequence[Array | None]) -> Sequence[Array | None]:
-        key = next(name for name in node.output if name)
-        if key not in self._operators:
-            self._operators[key] = self._operator(node)
-        operator = self._operators[key]
-        if operator is None:
-            return [None] * len(node.output)
-        with warnings.catch_warnings(), np.errstate(all="ignore"):
-            warnings.simplefilter("ignore")
-            return [np.asarray(value) for value in operator(*inputs)]
+        form = self._form(node)
+        if form not in self._operators:
+            self._operators[form] = self._operator(node)
+        return _run(node, self._operators[form], inputs)
 
     def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
         """The reference implementation of a node, with its attributes."""
@@ -117,6 +178,31 @@ class Blueprint:
             return cast("Callable[..., Any]", made(node, settings).run)
         except Exception:  # noqa: BLE001 - no such operator: its values are unknown
             return None
+
+    def infer(
+        self, node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto], values: Mapping[str, Array]
+    ) -> Mapping[str, onnx.TypeProto]:
+        """The types of the outputs of a node, by ONNX's shape inference: those that it finds.
+
+        Args:
+            node: any of the model.
+            types: of its inputs.
+            values: of those that decide the shape of the output.
+        """
+        if node.domain == "com.microsoft":
+            return _contrib_outputs(node, types)
+        if node.op_type == "Range":
+            values = {name: value.reshape(()) if value.size == 1 else value for name, value in values.items()}
+        data = {name: numpy_helper.from_array(value) for name, value in values.items()}
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
+            inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
+                schema, node, dict(types), data
+            )
+        except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
+            return {}
+        return inferred
 
 
 class Probe:
@@ -132,8 +218,11 @@ class Probe:
         self._blueprint = blueprint
         self._shapes = dict(shapes)
         self._given = dict(values)
-        self._values: dict[str, Array | None] = {}
-        self._types: dict[str, onnx.TypeProto | None] = {}
+        self._values: dict[str, Array | None] = dict(values)
+        self._types: dict[str, _Type | None] = {}
+        # What was made of what: by form, types, and values as objects, which live as long as the probe.
+        self._evaluated: dict[Hashable, Sequence[Array | None]] = {}
+        self._inferred: dict[Hashable, Sequence[_Type | None]] = {}
 
     @property
     def values(self) -> Mapping[str, Array]:
@@ -147,148 +236,139 @@ class Probe:
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor, or None where an operator is unknown or its shape hangs on weights or tokens."""
         kind = self._type(name)
-        if kind is None or not kind.tensor_type.HasField("shape"):
-            return None
-        dims = kind.tensor_type.shape.dim
-        return tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
+        return None if kind is None else _shape(kind)
 
     def elem_type(self, name: str) -> int | None:
         """The ONNX element type of a tensor, or None where it is unknown."""
         kind = self._type(name)
-        return None if kind is None else int(kind.tensor_type.elem_type)
+        return None if kind is None else _elem_type(kind)
 
     def value(self, name: str) -> Array | None:
-        """The value of a tensor, or None where weights, tokens or an unknown operator take part in it."""
-        for needed in self._order(name):
-            self._values[needed] = self._compute(needed)
+        """The value of a tensor, or None where weights, tokens or an unknown operator take part in it.
+
+        Not to be changed: it may be the value of other tensors, too.
+        """
+        if name not in self._values:
+            self._find((name, _VALUE))
         return self._values[name]
 
-    def _order(self, name: str) -> list[str]:
-        """The tensors to compute, each after what it is made from: without recursion, for chains of any length."""
-        order: list[str] = []
-        stack = [(name, False)]
-        open_: set[str] = set()
-        while stack:
-            current, ready = stack.pop()
-            if ready:
-                order.append(current)
-                continue
-            if current in self._values or current in open_:
-                continue
-            open_.add(current)
-            stack.append((current, True))
-            made = None if current in self._given else self._blueprint.producers.get(current)
-            if made is not None and made[0].op_type not in ("Shape", "Size", "Constant"):
-                stack.extend((before, False) for before in operands(made[0]) if before)
-        return order
-
-    def _compute(self, name: str) -> Array | None:
-        if name in self._given:
-            return self._given[name]
-        if self._blueprint.is_constant(name):
-            return self._blueprint.constant(name)
-        made = self._blueprint.producers.get(name)
-        if made is None:
-            return None
-        node, index = made
-        if is_standard(node, "Shape", "Size"):
-            return self._shape_value(node)
-        inputs = [self._values.get(n) if n else None for n in operands(node)]
-        if any(n and v is None for n, v in zip(operands(node), inputs, strict=True)):
-            return None
-        if is_standard(node, "CastLike"):
-            return self._cast_like(node, inputs[0])
-        return self._evaluate(node, index, inputs)
-
-    def _shape_value(self, node: onnx.NodeProto) -> Array | None:
-        shape = self.shape(node.input[0])
-        if shape is None:
-            return None
-        if node.op_type == "Size":
-            return np.asarray(int(np.prod(shape)), np.int64)
-        bounds = {a.name: a.i for a in node.attribute}
-        return np.asarray(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)
-
-    def _evaluate(self, node: onnx.NodeProto, index: int, inputs: list[Array | None]) -> Array | None:
-        if node.op_type in ("Expand", "ConstantOfShape", "Tile", "Range") and not self._affordable(node.output[0]):
-            return None
-        return self._blueprint.evaluate(node, inputs)[index]
-
-    def _cast_like(self, node: onnx.NodeProto, value: Array | None) -> Array | None:
-        wanted = self.elem_type(node.input[1])
-        return value.astype(onnx.helper.tensor_dtype_to_np_dtype(wanted)) if value is not None and wanted else None
-
-    def _affordable(self, name: str) -> bool:
-        shape = self.shape(name)
-        return shape is not None and int(np.prod(shape)) <= _LARGEST
-
-    def _type(self, name: str) -> onnx.TypeProto | None:
-        pending = [name]
-        while pending:
-            current = pending[-1]
-            if current in self._types:
-                pending.pop()
-                continue
-            missing = self._missing_types(current)
-            if missing:
-                pending.extend(missing)
-                continue
-            self._types[current] = self._infer(current)
-            pending.pop()
+    def _type(self, name: str) -> _Type | None:
+        if name not in self._types:
+            self._find((name, _TYPE))
         return self._types[name]
 
-    def _missing_types(self, name: str) -> list[str]:
-        known = name in self._given or self._values.get(name) is not None
-        made = None if known else self._blueprint.producers.get(name)
-        if made is None or made[0].op_type in ("Shape", "Size", "Constant"):
-            return []
-        return [n for n in made[0].input if n and n not in self._types]
+    def _find(self, wanted: _Fact) -> None:
+        """Find out a fact, after those that it follows from: without recursion, for chains of any length."""
+        pending = [wanted]
+        while pending:
+            name, is_value = pending[-1]
+            if name in (self._values if is_value else self._types):
+                pending.pop()
+            else:
+                pending += self._find_value(name) if is_value else self._find_type(name)
 
-    def _infer(self, name: str) -> onnx.TypeProto | None:
-        value = self._given.get(name)
-        value = self._values.get(name) if value is None else value
-        if value is not None:
-            return _type(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+    def _find_value(self, name: str) -> Sequence[_Fact]:
+        """Find out a value, or say what has to be known before."""
+        maker, values, types = self._blueprint.maker(name), self._values, self._types
+        if maker is None:
+            values[name] = self._blueprint.constant(name)
+            return ()
+        if missing := [(n, _VALUE) for n in maker.operands if n and n not in values]:
+            return missing
+        inputs = [values[n] if n else None for n in maker.operands]
+        if any(v is None and n for n, v in zip(maker.operands, inputs, strict=True)):
+            values[name] = None
+            return ()
+        if missing := [(n, _TYPE) for n in maker.likes if n not in types]:
+            return missing
+        likes = [types[n] for n in maker.likes]
+        key = (maker.form, *map(id, inputs), *likes)
+        if key not in self._evaluated:
+            self._evaluated[key] = self._evaluate(maker, inputs, likes)
+        values[name] = self._evaluated[key][maker.index]
+        return ()
+
+    def _evaluate(
+        self, maker: Maker, inputs: Sequence[Array | None], likes: Sequence[_Type | None]
+    ) -> Sequence[Array | None]:
+        if not likes:
+            return self._blueprint.evaluate(maker.node, inputs)
+        kind = likes[0]
+        if kind is None:
+            return [None]
+        if maker.op == "CastLike":
+            wanted = _elem_type(kind)
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(wanted) if wanted else None
+            return [None if value is None or dtype is None else value.astype(dtype) for value in inputs]
+        shape = _shape(kind)
+        if shape is None:
+            return [None]
+        if maker.op == "Size":
+            return [np.asarray(int(np.prod(shape)), np.int64)]
+        if maker.op == "Shape":
+            bounds = {a.name: a.i for a in maker.node.attribute}
+            return [np.asarray(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
+        return self._blueprint.evaluate(maker.node, inputs) if int(np.prod(shape)) <= _LARGEST else [None]
+
+    def _find_type(self, name: str) -> Sequence[_Fact]:
+        """Find out a type, or say what has to be known before."""
+        values, types = self._values, self._types
+        if (value := values.get(name)) is not None:
+            types[name] = _type(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            return ()
+        maker = self._blueprint.maker(name)
+        if maker is None or maker.op in _SIZES:
+            if name in self._blueprint.producers and name not in values:
+                return [(name, _VALUE)]
+            types[name] = self._stated(name)
+            return ()
+        if missing := [(n, _TYPE) for n in maker.inputs if n and n not in types]:
+            return missing
+        kinds = [types[n] for n in maker.inputs if n]
+        if None in kinds:
+            types[name] = None
+            return ()
+        if missing := [(n, _VALUE) for n in maker.shaped_by if n not in values]:
+            return missing
+        data = [values[n] for n in maker.shaped_by]
+        key = (maker.form, *kinds, *map(id, data))
+        if key not in self._inferred:
+            self._inferred[key] = self._infer(maker)
+        types[name] = self._inferred[key][maker.index]
+        return ()
+
+    def _infer(self, maker: Maker) -> Sequence[_Type | None]:
+        kinds = {n: onnx.TypeProto.FromString(kind) for n in maker.inputs if (kind := self._types.get(n)) is not None}
+        data = {n: value for n in maker.shaped_by if (value := self._values[n]) is not None}
+        outputs = maker.node.output
+        if len(data) < len(set(maker.shaped_by)):
+            return [None] * len(outputs)
+        found = self._blueprint.infer(maker.node, kinds, data)
+        return [found[n].SerializeToString(deterministic=True) if n in found else None for n in outputs]
+
+    def _stated(self, name: str) -> _Type | None:
+        """The type of a weight or a graph input."""
         if name in self._blueprint.initializers:
             tensor = self._blueprint.initializers[name]
             return _type(tensor.data_type, tuple(tensor.dims))
         if name in self._shapes:
             return _type(self._blueprint.inputs[name].type.tensor_type.elem_type, self._shapes[name])
-        made = self._blueprint.producers.get(name)
-        if made is None:
-            return None
-        node, index = made
-        if node.op_type in ("Shape", "Size", "Constant"):
-            value = self.value(name)
-            return None if value is None else self._infer_known(name)
-        return self._infer_outputs(node).get(node.output[index])
+        return None
 
-    def _infer_known(self, name: str) -> onnx.TypeProto | None:
-        value = self._values[name]
-        assert value is not None
-        return _type(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
 
-    def _infer_outputs(self, node: onnx.NodeProto) -> dict[str, onnx.TypeProto]:
-        types = {n: t for n in node.input if n and (t := self._types.get(n)) is not None}
-        if len(types) < len({n for n in node.input if n}):
-            return {}
-        if node.domain == "com.microsoft":
-            return _contrib_outputs(node, types)
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        data: dict[str, onnx.TensorProto] = {}
-        for position in _SHAPED_BY.get(node.op_type, ()):
-            if position < len(node.input) and node.input[position]:
-                value = self.value(node.input[position])
-                if value is None:
-                    return {}
-                value = value.reshape(()) if node.op_type == "Range" and value.size == 1 else value
-                data[node.input[position]] = numpy_helper.from_array(value)
-        try:
-            schema = onnx.defs.get_schema(node.op_type, self._blueprint.opsets.get(domain, 1), domain)
-            inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
-        except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
-            return {}
-        return inferred
+def _run(
+    node: onnx.NodeProto, operator: Callable[..., Any] | None, inputs: Sequence[Array | None]
+) -> Sequence[Array | None]:
+    if is_standard(node, "Range"):  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
+        inputs = [v.reshape(()) if v is not None and v.size == 1 else v for v in inputs]
+    try:
+        if operator is not None:
+            with warnings.catch_warnings(), np.errstate(all="ignore"):
+                warnings.simplefilter("ignore")
+                return [np.asarray(value) for value in operator(*inputs)]
+    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
+        return [None] * len(node.output)
+    return [None] * len(node.output)
 
 
 def is_standard(node: onnx.NodeProto, *op_types: str) -> bool:
@@ -301,8 +381,22 @@ def operands(node: onnx.NodeProto) -> list[str]:
     return list(node.input)[:1] if is_standard(node, "CastLike") else list(node.input)
 
 
-def _type(elem_type: int, shape: Shape) -> onnx.TypeProto:
-    return onnx.helper.make_tensor_type_proto(elem_type, list(shape))
+@lru_cache(1 << 16)
+def _type(elem_type: int, shape: Shape) -> _Type:
+    kind: _Type = onnx.helper.make_tensor_type_proto(elem_type, list(shape)).SerializeToString(deterministic=True)
+    return kind
+
+
+@lru_cache(1 << 16)
+def _shape(kind: _Type) -> Shape | None:
+    tensor = onnx.TypeProto.FromString(kind).tensor_type
+    if not tensor.HasField("shape") or not all(d.HasField("dim_value") for d in tensor.shape.dim):
+        return None
+    return tuple(d.dim_value for d in tensor.shape.dim)
+
+
+def _elem_type(kind: _Type) -> int:
+    return int(onnx.TypeProto.FromString(kind).tensor_type.elem_type)
 
 
 def _contrib_outputs(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto]) -> dict[str, onnx.TypeProto]:
@@ -317,4 +411,4 @@ def _contrib_outputs(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto]) 
     if len(node.input) < 2 or not node.input[1]:  # packed
         heads, kv_heads = attributes.get("num_heads", 1), attributes.get("kv_num_heads", attributes.get("num_heads", 1))
         dims[2] = dims[2] * heads // (heads + 2 * kv_heads)
-    return {node.output[0]: _type(query.elem_type, tuple(dims))}
+    return {node.output[0]: onnx.helper.make_tensor_type_proto(query.elem_type, dims)}
