@@ -112,6 +112,28 @@ def test_a_rewritten_model_has_signed_weights_in_a_file_of_their_own(elsewhere: 
     assert numbers / 2 <= (target.parent / "out.onnx.signed").stat().st_size < numbers / 2 + 4096 * len(signed)
 
 
+def test_weights_that_are_written_anew_are_not_copied_as_well(tmp_path: Path) -> None:
+    rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)
+    (original,) = GENAI.glob("*.data")
+    copy = tmp_path / original.name
+    needed = np.zeros(original.stat().st_size, bool)
+    for tensor in onnx.load(tmp_path / "out.onnx", load_external_data=False).graph.initializer:
+        entries = {e.key: e.value for e in tensor.external_data}
+        if entries.get("location") == original.name:
+            start = int(entries.get("offset", 0))
+            needed[start : start + int(entries["length"])] = True
+    before, after = (np.frombuffer(path.read_bytes(), np.uint8) for path in (original, copy))
+    assert np.array_equal(after, np.where(needed, before, 0))
+    assert np.count_nonzero(before[~needed]) > 10_000
+
+    rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)  # what is there already is fine
+    changed = after.copy()
+    changed[np.flatnonzero(needed)[-1]] ^= 1
+    copy.write_bytes(changed.tobytes())
+    with pytest.raises(OutputError, match="another file stands where a data file must be copied"):
+        rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)
+
+
 def test_a_rewritten_model_is_taken_as_it_is_and_gives_the_same_tokens(tmp_path: Path) -> None:
     plan = rewrite_model(GENAI, tmp_path / "out.onnx", OPTIONS)
     assert plan_model(tmp_path / "out.onnx") == plan
