@@ -78,7 +78,10 @@ def build(
     ] = None,
     decode_weights: Annotated[
         DecodeWeights,
-        typer.Option(help="For a batch of one. auto: the smaller engine.", rich_help_panel=_HOW),
+        typer.Option(
+            help="For a batch of one: decode with the weights of prefill, or its own. auto: the smaller engine.",
+            rich_help_panel=_HOW,
+        ),
     ] = DecodeWeights.AUTO,
     min_shapes: Annotated[
         str | None,
