@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import concat_graphs
 import numpy as np
 import onnx
 import pytest
@@ -153,6 +154,166 @@ def test_padding_that_is_seen_at_one_length(total: int) -> None:
         _plan(make_decoder(Decoder(mask=mask)), 90)
 
 
+def hidden_by(odd: Odd, form: str) -> onnx.ModelProto:
+    """What stands in the place of hidden scores is not low in odd steps."""
+
+    def scores(g: Build, tensor: str) -> str:
+        lowest = g.node("Where", [odd(g), g.number(0.0), g.number(-1e4)])
+        visible = g.to_scores(g.causal())
+        if form == "visible":
+            return g.node("Where", [visible, tensor, lowest])
+        if form == "hidden":
+            return g.node("Where", [g.node("Not", [visible]), lowest, tensor])
+        return g.node("Max", [g.node("Where", [visible, tensor, g.number(-1e4)]), lowest])
+
+    return make_decoder(Decoder(mask="none", scores=scores))
+
+
+@pytest.mark.parametrize("form", ["visible", "hidden", "Max"])
+@given(steps=odd_steps())
+@settings(max_examples=12, deadline=None)
+def test_masks_that_do_not_hide_in_some_steps(form: str, steps: tuple[str, Odd, int]) -> None:
+    _, odd, capacity = steps
+    with pytest.raises(
+        UnsupportedModelError, match=r"masks that hide at every length|no attention that the importer can"
+    ):
+        _plan(hidden_by(odd, form), capacity)
+
+
+@given(steps=odd_steps())
+@settings(max_examples=12, deadline=None)
+def test_the_callers_own_mask_scaled_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    """It hides the same keys, and the numbers that a caller may put between are others."""
+    _, odd, capacity = steps
+
+    def scores(g: Build, tensor: str) -> str:
+        mask = g.input("mask", TensorProto.FLOAT, ["batch", 1, "sequence", "total"])
+        factor = g.node("Where", [odd(g), g.number(0.5), g.number(1.0)])
+        return g.node("Add", [tensor, g.node("Mul", [mask, factor])])
+
+    with pytest.raises(UnsupportedModelError, match="'mask'"):
+        _plan(make_decoder(Decoder(mask="none", scores=scores)), capacity)
+
+
+def pick(g: Build, odd: Odd, one: Sequence[int], other: Sequence[int]) -> str:
+    """Numbers that are `one` in odd steps, and `other` in all others."""
+    return g.node("Where", [odd(g), g.constant(one), g.constant(other)])
+
+
+def turned(g: Build, tensor: str, odd: Odd, how: str) -> str:
+    """Keys ``[B, H, T, D]``, scrambled in odd steps."""
+    end = 2**31
+    if how == "heads":  # of one group, so that each keeps its shape
+        return g.node("Gather", [tensor, pick(g, odd, [2, 3, 0, 1], [0, 1, 2, 3])], axis=1)
+    axis = {"rows": 2, "channels": 3}[how]
+    bounds = [pick(g, odd, [-1], [0]), pick(g, odd, [-end], [end]), g.constant([axis]), pick(g, odd, [-1], [1])]
+    return g.node("Slice", [tensor, *bounds])
+
+
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("how", ["heads", "channels", "rows"])
+@given(steps=odd_steps())
+@settings(max_examples=8, deadline=None)
+def test_caches_that_are_read_otherwise_in_some_steps(how: str, which: str, steps: tuple[str, Odd, int]) -> None:
+    _, odd, capacity = steps
+    decoder = Decoder(**{which: lambda g, tensor: turned(g, tensor, odd, how)})
+    with pytest.raises(UnsupportedModelError, match=r"grow evenly|with its heads repeated"):
+        _plan(make_decoder(decoder), capacity)
+
+
+def guarded(odd: Odd) -> Callable[[Build, str, str, str, str], str]:
+    """Attention whose guard is true in odd steps, and where a query sees nothing."""
+    attend = concat_graphs._attend
+
+    def guard(g: Build, query: str, keys: str, values: str) -> str:
+        output = attend(g, query, keys, values)
+        counts = g.node("ReduceSum", [g.node("Cast", ["mask"], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
+        blind = g.node("Less", [counts, g.number(0.5)])
+        return g.node("Where", [g.node("Or", [blind, odd(g)]), g.number(0.0), output])
+
+    return guard
+
+
+@given(steps=odd_steps(["P", "T", "P and S", "square"]))
+@settings(max_examples=12, deadline=None)
+def test_guards_that_close_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    """Those that only depend on S may stay."""
+    _, odd, capacity = steps
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(concat_graphs, "_attend", guarded(odd))
+        model = make_decoder(Decoder(mask="own"))
+    with pytest.raises(UnsupportedModelError):
+        _plan(model, capacity)
+
+
+@given(steps=odd_steps())
+@settings(max_examples=12, deadline=None)
+def test_new_rows_that_are_turned_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    _, odd, capacity = steps
+    split = concat_graphs._split
+
+    def turn(g: Build, tensor: str, heads: int) -> str:
+        rows, size = split(g, tensor, heads), g.decoder.size
+        shape = pick(g, odd, [0, size, -1, heads], [0, heads, -1, size])
+        seen = g.node("Transpose", [g.node("Reshape", [rows, shape])], perm=[0, 2, 1, 3])
+        back = g.node("Reshape", [seen, g.constant([0, -1, heads, size])])
+        return g.node("Transpose", [back], perm=[0, 2, 1, 3])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(concat_graphs, "_split", turn)
+        model = make_decoder(Decoder())
+    with pytest.raises(UnsupportedModelError, match=r"what is written to the cache|cannot be done in place"):
+        _plan(model, capacity)
+
+
+@given(steps=odd_steps())
+@settings(max_examples=12, deadline=None)
+def test_counts_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    """An output that counts the tokens is left out."""
+    _, odd, capacity = steps
+
+    def after(g: Build, x: str) -> str:
+        g.node("Add", [g.all, g.node("Cast", [odd(g)], to=TensorProto.INT64)], "count")
+        g.output("count", TensorProto.INT64, [])
+        return x
+
+    with pytest.raises(UnsupportedModelError, match="count"):
+        _plan(make_decoder(Decoder(after=after)), capacity)
+
+
+@given(steps=odd_steps())
+@settings(max_examples=20, deadline=None)
+def test_shapes_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    """A mask is made of the size of something that is cut shorter in odd steps."""
+    _, odd, capacity = steps
+
+    def mask(g: Build) -> str:
+        less = g.node("Sub", [g.length, g.node("Cast", [odd(g)], to=TensorProto.INT64)])
+        end = g.node("Unsqueeze", [less, g.constant([0])])
+        cut = g.node("Slice", [g.tokens, g.constant([0]), end, g.constant([1])])
+        missing = g.node("Sub", [g.size_of(cut, 1), g.length])
+        return g.to_scores(g.node("LessOrEqual", [g.key_rows, g.node("Add", [g.query_rows, missing])]))
+
+    with pytest.raises(UnsupportedModelError, match="none of the supported ones"):
+        _plan(make_decoder(Decoder(mask=mask)), capacity)
+
+
+@pytest.mark.parametrize("capacity", [12, 24, 700])
+@given(past=st.integers(0, 10))
+@settings(max_examples=8, deadline=None)
+def test_counts_that_cancel_out_before_they_are_canonical_only(capacity: int, past: int) -> None:
+    """Rows of the past less a position, at that position: 0 as exported; the capacity less it afterwards."""
+
+    def after(g: Build, x: str) -> str:
+        first = g.node("Gather", [g.node("Gather", [g.position_ids, g.constant(0)], axis=0), g.constant(0)], axis=0)
+        there = g.node("Cast", [g.node("Equal", [first, g.constant(past)])], to=TensorProto.INT64)
+        nothing = g.node("Mul", [there, g.node("Sub", [g.past, g.constant(past)])])
+        return g.node("Add", [x, g.node("Cast", [nothing], to=TensorProto.FLOAT)])
+
+    with pytest.raises(UnsupportedModelError, match="the number of new tokens as the rows of the present"):
+        _plan(make_decoder(Decoder(after=after)), capacity)
+
+
 def moved(g: Graph, at: int, by: int) -> str:
     """Rows of the new tokens, `by` further where the first of them is row `at`."""
     start = g.node("Where", [g.node("Equal", ["pos", g.constant(at)]), g.constant(at + by), "pos"])
@@ -233,7 +394,7 @@ def _compare(samples: Samples) -> None:
     names = sorted({name for promise in samples.promises for name in promise.names})
     weights = {name: value for promise in samples.promises for name, value in promise.given.items()}
     length = samples.fixed_length
-    learnt = [Step(p, length or s, samples.step(1, p, s).probe) for p, s in lengths._LEARNT]
+    learnt = [Step(sample.past, sample.length, sample.probe) for sample in samples.learning]
     program = Program(samples.blueprint, names, learnt, weights)
     assert program.runs
     for past, new in [(0, 1), (1, 1), (3, 5), (11, 2), (17, 13), (samples.capacity - 1, 1)]:
@@ -264,8 +425,8 @@ def test_masks_of_layers_that_are_alike_are_one(
     found: list[int] = []
 
     def counted(samples: Samples) -> None:
-        names = [name for promise in samples.promises for name in promise.names]
-        learnt = [Step(p, s, samples.step(1, p, s).probe) for p, s in lengths._LEARNT]
+        names = [name for promise in samples.promises if promise.key[0] == "causal" for name in promise.names]
+        learnt = [Step(sample.past, sample.length, sample.probe) for sample in samples.learning]
         program = Program(samples.blueprint, names, learnt, {})
         found.append(len({program.key(name) for name in names}))
 

@@ -133,3 +133,14 @@ def test_a_growing_cache_takes_the_capacity_that_is_given() -> None:
     assert interface.capacity(17) == 17
     with pytest.raises(OptionError, match="pass --capacity N"):
         interface.capacity(None)
+
+
+def test_outputs_may_have_no_shape() -> None:
+    """As where inference finds none behind an operator that it does not know."""
+    model = make_decoder(Decoder())
+    caches = find_candidates(gs.import_onnx(model))
+    for value in model.graph.output:
+        value.type.tensor_type.ClearField("shape")
+    found = Interface(model, caches, None)
+    axes = {t.name: (t.role, t.axes) for t in found.tensors if t.io == "output"}
+    assert axes["present.0.key"] == (OriginalRole.GROWING_CACHE, ())

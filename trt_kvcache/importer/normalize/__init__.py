@@ -20,17 +20,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
+from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, export_inferred, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention import find_cores
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
+from trt_kvcache.importer.normalize.even import hold_even
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
@@ -121,12 +123,12 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     lower_presents(graph)
     shift_zero_points(graph)
     lower_contrib(graph)
-    graph = gs.import_onnx(_inferred(gs.export_onnx(graph.cleanup().toposort())))
-    find_held(graph)  # states the shapes of its caches
-    model = _inferred(gs.export_onnx(graph))
-    graph = gs.import_onnx(model)
-
-    held, candidates = find_held(graph), find_candidates(graph)
+    model = export_inferred(graph.cleanup().toposort())
+    held = find_held(graph)
+    if held:  # they state the shapes of their caches
+        model = export_inferred(graph)
+        held = find_held(graph)
+    candidates = find_candidates(graph)
     caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
     found = find_states(graph, caches)
     states = [s for s in found if all(s.past != c.past.name or _may_be_state(c) for c in candidates)]
@@ -141,6 +143,8 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     samples = Samples(Blueprint(model, weights), interface, capacity)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     samples.promises += [write.promise for write in writes if write.promise is not None]
+    for write in writes:
+        hold_even(write.operands, samples, f"what is written to the cache '{write.past.name}'")
     cores = find_cores(graph, writes, interface, samples)
     rewrites = tuple(prove_held(graph, interface, samples))
     check_promises(samples)
@@ -245,6 +249,7 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
     counts = set()
     for tensor in list(graph.outputs):
         if all(_counts(tensor, sample) for sample in samples.plain):
+            samples.promise([tensor.name], "count", partial(_hold_count, tensor))
             counts.add(str(tensor.name))
             graph.outputs = [t for t in graph.outputs if t is not tensor]
     return counts
@@ -253,6 +258,14 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
 def _counts(tensor: gs.Tensor, sample: Sample) -> bool:
     value = sample.probe.value(tensor.name)
     return value is not None and value.dtype.kind in "iu" and bool((value == sample.total).all())
+
+
+def _hold_count(tensor: gs.Tensor, sample: Sample) -> None:
+    if not _counts(tensor, sample):
+        raise UnsupportedModelError(
+            f"the output '{tensor.name}' counts the tokens in the cache, but not with {sample.past} in it and "
+            f"{sample.length} new; supported are counts that the caller can do without: leave it out"
+        )
 
 
 def _check_readers(graph: gs.Graph) -> None:

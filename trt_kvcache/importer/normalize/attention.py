@@ -22,9 +22,10 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
+from trt_kvcache.importer.normalize.even import hold_even, operands
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
-from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify
+from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify, hold_low, is_low
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
@@ -33,7 +34,6 @@ Array = npt.NDArray[Any]
 _MOVES = (
     "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
 )  # fmt: skip
-_HIDDEN = -1e3
 _ELEMENTS = 1 << 26  # of one cache filled with numbers
 
 
@@ -174,21 +174,23 @@ class _Finder:
         """The cache that a tensor is made of by moving, repeating and scaling values."""
         return found[0] if (found := self._chain(tensor)) is not None else None
 
-    def _chain(self, tensor: gs.Tensor) -> tuple[Write, float] | None:
-        """The cache behind a tensor, and the product of the factors on the way."""
+    def _chain(self, tensor: gs.Tensor) -> tuple[Write, float, list[gs.Node]] | None:
+        """The cache behind a tensor, the product of the factors on the way, and the nodes that move."""
         factor = 1.0
+        moves: list[gs.Node] = []
         while tensor.name not in self._presents:
             node = producer(tensor)
             if node is None:
                 return None
             if is_op(node, *_MOVES) or is_float_cast(node):
+                moves.append(node)
                 tensor = node.inputs[0]
             elif is_op(node, "Mul", "Div") and (pair := self._split(node)) is not None:
                 tensor = pair[0]
                 factor *= pair[1]
             else:
                 return None
-        return self._presents[tensor.name], factor
+        return self._presents[tensor.name], factor, moves
 
     def _split(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
         """The varying operand of a Mul or Div, and the factor that the other one is."""
@@ -245,10 +247,12 @@ class _Finder:
             )
         if is_op(node, "Where"):
             condition, yes, no = node.inputs
-            if self._very_low(no) and (scores := self._masked(yes, condition, MaskKind.VISIBLE)) is not None:
-                return scores
-            return self._masked(no, condition, MaskKind.HIDDEN) if self._very_low(yes) else None
+            for lowest, seen, kind in ((no, yes, MaskKind.VISIBLE), (yes, no, MaskKind.HIDDEN)):
+                if self._very_low(lowest) and (scores := self._masked(seen, condition, kind)) is not None:
+                    hold_low(lowest, self._samples)
+                    return scores
         if is_op(node, "Max") and len(node.inputs) == 2 and self._very_low(node.inputs[1]):
+            hold_low(node.inputs[1], self._samples)
             return self._scores(node.inputs[0])
         return None
 
@@ -276,8 +280,7 @@ class _Finder:
         return scores
 
     def _very_low(self, tensor: gs.Tensor) -> bool:
-        value = self._small.probe.value(tensor.name)
-        return value is not None and value.size > 0 and bool(np.all(value.astype(np.float64) < _HIDDEN))
+        return is_low(self._small.probe.value(tensor.name))
 
     def _product(self, probabilities: gs.Tensor) -> gs.Node | None:
         """The MatMul that the probabilities go to."""
@@ -310,6 +313,7 @@ class _Finder:
                     f"'{name}' reads {shape[3 if transposed else 2]} of the {rows} rows of cache '{write.past.name}'; "
                     "supported are attentions over all rows, with a mask where they see fewer"
                 )
+        hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
         return chain[1]
 
     def _compare(

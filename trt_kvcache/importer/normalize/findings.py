@@ -28,6 +28,7 @@ class Write:
         positions: names of the graph inputs that say where the rows go; empty for growing caches.
         aliases: tensors with the same contents as `present` in the same layout, which attention may read instead.
         promise: that it writes the right rows in every step; None where the shapes of past and present say so.
+        operands: of the views from past to present and from `update` to the operator that writes.
     """
 
     idiom: str
@@ -42,6 +43,7 @@ class Write:
     positions: tuple[str, ...] = ()
     aliases: tuple[gs.Tensor, ...] = ()
     promise: Promise | None = None
+    operands: tuple[gs.Tensor, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -31,7 +31,6 @@ _PAIRED = 12  # numbers that are tried as P or P + S together with each other as
 _AREA = 1 << 24  # elements of the largest mask,
 _SLOW_AREA = 1 << 23  # by probes alone,
 _PADDED_AREA = 1 << 20  # and with padding
-_LEARNT = ((2, 1), (5, 1), (2, 3), (7, 2), (9, 4), (4, 6))
 
 Lengths = tuple[int, int]
 
@@ -89,9 +88,10 @@ class _Check:
         return self.samples.step(self.batch, past, length, padded=self.padded)
 
     def _program(self, promises: Sequence[Promise]) -> Program:
-        capacity, fixed = self.samples.capacity, self.samples.fixed_length
-        learnt = dict.fromkeys((p, fixed or s) for p, s in _LEARNT if p + (fixed or s) <= capacity)
-        steps = [Step(p, s, self._step(p, s).probe) for p, s in learnt or [(0, fixed)]]
+        learning = self.samples.learning
+        if self.padded:
+            learning = tuple(self._step(sample.past, sample.length) for sample in learning)
+        steps = [Step(sample.past, sample.length, sample.probe) for sample in learning]
         names = tuple(dict.fromkeys(name for promise in promises for name in promise.names))
         given = {name: value for promise in promises for name, value in promise.given.items()}
         return Program(self.samples.blueprint, names, steps, given)

@@ -171,14 +171,34 @@ def _split_bias(node: str, masks: Sequence[MaskUse], samples: Samples) -> tuple[
 def _parts(where: gs.Node, samples: Samples) -> list[MaskUse] | None:
     """The mask and the bias of ``Where(visible, bias, lowest)`` or ``Where(hidden, lowest, bias)``."""
     condition, yes, no = where.inputs
-    low = [_is_low(samples.plain[0].probe.value(t.name)) for t in (yes, no)]
-    if low == [False, True]:
-        return [MaskUse(condition, MaskKind.VISIBLE), MaskUse(yes, MaskKind.ADDED)]
-    return [MaskUse(condition, MaskKind.HIDDEN), MaskUse(no, MaskKind.ADDED)] if low == [True, False] else None
+    low = [is_low(samples.plain[0].probe.value(t.name)) for t in (yes, no)]
+    if sum(low) != 1:
+        return None
+    kind, bias, lowest = (MaskKind.VISIBLE, yes, no) if low[1] else (MaskKind.HIDDEN, no, yes)
+    hold_low(lowest, samples)
+    return [MaskUse(condition, kind), MaskUse(bias, MaskKind.ADDED)]
 
 
-def _is_low(value: Array | None) -> bool:
-    return value is not None and bool(np.all(value.astype(np.float64) <= _HIDDEN))
+def is_low(value: Array | None) -> bool:
+    """Whether numbers hide the scores that they stand for, or are added to."""
+    return value is not None and value.size > 0 and bool(np.all(value.astype(np.float64) <= _HIDDEN))
+
+
+def hold_low(tensor: gs.Tensor, samples: Samples) -> None:
+    """See to it that a tensor hides scores in every step.
+
+    Raises:
+        UnsupportedModelError: it does not.
+    """
+
+    def low(sample: Sample) -> None:
+        if not is_low(sample.probe.value(tensor.name)):
+            raise UnsupportedModelError(
+                f"'{tensor.name}' stands for scores that are hidden, and is not below {_HIDDEN:g} with {sample.past} "
+                f"tokens in the cache and {sample.length} new; supported are masks that hide at every length"
+            )
+
+    samples.hold([tensor.name], "low", low)
 
 
 def _is_biased(value: Array | None) -> bool:
@@ -300,15 +320,17 @@ def _check_own(
         visible = _visible(node, masks, is_causal, sample, write)
         given = sample.own[own.name]
         fits = all(n in (1, m) for n, m in zip(given.shape[::-1], visible.shape[::-1], strict=False))
+        fits = fits and all(_arrives(use, own, sample) for use in added)
         if not fits or not _same(visible, np.broadcast_to(given, visible.shape)):
             raise UnsupportedModelError(
                 f"the mask of '{node}' is made of the input '{own.name}' and of something else; supported is the "
                 "caller's own mask as it stands, or a causal, padding or window mask"
             )
 
+    added = [use for use in masks if use.kind is MaskKind.ADDED and _arrives(use, own, samples.plain[0])]
     for sample in samples.plain:
         stands(sample)
-    key = (*(use.kind for use in masks), is_causal, write is None or write.growing)
+    key = (*(use.kind for use in masks), is_causal, write is None or write.growing, len(added))
     samples.promise([use.tensor.name for use in masks], ("own", own.name, *key), stands)
     value = samples.plain[0].probe.value(own.name)
     assert value is not None
@@ -319,6 +341,15 @@ def _check_own(
         )
     if value.dtype.kind == "f":
         _check_added(node, masks, own, samples.plain[0])
+
+
+def _arrives(use: MaskUse, own: gs.Tensor, sample: Sample) -> bool:
+    """Whether the very numbers of the caller's own mask are added to the scores."""
+    given, added = sample.probe.value(own.name), sample.probe.value(use.tensor.name)
+    if given is None or added is None or given.dtype.kind != "f" or given.ndim > added.ndim:
+        return False
+    fits = all(n in (1, m) for n, m in zip(given.shape[::-1], added.shape[::-1], strict=False))
+    return fits and bool(np.all(added == given))
 
 
 def _check_added(node: str, masks: Sequence[MaskUse], own: gs.Tensor, sample: Sample) -> None:

@@ -5,6 +5,8 @@ shapes grow with P and S by fixed amounts. So a program learns them from a few s
 
     Shape(x) of a step  =  a + b * P + c * S        every other operator as ONNX Runtime has it
 
+What decides such a shape, as the bounds of a Slice do, is computed too, and has to go on as evenly in each step.
+
 Operators that do the same with the same inputs are one, whatever the layer they belong to: masks that each layer makes
 for itself are made, and compared, once.
 """
@@ -23,6 +25,9 @@ from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, is_sta
 
 _SMALL = 1 << 12  # bytes; larger constants are told apart by their names
 _NO_MESSAGES = 4
+_SUMS = ("Add", "Sub", "Concat", "Identity")
+_COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
+_PIECES = ("Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,12 +62,17 @@ class Program:
         self._shapes: dict[str, Array] = {}
         self._inputs: dict[str, str] = {}
         self._nodes: list[onnx.NodeProto] = []
+        self._sized: list[str] = []  # tensors whose shapes were learnt
+        self._is_even = True
+        self._checked = 0  # how many nodes were looked at for even growth
         for name in names:
             for needed in self._order(name):
                 self._of[needed] = self._compile(needed)
         self._wanted = {name: slot for name in names if (slot := self._of[name]) is not None}
+        self._even = self._deciding()
+        self._amounts = np.concatenate([np.zeros((0, 3), np.int64), *self._even.values()])
         made = {slot for node in self._nodes for slot in node.output}
-        self._outputs = sorted(made & set(self._wanted.values()))
+        self._outputs = sorted(made & {*self._wanted.values(), *self._even})
         self._session = self._open() if self._outputs else None
 
     def key(self, name: str) -> str | None:
@@ -71,8 +81,13 @@ class Program:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs at all: not where ONNX Runtime lacks an operator for a type."""
-        return not self._outputs or self._session is not None
+        """Whether it runs at all: not where ONNX Runtime lacks an operator for a type, or shapes grow unevenly."""
+        return self._is_even and (not self._outputs or self._session is not None)
+
+    @property
+    def inputs(self) -> frozenset[str]:
+        """The graph inputs whose values take part."""
+        return frozenset(self._inputs)
 
     def integers(self) -> set[int]:
         """The whole numbers that take part, but for those in large tensors."""
@@ -97,10 +112,15 @@ class Program:
                 values.update(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
             except Exception:  # noqa: BLE001 - ONNX Runtime has an exception for each status, all of them alike here
                 return {}
+        if self._even:
+            sizes = self._sizes(past, length)
+            found = [values[slot].reshape(-1) for slot in self._even]
+            if not np.array_equal(np.concatenate(found), self._amounts @ sizes):
+                return {}
         return {name: values[slot] for name, slot in self._wanted.items() if slot in values}
 
     def _leaves(self, past: int, length: int, inputs: Mapping[str, Array]) -> dict[str, Array]:
-        sizes = np.array([1, past, length * self._varies])
+        sizes = self._sizes(past, length)
         shapes = {slot: np.asarray(shape @ sizes) for slot, shape in self._shapes.items()}
         return shapes | {slot: inputs[name] for name, slot in self._inputs.items()}
 
@@ -192,22 +212,77 @@ class Program:
 
     def _shape(self, name: str) -> str | None:
         """The slot of a shape, if it grows evenly with P and S."""
-        values = [step.probe.value(name) for step in self._steps]
-        known = [value for value in values if value is not None]
-        if len(known) < len(values) or len({value.shape for value in known}) != 1:
+        learnt = self._learn(name)
+        if learnt is None:
             return None
-        sizes = np.array([[1, step.past, step.length * self._varies] for step in self._steps])
-        targets = np.stack([value.reshape(-1) for value in known])
-        learnt = np.rint(np.linalg.lstsq(sizes, targets, rcond=None)[0]).astype(np.int64)
-        if not np.array_equal(sizes @ learnt, targets):
-            return None
-        matrix = learnt.T if known[0].ndim else learnt[:, 0]
+        matrix = learnt if is_standard(self._blueprint.producers[name][0], "Shape") else learnt[0]
         slot = self._slot(("shape", matrix.shape, matrix.tobytes()))
         self._shapes[slot] = matrix
+        self._sized.append(operands(self._blueprint.producers[name][0])[0])
         return slot
+
+    def _learn(self, name: str) -> Array | None:
+        """How each number of a tensor grows, int64 ``[numbers, 3]``."""
+        values = [step.probe.value(name) for step in self._steps]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values) or len({value.shape for value in known}) != 1 or known[0].dtype.kind not in "iub":
+            return None
+        sizes = np.stack([self._sizes(step.past, step.length) for step in self._steps])
+        targets = np.stack([value.reshape(-1) for value in known])
+        learnt = np.rint(np.linalg.lstsq(sizes, targets, rcond=None)[0]).astype(np.int64)
+        return np.asarray(learnt.T) if np.array_equal(sizes @ learnt, targets) else None
+
+    def _sizes(self, past: int, length: int) -> Array:
+        return np.array([1, past, length * self._varies])
+
+    def _deciding(self) -> dict[str, Array]:
+        """What decides shapes that were learnt, by slot, and how it has to go on as it did while they were."""
+        found: dict[str, Array] = {}
+        grown: dict[str, bool] = {}
+        seen: set[str] = set()
+        for name in self._sized:  # which grows
+            pending = [name]
+            while pending:
+                name = pending.pop()
+                maker = None if name in seen or name in self._given else self._blueprint.maker(name)
+                seen.add(name)
+                if maker is None or maker.op in ("Shape", "Size"):
+                    continue
+                self._is_even &= maker.op not in _COUNTS
+                pending += [n for n in maker.inputs if n and n not in maker.shaped_by]
+                for operand in maker.shaped_by:
+                    for needed in self._order(operand):
+                        self._of[needed] = self._compile(needed)
+                    slot = self._of[operand]
+                    if slot is None or slot in found or self._grows(slot, grown):
+                        continue
+                    learnt = self._learn(operand)
+                    if learnt is None:
+                        self._is_even = False
+                    else:
+                        found[slot] = learnt
+        return found
+
+    def _grows(self, slot: str, known: dict[str, bool]) -> bool:
+        """Whether a slot grows evenly because of what it is made of: sums and pieces of shapes that do."""
+        while self._checked < len(self._nodes):  # each behind those that it reads
+            node = self._nodes[self._checked]
+            self._checked += 1
+            inputs = [known.get(n, n in self._shapes or n in self._constants) for n in node.input if n]
+            fixed = [n in self._constants for n in node.input if n]
+            summed = all(inputs) and (is_standard(node, *_SUMS) or _is_whole(node))
+            summed |= is_standard(node, "Mul") and all(inputs) and any(fixed)
+            moved = is_standard(node, *_PIECES) and inputs[0] and all(fixed[1:])
+            known.update(dict.fromkeys(node.output, summed or moved))  # whole numbers: casts to others are no sums
+        return known.get(slot, slot in self._shapes or slot in self._constants)
 
     def _slot(self, key: Hashable) -> str:
         slot = self._slots.get(key)
         if slot is None:
             slot = self._slots[key] = f"slot{len(self._slots)}"
         return slot
+
+
+def _is_whole(node: onnx.NodeProto) -> bool:
+    """Whether a node casts to 64 bits."""
+    return is_standard(node, "Cast") and any(a.name == "to" and a.i == onnx.TensorProto.INT64 for a in node.attribute)

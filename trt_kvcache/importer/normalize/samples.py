@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -25,6 +26,8 @@ _LONG = 512  # new tokens, at most, of the longest update: masks have that squar
 _OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output
 _SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
 _HIDDEN_SHARE = 0.3
+_LEARNING = ((2, 1), (5, 1), (2, 3), (7, 2), (9, 4), (4, 6))  # past, new tokens
+_LEAST = ((0, 1), (1, 1), (0, 2))
 
 
 class Found(Protocol):
@@ -255,8 +258,8 @@ class Interface:
                 axes[:2] = ["batch", "sequence"][: len(axes)]
             case OriginalRole.GROWING_CACHE | OriginalRole.FIXED_CACHE:
                 cache = self._found.get(name) or self._presents[name]
-                axes[0] = "batch"
-                if cache.axis is not None:
+                axes[:1] = ["batch"][: len(axes)]  # of an output, the model need not say a shape
+                if cache.axis is not None and cache.axis < len(axes):
                     axes[cache.axis] = "past" if cache.growing else "capacity"
             case OriginalRole.POSITIONS:
                 axes = ["sequence"] if len(axes) == 1 else ["batch", *["" for _ in axes[2:]], "sequence"]
@@ -266,7 +269,7 @@ class Interface:
                 axes = ["batch", "capacity" if fixed and self._is_capacity(shape[1]) else "total"]
             case OriginalRole.MASK:
                 last = "capacity" if fixed else "total"
-                axes = [*(["batch", "", "sequence"][-len(axes[:-1]) :] if len(axes) > 1 else []), last]
+                axes = [*(["batch", "", "sequence"][-len(axes[:-1]) :] if len(axes) > 1 else []), last][: len(axes)]
         return tuple(axes)
 
     def _is_capacity(self, dim: int | str) -> bool:
@@ -323,6 +326,16 @@ class Samples:
     def all(self) -> tuple[Sample, ...]:
         """Plain and wrapped ones."""
         return (*self.plain, *self.wrapped)
+
+    @cached_property
+    def learning(self) -> tuple[Sample, ...]:
+        """Steps of one sequence, and of several P and S, that show how shapes grow with both."""
+        fitting: list[tuple[int, int]] = []
+        for sizes in (_LEARNING, _LEAST):
+            if len({p for p, _ in fitting}) < 2 or not (self.fixed_length or len({s for _, s in fitting}) > 1):
+                steps = dict.fromkeys((p, self.fixed_length or s) for p, s in sizes)
+                fitting = [(p, s) for p, s in steps if p + s <= self.capacity]
+        return tuple(self.step(1, p, s) for p, s in fitting or [(0, self.fixed_length or 1)])
 
     def _unique(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         seen: dict[tuple[int, int, int], Sample] = {}
@@ -390,7 +403,7 @@ class Samples:
                 own[tensor.name] = self._rng.random(shape) >= _HIDDEN_SHARE
                 own[tensor.name][..., 0] = True
                 values[tensor.name] = (
-                    np.where(own[tensor.name], 0, np.finfo(np.float16).min).astype(dtype)
+                    np.where(own[tensor.name], 0, -256 * self._rng.integers(128, 256, shape)).astype(dtype)
                     if np.issubdtype(np.dtype(dtype), np.floating)
                     else own[tensor.name].astype(dtype)
                 )

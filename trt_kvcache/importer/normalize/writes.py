@@ -22,6 +22,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, dims, elem_type, is_op, producer
 from trt_kvcache.importer.normalize import concat, scatter, select
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, may_be_cache, richest
+from trt_kvcache.importer.normalize.even import operands
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.reach import reach
 from trt_kvcache.importer.normalize.rows import check_rows
@@ -213,7 +214,17 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
         candidate.positions,
         _aliases(candidate, richest(plain)),
         None if proof.rows_of is None else _promise(candidate, proof, plain[0].layout),
+        operands((*candidate.views, *candidate.after, *_between(proof.update, candidate.updates[0]))),
     )
+
+
+def _between(source: gs.Tensor, tensor: gs.Tensor) -> list[gs.Node]:
+    """The operators from `source` to `tensor`, each of which moves its first input."""
+    nodes = []
+    while tensor is not source and (node := producer(tensor)) is not None:
+        nodes.append(node)
+        tensor = node.inputs[0]
+    return nodes
 
 
 def _promise(candidate: Candidate, proof: Proof, layout: Layout) -> Promise:
