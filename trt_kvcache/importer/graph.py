@@ -161,6 +161,18 @@ def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -
             node.inputs = [new if t is old else t for t in node.inputs]
 
 
+def export_inferred(graph: gs.Graph) -> onnx.ModelProto:
+    """Export a graph with all shapes that ONNX infers. The graph takes them on: reading it anew takes far longer."""
+    model: onnx.ModelProto = onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True)
+    tensors = graph.tensors()
+    for value in (*model.graph.value_info, *model.graph.output):
+        tensor = tensors.get(value.name)
+        if isinstance(tensor, gs.Variable):
+            stated = OnnxImporter.import_tensor(value)
+            tensor.dtype, tensor.shape, tensor.type = stated.dtype, stated.shape, stated.type
+    return model
+
+
 def fold_identities(graph: gs.Graph) -> None:
     """Remove Identity nodes, so that a cache is seen where it is: as a graph input, as a graph output, as K or V.
 
