@@ -47,7 +47,7 @@ def square(number: int) -> Odd:
     return lambda g: g.node("Equal", [g.node("Mul", [g.all, g.all]), g.constant(number * number)])
 
 
-KINDS = ("P", "S", "T", "P and S", "long", "long behind some", "square")
+KINDS = ("P", "S", "T", "P and S", "P and T", "long", "long behind some", "square")
 
 
 @st.composite
@@ -62,6 +62,7 @@ def odd_steps(draw: st.DrawFn, kinds: Sequence[str] = KINDS) -> tuple[str, Odd, 
         "S": equal("length", length),
         "T": equal("all", past + length),
         "P and S": both(equal("past", past), equal("length", length)),
+        "P and T": both(equal("past", past), equal("all", past + length)),
         "long": above("length", length - 1),
         "long behind some": both(above("length", length - 1), above("past", past - 1)),
         "square": square(past + length),
@@ -312,6 +313,20 @@ def test_counts_that_cancel_out_before_they_are_canonical_only(capacity: int, pa
 
     with pytest.raises(UnsupportedModelError, match="the number of new tokens as the rows of the present"):
         _plan(make_decoder(Decoder(after=after)), capacity)
+
+
+@given(at=st.integers(0, 39))
+@settings(max_examples=12, deadline=None)
+def test_counters_that_count_at_one_position(at: int) -> None:
+    """An input that counts the tokens goes; whether it says one number does not stay either."""
+
+    def after(g: Build, x: str) -> str:
+        counter = g.input("position_ids", TensorProto.INT64, [])
+        there = g.node("Cast", [g.node("Equal", [counter, g.constant(at)])], to=TensorProto.FLOAT)
+        return g.node("Add", [x, there])
+
+    with pytest.raises(UnsupportedModelError, match="from the length of the cache"):
+        _plan(make_decoder(Decoder(positions="none", after=after)), 40)
 
 
 def moved(g: Graph, at: int, by: int) -> str:

@@ -20,7 +20,7 @@ from trt_kvcache.importer.normalize.program import Program, Step
 from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole
 
-_OTHER_ROWS = 3  # of a padding mask beyond the capacity: nothing says how long it is from now on
+_OTHER_ROWS = 3  # of a padding mask beyond the capacity, and of counters: nothing says what they are from now on
 
 
 def check_cancelled(
@@ -54,6 +54,7 @@ def check_cancelled(
     program = Program(blueprint, live, [Step(s.past, s.length, step(s)) for s in samples.learning], {})
     read = [t for t in graph.inputs if t.name in program.inputs]
     ran: dict[tuple[int, int], Mapping[str, Array]] = {}
+    one: dict[tuple[str, int, int], Array | None] = {}  # the value that does not depend on the past
 
     def now(name: str, sample: Sample) -> Array | None:
         if sample.batch > 1 or not program.runs or program.key(name) is None:
@@ -68,7 +69,8 @@ def check_cancelled(
 
     def check(name: str, sample: Sample) -> None:
         before, after = sample.probe.value(name), now(name, sample)
-        if before is None or after is None or not np.array_equal(before, after):
+        always = one.setdefault((name, sample.batch, sample.length), before)
+        if before is None or not all(v is not None and np.array_equal(before, v) for v in (always, after)):
             raise UnsupportedModelError(
                 f"'{name}' is computed from the length of the cache and of something else, such as the number of "
                 "new tokens as the rows of the present minus those of the past; supported are caches that only "
@@ -113,6 +115,8 @@ def _fact(
     if role is OriginalRole.POSITIONS and shape is not None and value is not None and len(shape) > 1:
         steps = starts.reshape(-1, *[1] * (len(shape) - 1)) + np.arange(shape[-1])
         value = np.broadcast_to(steps, shape).astype(value.dtype)
+    elif role is OriginalRole.PAST_LENGTH and value is not None:
+        value = value + np.asarray(_OTHER_ROWS, value.dtype)
     elif role is OriginalRole.GROWING_CACHE:
         shape = tuple(d if isinstance(d, int) else sample.batch for d in dims(tensor) or ())
     elif role is OriginalRole.PADDING_MASK and shape is not None:
