@@ -74,6 +74,11 @@ def test_shapes_of_more_layers_are_no_more_to_infer(counted: Counter[str]) -> No
     assert few["evaluate"]
 
 
+def test_shapes_that_hang_on_shapes_do_not_recurse() -> None:
+    """Each layer asks for the shape of what the one before it made."""
+    assert Probe(Blueprint(chain(400), {}), {"x": (3, 5, 8)}, {}).shape("out") == (3, 5, 8)
+
+
 def test_values_of_more_layers_are_no_more_to_evaluate(counted: Counter[str]) -> None:
     """Zeros, so that each layer adds what the one before it added."""
 

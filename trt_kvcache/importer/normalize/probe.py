@@ -262,10 +262,12 @@ class Probe:
         pending = [wanted]
         while pending:
             name, is_value = pending[-1]
-            if name in (self._values if is_value else self._types):
-                pending.pop()
+            known = name in (self._values if is_value else self._types)
+            missing = () if known else self._find_value(name) if is_value else self._find_type(name)
+            if missing:
+                pending += missing
             else:
-                pending += self._find_value(name) if is_value else self._find_type(name)
+                pending.pop()
 
     def _find_value(self, name: str) -> Sequence[_Fact]:
         """Find out a value, or say what has to be known before."""
