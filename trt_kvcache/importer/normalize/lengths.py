@@ -137,7 +137,8 @@ def _turns(capacity: int, fixed: int, numbers: set[int]) -> Iterator[Lengths]:
     found = [place for s in ([fixed] if fixed else [1, 2, *near]) for place in ((0, s), (1, s), (capacity - s, s))]
     found += [place for n, s in product(near, [fixed] if fixed else [1, 2, *few]) for place in ((n, s), (n - s, s))]
     if not fixed:
-        found += [(n, total - n) for n, total in product(few, few) if n < total]
+        own = [n for n in near if n in numbers][:_PAIRED]
+        found += [(n, total - n) for n, total in product(own, own) if n < total]
         # As long as can be afforded, where all cannot.
         most = _AREA // capacity
         found += [(0, int(_AREA**0.5)), (capacity - most, most), (capacity // 2, most)]

@@ -26,6 +26,7 @@ from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, is_sta
 _SMALL = 1 << 12  # bytes; larger constants are told apart by their names
 _NO_MESSAGES = 4
 _SUMS = ("Add", "Sub", "Concat", "Identity")
+_EVEN, _SIZE, _NEVER = 1, 2, 3  # grows evenly; and is not below 0; a condition that is never true
 _COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
 _PIECES = ("Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape")
 
@@ -215,10 +216,13 @@ class Program:
         learnt = self._learn(name)
         if learnt is None:
             return None
-        matrix = learnt if is_standard(self._blueprint.producers[name][0], "Shape") else learnt[0]
+        node = self._blueprint.producers[name][0]
+        self._sized.append(operands(node)[0])
+        matrix = learnt if is_standard(node, "Shape") else learnt[0]
+        if not matrix[..., 1:].any():
+            return self._constant(matrix[..., 0], name)
         slot = self._slot(("shape", matrix.shape, matrix.tobytes()))
         self._shapes[slot] = matrix
-        self._sized.append(operands(self._blueprint.producers[name][0])[0])
         return slot
 
     def _learn(self, name: str) -> Array | None:
@@ -238,7 +242,7 @@ class Program:
     def _deciding(self) -> dict[str, Array]:
         """What decides shapes that were learnt, by slot, and how it has to go on as it did while they were."""
         found: dict[str, Array] = {}
-        grown: dict[str, bool] = {}
+        grown: dict[str, int] = {}
         seen: set[str] = set()
         for name in self._sized:  # which grows
             pending = [name]
@@ -263,18 +267,31 @@ class Program:
                         found[slot] = learnt
         return found
 
-    def _grows(self, slot: str, known: dict[str, bool]) -> bool:
+    def _grows(self, slot: str, known: dict[str, int]) -> bool:
         """Whether a slot grows evenly because of what it is made of: sums and pieces of shapes that do."""
         while self._checked < len(self._nodes):  # each behind those that it reads
             node = self._nodes[self._checked]
             self._checked += 1
-            inputs = [known.get(n, n in self._shapes or n in self._constants) for n in node.input if n]
+            kinds = [self._growth(n, known) for n in node.input if n]
             fixed = [n in self._constants for n in node.input if n]
-            summed = all(inputs) and (is_standard(node, *_SUMS) or _is_whole(node))
-            summed |= is_standard(node, "Mul") and all(inputs) and any(fixed)
-            moved = is_standard(node, *_PIECES) and inputs[0] and all(fixed[1:])
-            known.update(dict.fromkeys(node.output, summed or moved))  # whole numbers: casts to others are no sums
-        return known.get(slot, slot in self._shapes or slot in self._constants)
+            growth = 0
+            if is_standard(node, *_SUMS) or _is_whole(node) or (is_standard(node, "Mul") and any(fixed)):
+                growth = min(*kinds, _EVEN if is_standard(node, "Sub") else _SIZE, _SIZE)
+            elif is_standard(node, *_PIECES) and all(fixed[1:]):
+                growth = min(kinds[0], _SIZE)
+            elif is_standard(node, "Equal") and _SIZE in kinds:
+                others = [self._constants.get(n) for n, kind in zip(node.input, kinds, strict=True) if kind != _SIZE]
+                growth = _NEVER if any(v is not None and bool((v < 0).all()) for v in others) else 0
+            elif is_standard(node, "Where") and kinds[0] == _NEVER:  # torch spells sizes that stay -1
+                growth = kinds[2]
+            known.update(dict.fromkeys(node.output, growth))
+        return self._growth(slot, known) > 0
+
+    def _growth(self, slot: str, known: Mapping[str, int]) -> int:
+        if slot in self._constants:
+            value = self._constants[slot]
+            return 0 if value.dtype.kind != "i" else _SIZE if bool((value >= 0).all()) else _EVEN
+        return _SIZE if slot in self._shapes else known.get(slot, 0)
 
     def _slot(self, key: Hashable) -> str:
         slot = self._slots.get(key)
