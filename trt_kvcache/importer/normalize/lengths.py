@@ -10,7 +10,8 @@ something else at one length only. So each proof promises what it found, and all
 
 The steps run through a `Program`, which is fast and takes some shapes for granted; what fails there is looked at again
 by a probe, which takes nothing for granted, before it is refused. What a program cannot compute is looked at by probes
-alone, where something can turn. Up to a capacity of 16 that is every pair of P and S.
+alone, where something can turn. Up to a capacity of 32 every pair of P and S is looked at. Beyond it, what would not be
+seen is a model that is odd for one P together with one S above 1, by numbers that its graph does not hold but computes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.program import Program, Step
 from trt_kvcache.importer.normalize.samples import Promise, Sample, Samples
 
-_TINY = 16  # tokens
+_TINY = 16  # tokens; so few leave no steps to learn shapes from
+_SMALL = 32  # tokens; up to so many all steps are looked at
 _EVERY = 8192  # positions; of those behind them, as many are looked at as have
 _FAR = 1 << 26  # keys in all
 _PROMPTS = 256
@@ -63,8 +65,7 @@ class _Check:
         """Check all promises, and those that are the same only once."""
         capacity, fixed = self.samples.capacity, self.samples.fixed_length
         if capacity <= _TINY:
-            pairs = product(range(capacity), [fixed] if fixed else range(1, capacity + 1))
-            self._by_probes(promises, [(p, s) for p, s in pairs if p + s <= capacity])
+            self._by_probes(promises, list(_every(capacity, fixed)))
             return
         program = self._program(promises)
         fast: dict[Hashable, Promise] = {}
@@ -75,11 +76,7 @@ class _Check:
                 slow.append(promise)
             else:
                 fast.setdefault((promise.key, slots), promise)
-        turns = list(
-            dict.fromkeys(
-                (p, s) for p, s in _turns(capacity, fixed, program.integers()) if p >= 0 and p + s <= capacity
-            )
-        )
+        turns = dict.fromkeys(_turns(capacity, fixed, program.integers()))
         self._by_probes(slow, _affordable(turns, _SLOW_AREA))
         steps = dict.fromkeys((*_every(capacity, fixed), *_affordable(turns, _PADDED_AREA if self.padded else _AREA)))
         self._by_program(list(fast.values()), list(steps), program)
@@ -121,12 +118,16 @@ def _holds(promise: Promise, sample: Sample) -> bool:
 
 
 def _every(capacity: int, fixed: int) -> Iterator[Lengths]:
+    if capacity <= _SMALL:
+        pairs = product(range(capacity), [fixed] if fixed else range(1, capacity + 1))
+        yield from ((p, s) for p, s in pairs if p + s <= capacity)
+        return
     length = fixed or 1
     pasts = range(capacity - length + 1)
     yield from ((p, length) for p in pasts[:_EVERY])
     yield from ((p, length) for p in pasts[_EVERY :: 1 + len(pasts) ** 2 // 2 // _FAR])
     if not fixed:
-        yield from ((0, s) for s in range(1, min(capacity, _PROMPTS) + 1))
+        yield from ((0, s) for s in range(2, min(capacity, _PROMPTS) + 1))
 
 
 def _turns(capacity: int, fixed: int, numbers: set[int]) -> Iterator[Lengths]:
