@@ -21,9 +21,10 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.probe import Blueprint
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
 
 HEADS, SIZE, CAPACITY = 2, 4, 16

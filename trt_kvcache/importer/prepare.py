@@ -18,6 +18,7 @@ from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.protos import all_nodes
 from trt_kvcache.importer.reinterpret import detached, stand_in
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
@@ -137,22 +138,13 @@ def drop_unused_outputs(graph: onnx.GraphProto) -> None:
 
     Before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
     """
-    used = {name for node in _all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
     for node in graph.node:
         if node.op_type in ("Attention", "LayerNormalization") and node.domain in ("", "ai.onnx"):
             kept = [name if i == 0 or name in used else "" for i, name in enumerate(node.output)]
             while not kept[-1]:
                 kept.pop()
             node.output[:] = kept
-
-
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    """Every node, those in bodies of control flow too, which may read what is outside."""
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(body)
 
 
 def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = False) -> None:

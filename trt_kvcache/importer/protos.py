@@ -34,6 +34,12 @@ def nested_scopes(scope: Scope) -> Iterator[Scope]:
                 yield from nested_scopes(graph)
 
 
+def all_nodes(scope: Scope) -> Iterator[NodeProto]:
+    """Every node, those in bodies of control flow too, which may read what is outside."""
+    for inner in nested_scopes(scope):
+        yield from inner.node
+
+
 def attribute_graphs(attribute: AttributeProto) -> Iterable[GraphProto]:
     """The graphs that an attribute holds: the bodies of If, Loop, Scan."""
     if attribute.type == AttributeProto.GRAPH:

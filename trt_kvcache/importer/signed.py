@@ -10,7 +10,6 @@ files.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.flipped import Flipped, flip
-from trt_kvcache.importer.protos import byte_size, is_op
+from trt_kvcache.importer.protos import all_nodes, byte_size, is_op
 from trt_kvcache.importer.reinterpret import raw_bytes
 
 __all__ = ["sign_weights"]
@@ -45,7 +44,7 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
-    for node in _all_nodes(model.graph):
+    for node in all_nodes(model.graph):
         for name in node.input:
             readers.setdefault(name, []).append(node)
     kept = {value.name for value in model.graph.output}
@@ -68,7 +67,7 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
             flipped.append(_flipped(weight, mask))
         else:
             weight.raw_data = flip(raw_bytes(weight), mask)
-    unread = freed - {name for node in _all_nodes(model.graph) for name in node.input} - kept
+    unread = freed - {name for node in all_nodes(model.graph) for name in node.input} - kept
     for index in reversed(range(len(model.graph.initializer))):
         if model.graph.initializer[index].name in unread:
             del model.graph.initializer[index]
@@ -110,11 +109,3 @@ def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], fo
 def _flipped(weight: onnx.TensorProto, mask: int) -> Flipped:
     entries = {e.key: e.value for e in weight.external_data}
     return Flipped(weight.name, entries["location"], int(entries.get("offset") or 0), byte_size(weight) or 0, mask)
-
-
-def _all_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    for node in graph.node:
-        yield node
-        for attribute in node.attribute:
-            for body in (attribute.g, *attribute.graphs):
-                yield from _all_nodes(body)

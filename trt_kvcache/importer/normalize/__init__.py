@@ -37,6 +37,7 @@ from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.independence import check_independence
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.narrow import narrow_caches
@@ -44,7 +45,7 @@ from trt_kvcache.importer.normalize.operators import find_held, holds_cache, pro
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
-from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.normalize.tables import check_tables

@@ -25,8 +25,9 @@ from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op
 from trt_kvcache.importer.normalize.even import hold_even, operands
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify, hold_low, is_low
-from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
 Array = npt.NDArray[Any]

@@ -50,9 +50,10 @@ from trt_kvcache.importer.normalize.held import (
     visibility,
     width,
 )
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.rotary import rotate
-from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _PASTS, _PRESENTS = (3, 4), (1, 2)
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS = 5, 6, 7, 8, 9, 10

@@ -19,8 +19,9 @@ from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, elem_
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.contrib import become
 from trt_kvcache.importer.normalize.findings import Visibility
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskUse, check_bias, classify
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.samples import Samples
 
 Rewrite = Callable[[Canonical], None]
 """Edits the graph as proven before."""

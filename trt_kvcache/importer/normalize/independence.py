@@ -20,8 +20,9 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.plan import OriginalRole, Role, TensorRole
 from trt_kvcache.importer.protos import elem_type_of, shape_of
 

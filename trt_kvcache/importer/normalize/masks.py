@@ -28,7 +28,8 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import is_op, producer
 from trt_kvcache.importer.normalize.bias import RelativeBias, find_bias
 from trt_kvcache.importer.normalize.findings import Visibility, Write
-from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole
 
 Array = npt.NDArray[Any]

@@ -46,8 +46,9 @@ from trt_kvcache.importer.normalize.held import (
     state_cache_shape,
     visibility,
 )
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
-from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _BIAS, _PADDING, _SCORE_BIAS, _PASTS, _SHARED, _BEAMS = 3, 4, 5, (6, 7), 8, 9
 _PRESENTS, _SCORES = (1, 2), 3

@@ -14,8 +14,9 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.normalize.gqa import gqa_caches, is_gqa, prove_gqa
 from trt_kvcache.importer.normalize.held import HeldCache, Rewrite
 from trt_kvcache.importer.normalize.in_op import in_op_caches, is_in_op, prove_in_op
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.mha import is_mha, mha_caches, prove_mha
-from trt_kvcache.importer.normalize.samples import Interface, Samples
+from trt_kvcache.importer.normalize.samples import Samples
 
 _Find = Callable[[gs.Graph, gs.Node], list[HeldCache]]
 _Prove = Callable[[gs.Graph, gs.Node, Sequence[HeldCache], Interface, Samples], Rewrite]

@@ -22,7 +22,8 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.samples import Interface, Sample, Samples
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.tables import gather_rows
 from trt_kvcache.importer.plan import OriginalRole
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT64, Emitter, consumers, contains, is_op, producer, replace_uses
-from trt_kvcache.importer.normalize.samples import Interface
+from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
 
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
