@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from concat_graphs import Build, Decoder, _signal, make_decoder
+from onnx import TensorProto, save
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
@@ -34,3 +36,17 @@ def test_dead_ends_are_refused(name: str) -> None:
     assert name in NAMES
     with pytest.raises(UnsupportedModelError):
         import_model(MODELS / name / "model.onnx", PlanOptions(capacity=64))
+
+
+@pytest.mark.parametrize("capacity", [24, 64])
+def test_positions_that_all_sequences_share(capacity: int, tmp_path: Path) -> None:
+    """An input ``[S]``: rows of the batch are as long as each other, which the rewritten model needs."""
+
+    def after(g: Build, x: str) -> str:
+        shared = g.input("position_ids", TensorProto.INT64, ["sequence"])
+        return g.node("Add", [x, _signal(g, g.node("Unsqueeze", [shared, g.constant([0])]))])
+
+    save(make_decoder(Decoder(positions="none", after=after)), tmp_path / "model.onnx")
+    report = verify_import(import_model(tmp_path / "model.onnx", PlanOptions(capacity=capacity)), VerifyOptions())
+    report.check()
+    assert all(len(set(step.starts)) == 1 for step in report.steps)

@@ -79,7 +79,10 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
         )
     contracts = [c.contract for c in plan.caches if c.contract is not None]
     bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
-    driven = [t for t in plan.tensors if t.io == "input" and t.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)]
+    roles = {Role.WRITE_INDICES, Role.VALID_LENGTHS}
+    if plan.original:  # the model as exported runs row by row, with positions of its own for each
+        roles.add(Role.POSITIONS)
+    driven = [t for t in plan.tensors if t.io == "input" and t.role in roles]
     return Limits(
         batch=batch,
         length=min(fixed_lengths, default=None),
