@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import mutation_trials
 import numpy as np
-import onnx
 import pytest
 from mutation_trials import VERIFY, judge, mutant
 from onnx import ModelProto, helper, numpy_helper
+from stored import MODELS, edited
 
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 
-MODELS = Path(__file__).parents[2] / "models"
 SOURCES = (
     "optimum/llama", "mobius/llama_dynamic_f32", "mobius/llama_static_f32", "ort-genai/llama_cpu_fp32",
     "torch/llama_static_wrap_op24", "transformers/llama_static", "plain-torch/mod_index_put_dynamo_op18",
@@ -30,15 +28,6 @@ QUICK = replace(VERIFY, batch=2, tokens=2)
 
 def options(source: str) -> PlanOptions:
     return PlanOptions(capacity=next((c for name, c in CAPACITY.items() if source.startswith(name)), None))
-
-
-def copied(source: str, folder: Path, edit: Callable[[ModelProto], None]) -> Path:
-    for path in (MODELS / source).glob("*.data"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    model = onnx.load(MODELS / source / "model.onnx", load_external_data=False)
-    edit(model)
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    return folder / "model.onnx"
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -60,7 +49,7 @@ def test_other_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         attributes = (a for n in model.graph.node if n.op_type == "Attention" for a in n.attribute)
         next(a for a in attributes if a.name == "scale").f *= 2
 
-    path = copied(source, tmp_path, scaled)
+    path = edited(source, tmp_path, scaled)
     assert judge(path, PlanOptions(), QUICK) == ("equal", "")
     monkeypatch.setattr(mutation_trials, "import_model", lambda *a: replace(import_model(*a), model=rewritten.model))
     assert judge(path, PlanOptions(), QUICK)[0] == "wrong"
@@ -106,7 +95,7 @@ FINDINGS = {
 @pytest.mark.parametrize("source", FINDINGS)
 def test_what_mutations_found_is_refused(tmp_path: Path, source: str) -> None:
     edit, message = FINDINGS[source]
-    word, reason = judge(copied(source, tmp_path, edit), options(source))
+    word, reason = judge(edited(source, tmp_path, edit), options(source))
     assert word == "refused", reason
     assert re.search(message, reason)
 
@@ -128,7 +117,7 @@ def test_flags_are_0_or_1(tmp_path: Path, source: str, op: str, name: str) -> No
         del node.attribute[:]
         node.attribute.extend([*kept, helper.make_attribute(name, 5)])
 
-    word, reason = judge(copied(source, tmp_path, five), options(source))
+    word, reason = judge(edited(source, tmp_path, five), options(source))
     assert (word, f"has {name}=5; it is a flag, 0 or 1" in reason) == ("refused", True), reason
 
 
@@ -151,6 +140,6 @@ def test_factors_and_caps_below_zero_are_refused(tmp_path: Path, source: str, op
             del node.attribute[:]
             node.attribute.extend([*kept, helper.make_attribute(name, -0.5)])
 
-    word, reason = judge(copied(source, tmp_path, negative), options(source))
+    word, reason = judge(edited(source, tmp_path, negative), options(source))
     assert word == "refused", reason
     assert "supported are factors above 0, and caps above 0 or none" in reason

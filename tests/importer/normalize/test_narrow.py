@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-import onnx
 import pytest
 from onnx import ModelProto, TensorProto, helper
+from stored import MODELS, edited
 
 from trt_kvcache import VerifyOptions, verify_model
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model, plan_model
 from trt_kvcache.importer.plan import PlanOptions
 
-MODELS = Path(__file__).parents[2] / "models"
 FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
 SOURCES = {
     "optimum/llama_fp16": 40,  # Concat
@@ -45,15 +44,6 @@ def keep_io_types(model: ModelProto, *, each: bool = False) -> None:
     nodes = [*before, *model.graph.node, *after]
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-
-
-def edited(source: str, folder: Path, edit: Callable[[ModelProto], object]) -> Path:
-    for path in (MODELS / source).glob("*.data"):
-        (folder / path.name).write_bytes(path.read_bytes())
-    model = onnx.load(MODELS / source / "model.onnx", load_external_data=False)
-    edit(model)
-    (folder / "model.onnx").write_bytes(model.SerializeToString())
-    return folder / "model.onnx"
 
 
 def types(model: ModelProto) -> dict[str, int]:
