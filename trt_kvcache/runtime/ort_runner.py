@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.ort_attention import OPERATOR, fuse_attention
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
@@ -65,8 +66,9 @@ class OnnxRuntimeRunner:
     """ONNX Runtime on the CPU.
 
     The model is rewritten in memory, so that a step reads as many cache rows as are in use; large weights stay in their
-    files. Past and present of a cache are bound to one address, where ONNX Runtime's TensorScatter then writes the
-    update alone (measured on 1.31.1); a step on some rows binds the address of the first of them.
+    files. Past and present of a cache are bound to one address, where ONNX Runtime's TensorScatter and
+    GroupQueryAttention then write the update alone (measured on 1.31.1); a step on some rows binds the address of the
+    first of them.
 
     Args:
         model: path of the ``.onnx`` file, as exported or rewritten.
@@ -102,10 +104,13 @@ class OnnxRuntimeRunner:
         limits = index_limits(imported.model, imported.plan)
         self._max_positions = self._inputs.positions(min(limits.positions.values(), default=None))
         self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
-        in_place = _updated_in_place(imported.model, self._carried.values())
+        model_run = _fastest(imported, self._inputs)
+        in_place = _updated_in_place(model_run, self._carried.values())
         per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
         self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
-        self._session: Any = _open(imported, threads)
+        self._session: Any = _open(imported, model_run, threads)
+        # What GroupQueryAttention cannot do; see `fuse_attention`.
+        self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
         self._run_options: ort.RunOptions | None = None  # looking into one costs 30 us per step (1.31.1)
         self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
         # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
@@ -165,7 +170,8 @@ class OnnxRuntimeRunner:
     def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
         """Run one step; see `Runner.step`."""
         with whole_step(self, self._inputs, batch) as whole:
-            logits = self._step(whole)
+            several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
+            logits = np.concatenate([self._step(row) for row in _rows(whole)]) if several else self._step(whole)
         return asked_logits(logits, batch, whole)
 
     def _step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
@@ -272,7 +278,27 @@ def _bind(bind: Any, name: str, array: Array) -> None:
     bind(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
 
 
-def _open(imported: ImportedModel, threads: int | None) -> Any:
+def _rows(batch: StepBatch) -> Iterator[StepBatch]:
+    """The rows of a step, each as a step of its own."""
+    for i in range(batch.rows):
+        one = slice(i, i + 1)
+        yield replace(
+            batch, first_row=batch.first_row + i, tokens=batch.tokens[one], starts=batch.starts[one],
+            constants=batch.constants[one],
+        )  # fmt: skip
+
+
+def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
+    """The rewritten model with attention as ONNX Runtime computes it fastest.
+
+    Not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches.
+    """
+    if inputs.fixed_rows is not None or inputs.fixed_length not in (None, 1):
+        return imported.model
+    return fuse_attention(imported.model, imported.plan)
+
+
+def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions
     if threads is not None:
@@ -280,7 +306,7 @@ def _open(imported: ImportedModel, threads: int | None) -> Any:
     folder = str(imported.source.path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
-        return ort.InferenceSession(imported.model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
     except _ORT_ERRORS as error:
         raise UnsupportedModelError(
             f"{imported.source.path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {_one_line(error)}; "
@@ -289,7 +315,7 @@ def _open(imported: ImportedModel, threads: int | None) -> Any:
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
-    """The caches that ONNX Runtime can write in place: a TensorScatter alone reads past, and gives present."""
+    """The caches that ONNX Runtime can write in place: one operator reads past, and gives present."""
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:
@@ -297,9 +323,18 @@ def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set
     found = set()
     for buffer in carried:
         nodes = readers.get(buffer.past, [])
-        if len(nodes) == 1 and nodes[0].op_type == "TensorScatter" and nodes[0].output[0] == buffer.present:
+        if len(nodes) == 1 and (buffer.past, buffer.present) in _writes(nodes[0]):
             found.add(buffer.past)
     return found
+
+
+def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
+    """Past and present of the caches that this operator writes in place if they are one buffer."""
+    if node.op_type == "TensorScatter":
+        return [(node.input[0], node.output[0])]
+    if node.op_type == OPERATOR:
+        return [(node.input[3], node.output[1]), (node.input[4], node.output[2])]
+    return []
 
 
 def _bytes(buffer: Carried) -> int:

@@ -1,0 +1,174 @@
+"""GroupQueryAttention in place of Attention on the CPU: the same numbers, and only where it is right."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from decoders import DecoderConfig, make_decoder, write_decoder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import CacheLayout, PlanOptions, Sliding
+from trt_kvcache.runtime import ort_runner
+from trt_kvcache.runtime.ort_attention import fuse_attention
+from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.runner import StepBatch
+
+BASE = DecoderConfig(capacity=32, vocab=64)
+MODELS = Path(__file__).parents[1] / "models"
+
+
+def write(path: Path, config: DecoderConfig, window: int | None = None) -> Path:
+    """A decoder, of which each query sees itself and `window` keys before it."""
+    proto = make_decoder(config)
+    if window is not None:
+        proto.opset_import[0].version = 25
+        for node in proto.graph.node:
+            if node.op_type == "Attention":
+                node.attribute.append(onnx.helper.make_attribute("left_window_size", window))
+    onnx.save(proto, path)
+    return path
+
+
+def operators(path: Path, options: PlanOptions | None = None) -> Counter[str]:
+    """How often each operator is in what the runner runs."""
+    imported = import_model(path, options or PlanOptions())
+    return Counter(node.op_type for node in fuse_attention(imported.model, imported.plan).graph.node)
+
+
+def plain(path: Path, rows: int) -> OnnxRuntimeRunner:
+    """A runner that keeps Attention."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ort_runner, "fuse_attention", lambda model, plan: model)
+        return OnnxRuntimeRunner(path, max_batch=rows)
+
+
+def poison(runner: OnnxRuntimeRunner, lengths: list[int], value: float) -> None:
+    """Fill the rows of every cache that hold no token."""
+    for cache in runner.plan.caches:
+        for row, length in enumerate(lengths):
+            runner.view(cache.past)[row, :, length:] = value
+
+
+@st.composite
+def steps(draw: st.DrawFn, rows: int) -> list[tuple[int, int, int]]:
+    """First row, rows and tokens per row of some steps that fit into the caches."""
+    lengths, made = [0] * rows, []
+    for _ in range(draw(st.integers(1, 8))):
+        first = draw(st.integers(0, rows - 1))
+        count = draw(st.integers(1, rows - first))
+        room = 32 - max(lengths[first : first + count])
+        if room:
+            tokens = draw(st.one_of(st.just(1), st.integers(1, room)))
+            made.append((first, count, tokens))
+            lengths[first : first + count] = [n + tokens for n in lengths[first : first + count]]
+    return made
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    form=st.sampled_from(["mobius", "heads-major", "seq-major"]),
+    heads=st.sampled_from([(4, 2), (4, 4), (6, 1), (1, 1)]),
+    size=st.sampled_from([8, 16, 24]),
+    window=st.sampled_from([None, 0, 3, 31]),
+    taken=steps(3),
+)
+def test_the_same_numbers(
+    form: str,
+    heads: tuple[int, int],
+    size: int,
+    window: int | None,
+    taken: list[tuple[int, int, int]],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    config = replace(BASE, form=form, query_heads=heads[0], kv_heads=heads[1], head_size=size)
+    path = write(tmp_path_factory.mktemp("fused") / "model.onnx", config, window)
+    found = operators(path)
+    assert (found["GroupQueryAttention"], found["Attention"], found["TensorScatter"], found["Slice"]) == (2, 0, 0, 0)
+    fused, reference = OnnxRuntimeRunner(path, max_batch=3), plain(path, 3)
+    lengths, random = [0, 0, 0], np.random.default_rng(0)
+    for first, rows, length in taken:
+        poison(fused, lengths, np.nan)
+        poison(reference, lengths, 1e30)
+        starts = np.array(lengths[first : first + rows])
+        batch = StepBatch(first, random.integers(0, 64, (rows, length)), starts, keep=length)
+        logits, expected = fused.step(batch), reference.step(batch)
+        np.testing.assert_allclose(logits, expected, atol=2e-5)
+        for row in range(first, first + rows):
+            lengths[row] += length
+        for cache in fused.plan.caches:
+            for row, count in enumerate(lengths):
+                held, wanted = (r.view(cache.past)[row] for r in (fused, reference))
+                np.testing.assert_allclose(held[:, :count], wanted[:, :count], atol=2e-5)
+                assert np.isnan(held[:, count:]).all()
+
+
+@pytest.mark.parametrize("name", ["mobius/llama_static_f32", "mobius/llama_dynamic_f32", "optimum/llama",
+                                  "ort-genai/llama_cpu_fp32", "ort-genai/llama_cpu_int4"])  # fmt: skip
+def test_what_exporters_write(name: str) -> None:
+    options = PlanOptions(capacity=None if "static" in name else 64)
+    found = operators(MODELS / name / "model.onnx", options)
+    assert (found["GroupQueryAttention"], found["Attention"], found["TensorScatter"]) == (2, 0, 0)
+
+
+KEPT = {
+    "head size": replace(BASE, head_size=12),
+    "value head size": replace(BASE, value_head_size=8),
+    "float16": replace(BASE, dtype="float16"),
+    "mask": replace(BASE, mask="bool"),
+    "not causal": replace(BASE, causal=False),
+    "softcap": replace(BASE, softcap=2.0),
+    "circular": replace(BASE, mode="circular", capacity=8),
+    "one cache": replace(BASE, form="five-d"),
+}
+
+
+@pytest.mark.parametrize("why", KEPT)
+def test_what_stays(why: str, tmp_path: Path) -> None:
+    path = write_decoder(tmp_path / "model.onnx", KEPT[why])
+    imported = import_model(path, PlanOptions())
+    assert fuse_attention(imported.model, imported.plan) is imported.model
+
+
+def test_circular_windows_stay(tmp_path: Path) -> None:
+    path = write(tmp_path / "model.onnx", BASE, window=3)
+    options = PlanOptions(sliding=Sliding.CIRCULAR, window_chunk=4)
+    assert operators(path, options)["GroupQueryAttention"] == 0
+    assert operators(path)["GroupQueryAttention"] == 2
+
+
+def test_other_layouts_stay(tmp_path: Path) -> None:
+    path = write_decoder(tmp_path / "model.onnx", replace(BASE, form="seq-major"))
+    assert operators(path, PlanOptions(cache_layout=CacheLayout.PRESERVE))["GroupQueryAttention"] == 0
+    assert operators(path, PlanOptions(attention_span=False))["GroupQueryAttention"] == 2
+
+
+def test_a_cache_that_two_attentions_read_stays(tmp_path: Path) -> None:
+    proto = make_decoder(replace(BASE, layers=1, form="heads-major"))
+    node = next(n for n in proto.graph.node if n.op_type == "Attention")
+    twin = onnx.NodeProto()
+    twin.CopyFrom(node)
+    twin.name, twin.output[:] = "twin", ["twin"]
+    proto.graph.node.insert(list(proto.graph.node).index(node) + 1, twin)
+    for reader in proto.graph.node:
+        if reader.op_type == "Transpose" and reader.input[0] == node.output[0]:
+            reader.input[0] = "both"
+    proto.graph.node.insert(
+        list(proto.graph.node).index(twin) + 1, onnx.helper.make_node("Add", [node.output[0], "twin"], ["both"])
+    )
+    onnx.save(proto, tmp_path / "model.onnx")
+    assert operators(tmp_path / "model.onnx")["GroupQueryAttention"] == 0
+
+
+def test_steps_of_fixed_sizes_keep_attention(tmp_path: Path) -> None:
+    for number, config in enumerate((replace(BASE, sequence=4), replace(BASE, batch=2))):
+        path = write_decoder(tmp_path / f"{number}.onnx", config)
+        runner = OnnxRuntimeRunner(path, max_batch=2 if config.batch == 2 else 1)
+        assert not runner._one_by_one
+        assert operators(path)["GroupQueryAttention"] == 2  # which it could be

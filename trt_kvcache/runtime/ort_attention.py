@@ -1,0 +1,215 @@
+"""Attention over a cache as ONNX Runtime computes it fastest on the CPU: by its own GroupQueryAttention.
+
+present_k = TensorScatter(past_k, k, write_indices), present_v likewise
+y = Where(row sees a key, Attention(q, present_k[:, :, :span], present_v[:, :, :span], causal mask), 0)
+becomes
+y, present_k, present_v = com.microsoft.GroupQueryAttention(q, k, v, past_k, past_v, lengths - 1, longest)
+
+The same numbers, but for the order of sums; it writes in place where past and present are one buffer, and reads the
+rows in use where they lie, where Slice copies them. It takes updates of several tokens for one sequence at a time,
+unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given").
+Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; that rows beyond a sequence's
+length are never read, whatever they hold, tests/runtime/test_ort_attention.py sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant
+from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateMode
+
+__all__ = ["DOMAIN", "OPERATOR", "fuse_attention"]
+
+DOMAIN = "com.microsoft"
+OPERATOR = "GroupQueryAttention"
+_SWAPPED = [0, 2, 1, 3]
+_HEAD_STEP = 8  # "head_size must be a multiple of 8" (1.31.1)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """One Attention with its two updates, and what GroupQueryAttention needs beside them.
+
+    Attributes:
+        lengths: int64 ``[B]``, tokens per sequence after the step.
+        window: keys that a query sees, itself included; -1: all.
+        result: what the attention gives in the end, ``[B, N, S, H]``.
+    """
+
+    node: gs.Node
+    plan: AttentionPlan
+    updates: tuple[gs.Node, gs.Node]
+    lengths: gs.Tensor
+    window: int
+    result: gs.Tensor
+
+
+def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
+    """Put GroupQueryAttention in place of every attention that it computes exactly.
+
+    Those are float32, causal with or without a left window, over two linear caches ``[B, N, L, H]`` that nothing else
+    reads, with H a multiple of 8. All others stay.
+
+    Args:
+        model: rewritten; not changed.
+        plan: of the model.
+
+    Returns:
+        A model with the same inputs and outputs; the same object where no attention fits.
+    """
+    graph = gs.import_onnx(model)
+    nodes = {node.name: node for node in graph.nodes}
+    masks = {mask.name: mask for mask in plan.masks}
+    matches = []
+    for item in plan.attention:
+        node, mask = nodes.get(item.node), masks.get(item.mask or "")
+        if node is not None and mask is not None and (match := _match(graph, plan, node, item, mask)):
+            matches.append(match)
+    if not matches:
+        return model
+    emitter = Emitter(graph)
+    for match in matches:
+        _fuse(emitter, match)
+    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    graph.import_domains = [*(d for d in graph.import_domains or () if d.domain != DOMAIN)]
+    graph.import_domains.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    fused: onnx.ModelProto = gs.export_onnx(graph)
+    fused.ir_version = model.ir_version
+    return fused
+
+
+def _match(graph: gs.Graph, plan: CachePlan, node: gs.Node, item: AttentionPlan, mask: MaskGeometry) -> _Match | None:
+    caches = [c for c in plan.caches if c.past in item.caches]
+    updates = [_update(graph, tensor, node) for tensor in node.inputs[1:3]] if is_op(node, "Attention") else []
+    if len(caches) != 2 or len(updates) != 2 or not _known(item) or not _is_causal(mask):
+        return None
+    key, value = updates
+    lengths = [t for t in graph.inputs if t.name == mask.lengths]
+    if key is None or value is None or not lengths or not all(_is_linear(c) for c in caches):
+        return None
+    starts = plan.tensor(Role.WRITE_INDICES)
+    valid = plan.tensor(Role.VALID_LENGTHS)
+    roles = (starts and starts.name, valid and valid.name)  # the caller gives both: lengths = write indices + S
+    if any(roles != (c.write_indices, mask.lengths) or c.capacity != caches[0].capacity for c in plan.caches):
+        return None
+    result = node.outputs[0]
+    readers = consumers(result)
+    if mask.guarded and len(readers) == 1 and is_op(readers[0], "Where") and readers[0].inputs[1] is result:
+        result = readers[0].outputs[0]  # under a causal mask each query sees itself at least
+    if contains(graph.outputs, node.outputs[0]) or contains(graph.outputs, result):
+        return None
+    window = -1 if mask.left_window < 0 else mask.left_window + 1
+    return _Match(node, item, (key, value), lengths[0], window, result)
+
+
+def _known(item: AttentionPlan) -> bool:
+    sizes = (item.query_heads, item.kv_heads, item.head_size)
+    return (
+        item.dtype == "float"
+        and all(isinstance(size, int) for size in sizes)
+        and item.head_size == item.value_head_size
+        and int(item.head_size) % _HEAD_STEP == 0
+    )
+
+
+def _is_causal(mask: MaskGeometry) -> bool:
+    return mask.causal and mask.lengths is not None and mask.mask is None and mask.right_window < 0
+
+
+def _is_linear(cache: CacheUpdate) -> bool:
+    return cache.mode is UpdateMode.LINEAR and cache.carried and len(cache.readers) == 1
+
+
+def _update(graph: gs.Graph, tensor: gs.Tensor, attention: gs.Node) -> gs.Node | None:
+    """The TensorScatter ``[B, N, L, H]`` that this attention alone reads, as it is or up to the span."""
+    node, reader = producer(tensor), attention
+    if node is not None and is_op(node, "Slice"):
+        axes = small_constant(node.inputs[3])
+        if axes is None or axes.tolist() != [2] or consumers(tensor) != [attention]:
+            return None
+        node, reader = producer(node.inputs[0]), node
+    if node is None or not is_op(node, "TensorScatter") or len(dims(node.inputs[0]) or ()) != 4:
+        return None
+    axis, mode = int(node.attrs.get("axis", -2)), node.attrs.get("mode", "linear")
+    alone = all(other is reader for other in consumers(node.outputs[0]))
+    carried = contains(graph.inputs, node.inputs[0]) and contains(graph.outputs, node.outputs[0])
+    return node if alone and carried and axis in (2, -2) and mode == "linear" else None
+
+
+def _fuse(emitter: Emitter, match: _Match) -> None:
+    item, (key, value) = match.plan, match.updates
+    heads, kv_heads, size = int(item.query_heads), int(item.kv_heads), int(item.head_size)
+    lengths = match.lengths
+    last = emitter.once(("last", lengths.name), lambda: _int32(emitter, "Sub", [lengths, emitter.ints(1)], "last"))
+    longest = emitter.once(
+        ("longest", lengths.name), lambda: _int32(emitter, "ReduceMax", [lengths], "longest", keepdims=0)
+    )
+    inputs = [
+        _by_token(emitter, match.node.inputs[0], heads * size),
+        *(_by_token(emitter, update.inputs[1], kv_heads * size) for update in (key, value)),
+        key.inputs[0], value.inputs[0], last, longest,
+    ]  # fmt: skip
+    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": match.node.attrs.get("scale", size**-0.5)}
+    if match.window > 0:
+        attributes["local_window_size"] = match.window
+    target, packed = _whole(match.result, heads * size)
+    for maker in list(target.inputs):
+        maker.outputs.clear()
+    presents = [update.outputs[0] for update in (key, value)]
+    for node in (match.node, key, value):
+        node.outputs.clear()
+    output = target if packed else gs.Variable(emitter.name("attention"), dtype=target.dtype)
+    emitter.graph.nodes.append(
+        gs.Node(OPERATOR, emitter.name(OPERATOR), attributes, inputs, [output, *presents], domain=DOMAIN)
+    )
+    if not packed:
+        split = emitter.op("Reshape", [output, emitter.ints([0, 0, heads, size])], "split")
+        turned = emitter.op("Transpose", [split], "heads", perm=_SWAPPED)
+        maker = turned.inputs[0]
+        maker.outputs = [target]
+
+
+def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attributes: int) -> gs.Tensor:
+    return emitter.op("Cast", [emitter.op(op, inputs, f"{hint}_64", **attributes)], hint, INT32, to=INT32)
+
+
+def _by_token(emitter: Emitter, tensor: gs.Tensor, width: int) -> gs.Tensor:
+    """``[B, N, S, H]`` as ``[B, S, N*H]``: what it was made from, where it was that."""
+    node = producer(tensor)
+    if node is None or not is_op(node, "Transpose") or list(node.attrs.get("perm", ())) != _SWAPPED:
+        turned = emitter.op("Transpose", [tensor], "by_token", perm=_SWAPPED)
+        return emitter.op("Reshape", [turned, emitter.ints([0, 0, width])], "rows")
+    split = producer(node.inputs[0])
+    if split is not None and is_op(split, "Reshape"):
+        shape = dims(split.inputs[0])
+        if shape is not None and len(shape) == 3 and shape[2] == width:
+            return split.inputs[0]
+    return emitter.op("Reshape", [node.inputs[0], emitter.ints([0, 0, width])], "rows")
+
+
+def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
+    """Where GroupQueryAttention's ``[B, S, N*H]`` can go to: what the result becomes, where it becomes that alone."""
+    turned = _only(result, "Transpose")
+    if turned is None or list(turned.attrs.get("perm", ())) != _SWAPPED:
+        return result, False
+    merged = _only(turned.outputs[0], "Reshape")
+    shape = small_constant(merged.inputs[1]) if merged is not None else None
+    if merged is None or shape is None or not _keeps_rows(shape.tolist(), width):
+        return result, False
+    return merged.outputs[0], True
+
+
+def _keeps_rows(shape: Iterable[int], width: int) -> bool:
+    """Whether a Reshape of ``[B, S, N, H]`` to `shape` is ``[B, S, N*H]`` for every B and S."""
+    return list(shape) in ([0, 0, width], [0, 0, -1], [0, -1, width])
+
+
+def _only(tensor: gs.Tensor, op: str) -> gs.Node | None:
+    """The one reader of a tensor, if it is this operator."""
+    readers = consumers(tensor)
+    return readers[0] if len(readers) == 1 and is_op(readers[0], op) else None
