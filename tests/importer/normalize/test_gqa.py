@@ -214,8 +214,21 @@ def test_a_mask_beside_the_lengths_is_taken_for_what_it_is() -> None:
     decode(case, CHUNKS, 1, windows_as_masks(result))
 
 
-def window_bias(graph: Graph, window: int, value: float = -1e9) -> str:
-    """A bias that hides all but so many keys up to the query's own, from the lengths of x and of attention_mask."""
+@pytest.mark.parametrize(("own", "left"), [(-1, 3), (9, 3), (2, 1)])
+def test_a_mask_that_leaves_the_keys_behind_the_query_to_the_operator(own: int, left: int) -> None:
+    graph = Graph()
+    bias = window_bias(graph, 4, both=False)
+    case = layer(extra={10: bias}, graph=graph, rotary=SIZE, local_window_size=own)
+    result = normalized(case.model)
+    assert attention_attrs(result)["left_window_size"] == left
+    decode(case, CHUNKS, 1, windows_as_masks(result))
+
+
+def window_bias(graph: Graph, window: int, value: float = -1e9, *, both: bool = True) -> str:
+    """A bias that hides all but so many keys up to the query's own, from the lengths of x and of attention_mask.
+
+    `both`: and those behind it.
+    """
     total = graph.node("Gather", [graph.node("Shape", ["attention_mask"]), graph.constant(1)])
     new = graph.node("Gather", [graph.node("Shape", ["x"]), graph.constant(1)])
     keys = graph.node("Range", [graph.constant(0), total, graph.constant(1)])
@@ -223,7 +236,7 @@ def window_bias(graph: Graph, window: int, value: float = -1e9) -> str:
                                     graph.constant([1])])  # fmt: skip
     near = graph.node("Greater", [keys, graph.node("Sub", [rows, graph.constant(window)])])
     past = graph.node("LessOrEqual", [keys, rows])
-    shown = graph.node("And", [near, past])
+    shown = graph.node("And", [near, past]) if both else near
     floats = [graph.constant(0.0, np.float32), graph.constant(value, np.float32)]
     return graph.node("Unsqueeze", [graph.node("Where", [shown, *floats]), graph.constant([0, 1])])
 

@@ -106,6 +106,17 @@ def additive(graph: Graph) -> str:
     return graph.node("Where", [causal(graph), graph.constant(0, np.float32), graph.constant(-3.4e38, np.float32)])
 
 
+def near(graph: Graph) -> str:
+    """mobius-onnx, GPT-Neo: a window alone; that nothing behind the query is seen is left to is_causal."""
+    keys, queries = _rows(graph)
+    shown = graph.node("Less", [graph.node("Sub", [queries, keys]), graph.constant(3)])
+    return graph.node("And", [graph.node("Unsqueeze", [shown, graph.constant([0, 1])]), padding(graph)])
+
+
+def near_added(graph: Graph) -> str:
+    return graph.node("Where", [near(graph), graph.constant(0, np.float32), graph.constant(-3.4e38, np.float32)])
+
+
 def odd(graph: Graph) -> str:
     """Every third key."""
     keys, queries = _rows(graph)
@@ -118,7 +129,7 @@ def short(graph: Graph) -> str:
     return graph.node("Slice", [causal(graph), *(graph.constant([n]) for n in (0, 1, 3))])
 
 
-MASKS = {f.__name__: f for f in (padding, causal, window, additive, odd, short)}
+MASKS = {f.__name__: f for f in (padding, causal, window, additive, near, near_added, odd, short)}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -167,6 +178,20 @@ def test_window_attribute_is_kept(attrs: dict[str, Any]) -> None:
     masked = layer(is_causal=1, mask="window")
     assert attention_attrs(normalized(masked.model))["left_window_size"] == 2
     decode(masked, CHUNKS, 2, windows_as_masks(normalized(case.model)))
+
+
+@pytest.mark.parametrize("mask", ["near", "near_added"])
+def test_a_window_beside_is_causal(mask: str) -> None:
+    case = layer(is_causal=1, mask=mask)
+    result = normalized(case.model)
+    assert {"is_causal": 1, "left_window_size": 2}.items() <= attention_attrs(result).items()
+    decode(case, CHUNKS, 2, windows_as_masks(result))
+
+
+def test_a_window_without_is_causal() -> None:
+    """It lets a query see keys behind it."""
+    with pytest.raises(UnsupportedModelError, match=r"the mask of 'node_attended' .* sees .* keys, from \d+ to"):
+        normalized(layer(is_causal=0, mask="near").model)
 
 
 def test_windows_meet() -> None:

@@ -24,6 +24,7 @@ from held_models import (
     op_types,
     projected,
     session,
+    windows_as_masks,
 )
 from onnx import TensorProto, helper
 
@@ -42,7 +43,7 @@ def layer(
     dtype: Any = np.float32,
     bias: bool = False,
     padding: str = "",
-    causal_bias: bool = False,
+    score_bias: str = "",
     op: str = "MultiHeadAttention",
     extra: dict[int, str] | None = None,
     outputs: int = 3,
@@ -59,7 +60,7 @@ def layer(
     mask = graph.node("Cast", ["attention_mask"], to=TensorProto.INT32)
     if padding == "other":
         mask = graph.node("Sub", [mask, graph.constant(1, np.int32)])
-    inputs += [mask if padding else "", _causal_bias(graph, dtype) if causal_bias else "", "past_k", "past_v"]
+    inputs += [mask if padding else "", _BIASES[score_bias](graph, dtype) if score_bias else "", "past_k", "past_v"]
     given = dict(extra or {})
     for index in range(len(inputs), max(given, default=0) + 1):
         inputs.append(graph.input(given[index], TensorProto.INT32, [1]) if index in given else "")
@@ -77,8 +78,25 @@ def _causal_bias(graph: Graph, dtype: Any) -> str:
     keys = graph.node("Range", [graph.constant(0), total, graph.constant(1)])
     queries = graph.node("Range", [graph.node("Sub", [total, new]), total, graph.constant(1)])
     shown = graph.node("LessOrEqual", [keys, graph.node("Unsqueeze", [queries, graph.constant([1])])])
+    return _added(graph, shown, dtype)
+
+
+def _window_bias(graph: Graph, dtype: Any) -> str:
+    """All but three keys up to the query's own, and none behind it: that is left to `unidirectional`."""
+    total = graph.node("Squeeze", [graph.node("Shape", ["attention_mask"], start=1)])
+    new = graph.node("Squeeze", [graph.node("Shape", ["x"], start=1, end=2)])
+    keys = graph.node("Range", [graph.constant(0), total, graph.constant(1)])
+    queries = graph.node("Range", [graph.node("Sub", [total, new]), total, graph.constant(1)])
+    ages = graph.node("Sub", [graph.node("Unsqueeze", [queries, graph.constant([1])]), keys])
+    return _added(graph, graph.node("Less", [ages, graph.constant(3)]), dtype)
+
+
+def _added(graph: Graph, shown: str, dtype: Any) -> str:
     values = [graph.constant(v, dtype) for v in (0, np.finfo(dtype).min)]
     return graph.node("Unsqueeze", [graph.node("Where", [shown, *values]), graph.constant([0, 1])])
+
+
+_BIASES = {"causal": _causal_bias, "window": _window_bias}
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -96,8 +114,8 @@ def test_decode(dtype: Any, bias: bool, unidirectional: int) -> None:
     [
         ({"padding": "given", "unidirectional": 1}, 1),
         ({"padding": "given"}, 0),
-        ({"causal_bias": True}, 1),
-        ({"causal_bias": True, "dtype": np.float16, "padding": "given", "bias": True}, 1),
+        ({"score_bias": "causal"}, 1),
+        ({"score_bias": "causal", "dtype": np.float16, "padding": "given", "bias": True}, 1),
         ({"scale": 0.3, "unidirectional": 1}, 1),
     ],
     ids=str,
@@ -107,6 +125,15 @@ def test_options(options: dict[str, Any], causal: int) -> None:
     result = normalized(case.model)
     assert attention_attrs(result)["is_causal"] == causal
     decode(case, CHUNKS, 2, result)
+
+
+def test_a_window_beside_unidirectional() -> None:
+    case = layer(score_bias="window", unidirectional=1)
+    result = normalized(case.model)
+    assert {"is_causal": 1, "left_window_size": 2}.items() <= attention_attrs(result).items()
+    decode(case, CHUNKS, 2, windows_as_masks(result))
+    with pytest.raises(UnsupportedModelError, match="is none of the supported ones"):
+        normalized(layer(score_bias="window").model)
 
 
 def test_canonical_form() -> None:
@@ -197,7 +224,7 @@ def test_a_present_without_a_past_is_refused() -> None:
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize("options", [{"unidirectional": 1, "bias": True}, {"causal_bias": True}], ids=str)
+@pytest.mark.parametrize("options", [{"unidirectional": 1, "bias": True}, {"score_bias": "causal"}], ids=str)
 def test_builds_with_one_cache_layer_each(dtype: Any, options: dict[str, Any], tmp_path: Path) -> None:
     result = harness.imported(layer(dtype, **options).model, tmp_path, PlanOptions(capacity=CAPACITY))
     assert [(c.route, c.idiom) for c in result.plan.caches] == [(Route.NATIVE, "MultiHeadAttention")] * 2

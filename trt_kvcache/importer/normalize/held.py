@@ -205,9 +205,9 @@ def visibility(
     """
     if not masks:
         return Visibility(causal=causal, window=window)
-    found = classify(node.name, masks, False, graph, interface, samples)
+    found = classify(node.name, masks, causal, graph, interface, samples)
     windows = [w for w in (window, found.window) if w is not None]
-    seen = Visibility(causal or found.causal, min(windows) if windows else None, found.own, found.bias, bounded=True)
+    seen = Visibility(found.causal, min(windows) if windows else None, found.own, found.bias, bounded=True)
     return check_bias(node.name, seen)
 
 

@@ -71,26 +71,28 @@ def classify(
     Args:
         node: its name, for messages.
         masks: all of its masks.
-        is_causal: ONNX Attention's attribute of a node without a past: aligned to the upper left corner.
+        is_causal: the operator hides the keys behind the query by itself. With `write` this is ONNX Attention's attribute
+            of a node without a past, aligned to the upper left corner; without, it counts the past.
         graph: of the model as exported.
         interface: of the model as exported.
         samples: of it.
-        write: of the cache of keys; None: one that grows.
+        write: of the cache of keys; None: the operator holds it, and it grows.
 
     Raises:
         UnsupportedModelError: the mask is none of the templates.
     """
     masks, bias = _split_bias(node, masks, samples)
     own = _own_mask(node, masks, graph, interface, samples)
+    counts = is_causal and write is None
     names = [use.tensor.name for use in masks]
-    key = (*(use.kind for use in masks), is_causal, write is None or write.growing)
+    key = (*(use.kind for use in masks), is_causal, counts, write is None or write.growing)
     if own is not None and bias is not None:
         raise UnsupportedModelError(
             f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
         )
     if own is not None:
-        _check_own(node, masks, is_causal, own, samples, write)
-        return Visibility(causal=False, own=own, bounded=False)
+        _check_own(node, masks, is_causal and not counts, own, samples, write)
+        return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
 
     def sees(bounded: bool, window: int | None, sample: Sample) -> None:
         visible = _visible(node, masks, is_causal, sample, write)
@@ -225,7 +227,7 @@ def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sampl
         parts.append(part)
         total = max(total, part.shape[-1] if part.ndim else 1)
     if is_causal:
-        parts.append(np.tri(sample.length, total, dtype=bool))
+        parts.append(np.tri(sample.length, total, sample.past if write is None else 0, dtype=bool))
     try:
         shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), *(p.shape for p in parts))
     except ValueError:
