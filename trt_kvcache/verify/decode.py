@@ -20,7 +20,7 @@ from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
-from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks
+from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
 from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, memory, open_session
 
@@ -149,7 +149,7 @@ class Verification:
         )
 
     def _open_original(self, trial: Feeds) -> Session:
-        """A session of the original: as it is, or with its masks spelled out, or on the reference evaluator.
+        """A session of the original: as it is, or with masks or norms spelled out, or on the reference evaluator.
 
         Raises:
             UnsupportedModelError: no engine runs it.
@@ -160,13 +160,21 @@ class Verification:
             return open_session(model, self.folder, trial, path=path, reference=False)[0]
         except EngineError as error:
             refusal = error
+        normed = with_norms_in_front(model)
+        expanded = with_expanded_masks(normed)
         try:
-            session = open_session(with_expanded_masks(model), self.folder, trial)[0]
-        except EngineError:
+            session = open_session(expanded, self.folder, trial)[0]
+        except EngineError as error:
+            refusal = refusal if expanded is model else error
             raise UnsupportedModelError(f"{self.path}: no engine here runs the original model: {refusal}") from None
-        if session.engine == OrtSession.engine:
+        if session.engine == OrtSession.engine and normed is not model:
+            self.notes.append(
+                "GroupQueryAttention's norms of queries and keys, which ONNX Runtime refuses on the CPU, ran as nodes "
+                "before it"
+            )
+        if session.engine == OrtSession.engine and expanded is not normed:
             self.notes.append("masks without an axis for the queries, which ONNX Runtime refuses, were expanded for it")
-        else:
+        if session.engine != OrtSession.engine:
             self.notes.append(f"ONNX Runtime does not run the original model ({refusal}); {session.engine} did")
         return session
 

@@ -5,10 +5,12 @@ Each function returns a copy, or the model itself where there is nothing to spel
 
 from __future__ import annotations
 
+from typing import Any
+
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.protos import is_op, iter_scopes
+from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
 from trt_kvcache.importer.rewrite.packed import add_packed_function
@@ -16,6 +18,7 @@ from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 _ACCURACY = "accuracy_level"
+_NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
 
 
 def check_runnable(rewritten: ModelProto) -> None:
@@ -124,12 +127,73 @@ def with_expanded_masks(model: ModelProto) -> ModelProto:
                 ]
                 node.input[3] = names[3]
             nodes.append(node)
-        copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del scope.node[:]
-        scope.node.extend(copies)
+        _set_nodes(scope, [NodeProto.FromString(node.SerializeToString()) for node in nodes])
     return copy
 
 
 def _mask(node: NodeProto) -> str:
     """The mask input of an Attention node, or an empty string."""
     return node.input[3] if is_op(node, "Attention") and len(node.input) > 3 else ""
+
+
+def with_norms_in_front(model: ModelProto) -> ModelProto:
+    """GroupQueryAttention's norms of queries and keys as nodes before it.
+
+    ONNX Runtime 1.31.1 has them in its CUDA kernel only. They normalize each head before its rotation, as
+    onnxruntime-genai writes them where it does not fuse them: SimplifiedLayerNormalization over ``[B, S, heads, head
+    size]``. Measured with its exports of one Qwen3 in fp16: the one for CUDA (fused), spelled out like this, and the
+    one for DirectML (not fused) give the same bits.
+    """
+    if not any(_has_norms(node) for scope in iter_scopes(model) for node in scope.node):
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    for number, scope in enumerate(iter_scopes(copy)):
+        nodes: list[NodeProto] = []
+        for i, node in enumerate(scope.node):
+            if _has_norms(node):
+                nodes += _norms(node, f"trt_kvcache.verify/{number}/{i}")
+            nodes.append(NodeProto.FromString(node.SerializeToString()))
+        _set_nodes(scope, nodes)
+    return copy
+
+
+def _has_norms(node: NodeProto) -> bool:
+    fused = node.op_type == "GroupQueryAttention" and node.domain == "com.microsoft"
+    return fused and len(node.input) > _NORMS[1] and all(node.input[i] for i in _NORMS)
+
+
+def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
+    """The nodes that normalize queries and keys; the operator reads their results, and no weights."""
+    attrs = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    epsilon = attrs.get("qk_norm_epsilon", 1e-6)
+    heads = (attrs["num_heads"], attrs["kv_num_heads"], attrs["kv_num_heads"])
+    weights = [node.input[i] for i in _NORMS]
+    made: list[NodeProto] = []
+
+    def emit(op: str, inputs: list[str], *names: str, **attributes: Any) -> str:
+        made.append(helper.make_node(op, inputs, [f"{prefix}/{name}" for name in names], **attributes))
+        return str(made[-1].output[0])
+
+    def ints(name: str, *values: int) -> str:
+        return emit("Constant", [], name, value=helper.make_tensor(name, TensorProto.INT64, [len(values)], values))
+
+    size = emit("Shape", weights[:1], "size")
+    if not node.input[1]:  # packed: [B, S, (heads + 2 * kv_heads) * head size]
+        widths = emit("Mul", [size, ints("heads", *heads)], "widths")
+        emit("Split", [node.input[0], widths], "query", "key", "value", axis=-1)
+        node.input[0], node.input[1], node.input[2] = made[-1].output
+    apart = emit("Concat", [ints("any", 0, 0, -1), size], "apart", axis=0)
+    merged = ints("merged", 0, 0, -1)
+    for place, weight in enumerate(weights):
+        rows = emit("Reshape", [node.input[place], apart], f"heads_{place}")
+        normal = emit("SimplifiedLayerNormalization", [rows, weight], f"norm_{place}", axis=-1, epsilon=epsilon)
+        node.input[place] = emit("Reshape", [normal, merged], f"normed_{place}")
+    for i in _NORMS:
+        node.input[i] = ""
+    return made
+
+
+def _set_nodes(scope: Scope, nodes: list[NodeProto]) -> None:
+    del scope.node[:]
+    scope.node.extend(nodes)

@@ -29,8 +29,10 @@ from held_models import (
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.normalize import gqa
 from trt_kvcache.importer.normalize.contrib import CONTRIB
 from trt_kvcache.importer.plan import PlanOptions, Route
+from trt_kvcache.verify import VerifyReport, verify_model
 
 HEADS, KV_HEADS, SIZE, WIDTH = 4, 2, 32, 48
 CHUNKS = [5, 1, 1, 4, 1, 3]  # of one sequence: ONNX Runtime takes chunks behind a past for one row only
@@ -159,6 +161,35 @@ def test_norm_weights() -> None:
             index += 1
         node.input[position] = f"{name}_normed"
     decode(Layer(reference, np.float32, KV_HEADS, SIZE, SIZE, WIDTH, mask_feeds), CHUNKS, 1, normalized(case.model))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("options", [{"rotary": SIZE}, {"rotary": SIZE // 2, "qk_norm_epsilon": 0.5}], ids=str)
+def test_norm_weights_are_verified(dtype: Any, packed: bool, options: dict[str, Any], tmp_path: Path) -> None:
+    report = _verified(layer(dtype, packed=packed, norm=True, **options), tmp_path)
+    report.check()
+    assert any("norms of queries and keys, which ONNX Runtime refuses on the CPU" in note for note in report.notes)
+    assert not any("masks without" in note for note in report.notes)
+
+
+def test_norms_that_are_lost_or_swapped_are_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = layer(norm=True, rotary=SIZE)
+    normed = gqa._normalized
+    monkeypatch.setattr(gqa, "_normalized", lambda canonical, node, heads: heads)
+    assert not _verified(case, tmp_path).passed
+
+    def swapped(canonical: Any, node: Any, heads: Any) -> Any:
+        node.inputs[14], node.inputs[15] = node.inputs[15], node.inputs[14]
+        return normed(canonical, node, heads)
+
+    monkeypatch.setattr(gqa, "_normalized", swapped)
+    assert not _verified(case, tmp_path).passed
+
+
+def _verified(case: Layer, folder: Path) -> VerifyReport:
+    onnx.save(case.model, folder / "model.onnx")
+    return verify_model(folder / "model.onnx", PlanOptions(capacity=CAPACITY))
 
 
 def test_position_ids_of_the_caller_stay() -> None:

@@ -71,8 +71,8 @@ def classify(
     Args:
         node: its name, for messages.
         masks: all of its masks.
-        is_causal: the operator hides the keys behind the query by itself. With `write` this is ONNX Attention's attribute
-            of a node without a past, aligned to the upper left corner; without, it counts the past.
+        is_causal: the operator hides the keys behind the query by itself: with `write`, ONNX Attention without a past,
+            aligned to the upper left corner; without, an operator that counts the past.
         graph: of the model as exported.
         interface: of the model as exported.
         samples: of it.
