@@ -26,7 +26,7 @@ class OriginalRole(str, Enum):
     MASK = "mask"
     """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
     GROWING_CACHE = "growing_cache"
-    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out."""
+    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out; or as long as what it keeps of that."""
     FIXED_CACHE = "fixed_cache"
     """A cache of fixed capacity, the same length in and out."""
     CONSTANT = "constant"
@@ -65,6 +65,8 @@ class OriginalTensor:
         shape: as exported; fixed sizes and symbols.
         axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
+        kept: rows, at most, of a growing cache that is cut to the newest ones: ``min(P, kept)`` in,
+            ``min(P + S, kept)`` out; None: it is as long as the text.
     """
 
     name: str
@@ -73,6 +75,7 @@ class OriginalTensor:
     dtype: str
     shape: tuple[Dim, ...]
     axes: tuple[str, ...]
+    kept: int | None = None
 
 
 @dataclass(frozen=True)

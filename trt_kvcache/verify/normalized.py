@@ -19,7 +19,7 @@ from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.original import OriginalInterface, OriginalSession, size_of
-from trt_kvcache.verify.report import VerifyOptions, VerifyReport
+from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule
 from trt_kvcache.verify.sessions import Session
 
@@ -145,12 +145,16 @@ class NormalizedVerification(Verification):
         past, outputs = (dict(past[0]), past[1]), (dict(outputs[0]), outputs[1])
         for cache in self.caches:
             name, output = cache.role.name, cache.output
-            if name not in self.original_caches or output is None:
+            if output is None:
                 continue
-            base = cache.to_logical(past[1][name])
-            ends = tuple(start + step.length for start in step.starts)
-            past[0][name] = _window(past[0][name], base, cache, ends)
-            outputs[0][output] = _window(outputs[0][output], base, cache, ends)
+            if name in self.original_caches:
+                base = cache.to_logical(past[1][name])
+                ends = tuple(start + step.length for start in step.starts)
+                past[0][name] = _window(past[0][name], base, cache, ends)
+                outputs[0][output] = _window(outputs[0][output], base, cache, ends)
+            if (kept := self.interface.kept.get(name)) is not None and cache.update is not None:
+                found = cache.to_logical(outputs[1][output])
+                outputs[0][output] = _without(outputs[0][output], found, cache, step, kept)
         super()._compare(comparison, past, outputs, span)
         for tensor in self.plan.tensors:
             if tensor.io == "output" and tensor.role is Role.LOGITS and tensor.name in outputs[0]:
@@ -190,6 +194,18 @@ def _linear(update: CacheUpdate, rows: int) -> CacheUpdate:
     shape = list(update.logical_shape)
     shape[update.sequence_axis] = rows
     return replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape))
+
+
+def _without(expected: Array, found: Array, cache: CacheTensor, step: VerifyStep, kept: int) -> Array:
+    """What is expected of a cache, but for new tokens that the original cuts off: those as they are found."""
+    assert cache.update is not None
+    made: Array = expected.copy()
+    axis, capacity = cache.update.sequence_axis, cache.update.capacity
+    target, source = np.moveaxis(made, axis, 1), np.moveaxis(found, axis, 1)
+    for row, start in enumerate(step.starts):
+        rows = np.arange(max(start, start + step.length - capacity), start + step.length - kept) % capacity
+        target[row, rows] = source[row, rows]
+    return made
 
 
 def _window(text: Array, base: Array, cache: CacheTensor, ends: Sequence[int]) -> Array:

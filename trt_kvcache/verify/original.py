@@ -7,6 +7,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
+    where only the newest rows are kept     <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
 
 A past that grows has one length for all rows of a batch, so each row runs by itself, unless the model was exported for
@@ -47,6 +48,7 @@ class OriginalInterface:
 
     Attributes:
         together: rows that one run of the original takes; None: one row, whatever the batch.
+        kept: rows, at most, of pasts that are cut to the newest ones, by name.
         unseen: names of the original's outputs that the rewritten model does not have, such as counters.
 
     Args:
@@ -62,6 +64,7 @@ class OriginalInterface:
         self._twin = twin
         self._inputs = [t for t in plan.original if t.io == "input"]
         self._outputs = {t.name: t for t in plan.original if t.io == "output"}
+        self.kept = {t.name: t.kept for t in self._inputs if t.kept is not None}
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
         self._past_of = {c.output: c.role.name for c in find_caches(plan)}
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
@@ -154,7 +157,8 @@ class OriginalInterface:
         whole = feeds[tensor.name][rows].astype(numpy_dtype(tensor.dtype, twin=self._twin), copy=False)
         if tensor.role is OriginalRole.FIXED_CACHE:
             return whole
-        held = (slice(None),) * tensor.axes.index("past") + (slice(0, sizes["past"]),)
+        first = 0 if tensor.kept is None else max(0, sizes["past"] - tensor.kept)
+        held = (slice(None),) * tensor.axes.index("past") + (slice(first, sizes["past"]),)
         return np.ascontiguousarray(whole[held])
 
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
@@ -202,10 +206,11 @@ class OriginalInterface:
         axis = next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
         for rows, before, outputs in ran:
             held = outputs[tensor.name]
-            if past not in self._circular:
-                tokens = before + feeds[self._tokens.name].shape[self._token_axis]
+            tokens = before + feeds[self._tokens.name].shape[self._token_axis]
+            if past not in self._circular or tensor.kept is not None:
                 held = np.moveaxis(np.moveaxis(held, axis, 0)[:tokens], 0, axis)
-            place = [rows, *[slice(None)] * (axis - 1), slice(0, held.shape[axis])]
+            first = 0 if tensor.kept is None else tokens - held.shape[axis]
+            place = [rows, *[slice(None)] * (axis - 1), slice(first, first + held.shape[axis])]
             present[tuple(place)] = held
         return present
 

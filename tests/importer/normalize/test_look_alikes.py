@@ -63,7 +63,7 @@ READERS: dict[str, tuple[After, str]] = {
     "norm of the present shown": (shown(norm, 3), f"ReduceL2 .* {NO_ATTENTION}"),
     "rows of the present shown": (
         shown(lambda g: g.node("Slice", [g.presents[0], *(g.constant([n]) for n in (-1, 2**31, 2))])),
-        "Slice .* moves its rows in every step",
+        "it has two results, 'debug' and 'present.0.key'",
     ),
     "present in the hidden states": (mixed(first("present")), f"ReduceMean .* {NO_ATTENTION}"),
     "present in other layouts in the hidden states": (mixed(transposed), f"Transpose .* {NO_ATTENTION}"),

@@ -4,7 +4,8 @@
     opset 17..23 -> 24                                  opset
     what the inputs are, samples of a step              samples, probe
     caches in the type that they are kept in            narrow
-    cache updates, found and proven                     writes (candidate, views, reach, rows), concat, scatter, select
+    cache updates, found and proven                     writes (candidate, views, reach, rows),
+                                                        concat (kept), scatter, select
     attention over them, found and proven               attention, masks, bias, guards
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states
@@ -38,6 +39,7 @@ from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.independence import check_independence
 from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.kept import find_kept, is_cut
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.narrow import narrow_caches
@@ -142,6 +144,11 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     interface = Interface(model, [*candidates, *held], options.config, states)
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(model, weights), interface, capacity)
+    if any(is_cut(candidate) for candidate in candidates):
+        candidates = find_kept(candidates, samples)
+        kept = {t.name: c.kept for c in candidates if c.kept is not None for t in (c.past, c.present)}
+        interface = Interface(model, [*candidates, *held], options.config, states, kept)
+        samples = Samples(samples.blueprint, interface, capacity)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     samples.promises += [write.promise for write in writes if write.promise is not None]
     for write in writes:

@@ -76,7 +76,7 @@ class _Finder:
         self._small = min(samples.plain, key=lambda s: (s.batch < 2, s.total * s.batch))
         self._presents: dict[str, Write] = {}
         for write in writes:
-            for tensor in (write.present, *write.aliases):
+            for tensor in _read(write):
                 self._presents[tensor.name] = write
 
     def decomposed(self, softmax: gs.Node) -> Core | None:
@@ -156,6 +156,11 @@ class _Finder:
             )
         key_scale = self._prove(name, keys, key, shape[1], transposed=transposed)
         value_scale = self._prove(name, values, value, shape[1], transposed=False)
+        if key.kept != value.kept:
+            kept = [w.kept or "all" for w in (key, value)]
+            raise UnsupportedModelError(
+                f"'{name}' keeps {kept[0]} rows of its keys and {kept[1]} of its values; supported are as many of both"
+            )
         if abs(value_scale - 1) > 1e-6:
             raise UnsupportedModelError(
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
@@ -308,7 +313,7 @@ class _Finder:
             self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
         for sample in self._samples.plain[len(few) :]:  # numbers would cost too much for caches of this size
             shape, past = sample.probe.shape(tensor.name), sample.probe.shape(write.past.name)
-            rows = sample.total if write.growing or past is None else past[write.axis]
+            rows = write.rows(sample) if write.growing or past is None else past[write.axis]
             if shape is not None and shape[3 if transposed else 2] != rows:
                 raise UnsupportedModelError(
                     f"'{name}' reads {shape[3 if transposed else 2]} of the {rows} rows of cache '{write.past.name}'; "
@@ -327,7 +332,7 @@ class _Finder:
                 f"the shape of the update '{write.update.name}' of cache '{write.past.name}' is unknown"
             )
         shape = [update[i] for i in write.perm or range(len(update))]
-        shape[write.axis] = sample.total if write.growing else past[write.axis]
+        shape[write.axis] = write.rows(sample) if write.growing else past[write.axis]
         if int(np.prod(shape)) > _ELEMENTS:
             raise UnsupportedModelError(
                 f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a "
@@ -335,7 +340,7 @@ class _Finder:
             )
         dtype = onnx.helper.tensor_dtype_to_np_dtype(_elem_type(write.past))
         numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
-        names = [t.name for t in (write.present, *write.aliases)]
+        names = [t.name for t in _read(write)]
         made = sample.probe.given(dict.fromkeys(names, numbers)).value(tensor.name)
         if made is not None and made.ndim == 4:
             size = made.shape[2 if transposed else 3]
@@ -355,6 +360,11 @@ class _Finder:
             f"{'no value' if made is None else f'shape {list(made.shape)}'} "
             f"from {shape} for {heads} query heads); supported is grouped-query attention over the cache as it is"
         )
+
+
+def _read(write: Write) -> tuple[gs.Tensor, ...]:
+    """The tensors of a cache that attention may read: not a present that is cut to less than that."""
+    return (write.present, *write.aliases) if write.kept is None else write.aliases
 
 
 def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:

@@ -24,7 +24,7 @@ class Candidate:
     """What looks like a cache update.
 
     Attributes:
-        idiom: the operator that writes, or ``"one-hot"``, ``"rolling"``, ``"unchanged"``.
+        idiom: the operator that writes, or ``"Concat, Slice"``, ``"one-hot"``, ``"rolling"``, ``"unchanged"``.
         past: the graph input.
         present: the graph output.
         node: the node that writes; None: nothing does.
@@ -36,6 +36,7 @@ class Candidate:
         updates: operands of `node` that may be the new rows.
         index: tensors that decide which rows are written.
         inner: the nodes between the operand and the output of `node`, `node` included, where these are several.
+        kept: the newest rows that are left of a cache that grows, at most; None: all.
         reason: why it cannot be proven, where the search already sees that; "" otherwise.
         advice: what to do about `reason`.
     """
@@ -52,6 +53,7 @@ class Candidate:
     updates: tuple[gs.Tensor, ...] = ()
     index: tuple[gs.Tensor, ...] = ()
     inner: tuple[gs.Node, ...] = ()
+    kept: int | None = None
     reason: str = ""
     advice: str = ""
 
@@ -60,12 +62,13 @@ class Candidate:
         """The past as `node` reads it."""
         return self.views[-1].outputs[0] if self.views else self.past
 
-    def refusal(self, why: str) -> UnsupportedModelError:
+    def refusal(self, why: str, advice: str = "") -> UnsupportedModelError:
         """The error that says what is wrong with this update."""
         how = "" if self.node is None else f" by {self.node.op} '{self.node.name}'"
+        advice = advice or self.advice or _ADVICE
         return UnsupportedModelError(
             f"the update of the cache '{self.past.name}'{how} cannot be done in place: {why}. Supported are updates "
-            f"that write the S new rows of a step behind the P rows that the cache holds; {self.advice or _ADVICE}"
+            f"that write the S new rows of a step behind the P rows that the cache holds; {advice}"
         )
 
 

@@ -64,6 +64,8 @@ def _old(tensor: OriginalTensor) -> str:
     names = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacity": "L"}
     if tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE:
         names["past"] = "P + S"
+    if tensor.kept is not None:
+        names["past"] = f"min({names['past']}, {tensor.kept})"
     dims = (
         names.get(a, str(d)) if not isinstance(d, int) else str(d)
         for a, d in zip(tensor.axes, tensor.shape, strict=True)

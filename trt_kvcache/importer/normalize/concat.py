@@ -1,10 +1,11 @@
-"""Caches that grow by Concat.
+"""Caches that grow by Concat, and may be cut to the newest rows.
 
     past [B, N, P, D] --.                        past [B, N, L, D] ------.
                          Concat(axis=2) -> present      ->                TensorScatter(axis=2) -> present
     new [B, N, S, D] ---'                        new, write_indices -----'
 
-The new rows come behind the past, on one axis, which is as long as the text.
+The new rows come behind the past, on one axis, which is as long as the text. Or a Slice cuts it to the newest rows, as
+for attention of a window, which `kept` proves: past holds min(P, R) rows then, and attention reads what is not cut yet.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import dims
+from trt_kvcache.importer.graph import dims, is_op
 from trt_kvcache.importer.normalize.candidate import (
     Candidate,
     Geometry,
@@ -24,17 +25,23 @@ from trt_kvcache.importer.normalize.candidate import (
 )
 from trt_kvcache.importer.normalize.views import cache_axis, trace_back
 
+_ONE_SIDE = (
+    "export what holds before and after that: with transformers, give caches to DynamicCache(past, config=config), "
+    "which counts the rows that it is given, and leave cumulative_length alone"
+)
+
 
 def find(graph: gs.Graph, node: gs.Node, present: gs.Tensor, after: tuple[gs.Node, ...]) -> Candidate | None:
     """The update that a Concat makes; None where none of its inputs is a cache."""
     for index, tensor in enumerate(node.inputs):
-        past, views = trace_back(tensor)
+        past, views = trace_back(tensor, cut=True)
         if may_be_cache(graph, past):
             axis = cache_axis(past, views, int(node.attrs["axis"]))
             others = tuple(t for i, t in enumerate(node.inputs) if i != index)
             reason = _why_not(node, index, past, axis)
+            idiom = "Concat, Slice" if any(is_op(n, "Slice") for n in (*views, *after)) else "Concat"
             return Candidate(
-                "Concat", past, present, node, axis, True, views=views, after=after, updates=others, reason=reason
+                idiom, past, present, node, axis, True, views=views, after=after, updates=others, reason=reason
             )
     return None
 
@@ -72,7 +79,14 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
         wanted = list(g.operand_shape)
         wanted[operand_axis] = g.step.length
         shape = g.step.probe.shape(update.name)
-        if g.sizes[axis] != g.step.past or shape != tuple(wanted):
+        if shape is None and any(other.step.probe.shape(update.name) is not None for other in geometries):
+            raise candidate.refusal(
+                f"nothing says the shape of '{update.name}' with {g.step.past} tokens before {g.step.length} new ones: "
+                "sizes do not fit each other there, as where an exporter chose one side of a condition for good, such "
+                "as whether a sliding window is full",
+                _ONE_SIDE,
+            )
+        if g.sizes[axis] != g.step.held(candidate.kept) or shape != tuple(wanted):
             raise candidate.refusal(
                 f"'{update.name}' has shape {_shape(shape)} in a step of {g.step.length} tokens, where the new rows "
                 f"have {_shape(tuple(wanted))}"

@@ -42,11 +42,11 @@ def hold_even(tensors: Sequence[gs.Tensor], samples: Samples, where: str) -> Non
             continue
         values = [sample.probe.value(tensor.name) for sample in samples.learning]
         known = [value for value in values if value is not None]
-        slopes = _slopes(known, samples.learning) if len(known) == len(values) else None
+        slopes = _slopes(known, samples) if len(known) == len(values) else None
 
         def goes_on(sample: Sample, name: str = tensor.name, slopes: Array | None = slopes) -> None:
             value = sample.probe.value(name)
-            expected = None if slopes is None or value is None else slopes @ _sizes(sample)
+            expected = None if slopes is None or value is None else slopes @ samples.sizes(sample.past, sample.length)
             if value is None or expected is None or not np.array_equal(_bounded(value), expected):
                 shown = "unknown" if value is None else value.reshape(-1)[:8].tolist()
                 raise UnsupportedModelError(
@@ -59,11 +59,11 @@ def hold_even(tensors: Sequence[gs.Tensor], samples: Samples, where: str) -> Non
         samples.promise([tensor.name], ("even", content), goes_on)
 
 
-def _slopes(values: Sequence[Array], steps: Sequence[Sample]) -> Array | None:
-    """What each number is with P and S, int64 ``[numbers, 3]``; None where they have no one size."""
+def _slopes(values: Sequence[Array], samples: Samples) -> Array | None:
+    """What each number is with the sizes of a step, int64 ``[numbers, sizes]``; None where they have no one size."""
     if len({value.shape for value in values}) != 1:
         return None
-    sizes = np.stack([_sizes(step) for step in steps])
+    sizes = np.stack([samples.sizes(step.past, step.length) for step in samples.learning])
     sizes = sizes * np.array([1, *(np.ptp(sizes[:, 1:], axis=0) > 0)])  # what never varies is part of the constant
     targets = np.stack([_bounded(value) for value in values])
     return np.asarray(np.rint(np.linalg.lstsq(sizes, targets, rcond=None)[0]).astype(np.int64).T)
@@ -72,7 +72,3 @@ def _slopes(values: Sequence[Array], steps: Sequence[Sample]) -> Array | None:
 def _bounded(value: Array) -> Array:
     """Numbers in a row; the largest ones, which stand for an end that is far enough, as smaller ones."""
     return np.asarray(np.clip(value.reshape(-1).astype(np.int64), -_FAR, _FAR))
-
-
-def _sizes(sample: Sample) -> Array:
-    return np.array([1, sample.past, sample.length])

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.normalize.bias import RelativeBias
-from trt_kvcache.importer.normalize.samples import Promise
+from trt_kvcache.importer.normalize.samples import Promise, Sample
 from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
 
 
@@ -23,10 +23,12 @@ class Write:
         perm: the permutation that brings `update` to the axis order of the cache; None: it has that order.
         axis: the sequence axis of the cache.
         growing: past holds as many rows as there are tokens, present more; else both have the capacity.
+        kept: past and present hold so many rows at most, the newest ones of those; None: all.
         circular: rows wrap around the capacity.
         node: name of the node that writes, for messages.
         positions: names of the graph inputs that say where the rows go; empty for growing caches.
-        aliases: tensors with the same contents as `present` in the same layout, which attention may read instead.
+        aliases: tensors with the same contents as `present` in the same layout, which attention may read instead; where
+            rows are cut off, with past and new rows before they are.
         promise: that it writes the right rows in every step; None where the shapes of past and present say so.
         operands: of the views from past to present and from `update` to the operator that writes.
     """
@@ -44,6 +46,11 @@ class Write:
     aliases: tuple[gs.Tensor, ...] = ()
     promise: Promise | None = None
     operands: tuple[gs.Tensor, ...] = ()
+    kept: int | None = None
+
+    def rows(self, sample: Sample) -> int:
+        """Rows of past and new tokens together in a sample, where the cache grows."""
+        return sample.held(self.kept) + sample.length
 
 
 @dataclass(frozen=True, eq=False)

@@ -55,6 +55,7 @@ class Interface:
         found: its caches.
         config: the user's name patterns.
         states: its state that is no cache.
+        kept: rows, at most, of caches that are cut to the newest ones, by name of past or present.
 
     Raises:
         UnsupportedModelError: no input brings new tokens.
@@ -62,7 +63,12 @@ class Interface:
     """
 
     def __init__(
-        self, model: onnx.ModelProto, found: Sequence[Found], config: str | None, states: Sequence[StateUpdate] = ()
+        self,
+        model: onnx.ModelProto,
+        found: Sequence[Found],
+        config: str | None,
+        states: Sequence[StateUpdate] = (),
+        kept: Mapping[str, int] | None = None,
     ) -> None:
         self._found = {f.past.name: f for f in found}
         self._presents = presents = {f.present.name: f for f in found}
@@ -93,7 +99,7 @@ class Interface:
                     role = OriginalRole.LOGITS if is_logits else OriginalRole.OTHER
                 names = self._axes(value.name, shape, role, batches, news, bool(fixed_lengths))
                 dtype = dtype_name(elem_type_of(value))
-                tensors.append(OriginalTensor(value.name, io, role, dtype, shape, names))
+                tensors.append(OriginalTensor(value.name, io, role, dtype, shape, names, (kept or {}).get(value.name)))
         self.tensors = tuple(tensors)
         self.inputs = {t.name: t for t in tensors if t.io == "input"}
 

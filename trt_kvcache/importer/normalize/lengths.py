@@ -76,7 +76,7 @@ class _Check:
                 slow.append(promise)
             else:
                 fast.setdefault((promise.key, slots), promise)
-        turns = dict.fromkeys(_turns(capacity, fixed, program.integers()))
+        turns = dict.fromkeys(_turns(capacity, fixed, program.integers() | set(self.samples.kept)))
         self._by_probes(slow, _affordable(turns, _SLOW_AREA))
         steps = dict.fromkeys((*_every(capacity, fixed), *_affordable(turns, _PADDED_AREA if self.padded else _AREA)))
         self._by_program(list(fast.values()), list(steps), program)
@@ -91,7 +91,7 @@ class _Check:
         steps = [Step(sample.past, sample.length, sample.probe) for sample in learning]
         names = tuple(dict.fromkeys(name for promise in promises for name in promise.names))
         given = {name: value for promise in promises for name, value in promise.given.items()}
-        return Program(self.samples.blueprint, names, steps, given)
+        return Program(self.samples.blueprint, names, steps, given, self.samples.kept)
 
     def _by_program(self, promises: Sequence[Promise], steps: Sequence[Lengths], program: Program) -> None:
         for past, length in steps if promises else ():

@@ -3,7 +3,7 @@
 A probe infers the shapes of a sample operator by operator, which takes milliseconds. Over steps of one batch size these
 shapes grow with P and S by fixed amounts. So a program learns them from a few steps, and then only computes:
 
-    Shape(x) of a step  =  a + b * P + c * S        every other operator as ONNX Runtime has it
+    Shape(x) of a step  =  a + b * P + c * S + d * min(P, kept)        every other operator as ONNX Runtime has it
 
 What decides such a shape, as the bounds of a Slice do, is computed too, and has to go on as evenly in each step.
 
@@ -48,14 +48,21 @@ class Program:
         names: what to compute.
         steps: of one batch size and several P; several S as well, unless S is fixed.
         given: values of tensors, in place of what the model makes.
+        kept: rows, at most, of each kind of past that is cut to the newest ones.
     """
 
     def __init__(
-        self, blueprint: Blueprint, names: Sequence[str], steps: Sequence[Step], given: Mapping[str, Array]
+        self,
+        blueprint: Blueprint,
+        names: Sequence[str],
+        steps: Sequence[Step],
+        given: Mapping[str, Array],
+        kept: Sequence[int] = (),
     ) -> None:
         self._blueprint = blueprint
         self._given = given
         self._steps = steps
+        self._kept = kept
         self._varies = len({step.length for step in steps}) > 1  # else S is part of what does not change
         self._slots: dict[Hashable, str | None] = {}
         self._of: dict[str, str | None] = {}
@@ -71,7 +78,7 @@ class Program:
                 self._of[needed] = self._compile(needed)
         self._wanted = {name: slot for name in names if (slot := self._of[name]) is not None}
         self._even = self._deciding()
-        self._amounts = np.concatenate([np.zeros((0, 3), np.int64), *self._even.values()])
+        self._amounts = np.concatenate([np.zeros((0, 3 + len(kept)), np.int64), *self._even.values()])
         made = {slot for node in self._nodes for slot in node.output}
         self._outputs = sorted(made & {*self._wanted.values(), *self._even})
         self._session = self._open() if self._outputs else None
@@ -226,7 +233,7 @@ class Program:
         return slot
 
     def _learn(self, name: str) -> Array | None:
-        """How each number of a tensor grows, int64 ``[numbers, 3]``."""
+        """How each number of a tensor grows, int64 ``[numbers, 3 + kinds of past that is cut]``."""
         values = [step.probe.value(name) for step in self._steps]
         known = [value for value in values if value is not None]
         if len(known) < len(values) or len({value.shape for value in known}) != 1 or known[0].dtype.kind not in "iub":
@@ -237,7 +244,7 @@ class Program:
         return np.asarray(learnt.T) if np.array_equal(sizes @ learnt, targets) else None
 
     def _sizes(self, past: int, length: int) -> Array:
-        return np.array([1, past, length * self._varies])
+        return np.array([1, past, length * self._varies, *(min(past, kept) for kept in self._kept)])
 
     def _deciding(self) -> dict[str, Array]:
         """What decides shapes that were learnt, by slot, and how it has to go on as it did while they were."""

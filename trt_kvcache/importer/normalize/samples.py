@@ -24,6 +24,7 @@ _SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past
 _HIDDEN_SHARE = 0.3
 _LEARNING = ((2, 1), (5, 1), (2, 3), (7, 2), (9, 4), (4, 6))  # past, new tokens
 _LEAST = ((0, 1), (1, 1), (0, 2))
+_AROUND = ((-1, 1), (0, 2), (1, 1), (2, 3), (5, 2), (-2, 5))  # past beyond the rows that a cache keeps, new tokens
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,10 @@ class Sample:
     def total(self) -> int:
         """P + S."""
         return self.past + self.length
+
+    def held(self, kept: int | None) -> int:
+        """Rows of a past that grows, and keeps so many at most."""
+        return self.past if kept is None else min(self.past, kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +89,7 @@ class Samples:
         blueprint: the model.
         capacity: tokens per sequence.
         fixed_length: S where the model fixes it, else 0.
+        kept: how many rows caches keep that are cut to the newest ones; without those that keep the capacity.
     """
 
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
@@ -95,7 +101,9 @@ class Samples:
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
         self.fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
         fixed_length = self.fixed_length
-        sizes = [s for s in _SMALL if s[1] + (fixed_length or s[2]) <= capacity] or [(1, 0, 1)]
+        self.kept = tuple(sorted({t.kept for t in interface.inputs.values() if t.kept and t.kept < capacity}))
+        around = [(2, k + d, s) for k in self.kept for d, s in _AROUND if k + d >= 0]
+        sizes = [s for s in (*_SMALL, *around) if s[1] + (fixed_length or s[2]) <= capacity] or [(1, 0, 1)]
         last = fixed_length or min(2, capacity)
         # The last two differ in nothing but the past, from none to all that there is room for.
         ends = [(1, 0, fixed_length or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
@@ -119,11 +127,16 @@ class Samples:
     def learning(self) -> tuple[Sample, ...]:
         """Steps of one sequence, and of several P and S, that show how shapes grow with both."""
         fitting: list[tuple[int, int]] = []
-        for sizes in (_LEARNING, _LEAST):
+        around = [(k + d, s) for k in self.kept for d, s in _AROUND if k + d >= 0]
+        for sizes in ((*_LEARNING, *around, *_LEAST[: 2 * bool(around)]), _LEAST):
             if len({p for p, _ in fitting}) < 2 or not (self.fixed_length or len({s for _, s in fitting}) > 1):
                 steps = dict.fromkeys((p, self.fixed_length or s) for p, s in sizes)
                 fitting = [(p, s) for p, s in steps if p + s <= self.capacity]
         return tuple(self.step(1, p, s) for p, s in fitting or [(0, self.fixed_length or 1)])
+
+    def sizes(self, past: int, length: int) -> Array:
+        """What shapes grow with: 1, P, S, and the rows of each kind of past that is cut."""
+        return np.array([1, past, length, *(min(past, kept) for kept in self.kept)])
 
     def _unique(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         seen: dict[tuple[int, int, int], Sample] = {}
@@ -168,8 +181,9 @@ class Samples:
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
         for tensor in self._interface.inputs.values():
+            known = sizes if tensor.kept is None else sizes | {"past": min(past, tensor.kept)}
             shape = tuple(
-                d if isinstance(d, int) else sizes.get(a, _OTHER_SIZE)
+                d if isinstance(d, int) else known.get(a, _OTHER_SIZE)
                 for d, a in zip(tensor.shape, tensor.axes, strict=True)
             )
             shapes[tensor.name] = shape

@@ -33,10 +33,17 @@ def is_float_cast(node: gs.Node) -> bool:
     return is_op(node, "Cast") and node.attrs.get("to") in FLOATS
 
 
-def trace_back(tensor: gs.Tensor) -> tuple[gs.Tensor, tuple[gs.Node, ...]]:
-    """The tensor that `tensor` is a view of, and the nodes from there to `tensor`, in order of execution."""
+def trace_back(tensor: gs.Tensor, *, cut: bool = False) -> tuple[gs.Tensor, tuple[gs.Node, ...]]:
+    """The tensor that `tensor` is a view of, and the nodes from there to `tensor`, in order of execution.
+
+    Args:
+        tensor: any.
+        cut: look through Slice as well.
+    """
     nodes: list[gs.Node] = []
-    while (node := producer(tensor)) is not None and is_view(node) and input_or_none(node, 0) is not None:
+    while (node := producer(tensor)) is not None and input_or_none(node, 0) is not None:
+        if not is_view(node) and not (cut and is_op(node, "Slice")):
+            break
         nodes.append(node)
         tensor = node.inputs[0]
     return tensor, tuple(reversed(nodes))

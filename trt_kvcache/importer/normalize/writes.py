@@ -24,6 +24,7 @@ from trt_kvcache.importer.normalize import concat, scatter, select
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, may_be_cache, richest
 from trt_kvcache.importer.normalize.even import operands
 from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.kept import is_cut, prove_cut
 from trt_kvcache.importer.normalize.reach import reach
 from trt_kvcache.importer.normalize.rows import check_rows
 from trt_kvcache.importer.normalize.samples import Promise, Sample
@@ -80,12 +81,20 @@ def _find(graph: gs.Graph, present: gs.Tensor) -> Candidate | None:
         past, views = trace_back(node.inputs[0])
         if may_be_cache(graph, past):
             return replace(scatter.describe(node, past, present, views), after=after)
-    elif is_op(node, "Concat"):
-        if (candidate := concat.find(graph, node, present, after)) is not None:
+    elif is_op(node, "Concat", "Slice"):
+        if (candidate := _joined(graph, present)) is not None:
             return candidate
     elif is_op(node, "Where", "Add", "Sub"):
         return select.find(graph, node, present, after)
     return _moved(graph, node, present)
+
+
+def _joined(graph: gs.Graph, present: gs.Tensor) -> Candidate | None:
+    """A cache that grows by Concat, cut to its newest rows or not; one of fixed size only moves its rows."""
+    source, after = trace_back(present, cut=True)
+    node = producer(source)
+    found = None if node is None or not is_op(node, "Concat") else concat.find(graph, node, present, after)
+    return None if found is not None and is_cut(found) and found.reason else found
 
 
 def _is_constant(candidate: Candidate, found: Sequence[Candidate]) -> bool:
@@ -197,10 +206,12 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
     plain = [g for g in geometries if not g.step.wrapped]
     idiom = concat if candidate.growing else scatter if candidate.idiom in _SCATTERS else select
     proof = idiom.prove(candidate, geometries)
+    cut = prove_cut(candidate, geometries) if is_cut(candidate) else None
     _check_return(candidate, proof, richest(plain))
     for geometry in plain:
         _replay(candidate, proof, geometry)
     assert candidate.node is not None
+    moves = (*candidate.views, *candidate.after)
     return Write(
         candidate.idiom,
         candidate.past,
@@ -213,8 +224,9 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
         candidate.node.name,
         candidate.positions,
         _aliases(candidate, richest(plain)),
-        None if proof.rows_of is None else _promise(candidate, proof, plain[0].layout),
-        operands((*candidate.views, *candidate.after, *_between(proof.update, candidate.updates[0]))),
+        cut if proof.rows_of is None else _promise(candidate, proof, plain[0].layout),
+        operands((*(n for n in moves if not is_op(n, "Slice")), *_between(proof.update, candidate.updates[0]))),
+        candidate.kept,
     )
 
 
@@ -269,6 +281,8 @@ def _check_return(candidate: Candidate, proof: Proof, geometry: Geometry) -> Non
     """Show that present has the axis order of past."""
     sizes = list(geometry.sizes)
     sizes[proof.axis] += geometry.step.length if candidate.growing else 0
+    if candidate.kept is not None:
+        sizes[proof.axis] = min(sizes[proof.axis], candidate.kept)
     layout = layout_after(candidate.after, geometry.layout, tuple(sizes), geometry.step.probe)
     order = None if layout is None else axis_order(layout, tuple(sizes))
     if order != tuple(range(len(sizes))):
@@ -288,6 +302,8 @@ def _replay(candidate: Candidate, proof: Proof, geometry: Geometry) -> None:
     given = {candidate.past.name: past, proof.update.name: rows.transpose(np.argsort(perm))}
     if candidate.growing:
         wanted = np.concatenate([past, rows], proof.axis)
+        first = 0 if candidate.kept is None else max(0, wanted.shape[proof.axis] - candidate.kept)
+        wanted = wanted[(slice(None),) * proof.axis + (slice(first, None),)]
     else:
         wanted = past.copy()
         wanted[(slice(None),) * proof.axis + (slice(start, start + length),)] = rows
@@ -301,12 +317,12 @@ def _replay(candidate: Candidate, proof: Proof, geometry: Geometry) -> None:
 
 
 def _aliases(candidate: Candidate, geometry: Geometry) -> tuple[gs.Tensor, ...]:
-    """Tensors with the contents and the layout of present, other than present."""
+    """Tensors with the contents and the layout of present, other than present; as they are before they are cut."""
     assert candidate.node is not None
     written = candidate.node.outputs[0]
     rank = len(geometry.sizes)
     static = static_layout(candidate.views, rank)
-    stack = [(candidate.present, own_layout(rank))]
+    stack = [] if is_cut(candidate) else [(candidate.present, own_layout(rank))]
     stack += [(written, static)] if static is not None else []
     seen: set[int] = set()
     found: list[gs.Tensor] = []

@@ -1,0 +1,225 @@
+"""Decoders whose caches grow by Concat and are cut to their newest rows, as layers with a window have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+from concat_graphs import VOCABULARY
+from graphs import Dim, Graph
+from onnx import TensorProto
+
+HEADS, KV_HEADS, SIZE = 4, 2, 4
+WIDTH = HEADS * SIZE
+FAR = 2**31
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a decoder is written.
+
+    Attributes:
+        kept: rows that each layer keeps; 0: all.
+        window: tokens that each layer sees, its own included; 0: all.
+        cut: name in `CUTS`: how rows are cut off.
+        mask: name in `MASKS`: what the masks are made of; "": there are none.
+        values: rows that values keep more than keys.
+        attention: "plain" operators, or "fused".
+        layout: of the caches, "bnsd" or "bsnd".
+        sequence: S where it is fixed, or a symbol.
+        reads: "all" rows, or what is left of them behind the "cut".
+        after: adds something to the hidden states.
+    """
+
+    kept: tuple[int, ...] = (7,)
+    window: tuple[int, ...] = (8,)
+    cut: str = "slice"
+    mask: str = "lengths"
+    values: int = 0
+    attention: str = "plain"
+    layout: str = "bnsd"
+    sequence: Dim = "sequence"
+    reads: str = "all"
+    after: Callable[[Built, str], str] | None = None
+
+
+class Built(Graph):
+    """A decoder under construction."""
+
+    def __init__(self, how: Cut) -> None:
+        super().__init__()
+        self.how = how
+        self.rng = np.random.default_rng(5)
+        self.tokens = self.input("input_ids", TensorProto.INT64, ["batch", how.sequence])
+        self.positions = self.input("position_ids", TensorProto.INT64, ["batch", how.sequence])
+        self.padding = self.input("attention_mask", TensorProto.INT64, ["batch", "total"]) if "pad" in how.mask else ""
+        self.length = self.rows(self.tokens, 1)
+
+    @property
+    def axis(self) -> int:
+        return 2 if self.how.layout == "bnsd" else 1
+
+    def weight(self, *shape: int) -> str:
+        return self.constant(self.rng.standard_normal(shape) / np.sqrt(shape[0]), np.float32)
+
+    def rows(self, tensor: str, axis: int | None = None) -> str:
+        """One dimension as ``[1]``."""
+        place = self.axis if axis is None else axis
+        return self.node("Shape", [tensor], start=place, end=place + 1)
+
+    def slice(self, tensor: str, start: str | int, end: str | int = FAR, axis: int | None = None, step: int = 1) -> str:
+        bounds = [b if isinstance(b, str) else self.constant([b]) for b in (start, end)]
+        return self.node("Slice", [tensor, *bounds, self.constant([self.axis if axis is None else axis]),
+                                   self.constant([step])])  # fmt: skip
+
+    def range(self, start: str, end: str) -> str:
+        zero = self.constant([0])
+        ends = [self.node("Squeeze", [t, zero]) for t in (start, end)]
+        return self.node("Range", [*ends, self.constant(1)])
+
+
+def _computed(g: Built, joined: str, kept: int) -> str:
+    """From Max(T - R, 0) on."""
+    first = g.node("Sub", [g.rows(joined), g.constant([kept])])
+    return g.slice(joined, g.node("Max", [first, g.constant([0])]))
+
+
+def _chosen(g: Built, joined: str, kept: int) -> str:
+    """From Where(T > R, T - R, 0) on."""
+    total, rows = g.rows(joined), g.constant([kept])
+    full = g.node("Greater", [total, rows])
+    return g.slice(joined, g.node("Where", [full, g.node("Sub", [total, rows]), g.constant([0])]))
+
+
+def _by_update(g: Built, joined: str, kept: int) -> str:
+    """As many rows more as there are new tokens."""
+    return g.slice(joined, g.node("Neg", [g.node("Add", [g.length, g.constant([kept])])]))
+
+
+CUTS: dict[str, Callable[[Built, str, int], str]] = {
+    "slice": lambda g, joined, kept: g.slice(joined, -kept),
+    "twice": lambda g, joined, kept: g.slice(g.slice(joined, -kept - 3), -kept),
+    "computed": _computed,
+    "chosen": _chosen,
+    "the oldest rows": lambda g, joined, kept: g.slice(joined, 0, kept),
+    "without the newest": lambda g, joined, kept: g.slice(joined, -kept - 1, -1),
+    "every other row": lambda g, joined, kept: g.slice(joined, -kept, step=2),
+    "backwards": lambda g, joined, kept: g.slice(joined, -1, -kept - 1, step=-1),
+    "heads": lambda g, joined, kept: g.slice(joined, -KV_HEADS, axis=3 - g.axis),
+    "by the update": _by_update,
+    "by a position": lambda g, joined, kept: g.slice(joined, g.node("Neg", [g.slice(
+        g.node("Reshape", [g.positions, g.constant([-1])]), 0, 1, axis=0)])),
+}  # fmt: skip
+
+
+def _spread(g: Built, window: int, keys: str, queries: str) -> str:
+    """Causal, and in the window: bool ``[.., S, T]`` from positions of keys and queries."""
+    near = g.node("LessOrEqual", [keys, queries])
+    if window:
+        near = g.node("And", [near, g.node("Greater", [keys, g.node("Sub", [queries, g.constant(window)])])])
+    return near
+
+
+def _lengths(g: Built, past: str, window: int) -> str:
+    """Positions counted from the first row that is left."""
+    held = g.rows(past)
+    total = g.node("Add", [held, g.length])
+    keys = g.node("Unsqueeze", [g.range(g.constant([0]), total), g.constant([0, 1, 2])])
+    queries = g.node("Unsqueeze", [g.range(held, total), g.constant([0, 1, 3])])
+    return _spread(g, window, keys, queries)
+
+
+def _positions(g: Built, past: str, window: int) -> str:
+    """Positions of tokens: the last rows are the newest ones."""
+    total = g.node("Add", [g.rows(past), g.length])
+    last = g.slice(g.positions, -1, axis=1)  # [B, 1]
+    back = g.node("Sub", [g.range(g.constant([0]), total), g.node("Sub", [total, g.constant([1])])])
+    keys = g.node("Unsqueeze", [g.node("Add", [last, back]), g.constant([1, 2])])
+    return _spread(g, window, keys, g.node("Unsqueeze", [g.positions, g.constant([1, 3])]))
+
+
+def _padded(g: Built, past: str, window: int, newest: bool) -> str:
+    """The padding mask over the newest rows, or over the first ones."""
+    total = g.node("Add", [g.rows(past), g.length])
+    ends = (g.node("Neg", [total]), FAR) if newest else (0, total)
+    seen = g.node("Cast", [g.slice(g.padding, *ends, axis=1)], to=TensorProto.BOOL)
+    return g.node("And", [g.node("Unsqueeze", [seen, g.constant([1, 2])]), _lengths(g, past, window)])
+
+
+MASKS: dict[str, Callable[[Built, str, int], str]] = {
+    "lengths": _lengths,
+    "positions": _positions,
+    "padding": lambda g, past, window: _padded(g, past, window, newest=True),
+    "padding from the first": lambda g, past, window: _padded(g, past, window, newest=False),
+}
+
+
+def make_cut(how: Cut) -> onnx.ModelProto:
+    """The decoder as a model."""
+    g = Built(how)
+    x = g.node("Gather", [g.weight(VOCABULARY, WIDTH), g.tokens], axis=0)
+    column = g.node("Unsqueeze", [g.node("Cast", [g.positions], to=TensorProto.FLOAT), g.constant([-1])])
+    angles = g.node("Mul", [column, g.constant(np.linspace(0.05, 1.5, WIDTH), np.float32)])
+    x = g.node("Add", [x, g.node("Sin", [angles])])
+    for layer in range(len(how.kept)):
+        x = g.node("Add", [x, _layer(g, x, layer)])
+    if how.after is not None:
+        x = how.after(g, x)
+    g.node("MatMul", [x, g.weight(WIDTH, VOCABULARY)], "logits")
+    g.output("logits", TensorProto.FLOAT, ["batch", how.sequence, VOCABULARY])
+    for layer in range(len(how.kept)):
+        for kind in ("key", "value"):
+            g.output(f"present.{layer}.{kind}", TensorProto.FLOAT, _shape(how, f"after_{layer}_{kind}"))
+    model = g.model(24 if how.attention == "fused" else 18)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def _shape(how: Cut, rows: Dim) -> list[Dim]:
+    return ["batch", KV_HEADS, rows, SIZE] if how.layout == "bnsd" else ["batch", rows, KV_HEADS, SIZE]
+
+
+def _layer(g: Built, x: str, layer: int) -> str:
+    how = g.how
+    query = g.node("Transpose", [_heads(g, g.node("MatMul", [x, g.weight(WIDTH, WIDTH)]), HEADS)], perm=[0, 2, 1, 3])
+    pasts: list[str] = []
+    read: list[str] = []
+    for kind in ("key", "value"):
+        past = g.input(f"past_key_values.{layer}.{kind}", TensorProto.FLOAT, _shape(how, f"past_{layer}_{kind}"))
+        new = _heads(g, g.node("MatMul", [x, g.weight(WIDTH, KV_HEADS * SIZE)]), KV_HEADS)
+        kept = how.kept[layer] + (how.values if kind == "value" and how.kept[layer] else 0)
+        pasts.append(past)
+        read.append(_cached(g, past, new, kept, f"present.{layer}.{kind}"))
+    keys, values = (t if how.layout == "bnsd" else g.node("Transpose", [t], perm=[0, 2, 1, 3]) for t in read)
+    mask = MASKS[how.mask](g, pasts[0], how.window[layer]) if how.mask else ""
+    if how.attention == "fused":
+        output = g.node("Attention", [query, keys, values, *([mask] if mask else [])])
+    else:
+        scores = g.node("MatMul", [query, g.node("Transpose", [_repeat(g, keys)], perm=[0, 1, 3, 2])])
+        if mask:
+            scores = g.node("Where", [mask, scores, g.constant(-65504.0, np.float32)])
+        output = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), _repeat(g, values)])
+    merged = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([0, 0, WIDTH])])
+    return g.node("MatMul", [merged, g.weight(WIDTH, WIDTH)])
+
+
+def _heads(g: Built, tensor: str, heads: int) -> str:
+    return g.node("Reshape", [tensor, g.constant([0, 0, heads, SIZE])])
+
+
+def _cached(g: Built, past: str, new: str, kept: int, present: str) -> str:
+    """What attention reads."""
+    if g.how.layout == "bnsd":
+        new = g.node("Transpose", [new], perm=[0, 2, 1, 3])
+    if not kept:
+        return g.node("Concat", [past, new], present, axis=g.axis)
+    before = g.slice(past, -kept) if g.how.cut == "twice" else past
+    joined = g.node("Concat", [before, new], axis=g.axis)
+    g.node("Identity", [CUTS[g.how.cut](g, joined, kept)], present)
+    return joined if g.how.reads == "all" else present
+
+
+def _repeat(g: Built, tensor: str) -> str:
+    return g.node("Gather", [tensor, g.constant(np.arange(HEADS) // (HEADS // KV_HEADS))], axis=1)
