@@ -35,7 +35,8 @@ _EXPORT_SECONDS = 900
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from exporters.exports import ARCHITECTURES, EXPORTERS, UNAVAILABLE  # noqa: E402 - after its folder is known
+from exporters.checkpoints import ARCHITECTURES  # noqa: E402 - after its folder is known
+from exporters.exports import EXPORTERS, UNAVAILABLE  # noqa: E402
 from readme_block import replace_block  # noqa: E402
 
 Result = dict[str, str]

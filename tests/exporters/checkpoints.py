@@ -108,13 +108,20 @@ ARCHITECTURES = {
 }
 
 
+def architecture_of(name: str) -> Architecture:
+    """An architecture of the matrix, or a family beside it."""
+    from exporters.families import FAMILIES
+
+    return ARCHITECTURES[name] if name in ARCHITECTURES else FAMILIES[name]
+
+
 def write(arch: str, folder: Path) -> Path:
     """Write an architecture's configuration, random fp32 weights and a tokenizer to `folder`, and return it."""
     import torch
     import transformers
     from tokenizers import Tokenizer, models
 
-    architecture = ARCHITECTURES[arch]
+    architecture = architecture_of(arch)
     config = getattr(transformers, architecture.config)(**SIZES | architecture.settings)
     model = getattr(transformers, architecture.model)(config).eval()
     torch.manual_seed(0)

@@ -20,7 +20,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from exporters import checkpoints
-from exporters.checkpoints import ARCHITECTURES
+from exporters.checkpoints import architecture_of
+from exporters.families import FAMILIES
 
 CAPACITY = 64
 """Rows of each cache in exports with static caches."""
@@ -33,17 +34,18 @@ def mobius(static: bool, arch: str, checkpoint: Path, folder: Path) -> Path:
     task = CausalLMTask(static_cache=True, max_seq_len=CAPACITY) if static else None
     package = build(str(checkpoint), task=task, dtype="f32")
     package.save(str(folder), progress_bar=False)
-    return folder / ("decoder/model.onnx" if ARCHITECTURES[arch].encoder_decoder else "model.onnx")
+    return folder / ("decoder/model.onnx" if architecture_of(arch).encoder_decoder else "model.onnx")
 
 
 def optimum(arch: str, checkpoint: Path, folder: Path) -> Path:
     """optimum-onnx: torch's TorchScript exporter, dynamic caches; an encoder-decoder with past is a file of its own."""
     from optimum.exporters.onnx import main_export
 
-    seq2seq = {"t5": "text2text-generation-with-past", "whisper": "automatic-speech-recognition-with-past"}
-    task = seq2seq.get(arch, "text-generation-with-past")
+    task = "text2text-generation-with-past" if architecture_of(arch).encoder_decoder else "text-generation-with-past"
+    if arch == "whisper":
+        task = "automatic-speech-recognition-with-past"
     main_export(str(checkpoint), folder, task=task, no_post_process=True, do_validation=False)
-    return folder / ("decoder_with_past_model.onnx" if ARCHITECTURES[arch].encoder_decoder else "model.onnx")
+    return folder / ("decoder_with_past_model.onnx" if architecture_of(arch).encoder_decoder else "model.onnx")
 
 
 def torch_dynamic(opset: int, attention: str, arch: str, checkpoint: Path, folder: Path) -> Path:
@@ -51,7 +53,11 @@ def torch_dynamic(opset: int, attention: str, arch: str, checkpoint: Path, folde
     from exporters import wrappers
 
     model = checkpoints.load(checkpoint, attention)
-    make = wrappers.encoder_decoder if ARCHITECTURES[arch].encoder_decoder else wrappers.dynamic
+    if arch in FAMILIES and hasattr(model, "set_experts_implementation"):
+        model.set_experts_implementation("batched_mm")  # the default computes shapes from data
+    make = wrappers.encoder_decoder if architecture_of(arch).encoder_decoder else wrappers.dynamic
+    if arch in FAMILIES and make is wrappers.dynamic:
+        make = wrappers.grown
     return wrappers.save(make(model), opset, folder / "model.onnx")
 
 
@@ -60,7 +66,7 @@ def torch_static(opset: int, attention: str, arch: str, checkpoint: Path, folder
     from exporters import wrappers
 
     model = checkpoints.load(checkpoint, attention)
-    make = wrappers.encoder_decoder if ARCHITECTURES[arch].encoder_decoder else wrappers.static
+    make = wrappers.encoder_decoder if architecture_of(arch).encoder_decoder else wrappers.static
     return wrappers.save(make(model, CAPACITY), opset, folder / "model.onnx")
 
 
@@ -98,7 +104,7 @@ def genai(precision: str, provider: str, arch: str, checkpoint: Path, folder: Pa
     done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=600)
     if done.returncode:
         raise RuntimeError(f"the model builder failed on {arch}: {done.stderr.strip().splitlines()[-1]}")
-    return folder / ("decoder.onnx" if ARCHITECTURES[arch].encoder_decoder else "model.onnx")
+    return folder / ("decoder.onnx" if architecture_of(arch).encoder_decoder else "model.onnx")
 
 
 EXPORTERS: dict[str, Callable[[str, Path, Path], Path]] = {
@@ -179,7 +185,7 @@ def export(exporter: str, arch: str, folder: Path) -> Path:
 
     Args:
         exporter: A key of `EXPORTERS`.
-        arch: A key of `ARCHITECTURES`.
+        arch: A key of `checkpoints.ARCHITECTURES` or of `FAMILIES`.
         folder: Where the model goes, with the checkpoint it was made from in `checkpoint/`.
 
     Returns:

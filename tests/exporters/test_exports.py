@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import pytest
-from exporters import exports
+from exporters import exports, families
+from exporters.checkpoints import ARCHITECTURES
 
 
 def test_reasons_name_exporters_and_architectures_that_exist():
     for exporter, arch in exports.UNAVAILABLE:
         assert exporter in exports.EXPORTERS
-        assert arch in exports.ARCHITECTURES
+        assert arch in ARCHITECTURES
 
 
-@pytest.mark.parametrize("arch", exports.ARCHITECTURES)
+@pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_an_architecture_has_several_exporters(arch):
     families = {name.partition("-")[0] for name in exports.EXPORTERS if (name, arch) not in exports.UNAVAILABLE}
     assert len(families) >= 4
+
+
+def test_families_stand_beside_the_architectures():
+    assert not set(families.FAMILIES) & set(ARCHITECTURES)
+    assert set(families.EXPORTERS) <= set(exports.EXPORTERS)
 
 
 def test_a_combination_that_the_exporter_cannot_do_is_refused_with_its_reason(tmp_path):

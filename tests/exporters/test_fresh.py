@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from exporters.exports import ARCHITECTURES, CAPACITY, EXPORTERS, UNAVAILABLE, export, missing
+from exporters.checkpoints import ARCHITECTURES
+from exporters.exports import CAPACITY, EXPORTERS, UNAVAILABLE, export, missing
 
 from trt_kvcache import BuildOptions, PlanOptions, Route, UnsupportedModelError, build_engine, plan_model, verify_model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,47 @@ def dynamic(model: Any) -> Export:
     return Export(
         Dynamic(model), samples, ["input_ids", "attention_mask", "position_ids", *names("past_key_values", layers)],
         ["logits", *names("present", layers)], (auto, auto, auto, ({0: Dim.AUTO, 2: Dim.AUTO},) * len(past)),
+    )  # fmt: skip
+
+
+class Grown(torch.nn.Module):
+    """`Dynamic` for any family: positions as an input where the model takes them."""
+
+    def __init__(self, model: torch.nn.Module, positions: bool) -> None:
+        super().__init__()
+        self.model, self.positions = model, positions
+
+    def forward(self, input_ids, attention_mask, position_ids, past):
+        cache = DynamicCache(pairs(past))
+        more = {"position_ids": position_ids} if self.positions else {}
+        result = self.model(input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **more)
+        return result.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
+
+
+def grown(model: Any) -> Export:
+    """An export with caches of the number and sizes that a first run of the model makes.
+
+    Raises:
+        NotImplementedError: the model keeps something else than keys and values of every token.
+    """
+    tokens, auto = torch.randint(3, model.config.vocab_size, (2, 15)), {0: Dim.AUTO, 1: Dim.AUTO}
+    cache = DynamicCache()
+    with torch.no_grad():
+        model(tokens[:, :12], past_key_values=cache, use_cache=True)
+    held = [getattr(layer, part, None) for layer in cache.layers for part in ("keys", "values")]
+    if not held or any(t is None or t.ndim != 4 or t.shape[2] != 12 for t in held):
+        raise NotImplementedError("not every layer's cache is keys and values of all tokens")
+    past, names_ = tuple(t.clone() for t in held), names("past_key_values", len(held) // 2)
+    positions = "position_ids" in inspect.signature(model.forward).parameters
+    samples = (
+        tokens[:, 12:],
+        torch.ones(2, 15, dtype=torch.int64),
+        torch.arange(12, 15).expand(2, 3).contiguous(),
+        past,
+    )
+    return Export(
+        Grown(model, positions), samples, ["input_ids", "attention_mask", "position_ids", *names_],
+        ["logits", *names("present", len(held) // 2)], (auto, auto, auto, ({0: Dim.AUTO, 2: Dim.AUTO},) * len(past)),
     )  # fmt: skip
 
 

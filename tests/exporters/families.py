@@ -1,0 +1,123 @@
+"""More families of decoders, beside those of `checkpoints.ARCHITECTURES`: each by few exporters, for the README.
+
+Names are transformers' own (`model_type`), with what differs from its usual form behind a hyphen. Every feature that
+bears on caches and attention is on: windows that are small, layers of different kinds, biases, norms of queries and
+keys, experts.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from exporters.checkpoints import GEMMA, GROUPED, MIXED_WINDOWS, POSITIONS, WINDOW, Architecture
+
+EXPORTERS = ("mobius-dynamic", "optimum", "torch-dynamic-op20-eager", "genai-cpu-fp32")
+
+_KV = {"num_key_value_heads": 2}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": POSITIONS, "n_ctx": POSITIONS}
+_LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
+_FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
+_LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.3 * i for i in range(8)]}
+_YARN = {
+    "rope_type": "yarn", "rope_theta": 150000.0, "factor": 4.0, "beta_fast": 4.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+_LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 16, "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+_PAIR = {
+    "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "decoder_start_token_id": 0, "tie_word_embeddings": True,
+    "forced_eos_token_id": None,
+}  # fmt: skip
+_T5 = {
+    "d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_decoder_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 32, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def _text(name: str, settings: dict[str, Any]) -> Architecture:
+    return Architecture(f"{name}ForCausalLM", f"{name}Config", settings)
+
+
+def _pair(name: str, settings: dict[str, Any]) -> Architecture:
+    return Architecture(f"{name}ForConditionalGeneration", f"{name}Config", settings, encoder_decoder=True)
+
+
+FAMILIES = {
+    "apertus": _text("Apertus", _KV),
+    "arcee": _text("Arcee", GROUPED),
+    "biogpt": _text("BioGpt", {}),
+    "bloom": _text("Bloom", {"n_layer": 2, "n_head": 4, "intermediate_size": 256, "tie_word_embeddings": True}),
+    "codegen": _text("CodeGen", _GPT | {"rotary_dim": 8}),
+    "cohere": _text("Cohere", _KV | {"tie_word_embeddings": True}),
+    "cohere2": _text("Cohere2", _KV | MIXED_WINDOWS | {"tie_word_embeddings": True}),
+    "deepseek_v3": _text("DeepseekV3", _LATENT),
+    "ernie4_5": _text("Ernie4_5", GROUPED | {"use_bias": True}),
+    "exaone4": _text("Exaone4", GROUPED | MIXED_WINDOWS),
+    "falcon": _text("Falcon", _FALCON | {"multi_query": True, "parallel_attn": True, "alibi": False}),
+    "falcon-new": _text("Falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 2, "alibi": False}),
+    "falcon-alibi": _text(
+        "Falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
+    ),
+    "gemma": _text("Gemma", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
+    "glm": _text("Glm", GROUPED | {"partial_rotary_factor": 0.5}),
+    "glm4": _text("Glm4", GROUPED | {"partial_rotary_factor": 0.5}),
+    "gpt_bigcode": _text("GPTBigCode", _GPT | {"multi_query": True}),
+    "gpt_neo": _text(
+        "GPTNeo",
+        {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "num_layers": 2, "num_heads": 4},
+    ),
+    "gpt_neox": _text("GPTNeoX", {"rotary_pct": 0.25}),
+    "gpt_oss": _text(
+        "GptOss", GROUPED | MIXED_WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": _YARN}
+    ),
+    "gptj": _text("GPTJ", _GPT | {"rotary_dim": 8}),
+    "granite": _text("Granite", _KV | {"attention_multiplier": 0.1, "residual_multiplier": 0.22}),
+    "granitemoe": _text("GraniteMoe", _KV | _EXPERTS | {"attention_multiplier": 0.1}),
+    "helium": _text("Helium", GROUPED),
+    "hunyuan_v1_dense": _text("HunYuanDenseV1", GROUPED),
+    "lfm2": _text("Lfm2", _KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
+    "mixtral": _text("Mixtral", GROUPED | _EXPERTS | {"sliding_window": WINDOW}),
+    "mpt": _text(
+        "Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": POSITIONS, "tie_word_embeddings": True}
+    ),
+    "nemotron": _text("Nemotron", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}),
+    "olmo": _text("Olmo", _KV | {"clip_qkv": 1.0}),
+    "olmo2": _text("Olmo2", _KV),
+    "olmo3": _text("Olmo3", _KV | MIXED_WINDOWS),
+    "olmoe": _text("Olmoe", _KV | _EXPERTS),
+    "opt": _text("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "tie_word_embeddings": True}),
+    "persimmon": _text("Persimmon", {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
+    "phi3-longrope": _text(
+        "Phi3",
+        _KV
+        | {"original_max_position_embeddings": 128, "sliding_window": None}
+        | {"rope_scaling": {"type": "longrope", **_LONG}},
+    ),
+    "phimoe": _text("Phimoe", _KV | _EXPERTS | {"attention_bias": True, "sliding_window": None}),
+    "qwen2": _text("Qwen2", _KV),
+    "qwen2_moe": _text("Qwen2Moe", _KV | _EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen3_moe": _text("Qwen3Moe", GROUPED | _EXPERTS),
+    "qwen3_next": _text("Qwen3Next", GROUPED | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 32}),
+    "seed_oss": _text("SeedOss", GROUPED),
+    "smollm3": _text("SmolLM3", _KV | {"no_rope_layers": [1, 0], "use_sliding_window": True} | MIXED_WINDOWS),
+    "stablelm": _text("StableLm", _KV | {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
+    "starcoder2": _text("Starcoder2", _KV | {"sliding_window": WINDOW}),
+    "vaultgemma": _text("VaultGemma", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
+    "xglm": _text("XGLM", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
+    "bart": _pair("Bart", _PAIR),
+    "blenderbot": _pair("Blenderbot", _PAIR),
+    "longt5": _pair("LongT5", _T5 | {"encoder_attention_type": "local", "local_radius": 8}),
+    "m2m_100": _pair("M2M100", _PAIR),
+    "marian": Architecture("MarianMTModel", "MarianConfig", _PAIR | {"decoder_vocab_size": 256}, encoder_decoder=True),
+    "mbart": _pair("MBart", _PAIR),
+    "mt5": _pair("MT5", _T5 | {"feed_forward_proj": "gated-gelu"}),
+    "pegasus": _pair("Pegasus", _PAIR),
+}
