@@ -45,11 +45,19 @@ class Decode:
         result: what became of it: it runs all rows at once, over caches that are full of garbage.
         capacity: rows of the caches of `result`.
         seed: of the text.
+        short: the padding mask of the model as exported is over the rows that it keeps, and new ones.
     """
 
     def __init__(
-        self, original: onnx.ModelProto, result: onnx.ModelProto, capacity: int = CAPACITY, seed: int = 0
+        self,
+        original: onnx.ModelProto,
+        result: onnx.ModelProto,
+        capacity: int = CAPACITY,
+        seed: int = 0,
+        *,
+        short: bool = False,
     ) -> None:
+        self._short = short
         self._models = (original, result)
         self._capacity = capacity
         self._rng = np.random.default_rng(seed)
@@ -121,6 +129,7 @@ class Decode:
         """What a step of some rows is given; `past`: of the model as exported, None: of the other one."""
         length, before = new.shape[1], self._past[rows]
         ends = before + length
+        shown = next(a.shape[self._axes[n]] for n, a in caches.items()) if self._short and past is not None else None
         positions = before[:, None] + np.arange(length)
         total = self._capacity if past is None else past + length
         visible = np.arange(total) <= positions[:, None, :, None]
@@ -128,7 +137,7 @@ class Decode:
         known: Feeds = {
             self._tokens: new[rows],
             "position_ids": positions,
-            "attention_mask": np.ones((len(before), total), np.int64),
+            "attention_mask": np.ones((len(before), total if shown is None else shown + length), np.int64),
             "mask": visible,
             "write_indices": before,
             "nonpad_kv_seqlen": ends,

@@ -140,11 +140,12 @@ def _positions(g: Built, past: str, window: int) -> str:
     return _spread(g, window, keys, g.node("Unsqueeze", [g.positions, g.constant([1, 3])]))
 
 
-def _padded(g: Built, past: str, window: int, newest: bool) -> str:
-    """The padding mask over the newest rows, or over the first ones."""
+def _padded(g: Built, past: str, window: int, newest: bool | None) -> str:
+    """The padding mask over the newest rows, or over the first ones; None: it has no others."""
     total = g.node("Add", [g.rows(past), g.length])
     ends = (g.node("Neg", [total]), FAR) if newest else (0, total)
-    seen = g.node("Cast", [g.slice(g.padding, *ends, axis=1)], to=TensorProto.BOOL)
+    part = g.padding if newest is None else g.slice(g.padding, *ends, axis=1)
+    seen = g.node("Cast", [part], to=TensorProto.BOOL)
     return g.node("And", [g.node("Unsqueeze", [seen, g.constant([1, 2])]), _lengths(g, past, window)])
 
 
@@ -152,6 +153,7 @@ MASKS: dict[str, Callable[[Built, str, int], str]] = {
     "lengths": _lengths,
     "positions": _positions,
     "padding": lambda g, past, window: _padded(g, past, window, newest=True),
+    "padding of the rows": lambda g, past, window: _padded(g, past, window, newest=None),
     "padding from the first": lambda g, past, window: _padded(g, past, window, newest=False),
 }
 

@@ -66,7 +66,8 @@ class OriginalTensor:
         axes: what each axis is: ``"batch"``, ``"sequence"`` (S), ``"past"`` (P), ``"total"`` (P + S),
             ``"capacity"``, or ``""``.
         kept: rows, at most, of a growing cache that is cut to the newest ones: ``min(P, kept)`` in,
-            ``min(P + S, kept)`` out; None: it is as long as the text.
+            ``min(P + S, kept)`` out; of a padding mask over it, which has ``min(P, kept) + S`` columns; None: it is as
+            long as the text.
     """
 
     name: str

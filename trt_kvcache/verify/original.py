@@ -64,7 +64,7 @@ class OriginalInterface:
         self._twin = twin
         self._inputs = [t for t in plan.original if t.io == "input"]
         self._outputs = {t.name: t for t in plan.original if t.io == "output"}
-        self.kept = {t.name: t.kept for t in self._inputs if t.kept is not None}
+        self.kept = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
         self._past_of = {c.output: c.role.name for c in find_caches(plan)}
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
@@ -164,6 +164,8 @@ class OriginalInterface:
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
         known = {**sizes, "capacity": self._plan.options.capacity or capacity}
+        if tensor.kept is not None:
+            known["total"] = min(sizes["past"], tensor.kept) + sizes["sequence"]
         shape = []
         for place, (dim, axis) in enumerate(zip(tensor.shape, tensor.axes, strict=True)):
             size = size_of(dim)

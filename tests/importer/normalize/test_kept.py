@@ -26,11 +26,10 @@ def windows(model: onnx.ModelProto) -> list[int]:
     return [n + 1 for n in left]
 
 
-def decode(model: onnx.ModelProto, result: onnx.ModelProto, capacity: int, chunk: int = 9) -> None:
+def decode(model: onnx.ModelProto, result: onnx.ModelProto, capacity: int, *, short: bool) -> None:
     """Prompts around the cut, long updates across it, and single tokens."""
-    runner = Decode(model, result, capacity)
-    chunks = [n for n in (1, 4, 1, 1, 2, 9, 1, 3, 1, 1) if n <= chunk]
-    runner.run(chunks, prompts=(min(12, chunk), min(5, chunk), 0))
+    runner = Decode(model, result, capacity, short=short)
+    runner.run((1, 4, 1, 1, 2, 9, 1, 3, 1, 1), prompts=(12, 5, 0))
 
 
 EXACT: dict[str, Cut] = {
@@ -49,6 +48,8 @@ EXACT: dict[str, Cut] = {
     "positions": Cut(mask="positions", kept=(7, 0), window=(8, 0)),
     "padding": Cut(mask="padding", kept=(7, 0), window=(8, 0)),
     "padding from the first row": Cut(mask="padding from the first"),
+    "padding of the rows that are kept": Cut(mask="padding of the rows", kept=(7, 7), window=(8, 8)),
+    "fewer kept than the capacity, padding": Cut(mask="padding of the rows", kept=(12,), window=(5,)),
     "another layout": Cut(layout="bsnd", kept=(7, 0), window=(8, 0)),
     "fused": Cut(attention="fused", kept=(7, 0), window=(8, 0)),
     "fused by positions": Cut(attention="fused", mask="positions"),
@@ -64,7 +65,7 @@ def test_the_same_logits_at_every_length(name: str, tmp_path: Path) -> None:
     how = EXACT[name]
     model = make_cut(how)
     result = rewritten(model, tmp_path, LONG)
-    decode(model, result.model, LONG)
+    decode(model, result.model, LONG, short=how.mask == "padding of the rows")
     verify_import(result, VerifyOptions(batch=3)).check()
 
 
@@ -134,6 +135,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "heads": ({"cut": "heads"}, "cannot be computed from lengths"),
     "by the update": ({"cut": "by the update"}, "leaves more rows in some steps than in others"),
     "by a position": ({"cut": "by a position"}, "leaves more rows in some steps than in others"),
+    "padding of the rows, beside a full layer": (
+        {"mask": "padding of the rows", "kept": (7, 0), "window": (8, 0)},
+        "sizes do not fit each other",
+    ),
     "values kept longer": ({"values": 2}, "keeps 7 rows of its keys and 9 of its values"),
 }
 

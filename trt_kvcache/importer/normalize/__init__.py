@@ -39,7 +39,7 @@ from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.independence import check_independence
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.kept import find_kept, is_cut
+from trt_kvcache.importer.normalize.kept import find_kept, find_short_masks, is_cut
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.narrow import narrow_caches
@@ -149,6 +149,9 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
         kept = {t.name: c.kept for c in candidates if c.kept is not None for t in (c.past, c.present)}
         interface = Interface(model, [*candidates, *held], options.config, states, kept)
         samples = Samples(samples.blueprint, interface, capacity)
+        if short := find_short_masks(graph, interface, samples):
+            interface = Interface(model, [*candidates, *held], options.config, states, kept | short)
+            samples = Samples(samples.blueprint, interface, capacity)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     samples.promises += [write.promise for write in writes if write.promise is not None]
     for write in writes:

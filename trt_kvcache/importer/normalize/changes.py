@@ -65,7 +65,7 @@ def _old(tensor: OriginalTensor) -> str:
     if tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE:
         names["past"] = "P + S"
     if tensor.kept is not None:
-        names["past"] = f"min({names['past']}, {tensor.kept})"
+        names |= {"past": f"min({names['past']}, {tensor.kept})", "total": f"min(P, {tensor.kept}) + S"}
     dims = (
         names.get(a, str(d)) if not isinstance(d, int) else str(d)
         for a, d in zip(tensor.axes, tensor.shape, strict=True)

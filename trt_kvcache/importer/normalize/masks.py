@@ -85,10 +85,15 @@ def classify(
     own = _own_mask(node, masks, graph, interface, samples)
     counts = is_causal and write is None
     names = [use.tensor.name for use in masks]
-    key = (*(use.kind for use in masks), is_causal, counts, write is None or write.growing)
+    key = (*(use.kind for use in masks), is_causal, counts, write is None or write.growing, write and write.kept)
     if own is not None and bias is not None:
         raise UnsupportedModelError(
             f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
+        )
+    if own is not None and write is not None and write.kept is not None:
+        raise UnsupportedModelError(
+            f"'{node}' has the caller's own mask '{own.name}' over the cache '{write.past.name}', of which only the "
+            f"newest {write.kept} rows are kept; supported are masks that follow from lengths there"
         )
     if own is not None:
         _check_own(node, masks, is_causal and not counts, own, samples, write)
@@ -114,6 +119,8 @@ def classify(
     samples.promise(names, ("causal", window, *key), partial(sees, False, window))
 
     def pads(hides: bool, sample: Sample) -> bool:
+        if write is not None and sample.held(write.kept) < sample.past:
+            return True  # exporters may count padding from the first row that is left; nothing is padded here
         visible = _visible(node, masks, is_causal, sample, write)
         expected = _causal(sample, visible.shape[-1], window)
         if hides:
@@ -210,7 +217,7 @@ def _is_biased(value: Array | None) -> bool:
 
 
 def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sample, write: Write | None) -> Array:
-    """What the queries of one attention see: bool, broadcast to ``[B, 1 or H, S, keys]``."""
+    """What the queries of one attention see: bool, broadcast to ``[B, 1 or H, S, keys]``, all tokens if cut."""
     total = _rows(sample, write)
     parts: list[Array] = []
     for use in masks:
@@ -229,6 +236,8 @@ def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sampl
     if is_causal:
         parts.append(np.tri(sample.length, total, sample.past if write is None else 0, dtype=bool))
     try:
+        if write is not None and write.kept is not None:
+            total = _rows(sample, write)
         shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), *(p.shape for p in parts))
     except ValueError:
         raise UnsupportedModelError(
@@ -239,12 +248,16 @@ def _visible(node: str, masks: Sequence[MaskUse], is_causal: bool, sample: Sampl
     visible = np.ones(shape, bool)
     for part in parts:
         visible &= part
+    if write is not None and write.kept is not None:  # the newest tokens: no query sees those that are cut off
+        visible = np.pad(visible, [(0, 0)] * 3 + [(sample.total - total, 0)])
     return visible
 
 
 def _rows(sample: Sample, write: Write | None) -> int:
     """How many keys there are."""
     past = None if write is None or write.growing else sample.probe.shape(write.past.name)
+    if write is not None and write.growing:
+        return write.rows(sample)
     return sample.total if write is None or past is None else past[write.axis]
 
 

@@ -181,7 +181,8 @@ class Samples:
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
         for tensor in self._interface.inputs.values():
-            known = sizes if tensor.kept is None else sizes | {"past": min(past, tensor.kept)}
+            held = past if tensor.kept is None else min(past, tensor.kept)
+            known = sizes | {"past": held, "total": held + length}
             shape = tuple(
                 d if isinstance(d, int) else known.get(a, _OTHER_SIZE)
                 for d, a in zip(tensor.shape, tensor.axes, strict=True)
@@ -199,7 +200,7 @@ class Samples:
                 values[tensor.name] = np.full(shape, past, dtype)
             elif tensor.role is OriginalRole.PADDING_MASK:
                 visible = np.zeros(shape)
-                visible[:, : past + length] = 1 if padding is None else padding[:, : shape[1]]
+                visible[:, : held + length] = 1 if padding is None else padding[:, past - held :][:, : shape[1]]
                 values[tensor.name] = visible.astype(dtype)
             elif tensor.role is OriginalRole.MASK:
                 own[tensor.name] = self._rng.random(shape) >= _HIDDEN_SHARE
