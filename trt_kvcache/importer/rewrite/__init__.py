@@ -12,6 +12,7 @@ from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
 from trt_kvcache.importer.rewrite.plugin import rewrite_plugins
+from trt_kvcache.importer.rewrite.repeats import copy_repeats
 from trt_kvcache.importer.rewrite.spans import add_spans, relax_masks
 
 __all__ = ["rewrite_graph"]
@@ -25,6 +26,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     views = rewrite_caches(graph, emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     rewrite_plugins(graph, emitter, plan)
+    copy_repeats(graph, emitter)
     _declare_logits(graph, plan)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
 

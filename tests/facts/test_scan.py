@@ -1,0 +1,115 @@
+"""Repeats in front of a Scan: what TensorRT does not build, and the form that it builds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
+import pytest
+import trt
+from graphs import Graph
+from onnx import TensorProto, helper, numpy_helper
+
+from trt_kvcache.importer.graph import Emitter, export_inferred
+from trt_kvcache.importer.rewrite.repeats import copy_repeats
+
+HEADS, SIZE = 2, 16
+STEPS = {"B": (1, 1, 1), "S": (1, 4, 4)}
+REPEATS: dict[str, tuple[str, list[int]]] = {
+    "Tile": ("Tile", [1, 1, 2, 1, 1]),
+    "Expand": ("Expand", [1, 1, 2, 1, 1]),
+    "Tile of two axes": ("Tile", [1, 2, 3, 1, 1]),
+    "Tile of nothing": ("Tile", [1, 1, 1, 1, 1]),
+    "Expand of nothing": ("Expand", [1, 2, 1, 1, 16]),
+}
+
+
+def scan(repeat: str, length: int | str = "S") -> onnx.ModelProto:
+    """Linear attention as mobius-onnx writes it: heads apart, repeated, tokens first, then a Scan over tokens."""
+    op, counts = REPEATS.get(repeat, ("", []))
+    heads = HEADS * int(np.prod(counts[1:3])) if op == "Tile" or repeat == "Expand" else HEADS
+    graph = Graph()
+    graph.input("state", TensorProto.FLOAT, ["B", heads, SIZE, SIZE])
+    graph.input("x", TensorProto.FLOAT, ["B", length, HEADS * SIZE])
+    split = graph.node("Reshape", ["x", graph.constant([0, 0, HEADS, SIZE])])
+    rows = graph.node("Unsqueeze", [graph.node("Transpose", [split], perm=[0, 2, 1, 3]), graph.constant([2])])
+    if op:
+        rows = graph.node(op, [rows, graph.constant(counts)])
+    rows = graph.node("Reshape", [rows, graph.constant([0, heads, -1, SIZE])])
+    first = graph.node("Transpose", [rows], perm=[2, 0, 1, 3])
+    graph.node("Scan", ["state", first], ["new_state", "scanned"], body=_body(), num_scan_inputs=1)
+    graph.output("new_state", TensorProto.FLOAT, ["B", heads, SIZE, SIZE])
+    graph.output("scanned", TensorProto.FLOAT, [length, "B", heads, SIZE])
+    return graph.model()
+
+
+def _body() -> onnx.GraphProto:
+    """state + k^T k, and k @ state."""
+    body = Graph()
+    body.initializers += [numpy_helper.from_array(np.array([n]), f"axis_{-n}") for n in (-2, -1)]
+    row = body.node("Unsqueeze", ["k", "axis_2"], "row")
+    column = body.node("Unsqueeze", ["k", "axis_1"], "column")
+    body.node("Squeeze", [body.node("MatMul", [row, "s"], "product"), "axis_2"], "y")
+    body.node("Add", ["s", body.node("MatMul", [column, row], "update")], "s_new")
+    values = [[helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names]
+              for names in (("s", "k"), ("s_new", "y"))]  # fmt: skip
+    return helper.make_graph(body.nodes, "body", *values, body.initializers)
+
+
+def copied(model: onnx.ModelProto) -> onnx.ModelProto:
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model))
+    copy_repeats(graph, Emitter(graph))
+    return export_inferred(graph.cleanup().toposort())
+
+
+@pytest.mark.parametrize("repeat", [name for name in REPEATS if name != "Tile of nothing"])
+def test_a_repeat_before_a_scan_of_any_length(repeat: str) -> None:
+    outcome = trt.build(scan(repeat), STEPS)
+    assert (outcome.stage, "CHECK(is_const()) failed" in outcome.words) == ("build", True)
+    assert trt.build(copied(scan(repeat)), STEPS).stage == "built"
+
+
+def test_no_repeat_and_a_fixed_length() -> None:
+    assert trt.build(scan(""), STEPS).stage == "built"
+    assert trt.build(copied(scan("Tile of nothing")), STEPS).stage == "built"
+    assert trt.build(scan("Tile", 4), STEPS).stage == "built"
+    assert trt.build(scan("Tile"), STEPS | {"S": (4, 4, 4)}).stage == "built"
+
+
+@pytest.mark.parametrize("repeat", REPEATS)
+@pytest.mark.parametrize("length", [1, 5])
+def test_copies_are_the_same(repeat: str, length: int) -> None:
+    model = scan(repeat)
+    result = copied(model)
+    onnx.checker.check_model(result, full_check=True)
+    assert not {"Tile", "Expand"} & {node.op_type for node in result.graph.node}
+    rng = np.random.default_rng(0)
+    heads = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
+    feeds = {"state": rng.standard_normal((3, heads, SIZE, SIZE)), "x": rng.standard_normal((3, length, HEADS * SIZE))}
+    feeds = {name: value.astype(np.float32) for name, value in feeds.items()}
+    for before, after in zip(_run(model, feeds), _run(result, feeds), strict=True):
+        np.testing.assert_array_equal(after, before)
+
+
+def _run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
+    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return list(session.run(None, feeds))
+
+
+def test_repeats_that_no_scan_depends_on_stay() -> None:
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, ["B", "S", 4])
+    graph.node("Tile", ["x", graph.constant([1, 1, 2])], "y")
+    graph.output("y", TensorProto.FLOAT, ["B", "S", 8])
+    assert [node.op_type for node in copied(graph.model()).graph.node] == ["Tile"]
+
+
+def test_repeats_by_what_is_computed_stay() -> None:
+    model = scan("Tile")
+    tile = next(n for n in model.graph.node if n.op_type == "Tile")
+    model.graph.input.append(helper.make_tensor_value_info("counts", TensorProto.INT64, [5]))
+    tile.input[1] = "counts"
+    assert "Tile" in {node.op_type for node in copied(model).graph.node}
