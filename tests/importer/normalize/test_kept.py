@@ -53,6 +53,11 @@ EXACT: dict[str, Cut] = {
     "another layout": Cut(layout="bsnd", kept=(7, 0), window=(8, 0)),
     "fused": Cut(attention="fused", kept=(7, 0), window=(8, 0)),
     "fused by positions": Cut(attention="fused", mask="positions"),
+    # One token at a time sees what is kept and itself, mask or not; several would see more than a window.
+    "one token, no window": Cut(sequence=1, window=(0,)),
+    "one token, no mask": Cut(sequence=1, window=(0,), mask=""),
+    "one token, fused, no mask": Cut(sequence=1, window=(0, 0), kept=(7, 0), mask="", attention="fused"),
+    "one token, fewer kept than the window": Cut(sequence=1, kept=(5,)),
     "as long as the capacity": Cut(kept=(LONG,), window=(LONG + 1,)),
     "longer than the capacity": Cut(kept=(2 * LONG,), window=(2 * LONG + 1,)),
     "much longer": Cut(kept=(4095,), window=(4096,), cut="computed"),
@@ -73,7 +78,8 @@ def test_the_same_logits_at_every_length(name: str, tmp_path: Path) -> None:
 def test_the_mask_is_the_window(name: str) -> None:
     how = EXACT[name]
     found = windows(normalized(make_cut(how), LONG))
-    assert found == [w if 0 < w < LONG else 0 for w in how.window]
+    seen = [k + 1 if how.sequence == 1 and k else w for k, w in zip(how.kept, how.window, strict=True)]
+    assert found == [w if 0 < w < LONG else 0 for w in seen]
 
 
 @pytest.mark.parametrize("window", range(2, 12))
@@ -120,13 +126,16 @@ def test_the_plan_says_what_was_kept(tmp_path: Path) -> None:
     assert {t.kept for t in plan.original if ".0." not in t.name} == {None}
 
 
-ONE = {"sequence": 1}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer kept than seen": ({"kept": (5,)}, "is none of the supported ones"),
     "one fewer than seen": ({"kept": (6,)}, "is none of the supported ones"),
     "fewer kept than seen, beside a full layer": ({"kept": (6, 0), "window": (8, 0)}, "is none of the supported ones"),
     "no window": ({"window": (0,)}, "is none of the supported ones"),
     "no mask": ({"mask": ""}, "is none of the supported ones"),
+    "attention over what is left, one token": (
+        {"reads": "cut", "mask": "", "sequence": 1},
+        "reads 7 of the 8 rows of cache",
+    ),
     "attention over what is left": ({"reads": "cut", "mask": ""}, "is not cache 'past_key_values.0.key'"),
     "the oldest rows": ({"cut": "the oldest rows"}, "does not leave the newest rows"),
     "without the newest": ({"cut": "without the newest"}, "does not leave the newest rows"),
