@@ -33,6 +33,7 @@ class Decoder:
         scores, masked, keys, values: change a tensor on its way, in every layer: scores before and behind the mask,
             repeated keys and values.
         after: changes the hidden states at the end of the model.
+        attend: attention over queries, keys and values that is written in another way; see `merged_graphs`.
     """
 
     heads: int = 4
@@ -66,6 +67,7 @@ class Decoder:
     keys: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     values: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     after: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
+    attend: Callable[[Build, str, str, str], str] = field(default=lambda *operands: _attend(*operands))
 
 
 class Build(Graph):
@@ -227,7 +229,7 @@ def _layer(g: Build, x: str, layer: int) -> str:
     new = [g.node("MatMul", [x, g.weight(width, narrow)]) for _ in range(2)]
     keys, values = (_cached(g, tensor, 2 * layer + i) for i, tensor in enumerate(new))
     keys, values = decoder.keys(g, _repeat(g, keys)), decoder.values(g, _repeat(g, values))
-    output = _attend(g, query, keys, values)
+    output = decoder.attend(g, query, keys, values)
     merged = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([0, 0, width])])
     return g.node("MatMul", [merged, g.weight(width, width)])
 

@@ -6,7 +6,7 @@
     caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows),
                                                         concat (kept), scatter, select
-    attention over them, found and proven               attention, masks, bias, guards
+    attention over them, found and proven               attention (merged_heads), masks, bias, guards
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states
     the canonical form                                  canonical, residual (tables), trim, changes
@@ -41,6 +41,7 @@ from trt_kvcache.importer.normalize.independence import check_independence
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.kept import find_kept, find_short_masks, is_cut
 from trt_kvcache.importer.normalize.lengths import check_promises
+from trt_kvcache.importer.normalize.merged_heads import settle_heads, split_heads
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.narrow import narrow_caches
 from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
@@ -126,6 +127,8 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
     lower_presents(graph)
     shift_zero_points(graph)
     lower_contrib(graph)
+    graph.cleanup().toposort()
+    split_heads(graph, find_candidates(graph))
     model = export_inferred(graph.cleanup().toposort())
     held = find_held(graph)
     if held:  # they state the shapes of their caches
@@ -175,6 +178,8 @@ def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str])
     for core in exported.cores:
         canonical.core(core)
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
+    graph.cleanup().toposort()
+    settle_heads(graph, canonical.emit, samples)
     graph.cleanup().toposort()
     _check_readers(graph)
     free_shapes(graph, canonical.emit, interface)

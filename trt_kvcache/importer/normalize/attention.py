@@ -12,7 +12,7 @@ with its heads repeated, transposed, and scaled by one factor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,12 @@ from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify, hold_low, is_low
+from trt_kvcache.importer.normalize.merged_heads import (
+    before_reshapes,
+    before_spread,
+    behind_reshapes,
+    hold_reshapes,
+)
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
@@ -46,6 +52,7 @@ class _Scores:
     scale: float
     softcap: float
     masks: list[MaskUse]
+    reshapes: list[gs.Node] = field(default_factory=list)  # on the way, which change nothing all in all
 
 
 def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
@@ -93,7 +100,7 @@ class _Finder:
             raise UnsupportedModelError(
                 f"'{softmax.name}' over the scores of cache '{key.past.name}' is not over the keys"
             )
-        product = self._product(softmax.outputs[0])
+        product = self._product(softmax.outputs[0], scores.reshapes)
         value = self._cache_behind(product.inputs[1]) if product is not None else None
         if product is None or value is None:
             raise UnsupportedModelError(
@@ -148,6 +155,9 @@ class _Finder:
         transposed: bool,
         is_causal: bool,
     ) -> Core:
+        query, split = before_reshapes(query, self._samples)
+        output, merged = behind_reshapes(output, self._samples)
+        hold_reshapes([*scores.reshapes, *split, *merged], self._samples, f"the heads of '{name}'")
         shape = self._small.probe.shape(query.name)
         if shape is None or len(shape) != 4:
             raise UnsupportedModelError(
@@ -239,6 +249,11 @@ class _Finder:
             return _Scores(node, 1.0, 0.0, []) if self._cache_behind(node.inputs[1]) is not None else None
         if is_op(node, "Identity") or is_float_cast(node):
             return self._scores(node.inputs[0])
+        if is_op(node, "Reshape"):
+            before, reshapes = before_reshapes(tensor, self._samples)
+            if (scores := self._scores(before) if reshapes else None) is not None:
+                scores.reshapes += reshapes
+            return scores
         if is_op(node, "Mul", "Div"):
             return self._scaled(node)
         if is_op(node, "Tanh"):
@@ -265,6 +280,8 @@ class _Finder:
     def _masked(self, scores: gs.Tensor, mask: gs.Tensor, kind: MaskKind) -> _Scores | None:
         found = self._scores(scores)
         if found is not None:
+            mask, reshapes = before_spread(mask, self._samples)
+            found.reshapes += reshapes
             found.masks.append(MaskUse(mask, kind))
         return found
 
@@ -288,16 +305,25 @@ class _Finder:
     def _very_low(self, tensor: gs.Tensor) -> bool:
         return is_low(self._small.probe.value(tensor.name))
 
-    def _product(self, probabilities: gs.Tensor) -> gs.Node | None:
-        """The MatMul that the probabilities go to."""
+    def _product(self, probabilities: gs.Tensor, reshapes: list[gs.Node]) -> gs.Node | None:
+        """The MatMul that the probabilities go to.
+
+        Reshapes on the way, which change nothing all in all, are added to `reshapes`.
+        """
         tensor = probabilities
         for _ in range(8):
-            readers = [n for n in consumers(tensor) if not is_op(n, "IsNaN")]
+            readers = [n for n in consumers(tensor) if not is_op(n, "IsNaN", "Shape")]
             if len(readers) != 1:
                 return None
             node = readers[0]
             if is_op(node, "MatMul") and node.inputs[0] is tensor:
                 return node
+            if is_op(node, "Reshape"):
+                tensor, between = behind_reshapes(tensor, self._samples)
+                if not between:
+                    return None
+                reshapes += between
+                continue
             guarded = is_op(node, "Where") and node.inputs[2] is tensor and _is_nan_of(node.inputs[0], tensor)
             if not guarded and not is_op(node, "Identity", "Dropout") and not is_float_cast(node):
                 return None

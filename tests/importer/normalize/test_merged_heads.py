@@ -1,0 +1,117 @@
+"""Attention over batch and heads in one axis: every way to write it becomes Attention, and look-alikes are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from concat_decode import Decode, compare, normalized, rewritten
+from concat_graphs import Build, Decoder, make_decoder
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from merged_graphs import Merged, fixed, heads_first, mixed
+
+from trt_kvcache.errors import UnsupportedModelError
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "BART": ({"mask": "padding"}, {}),
+    "BLOOM": ({"mask": "padding", "positions": "padding"}, {"split": "softmax", "scale": "scores"}),
+    "all merged": ({}, {"split": "none"}),
+    "all merged, padding mask": ({"mask": "padding"}, {"split": "none"}),
+    "all merged, mask first": ({}, {"split": "none", "apply": "add in front"}),
+    "all merged, one mask": ({}, {"split": "none", "spread": "one"}),
+    "all merged, mask of rows": ({}, {"split": "none", "spread": "rows"}),
+    "all merged, Where": ({}, {"split": "none", "apply": "where"}),
+    "all merged, Where the other way round, own mask": ({"mask": "own"}, {"split": "none", "apply": "hide"}),
+    "no mask": ({"mask": "none", "sequence": 1}, {"split": "none"}),
+    "Where": ({}, {"apply": "where"}),
+    "keys scaled": ({}, {"scale": "keys"}),
+    "own mask": ({"mask": "own"}, {}),
+    "a window": ({"window": 5}, {}),
+    "groups of heads": ({"kv_heads": 2}, {}),
+    "one head for all": ({"kv_heads": 1}, {"split": "none"}),
+    "batch left open": ({}, {"sizes": "heads"}),
+    "batch of one": ({"batch": 1}, {"keys": fixed(4), "values": fixed(4)}),
+    "batch of two": ({"batch": 2, "positions": "past"}, {"split": "softmax"}),
+    "[B, S, N, D]": ({"layout": "bsnd"}, {}),
+    "[B, S, N * D]": ({"layout": "flat"}, {"split": "none"}),
+    "float16, scores in float32": ({"dtype": np.float16, "upcast": True}, {"split": "none"}),
+    "queries shifted": ({}, {"before": lambda g, q: g.node("Add", [q, g.number(0.5)])}),
+    "queries by way of [B*H, 1, S, D]": ({}, {"before": lambda g, q: _there_and_back(g, q)}),
+    "result times 2": ({}, {"behind": lambda g, y: g.node("Mul", [y, g.number(2.0)])}),
+    "capped": ({"scores": lambda g, s: g.node("Tanh", [s])}, {}),
+}
+
+
+def _there_and_back(g: Build, tensor: str) -> str:
+    """Behind an operator that takes no split axis."""
+    return g.node("Squeeze", [g.node("Elu", [g.node("Unsqueeze", [tensor, g.constant([1])])]), g.constant([1])])
+
+
+def _decoder(settings: dict[str, Any], **merged: Any) -> Decoder:
+    return Decoder(**{"kv_heads": 4, **settings}, attend=Merged(**merged))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_decode(tmp_path: Path, name: str) -> None:
+    decoder = _decoder(VARIANTS[name][0], **VARIANTS[name][1])
+    model = make_decoder(decoder)
+    result = compare(model, tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
+    assert {cache.idiom for cache in result.plan.caches} == {"Concat"}
+    assert len(result.plan.attention) == 1
+    canonical = normalized(model)
+    assert "Softmax" not in {n.op_type for n in canonical.graph.node}
+    if decoder.dtype is np.float32 and not decoder.window:  # ONNX Runtime knows no windows in an Attention yet
+        Decode(model, canonical, seed=1).run()
+
+
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    mask=st.sampled_from(["past", "padding", "positions", "buffer", "own"]),
+    window=st.sampled_from([0, 1, 5]),
+    kv_heads=st.sampled_from([1, 2, 4]),
+    layers=st.sampled_from([1, 2]),
+    layout=st.sampled_from(["bnsd", "bsnd", "flat"]),
+    attend=st.builds(
+        Merged,
+        split=st.sampled_from(["mask", "softmax", "none"]),
+        apply=st.sampled_from(["add", "add in front", "where", "hide"]),
+        scale=st.sampled_from(["query", "scores", "keys", "none"]),
+        sizes=st.sampled_from(["numbers", "heads"]),
+    ),
+)
+def test_any_combination(tmp_path: Path, **choices: Any) -> None:
+    compare(make_decoder(Decoder(**choices)), tmp_path)
+
+
+@pytest.mark.parametrize("split", ["mask", "softmax", "none"])
+def test_nothing_is_left_of_the_merged_axis(split: str) -> None:
+    nodes = normalized(make_decoder(_decoder({"layers": 2}, split=split))).graph.node
+    plain = normalized(make_decoder(Decoder(kv_heads=4, layers=2, scale="q"))).graph.node
+    kinds = ("Attention", "TensorScatter", "Reshape", "Transpose", "Expand", "Mul", "MatMul", "Softmax")
+    found, wanted = ([n.op_type for n in m] for m in (nodes, plain))
+    assert {kind: found.count(kind) for kind in kinds} == {kind: wanted.count(kind) for kind in kinds}
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "heads outermost": ({}, {"keys": heads_first, "values": heads_first}, "with its heads repeated and transposed"),
+    "values with heads outermost": ({}, {"values": heads_first}, "'past_key_values.0.value' with its heads repeated"),
+    "rows and heads in turn": ({}, {"keys": mixed, "values": mixed}, "is not cache 'past_key_values.0.key' with"),
+    "rows of values and heads in turn": ({}, {"values": mixed}, "is not cache 'past_key_values.0.value' with"),
+    "traced with a batch of one": ({}, {"keys": fixed(4), "values": fixed(4)}, "reads the cache .* is no attention"),
+    "traced with a batch of two": ({}, {"keys": fixed(8), "values": fixed(8)}, "reads the cache .* is no attention"),
+    "temperature of the text": ({"scores": lambda g, s: _by_length(g, s)}, {}, "is no attention"),
+}
+
+
+def _by_length(g: Build, scores: str) -> str:
+    return g.node("Mul", [scores, g.node("Cast", [g.node("Add", [g.all, g.constant(1)])], to=1)])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_only_looks_like_merged_heads_is_refused(tmp_path: Path, name: str) -> None:
+    settings, merged, words = REFUSED[name]
+    with pytest.raises(UnsupportedModelError, match=words):
+        rewritten(make_decoder(_decoder(settings, **merged)), tmp_path)

@@ -1,0 +1,142 @@
+"""Attention over batch and heads in one axis, in the ways that exports of torch.bmm and torch.baddbmm have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from concat_graphs import MASKS, Build
+from onnx import TensorProto
+
+Change = Callable[[Build, str], str]
+
+
+def _same(g: Build, tensor: str) -> str:
+    return tensor
+
+
+@dataclass(frozen=True)
+class Merged:
+    """How an attention over ``[B*H, ...]`` is written: the `attend` of a `concat_graphs.Decoder`.
+
+    Attributes:
+        split: what runs over ``[B, H, S, T]`` all the same: "mask" (BART, OPT), "softmax" (and mask: BLOOM), "none".
+        spread: how a mask that meets merged scores has its first axis: "heads" (``[B*H, S, T]``), "one"
+            (``[1, S, T]``), "rows" (``[S, T]``).
+        apply: how the mask meets the scores: "add", "add in front", "where" or "hide".
+        scale: what is scaled: "query" (merged), "scores" (merged), "keys" (merged) or "none".
+        sizes: how shapes are given: "numbers" (B * H computed, the last one left open), "heads" (B left open).
+        before, behind: change merged queries, and merged results.
+        keys, values: merge keys and values in another way.
+    """
+
+    split: str = "mask"
+    spread: str = "heads"
+    apply: str = "add"
+    scale: str = "query"
+    sizes: str = "numbers"
+    before: Change = _same
+    behind: Change = _same
+    keys: Callable[[Merged, Build, str], str] | None = None
+    values: Callable[[Merged, Build, str], str] | None = None
+
+    def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
+        query = self.before(g, merge(self, g, query))
+        keys = (self.keys or merge)(self, g, keys)
+        values = (self.values or merge)(self, g, values)
+        factor = g.constant(g.decoder.size**-0.5, g.decoder.dtype)
+        if self.scale == "query":
+            query = g.node("Mul", [query, factor])
+        if self.scale == "keys":
+            keys = g.node("Mul", [keys, factor])
+        scores = g.node("MatMul", [query, g.node("Transpose", [keys], perm=[0, 2, 1])])
+        if self.scale == "scores":
+            scores = g.node("Mul", [factor, scores])
+        scores = g.decoder.scores(g, scores)
+        split = self.split != "none"
+        if split:
+            scores = separate(self, g, scores)
+        scores = self._masked(g, scores)
+        if self.split == "mask":
+            scores = merge(self, g, scores)
+        if g.decoder.upcast:
+            scores = g.node("Cast", [scores], to=TensorProto.FLOAT)
+        weights = g.node("Softmax", [scores], axis=-1 if split else 2)
+        if g.decoder.upcast:
+            weights = g.node("Cast", [weights], to=TensorProto.FLOAT16)
+        if self.split == "softmax":
+            weights = merge(self, g, weights)
+        return separate(self, g, self.behind(g, g.node("MatMul", [weights, values])))
+
+    def _masked(self, g: Build, scores: str) -> str:
+        decoder = g.decoder
+        if decoder.mask == "none":
+            return scores
+        assert isinstance(decoder.mask, str)
+        lowest = g.constant(decoder.lowest, decoder.dtype)
+        zero = g.constant(0, decoder.dtype)
+        if decoder.mask == "own":
+            visible = g.once("own", lambda: g.input("mask", TensorProto.BOOL, [decoder.batch, 1, "sequence", "total"]))
+        else:
+            visible = g.once("mask", lambda: MASKS[str(decoder.mask)](g))
+        if self.apply in ("where", "hide"):
+            mask = self._spread(g, visible if self.apply == "where" else g.node("Not", [visible]))
+            return g.node("Where", [mask, *((scores, lowest) if self.apply == "where" else (lowest, scores))])
+        mask = self._spread(g, g.node("Where", [visible, zero, lowest]))
+        return g.node("Add", [mask, scores] if self.apply == "add in front" else [scores, mask])
+
+    def _spread(self, g: Build, mask: str) -> str:
+        """A mask ``[B or 1, 1, S, T]`` as merged scores need it."""
+        if self.split != "none":
+            return mask
+        if self.spread == "one":
+            return g.node("Squeeze", [mask, g.constant([1])])
+        if self.spread == "rows":
+            return g.node("Squeeze", [mask, g.constant([0, 1])])
+        sizes = [_size(g, g.tokens, 0), g.constant([g.decoder.heads]), g.constant([1, 1])]
+        return merge(self, g, g.node("Expand", [mask, g.node("Concat", sizes, axis=0)]))
+
+
+def _size(g: Build, tensor: str, axis: int) -> str:
+    return g.node("Unsqueeze", [g.size_of(tensor, axis), g.constant([0])])
+
+
+def merge(merged: Merged, g: Build, tensor: str) -> str:
+    """``[B, H, X, Y]`` -> ``[B*H, X, Y]``."""
+    rows = g.node("Mul", [_size(g, g.tokens, 0), g.constant([g.decoder.heads])])
+    shape = [g.constant([-1]) if merged.sizes == "heads" else rows, *(_size(g, tensor, axis) for axis in (2, 3))]
+    return g.node("Reshape", [tensor, g.node("Concat", shape, axis=0)])
+
+
+def separate(merged: Merged, g: Build, tensor: str) -> str:
+    """``[B*H, X, Y]`` -> ``[B, H, X, Y]``."""
+    batch = g.constant([-1]) if merged.sizes == "heads" else _size(g, g.tokens, 0)
+    shape = [batch, g.constant([g.decoder.heads]), *(_size(g, tensor, axis) for axis in (1, 2))]
+    return g.node("Reshape", [tensor, g.node("Concat", shape, axis=0)])
+
+
+def heads_first(merged: Merged, g: Build, tensor: str) -> str:
+    """``[B, H, X, Y]`` -> ``[H*B, X, Y]``: the heads outermost."""
+    return merge(merged, g, g.node("Transpose", [tensor], perm=[1, 0, 2, 3]))
+
+
+def mixed(merged: Merged, g: Build, tensor: str) -> str:
+    """``[B, H, X, Y]`` -> ``[B*H, X, Y]`` of rows and heads in turn, which are no heads."""
+    return merge_as(g, g.node("Transpose", [tensor], perm=[0, 2, 1, 3]), tensor)
+
+
+def merge_as(g: Build, tensor: str, like: str) -> str:
+    """As many numbers as ``[B*H, X, Y]``."""
+    shape = [g.constant([-1]), *(_size(g, like, axis) for axis in (2, 3))]
+    return g.node("Reshape", [tensor, g.node("Concat", shape, axis=0)])
+
+
+def fixed(rows: int) -> Any:
+    """``[B, H, X, Y]`` -> ``[rows, -1, Y]``: heads of one sequence, as a trace with a batch of one leaves them."""
+
+    def make(merged: Merged, g: Build, tensor: str) -> str:
+        return g.node("Reshape", [tensor, g.constant(np.array([rows, -1, g.decoder.size]))])
+
+    return make
