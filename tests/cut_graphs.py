@@ -30,6 +30,7 @@ class Cut:
         layout: of the caches, "bnsd" or "bsnd".
         sequence: S where it is fixed, or a symbol.
         reads: "all" rows, or what is left of them behind the "cut".
+        counted: the layer from whose rows positions are counted; None: they are an input.
         after: adds something to the hidden states.
     """
 
@@ -42,6 +43,7 @@ class Cut:
     layout: str = "bnsd"
     sequence: Dim = "sequence"
     reads: str = "all"
+    counted: int | None = None
     after: Callable[[Built, str], str] | None = None
 
 
@@ -53,9 +55,21 @@ class Built(Graph):
         self.how = how
         self.rng = np.random.default_rng(5)
         self.tokens = self.input("input_ids", TensorProto.INT64, ["batch", how.sequence])
-        self.positions = self.input("position_ids", TensorProto.INT64, ["batch", how.sequence])
         self.padding = self.input("attention_mask", TensorProto.INT64, ["batch", "total"]) if "pad" in how.mask else ""
         self.length = self.rows(self.tokens, 1)
+        self.pasts = {
+            f"{layer}.{kind}": self.input(
+                f"past_key_values.{layer}.{kind}", TensorProto.FLOAT, _shape(how, f"past_{layer}_{kind}")
+            )
+            for layer in range(len(how.kept))
+            for kind in ("key", "value")
+        }
+        if how.counted is None:
+            self.positions = self.input("position_ids", TensorProto.INT64, ["batch", how.sequence])
+        else:
+            held = self.rows(self.pasts[f"{how.counted}.key"])
+            numbers = self.range(held, self.node("Add", [held, self.length]))
+            self.positions = self.node("Unsqueeze", [numbers, self.constant([0])])
 
     @property
     def axis(self) -> int:
@@ -189,7 +203,7 @@ def _layer(g: Built, x: str, layer: int) -> str:
     pasts: list[str] = []
     read: list[str] = []
     for kind in ("key", "value"):
-        past = g.input(f"past_key_values.{layer}.{kind}", TensorProto.FLOAT, _shape(how, f"past_{layer}_{kind}"))
+        past = g.pasts[f"{layer}.{kind}"]
         new = _heads(g, g.node("MatMul", [x, g.weight(WIDTH, KV_HEADS * SIZE)]), KV_HEADS)
         kept = how.kept[layer] + (how.values if kind == "value" and how.kept[layer] else 0)
         pasts.append(past)

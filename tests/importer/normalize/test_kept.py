@@ -58,6 +58,7 @@ EXACT: dict[str, Cut] = {
     "one token, no mask": Cut(sequence=1, window=(0,), mask=""),
     "one token, fused, no mask": Cut(sequence=1, window=(0, 0), kept=(7, 0), mask="", attention="fused"),
     "one token, fewer kept than the window": Cut(sequence=1, kept=(5,)),
+    "positions counted from a layer that keeps all": Cut(kept=(7, 0), window=(8, 0), counted=1),
     "as long as the capacity": Cut(kept=(LONG,), window=(LONG + 1,)),
     "longer than the capacity": Cut(kept=(2 * LONG,), window=(2 * LONG + 1,)),
     "much longer": Cut(kept=(4095,), window=(4096,), cut="computed"),
@@ -132,6 +133,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer kept than seen, beside a full layer": ({"kept": (6, 0), "window": (8, 0)}, "is none of the supported ones"),
     "no window": ({"window": (0,)}, "is none of the supported ones"),
     "no mask": ({"mask": ""}, "is none of the supported ones"),
+    "positions counted from rows that are kept": ({"counted": 0}, "from the length of the cache together with weights"),
     "attention over what is left, one token": (
         {"reads": "cut", "mask": "", "sequence": 1},
         "reads 7 of the 8 rows of cache",
