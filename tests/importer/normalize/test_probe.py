@@ -29,6 +29,11 @@ def model() -> onnx.ModelProto:
     g.node("Where", [flags, "numbers", "numbers"], "chosen")
     g.node("NonZero", [tokens], "found")
     g.node("Reshape", ["found", g.constant([-1])], "found_flat")
+    g.node("NonZero", ["rows"], "counted")
+    g.node("Transpose", ["counted"], "counted_rows", perm=[1, 0])
+    g.node("Compress", [tokens, g.node("Less", ["rows", g.constant(2)])], "picked", axis=0)
+    for op in ("ScatterElements", "ScatterND"):
+        g.node(op, ["embedded", "found", "unheard"], f"filled_{op}")
     g.node("Unheard", ["rows"], "unheard", domain="some.where")
     g.node("Expand", [g.constant(1.0, np.float32), g.node("Mul", [g.node("Shape", [past]), g.constant(10**4)])], "huge")
     g.node("ReduceSum", ["rows", g.constant([5])], "failing")
@@ -65,7 +70,8 @@ def test_weights_and_tokens_have_no_value(probe: Probe, name: str) -> None:
     ("name", "shape"),
     [
         ("past", (2, 2, 3, 4)), ("moved", (2, 3, 2, 4)), ("embedded", (2, 5, 3)), ("mixed", (2, 5, 3)),
-        ("rows", (3,)), ("length", ()), ("weight", (8, 3)), ("mixed_shape", (3,)),
+        ("rows", (3,)), ("length", ()), ("weight", (8, 3)), ("mixed_shape", (3,)), ("counted", (1, 2)),
+        ("counted_rows", (2, 1)), ("filled_ScatterElements", (2, 5, 3)), ("filled_ScatterND", (2, 5, 3)),
     ],
 )  # fmt: skip
 def test_shapes_are_known_of_weights_and_tokens_too(probe: Probe, name: str, shape: tuple[int, ...]) -> None:
@@ -76,7 +82,7 @@ def test_a_shape_is_a_value(probe: Probe) -> None:
     np.testing.assert_array_equal(probe.value("mixed_shape"), [2, 5, 3])
 
 
-@pytest.mark.parametrize("name", ["found", "found_flat", "unheard", "nothing"])
+@pytest.mark.parametrize("name", ["found", "found_flat", "picked", "unheard", "nothing"])
 def test_shapes_that_hang_on_tokens_are_unknown(probe: Probe, name: str) -> None:
     assert probe.shape(name) is None
 

@@ -44,6 +44,8 @@ _SHAPED_BY: dict[str, tuple[int, ...]] = {
 _LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
 _SMALL = 1 << 12  # bytes of a constant; larger ones are not compared
 _SIZES = ("Shape", "Size")
+COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
+FILLED = ("ScatterElements", "ScatterND")  # as large as their first input, whatever is written into it
 _SPREAD = ("Expand", "ConstantOfShape", "Tile", "Range")  # make much of little
 _VALUE, _TYPE = True, False
 _READABLE = {  # masks kept as buffers, and rows counted over a capacity
@@ -324,6 +326,13 @@ class Probe:
                 return [(name, _VALUE)]
             types[name] = self._stated(name)
             return ()
+        if maker.op in FILLED:
+            if (first := maker.inputs[0]) not in types:
+                return [(first, _TYPE)]
+            types[name] = types[first]
+            return ()
+        if maker.op in COUNTS and name not in values:
+            return [(name, _VALUE)]  # which is the type, too, if it is known
         if missing := [(n, _TYPE) for n in maker.inputs if n and n not in types]:
             return missing
         kinds = [types[n] for n in maker.inputs if n]

@@ -21,13 +21,12 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
-from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, is_standard, operands
+from trt_kvcache.importer.normalize.probe import COUNTS, FILLED, Array, Blueprint, Probe, is_standard, operands
 
 _SMALL = 1 << 12  # bytes; larger constants are told apart by their names
 _NO_MESSAGES = 4
 _SUMS = ("Add", "Sub", "Concat", "Identity")
 _EVEN, _SIZE, _NEVER = 1, 2, 3  # grows evenly; and is not below 0; a condition that is never true
-_COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
 _PIECES = ("Gather", "Slice", "Squeeze", "Unsqueeze", "Reshape")
 
 
@@ -259,8 +258,9 @@ class Program:
                 seen.add(name)
                 if maker is None or maker.op in ("Shape", "Size"):
                     continue
-                self._is_even &= maker.op not in _COUNTS
-                pending += [n for n in maker.inputs if n and n not in maker.shaped_by]
+                self._is_even &= maker.op not in COUNTS
+                sized_by = maker.inputs[:1] if maker.op in FILLED else maker.inputs
+                pending += [n for n in sized_by if n and n not in maker.shaped_by]
                 for operand in maker.shaped_by:
                     for needed in self._order(operand):
                         self._of[needed] = self._compile(needed)
