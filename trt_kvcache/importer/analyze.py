@@ -25,10 +25,12 @@ from trt_kvcache.importer.plan import (
     Route,
     SpanInput,
     StateUpdate,
+    Target,
     TensorRole,
     UpdateContract,
     UpdateForm,
 )
+from trt_kvcache.importer.protos import all_nodes
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
 
@@ -52,6 +54,8 @@ def analyze(
         UnsupportedModelError: the model has no cache update, or one without a route.
         AmbiguousRoleError: the role of an input cannot be told.
     """
+    if options.target is Target.TENSORRT_RTX:
+        _check_operators(model)
     caches = analyze_caches(graph, options)
     foreign = _foreign_cache(graph) if not caches else ""
     if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
@@ -83,6 +87,17 @@ def analyze(
         original=findings.original if findings is not None else (),
     )
     return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
+
+
+def _check_operators(model: onnx.ModelProto) -> None:
+    """Refuse what TensorRT for RTX has no layer for, whatever a model does with it (measured, 1.7.1)."""
+    for node in all_nodes(model.graph):
+        if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
+            raise UnsupportedModelError(
+                f"NonZero '{node.name or node.output[0]}' gives as many indices as it finds, and TensorRT for RTX has "
+                "no such operator; supported are sizes that do not depend on tokens: export a mixture of experts with "
+                "mobius-onnx, which writes none, or plan for TensorRT (--target tensorrt)"
+            )
 
 
 def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:

@@ -17,6 +17,7 @@ from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.fixed import fold_constant
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.protos import all_nodes
 from trt_kvcache.importer.reinterpret import detached, stand_in
@@ -61,6 +62,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     model, inlined = inline_bodies(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
+    fold_constant(model)
     normalized = normalize(model, weights, options)
     model = normalized.model
     if normalized.findings is not None:

@@ -3,6 +3,7 @@
     com.microsoft operators -> standard ones            contrib, rotary, nbits, zero_points
     opset 17..23 -> 24                                  opset
     what the inputs are, samples of a step              samples, probe
+    constants in disguise                               fixed
     caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows),
                                                         concat (kept), scatter, select
@@ -35,6 +36,7 @@ from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
 from trt_kvcache.importer.normalize.even import hold_even
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
+from trt_kvcache.importer.normalize.fixed import fold_fixed
 from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.independence import check_independence
@@ -155,6 +157,10 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
         if short := find_short_masks(graph, interface, samples):
             interface = Interface(model, [*candidates, *held], options.config, states, kept | short)
             samples = Samples(samples.blueprint, interface, capacity)
+    if (folded := fold_fixed(samples)) is not None:
+        graph = gs.import_onnx(folded)
+        fold_identities(graph)
+        return _read(graph, weights, options)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     samples.promises += [write.promise for write in writes if write.promise is not None]
     for write in writes:

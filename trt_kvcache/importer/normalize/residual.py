@@ -22,6 +22,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.tables import gather_rows
@@ -107,6 +108,8 @@ def _follow(
     if before is None or after is None:
         if gather_rows(graph, node, canonical, samples):
             return False
+        if is_op(node, "If"):
+            raise chosen_by_length(node, output, samples)
         raise UnsupportedModelError(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
             "tokens; supported are caches that only attention reads, and positions counted from their length"

@@ -169,8 +169,17 @@ class Samples:
         if self.padded or not padded:
             self.promise(names, key, check, padded=padded)
 
-    def step(self, batch: int, past: int, length: int, *, padded: bool = False, wrapped: bool = False) -> Sample:
-        """A step of these sizes; the model's own where it fixes them."""
+    def step(
+        self,
+        batch: int,
+        past: int,
+        length: int,
+        *,
+        padded: bool = False,
+        wrapped: bool = False,
+        other: int = _OTHER_SIZE,
+    ) -> Sample:
+        """A step of these sizes; the model's own where it fixes them. `other`: of axes that nothing explains."""
         batch = int(b) if isinstance(b := self._sizes.get("batch"), int) else batch
         length = int(s) if isinstance(s := self._sizes.get("sequence"), int) else length
         sizes = {
@@ -184,8 +193,7 @@ class Samples:
             held = past if tensor.kept is None else min(past, tensor.kept)
             known = sizes | {"past": held, "total": held + length}
             shape = tuple(
-                d if isinstance(d, int) else known.get(a, _OTHER_SIZE)
-                for d, a in zip(tensor.shape, tensor.axes, strict=True)
+                d if isinstance(d, int) else known.get(a, other) for d, a in zip(tensor.shape, tensor.axes, strict=True)
             )
             shapes[tensor.name] = shape
             dtype = onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, tensor.dtype.upper()))
