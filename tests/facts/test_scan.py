@@ -1,9 +1,11 @@
-"""Repeats in front of a Scan: what TensorRT does not build, and the form that it builds."""
+"""Repeats and attention in front of a Scan: what TensorRT does not build, and the forms that it builds."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
@@ -13,8 +15,11 @@ import trt
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_kvcache.importer import attention
 from trt_kvcache.importer.graph import Emitter, export_inferred
+from trt_kvcache.importer.plan import AttentionKind
 from trt_kvcache.importer.rewrite.repeats import copy_repeats
+from trt_kvcache.verify import verify_model
 
 HEADS, SIZE = 2, 16
 STEPS = {"B": (1, 1, 1), "S": (1, 4, 4)}
@@ -46,7 +51,7 @@ def scan(repeat: str, length: int | str = "S") -> onnx.ModelProto:
     return graph.model()
 
 
-def _body() -> onnx.GraphProto:
+def _body(dtype: int = TensorProto.FLOAT) -> onnx.GraphProto:
     """state + k^T k, and k @ state."""
     body = Graph()
     body.initializers += [numpy_helper.from_array(np.array([n]), f"axis_{-n}") for n in (-2, -1)]
@@ -54,7 +59,7 @@ def _body() -> onnx.GraphProto:
     column = body.node("Unsqueeze", ["k", "axis_1"], "column")
     body.node("Squeeze", [body.node("MatMul", [row, "s"], "product"), "axis_2"], "y")
     body.node("Add", ["s", body.node("MatMul", [column, row], "update")], "s_new")
-    values = [[helper.make_tensor_value_info(n, TensorProto.FLOAT, None) for n in names]
+    values = [[helper.make_tensor_value_info(n, dtype, None) for n in names]
               for names in (("s", "k"), ("s_new", "y"))]  # fmt: skip
     return helper.make_graph(body.nodes, "body", *values, body.initializers)
 
@@ -113,3 +118,49 @@ def test_repeats_by_what_is_computed_stay() -> None:
     model.graph.input.append(helper.make_tensor_value_info("counts", TensorProto.INT64, [5]))
     tile.input[1] = "counts"
     assert "Tile" in {node.op_type for node in copied(model).graph.node}
+
+
+def decoder(dtype: int = TensorProto.FLOAT16, length: int | str = "S") -> onnx.ModelProto:
+    """Attention over caches, a Scan over what it gives, and attention over other caches behind that."""
+    graph, heads = Graph(), 4
+    graph.input("x", dtype, ["B", length, heads * SIZE])
+    graph.input("state", dtype, ["B", heads, SIZE, SIZE])
+    for name in ("write_indices", "lengths"):
+        graph.input(name, TensorProto.INT64, ["B"])
+    rows = graph.node("Transpose", [graph.node("Reshape", ["x", graph.constant([0, 0, heads, SIZE])])],
+                      perm=[0, 2, 1, 3])  # fmt: skip
+    first = graph.node("Transpose", [_attended(graph, rows, dtype, 0)], perm=[2, 0, 1, 3])
+    graph.node("Scan", ["state", first], ["new_state", "scanned"], body=_body(dtype), num_scan_inputs=1)
+    graph.node("Identity", [_attended(graph, graph.node("Transpose", ["scanned"], perm=[1, 2, 0, 3]), dtype, 1)], "y")
+    graph.output("new_state", dtype, ["B", heads, SIZE, SIZE])
+    graph.output("y", dtype, ["B", heads, length, SIZE])
+    return graph.model()
+
+
+def _attended(graph: Graph, rows: str, dtype: int, layer: int) -> str:
+    presents = []
+    for name in ("k", "v"):
+        past, present = graph.input(f"past_{name}{layer}", dtype, ["B", 4, 32, SIZE]), f"present_{name}{layer}"
+        presents.append(graph.node("TensorScatter", [past, rows, "write_indices"], present, axis=2))
+        graph.output(present, dtype, ["B", 4, 32, SIZE])
+    query = graph.node("Mul", [rows, graph.constant(0.5, np.float16 if dtype == TensorProto.FLOAT16 else np.float32)])
+    return graph.node("Attention", [query, *presents, "", "", "", "lengths"], is_causal=1)
+
+
+@pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.FLOAT])
+def test_attention_before_a_scan(dtype: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = harness.imported(decoder(dtype), tmp_path)
+    assert [item.kind is AttentionKind.LOWERED for item in result.plan.attention] == [True, False]
+    assert result.plan.attention[0].reason == "a Scan over a dynamic number of steps depends on it"
+    verify_model(tmp_path / "model.onnx").check()
+    assert harness.build(result).stage == "built"
+    monkeypatch.setattr(attention, "nodes_before_scans", lambda graph: ())
+    result = harness.imported(decoder(dtype), tmp_path)
+    assert AttentionKind.LOWERED not in {item.kind for item in result.plan.attention}
+    assert harness.build(result).stage == "crash"
+
+
+def test_attention_before_a_scan_of_a_fixed_length(tmp_path: Path) -> None:
+    result = harness.imported(decoder(length=4), tmp_path)
+    assert AttentionKind.LOWERED not in {item.kind for item in result.plan.attention}
+    assert harness.build(result).stage == "built"

@@ -39,6 +39,7 @@ from trt_kvcache.importer.plan import (
     UpdateMode,
 )
 from trt_kvcache.importer.queries import MOST_READERS, sequence_axis, whole_query
+from trt_kvcache.importer.scans import nodes_before_scans
 
 
 @dataclass(frozen=True)
@@ -175,6 +176,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
     spans: dict[tuple[int, str], SpanInput] = {}
     warnings: list[str] = []
     queries: Counter[str] = Counter()
+    before_scans = {id(node) for node in nodes_before_scans(graph)}
     for node in [n for n in graph.nodes if is_op(n, "Attention")]:
         queries[whole_query(node).name] += 1
         if queries[whole_query(node).name] > MOST_READERS:
@@ -191,6 +193,8 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
                     "caches updated by TensorScatter are supported"
                 )
         kind, reason = attention_kind(facts)
+        if kind is not AttentionKind.LOWERED and id(node) in before_scans:
+            kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
         read = tuple(c.past for t in node.inputs[1:3] if (c := _cache_behind(t, present)) is not None)
         span = _span(graph, facts, read, caches, options, spans, warnings)
         keys = "span" if span else "mask" if _shorter_mask(graph, facts, options) else "all"

@@ -10,17 +10,15 @@ Concat the same graph builds; so do repeats beside or behind a Scan, and any of 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, dims, is_op, producer, small_constant
+from trt_kvcache.importer.graph import Emitter, dims, is_op, small_constant
+from trt_kvcache.importer.scans import nodes_before_scans
 
 
 def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
-    """Write repeats by constants that a Scan of the main graph depends on as Concat."""
-    scans = [node for node in graph.nodes if is_op(node, "Scan")]
-    for node in list(_behind(scans)):
+    """Write repeats by constants that a Scan over a dynamic number of steps depends on as Concat."""
+    for node in list(nodes_before_scans(graph)):
         counts = _counts(node)
         if counts is None:
             continue
@@ -29,18 +27,6 @@ def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:
         for axis in first:
             data = emitter.op("Concat", [data] * counts[axis], "repeated", axis=axis)
         node.op, node.attrs, node.inputs = "Concat", {"axis": last}, [data] * counts[last]
-
-
-def _behind(nodes: list[gs.Node]) -> Iterator[gs.Node]:
-    """Every node that these depend on."""
-    pending, seen = list(nodes), {id(node) for node in nodes}
-    while pending:
-        for tensor in pending.pop().inputs:
-            maker = producer(tensor)
-            if maker is not None and id(maker) not in seen:
-                seen.add(id(maker))
-                pending.append(maker)
-                yield maker
 
 
 def _counts(node: gs.Node) -> list[int] | None:
