@@ -131,7 +131,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fewer kept than seen": ({"kept": (5,)}, "is none of the supported ones"),
     "one fewer than seen": ({"kept": (6,)}, "is none of the supported ones"),
     "fewer kept than seen, beside a full layer": ({"kept": (6, 0), "window": (8, 0)}, "is none of the supported ones"),
-    "no window": ({"window": (0,)}, "is none of the supported ones"),
+    "no window": ({"window": (0,)}, "keeps its newest 7 rows: supported is a window of at most 8 tokens"),
     "no mask": ({"mask": ""}, "is none of the supported ones"),
     "positions counted from rows that are kept": ({"counted": 0}, "from the length of the cache together with weights"),
     "attention over what is left, one token": (

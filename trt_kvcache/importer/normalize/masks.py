@@ -103,7 +103,7 @@ def classify(
         visible = _visible(node, masks, is_causal, sample, write)
         keys = visible.shape[-1]
         if not _same(visible, _bounded(sample, keys) if bounded else _causal(sample, keys, window)):
-            raise UnsupportedModelError(_unknown(node, sample, visible))
+            raise UnsupportedModelError(_unknown(node, sample, visible, write))
 
     seen = [(s, _visible(node, masks, is_causal, s, write)) for s in samples.plain]
     window: int | None = None
@@ -115,7 +115,7 @@ def classify(
         sample, visible = max(seen, key=lambda pair: pair[0].total)
         window = int(visible[..., -1, :].sum(-1).max())
         if window < 1 or not all(_same(v, _causal(s, v.shape[-1], window)) for s, v in seen):
-            raise UnsupportedModelError(_unknown(node, sample, visible))
+            raise UnsupportedModelError(_unknown(node, sample, visible, write))
     samples.promise(names, ("causal", window, *key), partial(sees, False, window))
 
     def pads(hides: bool, sample: Sample) -> bool:
@@ -385,11 +385,17 @@ def _check_added(node: str, masks: Sequence[MaskUse], own: gs.Tensor, sample: Sa
             )
 
 
-def _unknown(node: str, sample: Sample, visible: Array) -> str:
+def _unknown(node: str, sample: Sample, visible: Array, write: Write | None) -> str:
     row = visible.reshape(-1, visible.shape[-1])[-1]
     seen = np.flatnonzero(row)
     span = f"{len(seen)} of {len(row)} keys, from {seen[0]} to {seen[-1]}" if len(seen) else "no key"
+    cut = ""
+    if write is not None and write.kept is not None:
+        cut = (
+            f". The cache '{write.past.name}' keeps its newest {write.kept} rows: supported is a window of at most "
+            f"{write.kept + 1} tokens over it, which hides from each query of a step what others have lost"
+        )
     return (
         f"the mask of '{node}' is none of the supported ones (causal, padding, window, the caller's own): with "
-        f"{sample.past} tokens in the cache and {sample.length} new, the last query sees {span}"
+        f"{sample.past} tokens in the cache and {sample.length} new, the last query sees {span}{cut}"
     )
