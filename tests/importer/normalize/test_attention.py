@@ -134,7 +134,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "scores cut to integers": ({"scores": _integers}, NO_ATTENTION),
     "keys negated": ({"keys": _times(-1)}, "scales its scores by -0.5 and caps them at 0"),
     "keys times 0": ({"keys": _times(0)}, "scales its scores by 0 .* supported are factors above 0"),
-    "temperature behind the mask": ({"masked": _times(0.5)}, "scales scores that are masked already"),
     "temperature that lifts the mask": (
         {"masked": _times(3e-4), "lowest": -1e4},
         "scales scores that are masked already",

@@ -7,7 +7,8 @@
     caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows),
                                                         concat (kept), scatter, select
-    attention over them, found and proven               attention (merged_heads), masks, bias, guards
+    attention over them, found and proven               attention (merged_heads), masks
+                                                        (scaled_masks), bias, guards
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states
     the canonical form                                  canonical, residual (tables), trim, changes

@@ -27,13 +27,9 @@ from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify, hold_low, is_low
-from trt_kvcache.importer.normalize.merged_heads import (
-    before_reshapes,
-    before_spread,
-    behind_reshapes,
-    hold_reshapes,
-)
+from trt_kvcache.importer.normalize.merged_heads import before_reshapes, before_spread, behind_reshapes, hold_reshapes
 from trt_kvcache.importer.normalize.samples import Sample, Samples
+from trt_kvcache.importer.normalize.scaled_masks import Hider, check_own, hold_hidden
 from trt_kvcache.importer.normalize.views import is_float_cast
 
 Array = npt.NDArray[Any]
@@ -52,6 +48,7 @@ class _Scores:
     scale: float
     softcap: float
     masks: list[MaskUse]
+    hiders: list[Hider] = field(default_factory=list)  # what hides scores, with the factors behind it
     reshapes: list[gs.Node] = field(default_factory=list)  # on the way, which change nothing all in all
 
 
@@ -176,8 +173,10 @@ class _Finder:
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
         scale = scores.scale * key_scale
+        hold_hidden(name, scores.hiders, self._samples)
         visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples, key)
         check_bias(name, visibility)
+        check_own(name, scores.hiders, visibility)
         output = unguarded(output, visibility, self._samples)
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
@@ -271,10 +270,14 @@ class _Finder:
             for lowest, seen, kind in ((no, yes, MaskKind.VISIBLE), (yes, no, MaskKind.HIDDEN)):
                 if self._very_low(lowest) and (scores := self._masked(seen, condition, kind)) is not None:
                     hold_low(lowest, self._samples)
+                    scores.hiders.append(Hider(lowest, added=False))
                     return scores
         if is_op(node, "Max") and len(node.inputs) == 2 and self._very_low(node.inputs[1]):
             hold_low(node.inputs[1], self._samples)
-            return self._scores(node.inputs[0])
+            scores = self._scores(node.inputs[0])
+            if scores is not None and scores.masks:  # before them it says nothing
+                scores.hiders.append(Hider(node.inputs[1], added=False))
+            return scores
         return None
 
     def _masked(self, scores: gs.Tensor, mask: gs.Tensor, kind: MaskKind) -> _Scores | None:
@@ -283,6 +286,8 @@ class _Finder:
             mask, reshapes = before_spread(mask, self._samples)
             found.reshapes += reshapes
             found.masks.append(MaskUse(mask, kind))
+            if kind is MaskKind.ADDED:
+                found.hiders.append(Hider(mask, added=True))
         return found
 
     def _scaled(self, node: gs.Node) -> _Scores | None:
@@ -290,16 +295,15 @@ class _Finder:
         scores = self._scores(pair[0]) if pair is not None else None
         if pair is None or scores is None:
             return None
-        if scores.masks or pair[1] <= 0:
-            what = "that are masked already" if scores.masks else f"by {pair[1]:g}"
-            raise UnsupportedModelError(
-                f"'{node.name}' scales scores {what}; supported are factors above 0, before the mask"
-            )
+        if pair[1] <= 0:
+            raise UnsupportedModelError(f"'{node.name}' scales scores by {pair[1]:g}; supported are factors above 0")
         if scores.softcap < 0:  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
             scores.softcap = pair[1]
         elif scores.softcap:
             raise UnsupportedModelError(f"'{node.name}' scales scores that are capped already")
         scores.scale *= pair[1]
+        for hider in scores.hiders:
+            hider.factor *= pair[1]
         return scores
 
     def _very_low(self, tensor: gs.Tensor) -> bool:
