@@ -61,6 +61,15 @@ def torch_dynamic(opset: int, attention: str, arch: str, checkpoint: Path, folde
     return wrappers.save(make(model), opset, folder / "model.onnx")
 
 
+def torch_sliding(opset: int, attention: str, arch: str, checkpoint: Path, folder: Path) -> Path:
+    """The same with `DynamicCache(config=...)`, whose layers with a window keep the newest rows only."""
+    from exporters import wrappers
+
+    return wrappers.save(
+        wrappers.dynamic(checkpoints.load(checkpoint, attention), sliding=True), opset, folder / "model.onnx"
+    )
+
+
 def torch_static(opset: int, attention: str, arch: str, checkpoint: Path, folder: Path) -> Path:
     """The same with a StaticCache of `CAPACITY` rows."""
     from exporters import wrappers
@@ -115,6 +124,8 @@ EXPORTERS: dict[str, Callable[[str, Path, Path], Path]] = {
     "torch-dynamic-op20-sdpa": partial(torch_dynamic, 20, "sdpa"),
     "torch-dynamic-op24-eager": partial(torch_dynamic, 24, "eager"),
     "torch-dynamic-op24-sdpa": partial(torch_dynamic, 24, "sdpa"),
+    "torch-sliding-op20-eager": partial(torch_sliding, 20, "eager"),
+    "torch-sliding-op24-sdpa": partial(torch_sliding, 24, "sdpa"),
     "torch-static-op20-eager": partial(torch_static, 20, "eager"),
     "torch-static-op20-sdpa": partial(torch_static, 20, "sdpa"),
     "torch-static-op24-eager": partial(torch_static, 24, "eager"),
@@ -128,6 +139,7 @@ EXPORTERS: dict[str, Callable[[str, Path, Path], Path]] = {
     "genai-trt-rtx-fp16": partial(genai, "fp16", "NvTensorRtRtx"),
 }
 
+_NO_WINDOW = "no layer has a window: its caches are those of torch-dynamic"
 _NO_SOFTCAP = "transformers has no sdpa attention with a softcap"
 _OTHER_STRIDES = (
     "torch 2.13 fails to decompose its graph: sdpa's output changes strides (Cannot view a tensor with shape ...)"
@@ -141,8 +153,19 @@ _ROPE = "onnxruntime-genai 0.18 expects one rotary base, where transformers 5 gi
 
 UNAVAILABLE: dict[tuple[str, str], str] = {
     **{("mobius-static", arch): _LAYERS.format(arch) for arch in ("gemma2", "gemma3", "gpt2", "phi", "t5", "whisper")},
+    **{
+        (name, arch): _NO_WINDOW
+        for name in EXPORTERS
+        if name.startswith("torch-sliding")
+        for arch, architecture in checkpoints.ARCHITECTURES.items()
+        if not architecture.settings.get("sliding_window")
+    },
     **{(name, "gemma2"): _NO_SOFTCAP for name in EXPORTERS if name.endswith("sdpa")},
-    **{(name, "t5"): _OTHER_STRIDES for name in EXPORTERS if name.endswith("sdpa")},
+    **{
+        (name, "t5"): _OTHER_STRIDES
+        for name in EXPORTERS
+        if name.endswith("sdpa") and not name.startswith("torch-sliding")
+    },
     **{
         (name, arch): _HEADS
         for name in ("transformers-dynamic-op24", "transformers-static-op24")

@@ -41,26 +41,32 @@ def heads(config: Any) -> tuple[int, int]:
 
 
 class Dynamic(torch.nn.Module):
-    """Caches that grow: `past_key_values.i` `[B, N, P, H]` in, `present.i` `[B, N, P + S, H]` out."""
+    """Caches that grow: `past_key_values.i` `[B, N, P, H]` in, `present.i` `[B, N, P + S, H]` out.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    With `sliding`, layers that attend a window keep the newest W - 1 rows, as `generate` has it.
+    """
+
+    def __init__(self, model: torch.nn.Module, sliding: bool = False) -> None:
         super().__init__()
-        self.model = model
+        self.model, self.sliding = model, sliding
 
     def forward(self, input_ids, attention_mask, position_ids, past):
-        cache = DynamicCache(pairs(past))
+        cache = DynamicCache(pairs(past), config=self.model.config if self.sliding else None)
         result = self.model(input_ids, attention_mask=attention_mask, position_ids=position_ids, past_key_values=cache)
         return result.logits, *(t for layer in cache.layers for t in (layer.keys, layer.values))
 
 
-def dynamic(model: Any) -> Export:
+def dynamic(model: Any, sliding: bool = False) -> Export:
     config, (n, h) = model.config, heads(model.config)
     layers, auto = config.num_hidden_layers, {0: Dim.AUTO, 1: Dim.AUTO}
     tokens = torch.randint(3, config.vocab_size, (2, 3))
-    past = tuple(torch.randn(2, n, 12, h) for _ in range(2 * layers))
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    rows = [config.sliding_window - 1 if sliding and kind == "sliding_attention" else 12 for kind in kinds]
+    past = tuple(torch.randn(2, n, held, h) for held in rows for _ in range(2))
     samples = (tokens, torch.ones(2, 15, dtype=torch.int64), torch.arange(12, 15).expand(2, 3).contiguous(), past)
     return Export(
-        Dynamic(model), samples, ["input_ids", "attention_mask", "position_ids", *names("past_key_values", layers)],
+        Dynamic(model, sliding), samples,
+        ["input_ids", "attention_mask", "position_ids", *names("past_key_values", layers)],
         ["logits", *names("present", layers)], (auto, auto, auto, ({0: Dim.AUTO, 2: Dim.AUTO},) * len(past)),
     )  # fmt: skip
 
