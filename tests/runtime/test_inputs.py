@@ -57,6 +57,10 @@ def test_positions() -> None:
     assert_array_equal(value(packed), [3, 4, 9, 10])
     kinds = tensor("p", Role.POSITIONS, (3, "batch", "seq"), ("", "batch", "sequence"))
     assert_array_equal(value(kinds), [[[3, 4], [9, 10]]] * 3)
+    rows_first = tensor("p", Role.POSITIONS, ("batch", 3, "seq"), ("batch", "", "sequence"))
+    assert_array_equal(value(rows_first), [[[3, 4]] * 3, [[9, 10]] * 3])
+    fixed = tensor("p", Role.POSITIONS, (3, 2, "seq"), ("", "batch", "sequence"))
+    assert_array_equal(value(fixed), [[[3, 4], [9, 10]]] * 3)
     shared = tensor("p", Role.POSITIONS, ("seq",), ("sequence",))
     assert_array_equal(value(shared), [3, 4])
     assert StepInputs(plan(shared)).uniform

@@ -82,7 +82,7 @@ def analyze(
         warnings=(*_warnings(caches), *attention.warnings),
         inlined=inlined,
         states=states,
-        notes=findings.notes if findings is not None else (),
+        notes=(*(findings.notes if findings is not None else ()), *_planes(roles)),
         changes=findings.changes if findings is not None else (),
         original=findings.original if findings is not None else (),
     )
@@ -109,6 +109,17 @@ def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
         f"than {count}"
         for name, count in rows.items()
         if count < longest
+    ]
+
+
+def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
+    """What to know of several positions per token."""
+    return [
+        f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width): a session gives "
+        "a token the same one in all planes, which is right for text; tokens of images need positions of their own, "
+        "which only a caller that drives the engine itself can give"
+        for r in roles
+        if r.role is Role.POSITIONS and len(r.shape) == 3 and r.shape[r.axes[0] == "batch"] != 1
     ]
 
 

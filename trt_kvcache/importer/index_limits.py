@@ -8,7 +8,22 @@ from onnx import ModelProto
 
 from trt_kvcache.importer.plan import CachePlan, Role
 
-_PASSING = frozenset({"Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Expand"})
+_PASSING = frozenset(
+    {
+        "Cast",
+        "Identity",
+        "Reshape",
+        "Unsqueeze",
+        "Squeeze",
+        "Flatten",
+        "Expand",
+        "Transpose",
+        "Gather",
+        "Slice",
+        "Split",
+    }
+)
+"""Of what is in the first input, nothing else comes out: all of it, or planes of positions."""
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.logits import every_token
-from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.plan import Dim, Role, TensorRole
+from trt_kvcache.importer.planes import axes_of_planes
 from trt_kvcache.importer.protos import Shape, is_op
 from trt_kvcache.importer.roles_graph import GraphFacts, GraphIndex
 
@@ -18,8 +20,13 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
 
     A size that the model gives a symbol means the same wherever the symbol stands; what each symbol means comes from
     the tensors whose layout is known by their role. Those layouts also name the sizes that have no symbol.
+
+    Raises:
+        UnsupportedModelError: the axes of positions are in no order that is known here.
     """
     roles = [_with_all_logits(role, roles, index) for role in roles]
+    batches = {r.shape[0] for r in roles if r.role is Role.CACHE and r.shape}
+    batches |= {r.shape[0] for r in roles if r.role is Role.TOKENS and len(r.shape) > 1}
     symbols: dict[str, str] = {}
 
     def learn(shape: Shape | None, meanings: Iterable[str]) -> None:
@@ -27,7 +34,7 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
             if isinstance(dim, str) and dim != "?" and meaning != _UNKNOWN:
                 symbols.setdefault(dim, meaning)
 
-    layouts = [_layout(role, facts, {}) for role in roles]
+    layouts = [_layout(role, facts, {}, batches) for role in roles]
     order = (Role.CACHE, Role.UPDATE_LENGTHS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS)
     for wanted in order:
         for role, layout in zip(roles, layouts, strict=True):
@@ -42,8 +49,28 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
         learn(index.shape(name), meanings)
     # The rest may be laid out in more than one way; the symbols known so far say which.
     for role in roles:
-        learn(role.shape, _layout(role, facts, symbols))
-    return tuple(replace(role, axes=_axes(role, _layout(role, facts, symbols), symbols)) for role in roles)
+        learn(role.shape, _layout(role, facts, symbols, batches))
+    named = [replace(role, axes=_axes(role, _layout(role, facts, symbols, batches), symbols)) for role in roles]
+    for role in named:
+        _check_positions(role)
+    return tuple(named)
+
+
+def _check_positions(role: TensorRole) -> None:
+    """Refuse positions whose axes are not one of the batch at most, before one of the tokens.
+
+    Raises:
+        UnsupportedModelError: naming them.
+    """
+    if role.role is not Role.POSITIONS or len(role.axes) < 2:
+        return
+    rows, last = role.axes[:-1], role.axes[-1]
+    known = (last in ("", "sequence", "tokens"), rows.count("batch") < 2, {*rows} <= {"", _UNKNOWN, "batch"})
+    if not all(known) or len(role.axes) > 3:
+        raise UnsupportedModelError(
+            f"the positions '{role.name}' {list(role.shape)} have axes {', '.join(a or 'fixed' for a in role.axes)}; "
+            "supported are [length], [batch, length] and [planes, batch, length]: export them so"
+        )
 
 
 def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
@@ -58,13 +85,15 @@ def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: Graph
 
 
 def _axes(role: TensorRole, layout: Sequence[str], symbols: dict[str, str]) -> tuple[str, ...]:
+    # Of positions with several planes, not even a fixed size says which axis is the batch.
+    kept = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
     return tuple(
-        "" if isinstance(dim, int) else symbols.get(dim, meaning)
+        (meaning if meaning in kept and dim != 1 else "") if isinstance(dim, int) else symbols.get(dim, meaning)
         for dim, meaning in zip(role.shape, layout, strict=True)
     )
 
 
-def _layout(role: TensorRole, facts: GraphFacts, symbols: dict[str, str]) -> list[str]:
+def _layout(role: TensorRole, facts: GraphFacts, symbols: dict[str, str], batches: Collection[Dim]) -> list[str]:
     """What each axis of a tensor is by its role, ``"?"`` where that says nothing."""
     rank = len(role.shape)
     packed = bool(facts.update_lengths)
@@ -82,8 +111,8 @@ def _layout(role: TensorRole, facts: GraphFacts, symbols: dict[str, str]) -> lis
             known = ["batch+1"]
         case Role.TOKENS | Role.POSITIONS | Role.LOGITS:
             indexed = rank if "int" in role.dtype else rank - 1
-            if role.role is Role.POSITIONS and rank == 3:  # several positions per token: [kinds, B, S]
-                known = ["?", "batch", "sequence"]
+            if role.role is Role.POSITIONS and rank == 3:
+                known = list(axes_of_planes(role.name, role.shape, batches))
             elif role.role is Role.LOGITS:  # of all tokens of the step, or of the last one: only a symbol tells
                 known = [first or ("tokens" if packed and rank == 2 else "batch")]
             else:

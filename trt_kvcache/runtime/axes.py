@@ -52,6 +52,8 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
         places = {name: i for i, name in enumerate(_ORDER.get(tensor.role, ()))}
         if rank == 1 and tensor.role in (Role.TOKENS, Role.POSITIONS) and tensor.shape[0] == sizes["sequence"]:
             places = {"sequence": 0}
+        elif rank == 3 and tensor.role is Role.POSITIONS:  # [planes, B, S]; the plan names the batch
+            places = {"sequence": 2}
         elif rank == 2 and tensor.role is Role.LOGITS:
             places = {"batch": 0}
     for name, axis in places.items():

@@ -61,7 +61,9 @@ def model_identity(files: Iterable[FileIdentity]) -> str:
 class StepInputs:
     """Fills the inputs of a step.
 
-    Positions, write indices and valid lengths follow from how many tokens each row holds. Write indices are not wrapped
+    Positions, write indices and valid lengths follow from how many tokens each row holds. Where a token has several
+    positions (M-RoPE: time, height, width), all are the same, as is right for text; images would need others. Write
+    indices are not wrapped
     for circular caches: the rewritten graph applies the modulo. Valid lengths end at the capacity. Masks hide what is
     not written yet and, within a step, what comes later.
 

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.index_limits import IndexLimits
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
+from trt_kvcache.importer.planes import place_positions
 from trt_kvcache.verify.dtypes import numpy_dtype
 from trt_kvcache.verify.schedule import Step
 
@@ -88,6 +89,8 @@ class StepInputs:
                 positions = starts[:, None] + np.arange(step.length)
                 limit = self._limits.positions.get(tensor.name)
                 values, names = positions if limit is None else positions % limit, ("batch", "sequence")
+                if len(shape) > 2:
+                    return place_positions(values, shape, tensor.axes).astype(dtype)
                 if "tokens" in tensor.axes:
                     values, names = values.reshape(-1), ("tokens",)
             case Role.WRITE_INDICES:

@@ -20,6 +20,7 @@ from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
 from trt_kvcache.importer.normalize.program import Program, Step
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.planes import place_positions
 
 _OTHER_ROWS = 3  # of a padding mask beyond the capacity, and of counters: nothing says what they are from now on
 
@@ -114,8 +115,8 @@ def _fact(
     if role is None:
         return (sample.batch,), starts if tensor is canonical.write_indices else starts + sample.length
     if role is OriginalRole.POSITIONS and shape is not None and value is not None and len(shape) > 1:
-        steps = starts.reshape(-1, *[1] * (len(shape) - 1)) + np.arange(shape[-1])
-        value = np.broadcast_to(steps, shape).astype(value.dtype)
+        rows = starts[:, None] + np.arange(shape[-1])
+        value = place_positions(rows, shape, interface.inputs[tensor.name].axes).astype(value.dtype)
     elif role is OriginalRole.PAST_LENGTH and value is not None:
         value = value + np.asarray(_OTHER_ROWS, value.dtype)
     elif role is OriginalRole.GROWING_CACHE:

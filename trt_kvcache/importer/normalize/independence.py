@@ -24,6 +24,7 @@ from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
 from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.plan import OriginalRole, Role, TensorRole
+from trt_kvcache.importer.planes import place_positions
 from trt_kvcache.importer.protos import elem_type_of, shape_of
 
 # Integers that other operators take are sizes, such as how much of a table of positions is cut out.
@@ -103,8 +104,9 @@ def _exported_step(
             continue  # nothing says how large it is
         shapes[role.name] = shape
         rows = None
-        if role.role is Role.POSITIONS and shape[-2:] == (len(starts), length):
-            rows = np.broadcast_to(starts[:, None] + np.arange(length), shape)
+        axes = role.axes if len(shape) > 2 else ("batch", "sequence")
+        if role.role is Role.POSITIONS and shape[-1] == length and "batch" in axes and len(starts) in shape[:-1]:
+            rows = place_positions(starts[:, None] + np.arange(length), shape, axes)
         elif role.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS) and shape == (len(starts),):
             rows = starts + (length if role.role is Role.VALID_LENGTHS else 0)
         if rows is not None:

@@ -11,6 +11,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, Role, StateUpdate
+from trt_kvcache.importer.planes import axes_of_planes
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
@@ -209,6 +210,9 @@ class Interface:
                 axes[:1] = ["batch"][: len(axes)]  # of an output, the model need not say a shape
                 if cache.axis is not None and cache.axis < len(axes):
                     axes[cache.axis] = "past" if cache.growing else "capacity"
+            case OriginalRole.POSITIONS if len(axes) == 3:
+                tokens = shape_of(self._inputs[self.tokens]) or ()
+                axes = list(axes_of_planes(name, shape, {*batches, *tokens[:1]}))
             case OriginalRole.POSITIONS:
                 axes = ["sequence"] if len(axes) == 1 else ["batch", *["" for _ in axes[2:]], "sequence"]
             case OriginalRole.PAST_LENGTH:

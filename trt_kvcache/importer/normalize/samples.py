@@ -14,7 +14,8 @@ import onnx
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.probe import Blueprint, Probe, Shape
-from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
+from trt_kvcache.importer.planes import place_positions
 
 Array = npt.NDArray[Any]
 
@@ -198,12 +199,9 @@ class Samples:
             shapes[tensor.name] = shape
             dtype = onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, tensor.dtype.upper()))
             if tensor.role is OriginalRole.POSITIONS:
-                if shape[-1] not in (1, length):
-                    raise UnsupportedModelError(
-                        f"the positions '{tensor.name}' {list(tensor.shape)} are {shape[-1]} for a step of {length} "
-                        "tokens; supported is one for each token: export tokens and positions with the same length"
-                    )
-                values[tensor.name] = np.broadcast_to(past + np.arange(length), shape).astype(dtype)
+                _check_positions(tensor, shape, batch, length)
+                rows = np.broadcast_to(past + np.arange(length), (batch, length))
+                values[tensor.name] = place_positions(rows, shape, tensor.axes).astype(dtype)
             elif tensor.role is OriginalRole.PAST_LENGTH:
                 values[tensor.name] = np.full(shape, past, dtype)
             elif tensor.role is OriginalRole.PADDING_MASK:
@@ -227,3 +225,22 @@ class Samples:
         for row in range(batch - 1):
             padding[row, : (past + length) // (2 + row)] = 0
         return padding
+
+
+def _check_positions(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
+    """Refuse positions that are not one for each token, per row or for all rows.
+
+    Raises:
+        UnsupportedModelError: naming them.
+    """
+    rows = [size for size, axis in zip(shape, tensor.axes, strict=True) if axis == "batch"]
+    if shape[-1] != length:
+        raise UnsupportedModelError(
+            f"the positions '{tensor.name}' {list(tensor.shape)} are {shape[-1]} for a step of {length} "
+            "tokens; supported is one for each token: export tokens and positions with the same length"
+        )
+    if any(size not in (1, batch) for size in rows):
+        raise UnsupportedModelError(
+            f"the positions '{tensor.name}' {list(tensor.shape)} have {rows[0]} rows for a batch of {batch}; supported "
+            "is a row for each sequence, or one for all: export tokens and positions with the same batch"
+        )
