@@ -303,6 +303,63 @@ def test_rotary_embedding_with_caches_that_do_not_fit() -> None:
         lowered(make("RotaryEmbedding", feeds, list(feeds), ["y"]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rank", [3, 4])
+@pytest.mark.parametrize("part", [0, 16])
+@pytest.mark.parametrize("interleaved", [0, 1])
+@pytest.mark.parametrize("layout", [0, 1])
+def test_rotary_embedding_by_planes(dtype: Any, rank: int, part: int, interleaved: int, layout: int) -> None:
+    size = part + 4 if part else 16
+    for sections in ([2, 3, 3], [4, 2, 2], [1, 1, 6], [8, 0, 0], [0, 8, 0], [0, 0, 8], [0, 1, 7]):
+        feeds = {
+            "x": random(dtype, 2, 3, 4 * size) if rank == 3 else random(dtype, 2, 4, 3, size),
+            "p": RANDOM.integers(0, 10, (3, 2, 3)),
+            "cos": random(dtype, 10, 8),
+            "sin": random(dtype, 10, 8),
+        }
+        attrs = {"mrope_section": sections, "mrope_layout": layout, "num_heads": 4, "rotary_embedding_dim": part}
+        compare(make("MRotaryEmbedding", feeds, list(feeds), ["y"], interleaved=interleaved, **attrs), feeds)
+
+
+def test_queries_and_keys_take_their_columns_from_one_place() -> None:
+    planes = PLANES | {"p": RANDOM.integers(0, 10, (3, 2, 3)), "k": random(np.float32, 2, 3, 32)}
+    model = make("MRotaryEmbedding", planes, ["x", "p", "cos", "sin"], ["y"], **SECTIONED)
+    node = helper.make_node("MRotaryEmbedding", ["k", "p", "cos", "sin"], ["z"], domain=CONTRIB, **SECTIONED)
+    next(a for a in node.attribute if a.name == "num_heads").i = 2
+    model.graph.node.append(node)
+    model.graph.output.append(helper.make_tensor_value_info("z", FLOAT, None))
+    result = compare(model, planes)
+    assert sum(n.op_type == "Where" for n in result.graph.node) == 4  # two planes beside the first, of cos and of sin
+
+
+PLANES = ROTARY | {"p": np.zeros((3, 2, 3), np.int64)}
+SECTIONED = {"mrope_section": [2, 3, 3], "mrope_layout": 1, "num_heads": 4}
+
+
+@pytest.mark.parametrize(
+    ("attrs", "words"),
+    [
+        ({"scale": 2.0}, "has scale=2.0"),
+        ({"is_packed_batching": 1}, "is_packed_batching=1"),
+        ({"mrope_layout": 2}, "mrope_layout=2.*; supported are sections of three planes"),
+        ({"mrope_section": [4, 4]}, r"mrope_section=\[4, 4\]"),
+        ({"mrope_section": [9, -4, 3]}, r"mrope_section=\[9, -4, 3\]"),
+        ({"num_heads": 0}, "num_heads for rank 3"),
+    ],
+)
+def test_rotary_embedding_by_planes_refuses(attrs: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=words):
+        lowered(make("MRotaryEmbedding", PLANES, list(PLANES), ["y"], **SECTIONED | attrs))
+
+
+def test_rotary_embedding_by_planes_that_do_not_fit() -> None:
+    with pytest.raises(InvalidModelError, match="has sections of 7 columns, and caches of 8"):
+        lowered(make("MRotaryEmbedding", PLANES, list(PLANES), ["y"], **SECTIONED | {"mrope_section": [2, 2, 3]}))
+    feeds = PLANES | {"p": np.zeros((2, 2, 3), np.int64)}
+    with pytest.raises(UnsupportedModelError, match=r"positions \[2, 2, 3\]"):
+        lowered(make("MRotaryEmbedding", feeds, list(feeds), ["y"], **SECTIONED))
+
+
 def _buildable() -> dict[str, tuple[str, dict[str, Array], list[str], dict[str, Any]]]:
     """Every lowered operator once, in the forms that TensorRT might take differently."""
     half = np.float16
@@ -325,6 +382,7 @@ def _buildable() -> dict[str, tuple[str, dict[str, Array], list[str], dict[str, 
         "rotary, heads": ("RotaryEmbedding", {"x": heads, **full, **rope}, [], {}),
         "rotary, part": ("RotaryEmbedding", {"x": x, **full, **partial}, [],
                          {"num_heads": 4, "rotary_embedding_dim": 8}),
+        "rotary, planes": ("MRotaryEmbedding", {"x": x, "p": np.ones((3, 2, 3), np.int64), **rope}, [], SECTIONED),
     }  # fmt: skip
 
 

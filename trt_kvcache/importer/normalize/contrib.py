@@ -4,6 +4,7 @@
     SkipSimplifiedLayerNormalization(x, skip, g, b)    s = x + skip + b; RMSNormalization(s, g); s
     SkipLayerNormalization(x, skip, g, beta, b)        s = x + skip + b; LayerNormalization(s, g, beta); s
     RotaryEmbedding(x, position_ids, cos, sin)         RotaryEmbedding(x, cos, sin, position_ids), see `rotary`
+    MRotaryEmbedding(x, position_ids, cos, sin)        RotaryEmbedding(x, c, s), see `rotary`
     Gelu, FastGelu, BiasGelu                           Gelu(x + b), exact or tanh
     QuickGelu(x)                                       x * Sigmoid(alpha * x)
     FusedMatMul(a, b)                                  MatMul(Transpose(a), Transpose(b)) * alpha
@@ -40,7 +41,7 @@ from trt_kvcache.importer.graph import (
     replace_uses,
 )
 from trt_kvcache.importer.normalize.nbits import lower_gather_nbits, lower_matmul_nbits
-from trt_kvcache.importer.normalize.rotary import lower_rotary
+from trt_kvcache.importer.normalize.rotary import lower_planes, lower_rotary
 
 CONTRIB = "com.microsoft"
 """The domain of ONNX Runtime's own operators."""
@@ -317,10 +318,15 @@ def _rotary(emitter: Emitter, node: gs.Node) -> Results:
     return [lower_rotary(emitter, node)]
 
 
+def _planes(emitter: Emitter, node: gs.Node) -> Results:
+    return [lower_planes(emitter, node)]
+
+
 _LOWERINGS: dict[str, Callable[[Emitter, gs.Node], Results]] = {
     "SkipSimplifiedLayerNormalization": _skip_simplified_norm,
     "SkipLayerNormalization": _skip_norm,
     "RotaryEmbedding": _rotary,
+    "MRotaryEmbedding": _planes,
     "Gelu": _exact_gelu,
     "FastGelu": _fast_gelu,
     "BiasGelu": _exact_gelu,
