@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from concat_graphs import MASKS, Build
+from concat_graphs import MASKS, TYPES, Build
 from onnx import TensorProto
 
 Change = Callable[[Build, str], str]
@@ -127,6 +127,19 @@ def mixed(merged: Merged, g: Build, tensor: str) -> str:
     return merge_as(g, g.node("Transpose", [tensor], perm=[0, 2, 1, 3]), tensor)
 
 
+def by_length(merged: Merged, g: Build, tensor: str) -> str:
+    """As `merge`, but the numbers of each head lie in another order for texts of 18 tokens and more."""
+    return shuffled(g, merge(merged, g, tensor))
+
+
+def shuffled(g: Build, tensor: str) -> str:
+    """``[B*H, X, Y]`` by way of ``[B*H, 1, X*Y]``, or for longer texts ``[B*H, 2, X*Y/2]``, transposed."""
+    parts = g.node("Where", [g.node("Less", [g.all, g.constant(18)]), g.constant([1]), g.constant([2])])
+    shape = g.node("Concat", [_size(g, tensor, 0), parts, g.constant([-1])], axis=0)
+    turned = g.node("Transpose", [g.node("Reshape", [tensor, shape])], perm=[0, 2, 1])
+    return g.node("Reshape", [turned, g.node("Shape", [tensor])])
+
+
 def merge_as(g: Build, tensor: str, like: str) -> str:
     """As many numbers as ``[B*H, X, Y]``."""
     shape = [g.constant([-1]), *(_size(g, like, axis) for axis in (2, 3))]
@@ -140,3 +153,22 @@ def fixed(rows: int) -> Any:
         return g.node("Reshape", [tensor, g.constant(np.array([rows, -1, g.decoder.size]))])
 
     return make
+
+
+def cross_attention(g: Build, x: str) -> str:
+    """Attention over an encoder's keys and values beside that over the text: for `after` of a `Decoder`."""
+    merged, heads, size = Merged(), g.decoder.heads, g.decoder.size
+    kind = TYPES[g.decoder.dtype]
+    names = (f"past_key_values.0.encoder.{part}" for part in ("key", "value"))
+    keys, values = (g.input(name, kind, [g.decoder.batch, heads, "encoder", size]) for name in names)
+    heard = g.input("encoder_attention_mask", TensorProto.INT64, [g.decoder.batch, "encoder"])
+    shown = g.node("Unsqueeze", [g.node("Cast", [heard], to=TensorProto.BOOL), g.constant([1, 2])])
+    mask = g.node("Where", [shown, g.number(0.0), g.number(g.decoder.lowest)])
+    made = g.node("MatMul", [x, g.weight(heads * size, heads * size)])
+    rows = g.node("Reshape", [made, g.constant([0, 0, heads, size])])
+    query = merge(merged, g, g.node("Transpose", [rows], perm=[0, 2, 1, 3]))
+    scores = g.node("MatMul", [query, g.node("Transpose", [merge(merged, g, keys)], perm=[0, 2, 1])])
+    scores = merge(merged, g, g.node("Add", [separate(merged, g, scores), mask]))
+    result = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), merge(merged, g, values)])
+    rows = g.node("Transpose", [separate(merged, g, result)], perm=[0, 2, 1, 3])
+    return g.node("Add", [x, g.node("Reshape", [rows, g.constant([0, 0, heads * size])])])

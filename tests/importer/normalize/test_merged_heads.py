@@ -6,14 +6,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from concat_decode import Decode, compare, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from merged_graphs import Merged, fixed, heads_first, mixed
+from merged_graphs import Merged, by_length, cross_attention, fixed, heads_first, mixed, shuffled
 
+from trt_kvcache import BuildOptions, PlanOptions, build_engine, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.plan import AttentionKind, Role
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "BART": ({"mask": "padding"}, {}),
@@ -95,6 +98,34 @@ def test_nothing_is_left_of_the_merged_axis(split: str) -> None:
     assert {kind: found.count(kind) for kind in kinds} == {kind: wanted.count(kind) for kind in kinds}
 
 
+@pytest.mark.parametrize("split", ["mask", "none"])
+def test_beside_an_encoder(tmp_path: Path, split: str) -> None:
+    """Attention over what an encoder gives is left as it is."""
+    path, options = tmp_path / "model.onnx", PlanOptions(capacity=24)
+    decoder = _decoder({"mask": "padding", "positions": "padding", "after": cross_attention}, split=split)
+    onnx.save(make_decoder(decoder), path)
+    plan = plan_model(path, options)
+    assert len(plan.caches) == 2
+    assert {t.name for t in plan.tensors if t.role is Role.CONSTANT} == {
+        "encoder_attention_mask", "past_key_values.0.encoder.key", "past_key_values.0.encoder.value",
+    }  # fmt: skip
+    verify_model(path, options).check()
+
+
+@pytest.mark.parametrize(
+    "name", ["BART", "BLOOM", "all merged", "batch left open", "groups of heads", "queries by way of [B*H, 1, S, D]"]
+)
+def test_builds(tmp_path: Path, name: str) -> None:
+    """With heads of 16 in half precision: attention is one kernel, and every cache is updated in place."""
+    settings, merged = VARIANTS[name]
+    path, options = tmp_path / "model.onnx", PlanOptions(capacity=256)
+    onnx.save(make_decoder(_decoder({**settings, "dtype": np.float16, "size": 16}, **merged)), path)
+    plan = plan_model(path, options)
+    assert [attention.kind for attention in plan.attention] == [AttentionKind.FUSED]
+    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=BuildOptions(max_batch=2))
+    assert manifest.aliases == {cache.present: cache.past for cache in plan.caches}
+
+
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "heads outermost": ({}, {"keys": heads_first, "values": heads_first}, "with its heads repeated and transposed"),
     "values with heads outermost": ({}, {"values": heads_first}, "'past_key_values.0.value' with its heads repeated"),
@@ -102,6 +133,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rows of values and heads in turn": ({}, {"values": mixed}, "is not cache 'past_key_values.0.value' with"),
     "traced with a batch of one": ({}, {"keys": fixed(4), "values": fixed(4)}, "reads the cache .* is no attention"),
     "traced with a batch of two": ({}, {"keys": fixed(8), "values": fixed(8)}, "reads the cache .* is no attention"),
+    "merged in another order for long texts": (
+        {},
+        {"keys": by_length, "values": by_length},
+        "arranges the cache 'past_key_values.0.key' as .* something else at other lengths",
+    ),
+    "queries in another order for long texts": ({}, {"before": shuffled}, "from the length of the cache together with"),
     "temperature of the text": ({"scores": lambda g, s: _by_length(g, s)}, {}, "is no attention"),
 }
 
