@@ -30,8 +30,9 @@ class Decoder:
         repeat: how key heads are repeated: "expand", "tile", "gather" or "none".
         layout: of the caches: "bnsd", "bsnd" or "flat".
         positions: where they come from: "input", "past", "padding", "present" or "none".
-        scores, masked, keys, values: change a tensor on its way, in every layer: scores before and behind the mask,
-            repeated keys and values.
+        sinks: what stands beside the scores: "" nothing, "weight" a logit per head, "zero" a constant.
+        scores, masked, weights, keys, values: change a tensor on its way, in every layer: scores before and behind the
+            mask, what the softmax makes of them, repeated keys and values.
         after: changes the hidden states at the end of the model.
         attend: attention over queries, keys and values that is written in another way; see `merged_graphs`.
     """
@@ -50,6 +51,7 @@ class Decoder:
     window: int = 0
     upcast: bool = False
     guard: bool = False
+    sinks: str = ""
     repeat: str = "expand"
     layout: str = "bnsd"
     positions: str = "input"
@@ -64,6 +66,7 @@ class Decoder:
     capacity: int = 24
     scores: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     masked: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
+    weights: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     keys: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     values: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
     after: Callable[[Build, str], str] = field(default=lambda build, tensor: tensor)
@@ -288,12 +291,38 @@ def _attend(g: Build, query: str, keys: str, values: str) -> str:
         cap = g.number(decoder.softcap)
         scores = g.node("Mul", [g.node("Tanh", [g.node("Div", [scores, cap])]), cap])
     scores = decoder.masked(g, _masked(g, decoder.scores(g, scores)))
-    weights = g.node("Softmax", [scores], axis=-1)
+    if decoder.sinks:
+        scores = beside_sinks(g, scores, sink_column(g, scores))
+    weights = decoder.weights(g, g.node("Softmax", [scores], axis=-1))
+    if decoder.sinks:
+        weights = without_sinks(g, weights)
     if decoder.guard:
         weights = g.node("Where", [g.node("IsNaN", [weights]), g.number(0.0), weights])
     if decoder.upcast:
         weights = g.node("Cast", [weights], to=TYPES[decoder.dtype])
     return g.node("MatMul", [weights, values])
+
+
+def sink_column(g: Build, scores: str) -> str:
+    """``[B, H, S, 1]``."""
+    heads = g.decoder.heads
+    shape = [g.node("Unsqueeze", [g.size_of(scores, axis), g.constant([0])]) for axis in (0, 2)]
+    rows = g.node("Concat", [shape[0], g.constant([heads]), shape[1], g.constant([1])], axis=0)
+    if g.decoder.sinks == "zero":
+        return g.node("Expand", [g.number(0.0), rows])
+    dtype = np.float32 if g.decoder.upcast else g.decoder.dtype
+    sinks = g.constant(np.linspace(-1.0, 3.0, heads), dtype)
+    return g.node("Expand", [g.node("Reshape", [sinks, g.constant([1, -1, 1, 1])]), rows])
+
+
+def beside_sinks(g: Build, scores: str, column: str) -> str:
+    """``[B, H, S, T + 1]``, with the largest number of each row taken off, as gpt-oss does."""
+    both = g.node("Concat", [scores, column], axis=-1)
+    return g.node("Sub", [both, g.node("ReduceMax", [both, g.constant([-1])], keepdims=1)])
+
+
+def without_sinks(g: Build, weights: str, start: int = 0, end: int = -1) -> str:
+    return g.node("Slice", [weights, g.constant([start]), g.constant([end]), g.constant([-1])])
 
 
 def _masked(g: Build, scores: str) -> str:

@@ -55,7 +55,7 @@ class Layer:
 
 
 def decode(layer: Layer, chunks: Sequence[int], batch: int, result: onnx.ModelProto | None = None) -> None:
-    """Run a decode in `chunks` on the model as exported and on its canonical form, and compare every step."""
+    """Run a decode in `chunks` on the model as exported and on its canonical form, or `result`; compare every step."""
     result = result or normalized(layer.model)
     before, after = session(layer.model), session(result)
     wanted = {value.name for value in result.graph.input}
@@ -73,6 +73,7 @@ def decode(layer: Layer, chunks: Sequence[int], batch: int, result: onnx.ModelPr
         lengths = {
             "write_indices": np.full(batch, past),
             "nonpad_kv_seqlen": np.full(batch, past + new),
+            "attention_span": np.arange(past + new),  # of a rewritten model
         }
         feeds = {"x": x, "past_k": cache_k, "past_v": cache_v, **lengths, **extra}
         got, cache_k, cache_v = after.run(["y", "present_k", "present_v"],

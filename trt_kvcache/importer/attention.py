@@ -18,6 +18,8 @@ from trt_kvcache.importer.caches import VIEW_OPS
 from trt_kvcache.importer.graph import (
     FLOATS,
     NAME_PREFIX,
+    SINKS,
+    SLOPES,
     consumers,
     contains,
     dims,
@@ -51,6 +53,8 @@ class AttentionFacts:
         qk_output: the node's fourth output is read.
         keys: number of keys: the size of K's sequence axis.
         queries: number of queries: the size of Q's sequence axis.
+        sinks: logits beside the scores, as many as query heads; None: none.
+        slopes: what a score loses with each token behind its query, by query head; None: nothing.
     """
 
     node: gs.Node
@@ -72,11 +76,14 @@ class AttentionFacts:
     lengths: gs.Tensor | None
     keys: Dim
     queries: Dim
+    sinks: gs.Tensor | None
+    slopes: gs.Tensor | None
 
     @property
     def additive(self) -> bool:
-        """Whether the model's own mask is a float bias."""
-        return self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
+        """Whether the mask is a float bias."""
+        own = self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
+        return own or self.slopes is not None
 
     @property
     def masked(self) -> bool:
@@ -161,6 +168,8 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         lengths=input_or_none(node, 6),
         keys=_axis(k, sequence_axis(k)),
         queries=_axis(q, sequence_axis(q)),
+        sinks=input_or_none(node, SINKS),
+        slopes=input_or_none(node, SLOPES),
     )
 
 
@@ -324,6 +333,7 @@ def _geometry(
         facts.right_window,
         facts.mask.name if facts.mask is not None else None,
         facts.dtype if facts.additive else None,
+        facts.slopes.name if facts.slopes is not None else None,
         span.name if span else _key_identity(facts),
         # one scalar of the batch's shape: nodes share a mask only where the number of queries is provably the same
         sequence_source(graph, facts),
@@ -339,6 +349,7 @@ def _geometry(
             additive=facts.additive,
             span=span.name if span else None,
             guarded=facts.masked,
+            slopes=facts.slopes.name if facts.slopes is not None else None,
         )
     return masks[key]
 

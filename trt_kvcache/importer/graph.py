@@ -20,12 +20,16 @@ G_LOGGER.severity = G_LOGGER.ERROR
 NAME_PREFIX = "trt_kvcache/"
 ONNX_DOMAINS = (None, "", "ai.onnx")
 BOOL = int(onnx.TensorProto.BOOL)
+FLOAT = int(onnx.TensorProto.FLOAT)
 INT32 = int(onnx.TensorProto.INT32)
 INT64 = int(onnx.TensorProto.INT64)
 FLOATS = frozenset(
     (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
 )
 """Types that attention may have."""
+SINKS, SLOPES = 7, 8
+"""Inputs of an Attention behind those that ONNX's has: one number for each query head (or one for all). Only the
+importer makes such nodes, and none is left in a rewritten model: see `normalize.sinks` and `normalize.slopes`."""
 
 
 def is_op(node: gs.Node, *op_types: str) -> bool:

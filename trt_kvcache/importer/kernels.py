@@ -25,6 +25,8 @@ def attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
     """Fused, decomposed or lowered to plain operators, and why."""
     half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
     size = facts.head_size
+    if facts.sinks is not None:
+        return AttentionKind.LOWERED, "attention sinks"
     if facts.softcap:
         return AttentionKind.LOWERED, f"softcap {facts.softcap:g}"
     if facts.softmax_precision not in (None, facts.dtype):

@@ -118,7 +118,8 @@ def _known(item: AttentionPlan) -> bool:
 
 
 def _is_causal(mask: MaskGeometry) -> bool:
-    return mask.causal and mask.lengths is not None and mask.mask is None and mask.right_window < 0
+    plain = mask.mask is None and mask.slopes is None and mask.right_window < 0
+    return mask.causal and mask.lengths is not None and plain
 
 
 def _is_linear(cache: CacheUpdate) -> bool:

@@ -27,6 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "Where": {"apply": "where"},
     "Where the other way round": {"apply": "hide"},
     "guard against NaN": {"guard": True},
+    "the largest score taken off": {"masked": lambda g, s: _without_largest(g, s)},
     "float16": {"dtype": np.float16},
     "float16, scores in float32": {"dtype": np.float16, "upcast": True, "guard": True},
     "Tile": {"repeat": "tile"},
@@ -46,6 +47,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "four tokens at a time": {"sequence": 4, "positions": "past"},
     "no pattern in names": {"names": ("past_x{layer}{kind}", "y{layer}{kind}")},
 }
+
+
+def _without_largest(g: Build, scores: str) -> str:
+    return g.node("Sub", [scores, g.node("ReduceMax", [scores, g.constant([-1])], keepdims=1)])
 
 
 @pytest.mark.parametrize("name", VARIANTS)

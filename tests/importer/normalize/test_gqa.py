@@ -140,6 +140,33 @@ def test_a_cache_of_a_window_becomes_linear(rows: int) -> None:
         past += new
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize(
+    "attrs",
+    [
+        {"sinks": True},
+        {"smooth_softmax": 1},
+        {"sinks": True, "smooth_softmax": 1},
+        {"smooth_softmax": -1},
+        {"sinks": True, "softcap": 1.5, "rotary": SIZE},
+        {"sinks": True, "local_window_size": 3},
+        {"smooth_softmax": 1, "scale": 0.7, "packed": False},
+    ],
+    ids=str,
+)
+def test_sinks(tmp_path: Path, dtype: Any, attrs: dict[str, Any]) -> None:
+    """By ONNX Runtime's own kernel, head_sink counts in any case, and smooth_softmax=1 without it is a sink of 0."""
+    graph = Graph()
+    options = {name: value for name, value in attrs.items() if name != "sinks"}
+    if "sinks" in attrs:
+        options["extra"] = {11: graph.constant(np.array([0.5, -1.0, 2.0, 20.0]), dtype)}
+    case = layer(dtype, graph=graph, **options)
+    result = harness.imported(case.model, tmp_path, PlanOptions(capacity=CAPACITY))
+    assert (result.plan.attention[0].reason == "attention sinks") == (attrs != {"smooth_softmax": -1})
+    decode(case, CHUNKS, 1, result.model)
+    decode(case, [5, 1, 1, 1], 3, result.model)
+
+
 def test_norm_weights() -> None:
     """ONNX Runtime's CPU kernel refuses them: the reference normalizes each head before the operator."""
     case = layer(np.float32, packed=False, rotary=SIZE, norm=True, qk_norm_epsilon=1e-3)
@@ -275,8 +302,8 @@ def window_bias(graph: Graph, window: int, value: float = -1e9, *, both: bool = 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"smooth_softmax": 1}, "adds a sink to its softmax"),
-        ({"extra": {11: "sink"}}, "adds a sink to its softmax"),
+        ({"extra": {11: "sink"}}, "a weight with one logit for each of its heads"),
+        ({"extra": {11: "one_sink"}}, "a weight with one logit for each of its heads"),
         ({"k_quant_type": "PER_TENSOR"}, "has quantized caches"),
         ({"outputs": 4, "qk_output": 1}, "gives its scores as an output"),
         (
@@ -294,6 +321,8 @@ def test_refusals(options: dict[str, Any], words: str) -> None:
     names = {*options.get("extra", {}).values(), options.get("seqlens", ""), options.get("total", "")}
     if "sink" in names:
         graph.input("sink", TensorProto.FLOAT, [HEADS])
+    if "one_sink" in names:
+        graph.initializers.append(onnx.numpy_helper.from_array(np.zeros(1, np.float32), "one_sink"))
     if names & {"total_minus_two", "total_plus"}:
         seqlens, total = mask_lengths(graph)
         two = graph.constant(1, np.int32)
@@ -372,6 +401,7 @@ def test_original_of_the_reference_runs() -> None:
         {"rotary": SIZE // 2, "rotary_interleaved": 1, "norm": True},
         {"local_window_size": 4},
         {"softcap": 2.0},
+        {"smooth_softmax": 1, "local_window_size": 4},
     ],
     ids=str,
 )

@@ -6,13 +6,13 @@
 
 becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. The chains between a cache and its
 MatMul are not matched: the cache is filled with numbers, the chain is evaluated, and the result must be the cache
-with its heads repeated, transposed, and scaled by one factor.
+with its heads repeated, transposed, and scaled by one factor. Beside the scores may stand sinks: see `sinks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -26,10 +26,12 @@ from trt_kvcache.importer.normalize.even import hold_even, operands
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify, hold_low, is_low
+from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify, hides_any, hold_low, is_low
 from trt_kvcache.importer.normalize.merged_heads import before_reshapes, before_spread, behind_reshapes, hold_reshapes
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.scaled_masks import Hider, check_own, hold_hidden
+from trt_kvcache.importer.normalize.sinks import Sinks, drops_sink, joined, peeled, read_sinks
+from trt_kvcache.importer.normalize.slopes import find_slopes
 from trt_kvcache.importer.normalize.views import is_float_cast
 
 Array = npt.NDArray[Any]
@@ -50,6 +52,7 @@ class _Scores:
     masks: list[MaskUse]
     hiders: list[Hider] = field(default_factory=list)  # what hides scores, with the factors behind it
     reshapes: list[gs.Node] = field(default_factory=list)  # on the way, which change nothing all in all
+    column: gs.Tensor | None = None  # of sinks, beside the scores
 
 
 def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
@@ -85,7 +88,7 @@ class _Finder:
 
     def decomposed(self, softmax: gs.Node) -> Core | None:
         """The attention around a Softmax, or None if no cache takes part."""
-        scores = self._scores(softmax.inputs[0])
+        scores = self._beside_sinks(softmax)
         if scores is None:
             return None
         key = self._cache_behind(scores.matmul.inputs[1])
@@ -97,8 +100,14 @@ class _Finder:
             raise UnsupportedModelError(
                 f"'{softmax.name}' over the scores of cache '{key.past.name}' is not over the keys"
             )
-        product = self._product(softmax.outputs[0], scores.reshapes)
+        product = self._product(softmax.outputs[0], scores.reshapes, sinks=scores.column is not None)
         value = self._cache_behind(product.inputs[1]) if product is not None else None
+        if (product is None or value is None) and scores.column is not None:
+            raise UnsupportedModelError(
+                f"'{softmax.name}' is over the scores of cache '{key.past.name}' and '{scores.column.name}' beside "
+                "them, and what it makes of them does not go without its last column to one MatMul with a cache of "
+                "values; supported are sinks: a last column that is dropped behind the softmax"
+            )
         if product is None or value is None:
             raise UnsupportedModelError(
                 f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul with "
@@ -107,6 +116,21 @@ class _Finder:
         keys, values, output = scores.matmul.inputs[1], product.inputs[1], product.outputs[0]
         name = softmax.name
         return self._core(name, keys, values, query, output, key, value, scores, transposed=True, is_causal=False)
+
+    def _beside_sinks(self, softmax: gs.Node) -> _Scores | None:
+        """The scores that a softmax is over, with the sinks beside them."""
+        join = joined(softmax.inputs[0], self._samples)
+        if join is None:
+            return self._scores(peeled(softmax.inputs[0], self._samples))
+        scores = self._scores(join.inputs[0])
+        if scores is not None:
+            scores.column = join.inputs[1]
+        elif (other := self._scores(join.inputs[1])) is not None:
+            raise UnsupportedModelError(
+                f"'{join.inputs[0].name}' stands before the scores of '{other.matmul.name}' in '{softmax.name}'; "
+                "supported are sinks behind them, as the last column"
+            )
+        return scores
 
     def fused(self, node: gs.Node) -> Core | None:
         """An Attention node over caches, or None."""
@@ -168,22 +192,28 @@ class _Finder:
             raise UnsupportedModelError(
                 f"'{name}' keeps {kept[0]} rows of its keys and {kept[1]} of its values; supported are as many of both"
             )
+        sinks: Sinks | None = None
+        if scores.column is not None:
+            sinks = read_sinks(name, scores.column, shape[1], self._samples)
         if abs(value_scale - 1) > 1e-6:
             raise UnsupportedModelError(
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
         scale = scores.scale * key_scale
-        hold_hidden(name, scores.hiders, self._samples)
-        visibility = classify(name, scores.masks, is_causal, self._graph, self._interface, self._samples, key)
+        graph, interface, samples = self._graph, self._interface, self._samples
+        beside = scores.column is not None
+        hiders = [h for h in scores.hiders if not self._only_slants(name, h, sinks=beside)]
+        hold_hidden(name, hiders, samples)
+        visibility = classify(name, scores.masks, is_causal, graph, interface, samples, key, sinks=beside)
         check_bias(name, visibility)
-        check_own(name, scores.hiders, visibility)
+        check_own(name, hiders, visibility)
         output = unguarded(output, visibility, self._samples)
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
             raise UnsupportedModelError(f"the shape of '{output.name}', the result of attention '{name}', is unknown")
-        types = [self._small.probe.elem_type(t.name) or _elem_type(key.past) for t in (query, output)]
+        query_type, output_type = (self._small.probe.elem_type(t.name) or _elem_type(key.past) for t in (query, output))
         return Core(name, output, query, key, value, scale, scores.softcap, visibility,
-                    shape[1], shape[3], sizes[3], *types)  # fmt: skip
+                    shape[1], shape[3], sizes[3], query_type, output_type, sinks)  # fmt: skip
 
     def _cache_behind(self, tensor: gs.Tensor) -> Write | None:
         """The cache that a tensor is made of by moving, repeating and scaling values."""
@@ -301,16 +331,23 @@ class _Finder:
             scores.softcap = pair[1]
         elif scores.softcap:
             raise UnsupportedModelError(f"'{node.name}' scales scores that are capped already")
+        scores.masks = [replace(use, factor=use.factor * pair[1]) for use in scores.masks]
         scores.scale *= pair[1]
         for hider in scores.hiders:
             hider.factor *= pair[1]
         return scores
 
+    def _only_slants(self, name: str, hider: Hider, *, sinks: bool) -> bool:
+        """Whether what is scaled with the scores are slopes, which hide nothing: these are scaled as well."""
+        if not hider.added or hider.factor == 1 or hides_any(self._samples.plain[0].probe.value(hider.tensor.name)):
+            return False
+        return find_slopes(name, hider.tensor, self._samples, shifted=not sinks) is not None
+
     def _very_low(self, tensor: gs.Tensor) -> bool:
         return is_low(self._small.probe.value(tensor.name))
 
-    def _product(self, probabilities: gs.Tensor, reshapes: list[gs.Node]) -> gs.Node | None:
-        """The MatMul that the probabilities go to.
+    def _product(self, probabilities: gs.Tensor, reshapes: list[gs.Node], *, sinks: bool) -> gs.Node | None:
+        """The MatMul that the probabilities go to, without that of the sinks if there are `sinks`.
 
         Reshapes on the way, which change nothing all in all, are added to `reshapes`.
         """
@@ -321,7 +358,10 @@ class _Finder:
                 return None
             node = readers[0]
             if is_op(node, "MatMul") and node.inputs[0] is tensor:
-                return node
+                return None if sinks else node
+            if sinks and is_op(node, "Slice") and node.inputs[0] is tensor and drops_sink(node, self._samples):
+                sinks, tensor = False, node.outputs[0]
+                continue
             if is_op(node, "Reshape"):
                 tensor, between = behind_reshapes(tensor, self._samples)
                 if not between:

@@ -6,7 +6,8 @@
     output  = Attention(query [B, Hq, S, D], present key, present value, own mask?, nonpad_kv_seqlen, is_causal=1)
 
 It is the form of mobius-onnx's static caches (https://onnx.ai/onnx/operators/onnx__TensorScatter.html,
-https://onnx.ai/onnx/operators/onnx__Attention.html), which the importer plans.
+https://onnx.ai/onnx/operators/onnx__Attention.html), which the importer plans. It is standard ONNX but for one input
+more, or two, that an Attention may have here: `SINKS` and `SLOPES`, of which the rewrite leaves none.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, dims, elem_type
+from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, dims, elem_type
 from trt_kvcache.importer.normalize.bias import emit_bias
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
+from trt_kvcache.importer.normalize.sinks import Sinks
 from trt_kvcache.importer.plan import Dim
 
 _INT64 = int(onnx.TensorProto.INT64)
@@ -131,6 +133,7 @@ class Canonical:
             core.scale,
             core.softcap,
             core.node,
+            core.sinks,
         )
 
     def _own(self, mask: gs.Tensor | None, dtype: int) -> gs.Tensor | None:
@@ -152,6 +155,7 @@ class Canonical:
         scale: float,
         softcap: float = 0.0,
         name: str = "attention",
+        sinks: Sinks | None = None,
     ) -> None:
         """Make `output` by Attention over caches.
 
@@ -164,6 +168,7 @@ class Canonical:
             scale: of the scores.
             softcap: of the scores; 0: none.
             name: of the node.
+            sinks: logits beside the scores; None: none.
         """
         output.inputs.clear()
         nothing = gs.Variable.empty()
@@ -184,6 +189,11 @@ class Canonical:
             inputs.append(mask if mask is not None else nothing)
         if bounded:
             inputs += [nothing, nothing, self.lengths]
+        for index, numbers in ((SINKS, sinks), (SLOPES, visibility.slopes)):
+            if numbers is not None:
+                weight = isinstance(numbers, gs.Tensor)
+                given = numbers if weight else self.emit.constant(np.asarray(numbers, np.float32))
+                inputs += [nothing] * (index - len(inputs)) + [given]
         self.graph.nodes.append(gs.Node("Attention", self.emit.name(name), attrs, inputs, [output]))
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype

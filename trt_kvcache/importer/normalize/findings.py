@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.normalize.bias import RelativeBias
 from trt_kvcache.importer.normalize.samples import Promise, Sample
+from trt_kvcache.importer.normalize.sinks import Sinks
 from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
+
+Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +67,7 @@ class Visibility:
         window: ``j > write_index + i - window``: as many keys, the query's own included; None: all.
         own: the caller's own mask over the rows of the cache, bool (True = visible) or added to the scores; None: none.
         bias: a relative position bias, added to the scores; None: none.
+        slopes: float32 ``[H or 1]``, added times key position minus query position; None: none.
         bounded: rows at and beyond ``write_index + S`` are hidden (always so where `causal`).
     """
 
@@ -69,6 +75,7 @@ class Visibility:
     window: int | None = None
     own: gs.Tensor | None = None
     bias: RelativeBias | None = None
+    slopes: Array | None = None
     bounded: bool = True
 
 
@@ -85,6 +92,7 @@ class Core:
         softcap: 0: none.
         heads, head_size, value_size: Hq, D and Dv.
         query_type, output_type: ONNX element types; where they are not the caches', casts stand around the attention.
+        sinks: logits beside the scores; None: none.
     """
 
     node: str
@@ -100,6 +108,7 @@ class Core:
     value_size: int
     query_type: int
     output_type: int
+    sinks: Sinks | None = None
 
 
 @dataclass(frozen=True)

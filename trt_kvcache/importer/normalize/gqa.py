@@ -7,12 +7,14 @@
     q, k      = RotaryEmbedding(q, cos, sin, write_indices + arange(S)), the same of k
     present   = TensorScatter(past, k or v, write_indices)
     output    = Attention(q, present_k, present_v; is_causal=1, left_window_size=local_window_size - 1), heads merged
+                with head_sink as its sinks; with smooth_softmax=1, sinks of 0
 
 Measured on ONNX Runtime 1.31.1 (CPU): new rows go to ``seqlens_k + 1 - S``, per row of the batch, which is also the
 first position; a local window of W lets a query see itself and W - 1 keys before; the soft cap comes before bias and
-masks; with position_ids, a first prompt counts on from its first one and later steps take them as they are, so that
-only contiguous ones mean the same in both. Its CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is
-that of the operator's page.
+masks, and leaves the sinks alone; head_sink counts beside smooth_softmax=1, too, which does nothing then; with
+position_ids, a first prompt counts on from its first one and later steps take them as they are, so that only contiguous
+ones mean the same in both. Its CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is that of the
+operator's page.
 
 With sliding_window_cache, the operator's buffers drop what its window has left behind, if they are shorter than the
 text; the numbers are the same as with a linear cache (measured, buffers of the window's length and more), which is what
@@ -54,6 +56,7 @@ from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.rotary import rotate
 from trt_kvcache.importer.normalize.samples import Sample, Samples
+from trt_kvcache.importer.normalize.sinks import Sinks
 
 _PASTS, _PRESENTS = (3, 4), (1, 2)
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS = 5, 6, 7, 8, 9, 10
@@ -142,8 +145,18 @@ def prove_gqa(
         )
     bias = input_or_none(node, _BIAS)
     masks = [MaskUse(bias, MaskKind.ADDED)] if bias is not None else []
-    seen = visibility(node, masks, graph, interface, samples, causal=causal, window=window if window > 0 else None)
-    return partial(_rewrite, node=node, caches=caches, sizes=_sizes(node), seen=seen)
+    sizes = _sizes(node)
+    seen = visibility(
+        node,
+        masks,
+        graph,
+        interface,
+        samples,
+        causal=causal,
+        window=window if window > 0 else None,
+        sinks=_sinks(node, sizes.heads) is not None,
+    )
+    return partial(_rewrite, node=node, caches=caches, sizes=sizes, seen=seen)
 
 
 def _check_table(node: gs.Node, capacity: int) -> None:
@@ -158,8 +171,12 @@ def _check_table(node: gs.Node, capacity: int) -> None:
 
 def _check_options(graph: gs.Graph, node: gs.Node) -> None:
     found = None
-    if node.attrs.get("smooth_softmax", 0) or input_or_none(node, _SINK) is not None:
-        found = "adds a sink to its softmax (smooth_softmax, head_sink), which ONNX's Attention cannot"
+    sinks = input_or_none(node, _SINK)
+    if sinks is not None and (not isinstance(sinks, gs.Constant) or dims(sinks) != (node.attrs.get("num_heads"),)):
+        found = (
+            f"has the sinks '{sinks.name}' {list(dims(sinks) or ())}; supported is a weight with one logit for each of "
+            "its heads"
+        )
     elif (
         input_or_none(node, _K_SCALE) is not None
         or input_or_none(node, _V_SCALE) is not None
@@ -218,10 +235,18 @@ def _rewrite(canonical: Canonical, node: gs.Node, caches: Sequence[HeldCache], s
     scale = float(node.attrs.get("scale", 0.0)) or sizes.head_size**-0.5
     softcap = float(node.attrs.get("softcap", 0.0))
     lengths = [t for t in node.inputs[_SEQLENS : _TOTAL + 1] if contains(canonical.graph.inputs, t)]
-    rewrite_held(canonical, node, caches, heads, seen, scale, softcap, sizes.heads * sizes.head_size)
+    merged = sizes.heads * sizes.head_size
+    rewrite_held(canonical, node, caches, heads, seen, scale, softcap, merged, sinks=_sinks(node, sizes.heads))
     node.inputs.clear()
     dead = [t for t in lengths if not consumers(t)]
     canonical.graph.inputs = [t for t in canonical.graph.inputs if not contains(dead, t)]
+
+
+def _sinks(node: gs.Node, heads: int) -> Sinks | None:
+    given = input_or_none(node, _SINK)
+    if given is None and int(node.attrs.get("smooth_softmax", 0)) == 1:
+        return np.zeros(heads, np.float32)
+    return given
 
 
 def _heads(canonical: Canonical, node: gs.Node, sizes: _Sizes) -> Heads:

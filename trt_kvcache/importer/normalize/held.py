@@ -10,7 +10,7 @@ output    = Attention(q [B, Hq, S, D], present_k, present_v, ...)
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_graphsurgeon as gs
 
@@ -22,6 +22,7 @@ from trt_kvcache.importer.normalize.findings import Visibility
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.masks import MaskUse, check_bias, classify
 from trt_kvcache.importer.normalize.samples import Samples
+from trt_kvcache.importer.normalize.sinks import Sinks
 
 Rewrite = Callable[[Canonical], None]
 """Edits the graph as proven before."""
@@ -188,6 +189,7 @@ def visibility(
     *,
     causal: bool,
     window: int | None = None,
+    sinks: bool = False,
 ) -> Visibility:
     """Which keys an operator's queries see, by its masks and by what it does of itself.
 
@@ -199,15 +201,16 @@ def visibility(
         samples: of it.
         causal: the operator hides keys behind the query's own position, which counts the past.
         window: the operator hides all but so many keys up to the query's own; None: it does not.
+        sinks: logits stand beside the scores.
 
     Raises:
         UnsupportedModelError: see `masks.classify`.
     """
     if not masks:
         return Visibility(causal=causal, window=window)
-    found = classify(node.name, masks, causal, graph, interface, samples)
+    found = classify(node.name, masks, causal, graph, interface, samples, sinks=sinks)
     windows = [w for w in (window, found.window) if w is not None]
-    seen = Visibility(found.causal, min(windows) if windows else None, found.own, found.bias, bounded=True)
+    seen = replace(found, window=min(windows) if windows else None, bounded=True)
     return check_bias(node.name, seen)
 
 
@@ -221,6 +224,7 @@ def rewrite_held(
     softcap: float = 0.0,
     merged: int | None = None,
     precision: int | None = None,
+    sinks: Sinks | None = None,
 ) -> None:
     """Put TensorScatter and Attention in the place of an operator.
 
@@ -234,6 +238,7 @@ def rewrite_held(
         softcap: of the scores; 0: none.
         merged: the width of a result ``[B, S, Hq*Dv]``; None: the result is ``[B, Hq, S, Dv]``.
         precision: ONNX element type that the softmax is computed in; None: that of the queries.
+        sinks: logits beside the scores; None: none.
     """
     output = node.outputs[0]
     node.outputs.clear()
@@ -244,7 +249,7 @@ def rewrite_held(
     if merged is not None:
         result = gs.Variable(emit.name("attention_heads"), dtype=elem_type(output) or heads.query.dtype)
     key, value = (cache.present for cache in caches)
-    canonical.attention(result, heads.query, key, value, seen, scale, softcap, node.name)
+    canonical.attention(result, heads.query, key, value, seen, scale, softcap, node.name, sinks)
     if precision is not None:
         result.inputs[0].attrs["softmax_precision"] = precision
     if merged is not None:

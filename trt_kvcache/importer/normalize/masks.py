@@ -15,7 +15,7 @@ A mask of scores must be 0 where a key is visible and (nearly) the lowest number
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from trt_kvcache.importer.normalize.bias import RelativeBias, find_bias
 from trt_kvcache.importer.normalize.findings import Visibility, Write
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.samples import Sample, Samples
+from trt_kvcache.importer.normalize.slopes import find_slopes
 from trt_kvcache.importer.plan import OriginalRole
 
 Array = npt.NDArray[Any]
@@ -51,10 +52,17 @@ class MaskKind(Enum):
 
 @dataclass(frozen=True, eq=False)
 class MaskUse:
-    """One mask of an attention. Several hide what any of them hides."""
+    """One mask of an attention. Several hide what any of them hides.
+
+    Attributes:
+        factor: what the scores are scaled by behind it: of slopes, which are scaled as well.
+        slanted: it adds slopes to the scores of visible keys.
+    """
 
     tensor: gs.Tensor
     kind: MaskKind
+    factor: float = 1.0
+    slanted: bool = False
 
 
 def classify(
@@ -65,6 +73,8 @@ def classify(
     interface: Interface,
     samples: Samples,
     write: Write | None = None,
+    *,
+    sinks: bool = False,
 ) -> Visibility:
     """Say which keys the queries of one attention see.
 
@@ -77,16 +87,23 @@ def classify(
         interface: of the model as exported.
         samples: of it.
         write: of the cache of keys; None: the operator holds it, and it grows.
+        sinks: logits stand beside the scores, so that what is added to all scores of a row counts.
 
     Raises:
         UnsupportedModelError: the mask is none of the templates.
     """
-    masks, bias = _split_bias(node, masks, samples)
+    masks, bias, slopes = _split_bias(node, masks, samples, sinks=sinks)
     own = _own_mask(node, masks, graph, interface, samples)
     counts = is_causal and write is None
     names = [use.tensor.name for use in masks]
-    key = (*(use.kind for use in masks), is_causal, counts, write is None or write.growing, write and write.kept)
-    if own is not None and bias is not None:
+    key = (
+        *((use.kind, use.slanted) for use in masks),
+        is_causal,
+        counts,
+        write is None or write.growing,
+        write and write.kept,
+    )
+    if own is not None and (bias is not None or slopes is not None):
         raise UnsupportedModelError(
             f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
         )
@@ -110,7 +127,7 @@ def classify(
     causal = all(_same(v, _causal(s, v.shape[-1])) for s, v in seen)
     if not causal and all(_same(v, _bounded(s, v.shape[-1])) for s, v in seen):
         samples.promise(names, ("bounded", *key), partial(sees, True, None))
-        return Visibility(causal=False, bias=bias)
+        return Visibility(causal=False, bias=bias, slopes=slopes)
     if not causal:
         sample, visible = max(seen, key=lambda pair: pair[0].total)
         window = int(visible[..., -1, :].sum(-1).max())
@@ -139,7 +156,7 @@ def classify(
 
     hides = all(pads(True, sample) for sample in samples.padded) or not all(pads(False, s) for s in samples.padded)
     samples.hold(names, ("padded", hides, window, *key), check_padding, padded=True)
-    return Visibility(window=window, bias=bias)
+    return Visibility(window=window, bias=bias, slopes=slopes)
 
 
 def check_bias(node: str, visibility: Visibility) -> Visibility:
@@ -148,7 +165,7 @@ def check_bias(node: str, visibility: Visibility) -> Visibility:
     Raises:
         UnsupportedModelError: naming the attention.
     """
-    if visibility.bias is not None and not visibility.causal:
+    if (visibility.bias is not None or visibility.slopes is not None) and not visibility.causal:
         raise UnsupportedModelError(
             f"'{node}' adds a relative position bias to its scores and is not causal; supported are biases of "
             "causal attention"
@@ -156,26 +173,33 @@ def check_bias(node: str, visibility: Visibility) -> Visibility:
     return visibility
 
 
-def _split_bias(node: str, masks: Sequence[MaskUse], samples: Samples) -> tuple[list[MaskUse], RelativeBias | None]:
-    """Tell a relative position bias from masks; sums of both are taken apart."""
+def _split_bias(
+    node: str, masks: Sequence[MaskUse], samples: Samples, *, sinks: bool
+) -> tuple[list[MaskUse], RelativeBias | None, Array | None]:
+    """Tell position biases from masks: relative ones and slopes. Sums are taken apart."""
     left: list[MaskUse] = []
     biases: list[RelativeBias] = []
+    slopes: Array | None = None
     pending = list(masks)
     while pending:
         use = pending.pop(0)
         maker = producer(use.tensor)
         biased = use.kind is MaskKind.ADDED and _is_biased(samples.plain[0].probe.value(use.tensor.name))
         if biased and maker is not None and is_op(maker, "Add"):
-            pending += [MaskUse(tensor, MaskKind.ADDED) for tensor in maker.inputs]
+            pending += [replace(use, tensor=tensor) for tensor in maker.inputs]
         elif biased and maker is not None and is_op(maker, "Where") and (parts := _parts(maker, samples)) is not None:
-            pending += parts
-        elif biased and (bias := find_bias(node, use.tensor, samples)) is not None:
+            pending += [replace(part, factor=use.factor) for part in parts]
+        elif biased and (found := find_slopes(node, use.tensor, samples, shifted=not sinks)) is not None:
+            slopes = found * np.float32(use.factor) + (0 if slopes is None else slopes)
+            if hides_any(samples.plain[0].probe.value(use.tensor.name)):
+                left.append(replace(use, factor=1.0, slanted=True))
+        elif biased and use.factor == 1 and (bias := find_bias(node, use.tensor, samples)) is not None:
             biases.append(bias)
         else:
             left.append(use)
-    if len(biases) > 1:
+    if len(biases) + (slopes is not None) > 1:
         raise UnsupportedModelError(f"'{node}' adds several position biases to its scores; supported is one")
-    return left, biases[0] if biases else None
+    return left, biases[0] if biases else None, slopes
 
 
 def _parts(where: gs.Node, samples: Samples) -> list[MaskUse] | None:
@@ -209,6 +233,11 @@ def hold_low(tensor: gs.Tensor, samples: Samples) -> None:
             )
 
     samples.hold([tensor.name], "low", low)
+
+
+def hides_any(value: Array | None) -> bool:
+    """Whether some scores are hidden by what is added to them."""
+    return value is not None and bool(np.any(value <= _HIDDEN))
 
 
 def _is_biased(value: Array | None) -> bool:
@@ -268,7 +297,7 @@ def _as_visible(node: str, use: MaskUse, value: Array) -> Array:
         return value.astype(bool)
     numbers = value.astype(np.float64)
     visible = numbers > _HIDDEN
-    if np.any(numbers[visible] != 0):
+    if np.any(numbers[visible] != 0) and not use.slanted:
         raise UnsupportedModelError(
             f"'{use.tensor.name}' adds numbers other than 0 and the lowest to the scores of '{node}' (a position "
             "bias); supported are causal, padding and window masks, and the caller's own"
@@ -346,7 +375,7 @@ def _check_own(
     added = [use for use in masks if use.kind is MaskKind.ADDED and _arrives(use, own, samples.plain[0])]
     for sample in samples.plain:
         stands(sample)
-    key = (*(use.kind for use in masks), is_causal, write is None or write.growing, len(added))
+    key = (*((use.kind, use.slanted) for use in masks), is_causal, write is None or write.growing, len(added))
     samples.promise([use.tensor.name for use in masks], ("own", own.name, *key), stands)
     value = samples.plain[0].probe.value(own.name)
     assert value is not None

@@ -30,6 +30,8 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.graph import (
     BOOL,
     INT64,
+    SINKS,
+    SLOPES,
     Emitter,
     consumers,
     contains,
@@ -163,7 +165,8 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
 def _windowed(node: gs.Node) -> bool:
     """Whether a node sees a window of the newest tokens: without lengths, causality starts at the first row."""
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
-    return causal and int(node.attrs.get("left_window_size", -1)) >= 0 and input_or_none(node, 3) is None
+    plain = input_or_none(node, 3) is None and input_or_none(node, SLOPES) is None
+    return causal and plain and int(node.attrs.get("left_window_size", -1)) >= 0
 
 
 def _readers(present: gs.Tensor) -> list[gs.Node]:
@@ -196,7 +199,9 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int) -> None:
             tensor.shape = shape
     for node in pair.readers:
         visible = _visible(emit, pair.keys.inputs[2], node.inputs[0], pair.window, rows)
-        node.inputs = [*node.inputs[:3], visible]
+        sinks = input_or_none(node, SINKS)
+        beyond = [] if sinks is None else [gs.Variable.empty()] * (SINKS - 4) + [sinks]
+        node.inputs = [*node.inputs[:3], visible, *beyond]
         for name in ("left_window_size", "right_window_size"):
             node.attrs.pop(name, None)
         node.attrs["is_causal"] = 0

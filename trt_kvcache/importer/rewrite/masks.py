@@ -3,6 +3,7 @@
     key position  k = 0 .. keys - 1                       [1, 1, 1, K]
     frontier      f = lengths - S_q + i   (i without lengths)   [B, 1, S_q, 1]
     visible         = k <= f and k >= f - left and ... and the model's own mask
+    with slopes       Where(visible, slopes * (k - f), -inf)      [B, N, S_q, K]
 
 TensorRT drops `nonpad_kv_seqlen` and aligns `is_causal` to the upper left corner, so the mask says explicitly what ONNX
 means (bottom right, ragged lengths). An explicit mask is the one form that every supported TensorRT version gets right.
@@ -16,7 +17,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.attention import AttentionFacts, sequence_source
-from trt_kvcache.importer.graph import BOOL, INT32, INT64, Emitter, dims
+from trt_kvcache.importer.graph import BOOL, FLOAT, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
 from trt_kvcache.importer.queries import sequence_axis
 
@@ -51,6 +52,8 @@ def _build(
     end = _end(graph, emitter, facts, plan, geometry)
     visible, row_visible = _geometric(graph, emitter, facts, geometry, end)
     bias = visible
+    if facts.slopes is not None and visible is not None:
+        bias = _slanted(graph, emitter, facts, geometry, end, visible)
     if facts.mask is not None:
         own = _own_mask(emitter, facts, geometry, end)
         if geometry.additive:
@@ -100,16 +103,10 @@ def _geometric(
     windowed = geometry.left_window >= 0 or geometry.right_window >= 0
     if not geometry.causal and lengths is None and not windowed:
         return None, None
-    keys = emitter.op("Unsqueeze", [_key_positions(graph, emitter, facts, geometry, end), emitter.ints([0, 1, 2])],
-                      "keys", INT64)  # fmt: skip
+    keys = _keys(graph, emitter, facts, geometry, end)
     parts: list[gs.Tensor] = []
     row_visible = None
-    length = None
-    if lengths is not None:
-        length = emitter.once(
-            ("length", lengths.name),
-            lambda: emitter.op("Unsqueeze", [lengths, emitter.ints([1, 2, 3])], f"{lengths.name}_4d", INT64),
-        )
+    length = _length(emitter, facts)
     if geometry.causal or windowed:
         frontier = _frontier(graph, emitter, facts, length)
     if geometry.causal:
@@ -128,6 +125,39 @@ def _geometric(
     for part in parts[1:]:
         visible = emitter.op("And", [visible, part], "visible", BOOL)
     return visible, None if windowed else row_visible
+
+
+def _slanted(
+    graph: gs.Graph,
+    emitter: Emitter,
+    facts: AttentionFacts,
+    geometry: MaskGeometry,
+    end: gs.Tensor | None,
+    visible: gs.Tensor,
+) -> gs.Tensor:
+    """What slopes add to the scores, minus infinity where a key is hidden: in float32, where distances are exact."""
+    keys, frontier = (
+        _keys(graph, emitter, facts, geometry, end),
+        _frontier(graph, emitter, facts, _length(emitter, facts)),
+    )
+    distance = emitter.op("Cast", [emitter.op("Sub", [keys, frontier], "behind", INT64)], "distance", FLOAT, to=FLOAT)
+    slopes = emitter.op("Reshape", [facts.slopes, emitter.ints([1, -1, 1, 1])], "slopes", FLOAT)
+    bias = emitter.op("Mul", [distance, slopes], "slanted", FLOAT)
+    if facts.dtype != FLOAT:
+        bias = emitter.op("Cast", [bias], "slanted_cast", facts.dtype, to=facts.dtype)
+    return emitter.op("Where", [visible, bias, emitter.scalar(float("-inf"), facts.dtype)], "bias", facts.dtype)
+
+
+def _length(emitter: Emitter, facts: AttentionFacts) -> gs.Tensor | None:
+    """The valid lengths, int64 ``[B, 1, 1, 1]``."""
+    lengths = facts.lengths
+    if lengths is None:
+        return None
+    made: gs.Tensor = emitter.once(
+        ("length", lengths.name),
+        lambda: emitter.op("Unsqueeze", [lengths, emitter.ints([1, 2, 3])], f"{lengths.name}_4d", INT64),
+    )
+    return made
 
 
 def _one_row(facts: AttentionFacts, geometry: MaskGeometry) -> bool:
@@ -170,6 +200,19 @@ def _frontier(graph: gs.Graph, emitter: Emitter, facts: AttentionFacts, length: 
 
     frontier: gs.Tensor = emitter.once(("frontier", source, length.name if length is not None else None), make)
     return frontier
+
+
+def _keys(
+    graph: gs.Graph, emitter: Emitter, facts: AttentionFacts, geometry: MaskGeometry, end: gs.Tensor | None
+) -> gs.Tensor:
+    """Positions of the keys, int64 ``[1, 1, 1, K]``."""
+
+    def make() -> gs.Tensor:
+        positions = _key_positions(graph, emitter, facts, geometry, end)
+        return emitter.op("Unsqueeze", [positions, emitter.ints([0, 1, 2])], "keys", INT64)
+
+    keys: gs.Tensor = emitter.once(("keys", geometry.name), make)
+    return keys
 
 
 def _key_positions(
