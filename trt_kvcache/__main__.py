@@ -11,6 +11,11 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 def main() -> None:
     """Run the command line on ``sys.argv``; never returns."""
+    if sys.stderr is None:  # closed; what goes there must not go to stdout, where `print` would put it
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+    if sys.stdout is None:
+        sys.stderr.write("error: the output cannot be written: stdout is closed\n")
+        sys.exit(1)
     try:
         try:
             from trt_kvcache.cli.app import app

@@ -25,6 +25,22 @@ def test_a_full_disk_is_one_line(arguments: list[str], tmp_path: Path) -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize("arguments", [["plan", "MODEL"], ["plan", "MODEL", "--json"], ["--help"]], ids=" ".join)
+def test_a_closed_stdout_is_one_line(arguments: list[str], tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    command = [sys.executable, "-m", "trt_kvcache", *[str(model) if a == "MODEL" else a for a in arguments]]
+    done = subprocess.run(["sh", "-c", 'exec "$@" >&-', "sh", *command], capture_output=True, text=True)
+    assert done.stderr == "error: the output cannot be written: stdout is closed\n"
+    assert done.returncode == 1
+
+
+def test_a_closed_stderr_leaves_stdout_to_the_result(tmp_path: Path) -> None:
+    """Where there is no stderr, `print(file=sys.stderr)` goes to stdout."""
+    command = [sys.executable, "-m", "trt_kvcache", "plan", str(tmp_path / "missing.onnx")]
+    done = subprocess.run(["sh", "-c", 'exec "$@" 2>&-', "sh", *command], capture_output=True, text=True)
+    assert (done.stdout, done.returncode) == ("", 1)
+
+
 def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
     command = [sys.executable, "-m", "trt_kvcache", "plan", str(model), "--json"]

@@ -9,7 +9,16 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 
-from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, Role, build_engine, plan_model, verify_model
+from trt_kvcache import (
+    DecodeSession,
+    GenerationConfig,
+    PlanOptions,
+    Role,
+    UnsupportedModelError,
+    build_engine,
+    plan_model,
+    verify_model,
+)
 
 LLAMA = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"
 OPTIONS = PlanOptions(capacity=64)
@@ -17,15 +26,21 @@ OPTIONS = PlanOptions(capacity=64)
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory):
+    return graft(tmp_path_factory.mktemp("hybrid"))
+
+
+def graft(folder, first=-3, length=None):
+    """The decoder with a convolution whose state is rows `first` and on; `length` fixes the number of tokens."""
     graph = gs.import_onnx(onnx.load(LLAMA))
     lookup = next(n for n in graph.nodes if n.op == "Gather" and "embed_tokens" in n.outputs[0].name)
     embedded = lookup.outputs[0]
     readers = {id(n): n for n in embedded.outputs}.values()
     past = gs.Variable("past_conv.0", np.float32, ["batch_size", 64, 3])
-    present = gs.Variable("present_conv.0", np.float32, ["batch_size", 64, 3])
+    left = 3 if first == -3 or length == 1 else "sequence_length + 2"
+    present = gs.Variable("present_conv.0", np.float32, ["batch_size", 64, left])
     columns, window, mixed, rows, hidden = (gs.Variable(f"conv_{i}", np.float32) for i in range(5))
     weight = np.random.default_rng(0).normal(0, 0.5, (64, 1, 4)).astype(np.float32)
-    ends = [gs.Constant(f"conv_{name}", np.array([v])) for name, v in (("from", -3), ("to", 2**62), ("axis", 2))]
+    ends = [gs.Constant(f"conv_{name}", np.array([v])) for name, v in (("from", first), ("to", 2**62), ("axis", 2))]
     for reader in readers:
         reader.inputs = [hidden if t is embedded else t for t in reader.inputs]
     graph.nodes += [
@@ -38,8 +53,14 @@ def hybrid(tmp_path_factory):
     ]
     graph.inputs.append(past)
     graph.outputs.append(present)
-    path = tmp_path_factory.mktemp("hybrid") / "model.onnx"
-    onnx.save(gs.export_onnx(graph.cleanup().toposort()), path)
+    model = gs.export_onnx(graph.cleanup().toposort())
+    del model.graph.value_info[:]
+    for value in (*model.graph.input, *model.graph.output):
+        for dim in value.type.tensor_type.shape.dim:
+            if length and dim.dim_param == "sequence_length":
+                dim.dim_value = length
+    path = folder / "model.onnx"
+    onnx.save(model, path)
     return path
 
 
@@ -66,3 +87,15 @@ def test_state_follows_its_sequence_in_a_ragged_batch(hybrid):
         alone = [session.generate([p], config)[0].tokens for p in prompts]
         together = [r.tokens for r in session.generate(prompts, config)]
     assert together == alone
+
+
+def test_state_that_keeps_its_size_for_one_token_only(tmp_path):
+    """As mobius-onnx writes Jamba's: all rows but the first."""
+    words = (
+        r"'past_conv.0' \[batch_size, 64, 3\] is state that no attention reads, and 'present_conv.0' .* another size"
+    )
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_model(graft(tmp_path, first=1), OPTIONS)
+    fixed = graft(tmp_path, first=1, length=1)
+    assert [state.past for state in plan_model(fixed, OPTIONS).states] == ["past_conv.0"]
+    verify_model(fixed, OPTIONS).check()
