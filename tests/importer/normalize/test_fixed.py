@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from cache_updates import index_copy, load, update_model
 from concat_decode import CAPACITY, compare, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph
@@ -16,6 +17,11 @@ from onnx import TensorProto, helper, numpy_helper
 from trt_kvcache import PlanOptions, verify_model
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.normalize.fixed import fold_fixed
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.probe import Blueprint
+from trt_kvcache.importer.normalize.samples import Samples
+from trt_kvcache.importer.normalize.writes import find_candidates
 from trt_kvcache.importer.plan import Target
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
@@ -128,8 +134,19 @@ def test_a_chain_of_them_is_folded(tmp_path: Path) -> None:
         lambda g, _: g.tokens,
         lambda g, _: g.position_ids,
         lambda g, _: g.padding,
+        lambda g, _: g.node("RandomUniform", [], shape=[4], seed=1.0),
     ],
-    ids=["batch", "update", "a large batch", "a larger batch", "a long update", "tokens", "positions", "padding"],
+    ids=[
+        "batch",
+        "update",
+        "a large batch",
+        "a larger batch",
+        "a long update",
+        "tokens",
+        "positions",
+        "padding",
+        "chance",
+    ],
 )
 def test_indices_that_a_size_or_an_input_changes_are_refused(tmp_path: Path, found) -> None:
     """TensorRT for RTX cannot make them; TensorRT could, where no length of the past takes part."""
@@ -254,6 +271,26 @@ def test_a_branch_that_only_large_steps_take_stays(tmp_path: Path, axis: int) ->
     """In no sample it is taken."""
     model = make_decoder(Decoder(after=chosen(by_axis(axis), CAPACITY - 2)))
     assert "If" in ops(rewritten(model, tmp_path).model)
+
+
+@pytest.mark.parametrize("limit", [18, 1000, 1 << 17])
+def test_beyond_the_capacity_circular_caches_go_on(limit: int) -> None:
+    """Their mask may be as long as the text."""
+
+    def folded(limit: int) -> onnx.ModelProto | None:
+        def scaled(g: Graph, past: str, new: str) -> str:
+            mask = g.input("attention_mask", INT64, ["B", "total"])
+            total = g.node("Gather", [g.node("Shape", [mask]), g.constant(1)], axis=0)
+            found = g.node("NonZero", [g.node("Greater", [g.constant([limit]), total])])
+            many = g.node("Cast", [g.node("Gather", [g.node("Shape", [found]), g.constant(1)])], to=FLOAT)
+            return index_copy()(g, past, g.node("Mul", [new, many]))
+
+        graph, model = load(update_model(scaled))
+        interface = Interface(model, find_candidates(graph), None)
+        return fold_fixed(Samples(Blueprint(model, {}), interface, 16))
+
+    assert folded(1 << 40) is not None
+    assert folded(limit) is None
 
 
 def with_experts(model: onnx.ModelProto) -> onnx.ModelProto:

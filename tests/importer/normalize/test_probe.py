@@ -139,3 +139,36 @@ def test_what_a_constant_is_cast_like_lends_its_type_only() -> None:
     assert value is not None
     assert value.dtype == np.float64
     assert value == 2.5
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "attributes"),
+    [
+        ("RandomUniform", [], {"shape": [4]}),
+        ("RandomNormal", [], {"shape": [4], "seed": 1.0}),
+        ("RandomUniformLike", ["numbers"], {"dtype": FLOAT}),
+        ("RandomNormalLike", ["numbers"], {"dtype": FLOAT}),
+        ("Bernoulli", ["half"], {}),
+        ("Multinomial", ["odds"], {}),
+        ("Dropout", ["numbers", "ratio", "training"], {}),
+    ],
+)
+def test_chance_has_no_value(op: str, inputs: list[str], attributes: dict[str, object]) -> None:
+    made = model()
+    given = {"half": [0.5, 0.5], "odds": [[1.0, 1.0]], "ratio": 0.5, "training": True}
+    for name, value in given.items():
+        array = np.asarray(value, np.bool_ if name == "training" else np.float32)
+        made.graph.initializer.append(onnx.numpy_helper.from_array(array, name))
+    made.graph.node.append(onnx.helper.make_node(op, inputs, ["made"], "made", **attributes))
+    made.graph.node.append(onnx.helper.make_node("NonZero", ["made"], ["places"], "places"))
+    probe = Probe(Blueprint(made, {}), {"past": (2, 2, 3, 4), "tokens": (2, 5), "flags": (2,)}, {})
+    assert probe.value("made") is None
+    assert probe.shape("places") is None
+
+
+def test_dropout_that_drops_nothing_has_the_value_of_its_input() -> None:
+    made = model()
+    made.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(False), "training"))
+    made.graph.node.append(onnx.helper.make_node("Dropout", ["numbers", "", "training"], ["made"], "made"))
+    probe = Probe(Blueprint(made, {}), {"past": (2, 2, 3, 4), "tokens": (2, 5), "flags": (2,)}, {})
+    np.testing.assert_array_equal(probe.value("made"), [0.0, 1.0, 2.0])

@@ -27,7 +27,8 @@ from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, is_sta
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _LARGEST = 1 << 16  # elements of a constant
-_MOST = 1 << 14  # of an axis
+_MOST = 1 << 14  # sequences, and of an axis that nothing explains
+_LONGEST = 1 << 20  # tokens
 _FEW = range(1, 9)
 _FEW_NUMBERS = 64  # of a constant that may be a size, a bound or an index
 
@@ -139,14 +140,21 @@ def _from_sizes(name: str, blueprint: Blueprint) -> bool:
 
 
 def _at_other_sizes(values: Mapping[str, Array], samples: Samples) -> dict[str, Array]:
-    """Those that stay whatever the batch is, and the axes that nothing explains: few, and around each number."""
+    """Those that stay whatever the batch is, and the axes that nothing explains: few, and around each number.
+
+    Behind the capacity as well, where caches may be circular.
+    """
     numbers = _numbers(list(values), samples.blueprint)
     found = dict(values)
-    for size in sorted({*_FEW, *(n + d for n in numbers for d in (-1, 0, 1) if 0 < n + d <= _MOST)}):
+    for size in sorted({*_FEW, *(n + d for n in numbers for d in (-1, 0, 1) if n + d > 0)}):
         for step in samples.learning[:2]:
-            batch = samples.step(size, step.past, step.length).probe
-            other = samples.step(step.batch, step.past, step.length, other=size).probe
-            found = {name: v for name, v in found.items() if _is(batch, name, v) and _is(other, name, v)}
+            probes = []
+            if size <= _MOST:
+                probes += [samples.step(size, step.past, step.length).probe]
+                probes += [samples.step(step.batch, step.past, step.length, other=size).probe]
+            if samples.wrapped and size > samples.capacity:
+                probes += [samples.step(step.batch, size, step.length, wrapped=True).probe]
+            found = {name: v for name, v in found.items() if all(_is(probe, name, v) for probe in probes)}
     return found
 
 
@@ -159,7 +167,7 @@ def _numbers(names: Sequence[str], blueprint: Blueprint) -> set[int]:
         maker = blueprint.maker(name)
         value = blueprint.constant(name) if maker is None else None
         if value is not None and value.size <= _FEW_NUMBERS and value.dtype.kind in "iuf":
-            found |= {int(n) for n in value.reshape(-1).tolist() if abs(n) <= _MOST and n == int(n)}
+            found |= {int(n) for n in value.reshape(-1).tolist() if abs(n) <= _LONGEST and n == int(n)}
         new = [n for n in (maker.inputs if maker is not None else ()) if n and n not in seen]
         pending += new
         seen.update(new)

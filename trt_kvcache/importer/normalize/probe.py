@@ -46,6 +46,7 @@ _SMALL = 1 << 12  # bytes of a constant; larger ones are not compared
 _SIZES = ("Shape", "Size")
 COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
 FILLED = ("ScatterElements", "ScatterND")  # as large as their first input, whatever is written into it
+_RANDOM = ("RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial")
 _SPREAD = ("Expand", "ConstantOfShape", "Tile", "Range")  # make much of little
 _VALUE, _TYPE = True, False
 _READABLE = {  # masks kept as buffers, and rows counted over a capacity
@@ -161,9 +162,11 @@ class Blueprint:
             inputs: None where one is left out.
 
         Returns:
-            One value for each output; None where they are unknown: no such implementation, a subgraph, or inputs that
-            do not fit.
+            One value for each output; None where they are unknown: no such implementation, a subgraph, chance, or
+            inputs that do not fit.
         """
+        if is_standard(node, "Dropout") and any(np.any(value) for value in inputs[2:]):
+            return [None] * len(node.output)  # in training
         form = self._form(node)
         if form not in self._operators:
             self._operators[form] = self._operator(node)
@@ -172,7 +175,7 @@ class Blueprint:
     def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
         """The reference implementation of a node, with its attributes."""
         domain = "" if node.domain == "ai.onnx" else node.domain
-        if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute):
+        if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or is_standard(node, *_RANDOM):
             return None
         try:
             made = load_op(domain, node.op_type, self.opsets.get(domain, 1))
