@@ -52,8 +52,9 @@ def run(model: onnx.ModelProto, feeds: dict[str, Any]) -> dict[str, Any]:
     return dict(zip([o.name for o in session.get_outputs()], session.run(None, feeds), strict=True))
 
 
-def test_rows_of_the_new_tokens() -> None:
-    model = decoder()
+@pytest.mark.parametrize("offset", [0, 2])
+def test_rows_of_the_new_tokens(offset: int) -> None:
+    model = decoder(offset, offset)
     result = normalize(model, {}, PlanOptions(capacity=CAPACITY)).model
     assert "Slice" not in {node.op_type for node in result.graph.node}
     past = {f"past.{n}": np.zeros((1, HEADS, 0, SIZE), np.float32) for n in ("key", "value")}
@@ -73,6 +74,9 @@ def test_a_table_shorter_than_the_capacity_says_the_most() -> None:
     with pytest.raises(OptionError, match=r"--capacity is 41, but the model has 40 positions.* at most --capacity 40"):
         normalize(decoder(), {}, PlanOptions(capacity=41))
     normalize(decoder(), {}, PlanOptions(capacity=40))
+    with pytest.raises(OptionError, match=r"--capacity is 39, but the model has 38 positions.* at most --capacity 38"):
+        normalize(decoder(2, 2), {}, PlanOptions(capacity=39))
+    normalize(decoder(2, 2), {}, PlanOptions(capacity=38))
 
 
 def test_each_sequence_has_rows_of_its_own() -> None:
@@ -90,8 +94,8 @@ def test_each_sequence_has_rows_of_its_own() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"first": 1, "last": 1}, {"first": -1, "last": 0}, {"use": "MatMul"}],
-    ids=["shifted", "one row more", "another reader"],
+    [{"first": -1, "last": -1}, {"first": -1, "last": 0}, {"use": "MatMul"}],
+    ids=["shifted to the front", "one row more", "another reader"],
 )
 def test_look_alikes_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedModelError, match="from the length of the cache together with weights"):

@@ -11,7 +11,7 @@
                                                         (scaled_masks), bias, guards
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states
-    the canonical form                                  canonical, residual (tables), trim, changes
+    the canonical form                                  canonical, residual (tables, counted), trim, changes
     rows that do not depend on each other               independence
     windows as circular buffers                         sliding
 
@@ -35,6 +35,7 @@ from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
+from trt_kvcache.importer.normalize.counted import NOTE
 from trt_kvcache.importer.normalize.even import hold_even
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.fixed import fold_fixed
@@ -53,7 +54,7 @@ from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
-from trt_kvcache.importer.normalize.states import find_states, resized
+from trt_kvcache.importer.normalize.states import find_states
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
@@ -146,7 +147,7 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
         return None
     for candidate in candidates:
         if candidate.reason:
-            raise resized(candidate) or candidate.refusal(candidate.reason)
+            raise candidate.refusal(candidate.reason)
     interface = Interface(model, [*candidates, *held], options.config, states)
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(model, weights), interface, capacity)
@@ -191,10 +192,10 @@ def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str])
     _check_readers(graph)
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup()
-    free_positions(graph, canonical, interface, samples)  # sorts the graph
+    ids = free_positions(graph, canonical, interface, samples)  # sorts the graph
     check_padding(graph, interface)
-    check_tables(graph, canonical)
-    check_independence(graph, canonical, interface, samples)
+    check_tables(graph, canonical, interface, samples, ids)
+    check_independence(graph, canonical, interface, samples, ids)
     check_promises(samples)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
@@ -207,7 +208,7 @@ def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str])
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = tuple(replace(t, dtype=wide.get(t.name, t.dtype)) for t in interface.tensors)
     changes = find_changes(tensors, model, counts, copies)
-    notes = (*_own_masks(exported.cores), *rings.notes)
+    notes = (*_own_masks(exported.cores), *((NOTE,) if ids else ()), *rings.notes)
     return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))
 
 

@@ -11,7 +11,7 @@ changed by what is known of it as exported, of others by the roles of their inpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import onnx
@@ -20,6 +20,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.counted import draw
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
 from trt_kvcache.importer.normalize.samples import Samples
@@ -30,10 +31,13 @@ from trt_kvcache.importer.protos import elem_type_of, shape_of
 # Integers that other operators take are sizes, such as how much of a table of positions is cut out.
 _LOOKUPS = ("Gather", "GatherND", "GatherElements", "RotaryEmbedding")
 _BATCH, _LENGTH = 5, 3  # of a step, where the model does not fix them
+_DRAWS = 8  # of tokens
 _SOURCES = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
 
-def check_independence(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
+def check_independence(
+    graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples, ids: Collection[int] = ()
+) -> None:
     """Refuse a model in which the positions of one sequence change what another one computes.
 
     Args:
@@ -41,6 +45,7 @@ def check_independence(graph: gs.Graph, canonical: Canonical, interface: Interfa
         canonical: of the graph.
         interface: of the model as exported.
         samples: of the model as exported.
+        ids: tokens that positions are counted with, where they are: then the others' tokens must not matter, either.
 
     Raises:
         UnsupportedModelError: naming the operator where it shows.
@@ -58,6 +63,17 @@ def check_independence(graph: gs.Graph, canonical: Canonical, interface: Interfa
         beside[0] = own
         steps = [canonical_step(graph, canonical, interface, blueprint, sample, s) for s in (alone, beside)]
         _compare(model, sources, steps[0], steps[1], sample.batch)
+    for seed in range(_DRAWS if ids else 0):
+        rng = np.random.default_rng(seed)
+        row = (0, sample.batch - 1)[seed % 2]  # what is summed up over the batch, the first one does not show
+        tokens = draw(ids, (2, sample.batch, sample.length), rng)
+        begins = rng.integers(0, last + 1, (2, sample.batch))
+        tokens[1, row], begins[1, row] = tokens[0, row], begins[0, row]
+        drawn = [
+            canonical_step(graph, canonical, interface, blueprint, sample, s).given({canonical.tokens.name: t})
+            for s, t in zip(begins, tokens, strict=True)
+        ]
+        _compare(model, [*sources, canonical.tokens.name], drawn[0], drawn[1], sample.batch, row)
 
 
 def check_exported(model: onnx.ModelProto, roles: Sequence[TensorRole], capacity: int) -> None:
@@ -114,7 +130,7 @@ def _exported_step(
     return Probe(blueprint, shapes, values)
 
 
-def _compare(model: onnx.ModelProto, sources: list[str], alone: Probe, beside: Probe, batch: int) -> None:
+def _compare(model: onnx.ModelProto, sources: list[str], alone: Probe, beside: Probe, batch: int, row: int = 0) -> None:
     readers: dict[str, list[onnx.NodeProto]] = {}
     for node in model.graph.node:
         for name in node.input:
@@ -128,7 +144,7 @@ def _compare(model: onnx.ModelProto, sources: list[str], alone: Probe, beside: P
             known = [o for o in node.output if o and alone.value(o) is not None]
             pending += [o for o in known if o not in seen]
             seen.update(known)
-            if not known and not _agree(node, alone.value(name), beside.value(name), batch):
+            if not known and not _agree(node, alone.value(name), beside.value(name), batch, row):
                 raise UnsupportedModelError(
                     f"{node.op_type} '{node.name}' computes with '{name}', which for one sequence of a batch depends "
                     "on the positions of the others, such as rotary factors chosen by the longest sequence (LongRoPE, "
@@ -137,22 +153,23 @@ def _compare(model: onnx.ModelProto, sources: list[str], alone: Probe, beside: P
                 )
 
 
-def _agree(node: onnx.NodeProto, alone: Array | None, beside: Array | None, batch: int) -> bool:
-    """Whether the first sequence reads the same."""
+def _agree(node: onnx.NodeProto, alone: Array | None, beside: Array | None, batch: int, row: int) -> bool:
+    """Whether a sequence reads the same."""
     if alone is None or beside is None or (alone.dtype.kind in "iu" and node.op_type not in _LOOKUPS):
         return True
     if alone.ndim != beside.ndim:
         return False
-    # What is cut to the longest sequence is longer in one of them; the first sequence has no part in the rest.
+    # What is cut to the longest sequence is longer in one of them; the sequence has no part in the rest.
     both = tuple(slice(min(sizes)) for sizes in zip(alone.shape, beside.shape, strict=True))
     alone, beside = alone[both], beside[both]
-    return np.array_equal(_first(alone, batch), _first(beside, batch), equal_nan=alone.dtype.kind == "f")
+    alone, beside = (_of_row(value, batch, row) for value in (alone, beside))
+    return np.array_equal(alone, beside, equal_nan=alone.dtype.kind == "f")
 
 
-def _first(value: Array, batch: int) -> Array:
-    """What belongs to the first sequence; everything where nothing says."""
+def _of_row(value: Array, batch: int, row: int) -> Array:
+    """What belongs to a sequence; everything where nothing says."""
     if batch in value.shape:
-        return np.asarray(value.take(0, axis=value.shape.index(batch)))
+        return np.asarray(value.take(row, axis=value.shape.index(batch)))
     if value.ndim and value.shape[0] % batch == 0:
-        return np.asarray(value[: value.shape[0] // batch])
+        return np.asarray(np.split(value, batch)[row])
     return value

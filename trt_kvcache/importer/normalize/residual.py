@@ -5,6 +5,7 @@ positions of the new tokens, which some exporters count from the length of a cac
 
     Range(P, P + S) -> Unsqueeze -> [1, S]          becomes          write_indices + arange(S)  [B, S]
 
+and a constant beside them. For those that look up a table at once, see `tables`; for those that skip pads, `counted`.
 Whatever else still depends on it is refused by name. Which tensors depend on it is seen from samples that differ in
 nothing but P.
 """
@@ -22,18 +23,20 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.counted import count_per_row
 from trt_kvcache.importer.normalize.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.samples import Sample, Samples
-from trt_kvcache.importer.normalize.tables import gather_rows
+from trt_kvcache.importer.normalize.tables import gather_rows, shifted_positions
 from trt_kvcache.importer.plan import OriginalRole
 
 Array = npt.NDArray[Any]
 
+_FAR = 1 << 31  # no position
 _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
 
-def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
+def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> set[int]:
     """Replace positions counted from the past, and refuse whatever else still depends on its length.
 
     Args:
@@ -41,6 +44,9 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         canonical: of the graph.
         interface: of the model as exported.
         samples: of the model as exported.
+
+    Returns:
+        Token ids that positions are counted with, such as that of pads; empty where tokens have no part in positions.
 
     Raises:
         UnsupportedModelError: a live node computes with the length of the past.
@@ -51,6 +57,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     queue += presents
     seen: set[str] = set()
     cancelled: list[str] = []
+    ids: set[int] = set()
     while queue:
         tensor = queue.pop(0)
         for node in consumers(tensor):
@@ -64,10 +71,13 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 seen.add(output.name)
                 if _is_cancelled(output, pair, samples):
                     cancelled.append(output.name)
+                elif counted := count_per_row(node, canonical, samples):
+                    ids |= counted
                 elif _follow(graph, node, output, canonical, pair, samples):
                     queue.append(output)
     graph.cleanup().toposort()
     check_cancelled(graph, canonical, interface, cancelled, samples)
+    return ids
 
 
 def check_padding(graph: gs.Graph, interface: Interface) -> None:
@@ -114,14 +124,15 @@ def _follow(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
             "tokens; supported are caches that only attention reads, and positions counted from their length"
         )
-    if _is_positions(output, samples):
+    offset = _offset(output, samples)
+    if offset is not None:
         # As late as possible: what follows may still spread [1, S] over the batch, which positions per row are already.
         after_all = [t for n in consumers(output) for t in n.outputs]
-        if after_all and all(_is_positions(t, samples) for t in after_all):
+        if after_all and all(_offset(t, samples) is not None for t in after_all):
             return True
-        _check_rows(graph, output, samples)
-        samples.promise([output.name], "positions", partial(_hold_positions, output))
-        replace_uses(output, _positions(graph, output, canonical, pair[0]))
+        _check_rows(graph, output, offset, samples)
+        samples.promise([output.name], ("positions", offset), partial(_hold_positions, output, offset))
+        replace_uses(output, _positions(output, offset, canonical, pair[0]))
         return False
     if gather_rows(graph, node, canonical, samples):
         return False
@@ -133,22 +144,22 @@ def _follow(
     return True
 
 
-def _hold_positions(output: gs.Tensor, sample: Sample) -> None:
-    if _layout(output, sample) is None:
+def _hold_positions(output: gs.Tensor, offset: int, sample: Sample) -> None:
+    if _layout(output, offset, sample) is None:
         raise UnsupportedModelError(
             f"'{output.name}' holds the positions of the new tokens, but not with {sample.past} tokens in the cache "
             f"and {sample.length} new; supported are positions that count on from the cache at every length"
         )
 
 
-def _check_rows(graph: gs.Graph, output: gs.Tensor, samples: Samples) -> None:
+def _check_rows(graph: gs.Graph, output: gs.Tensor, offset: int, samples: Samples) -> None:
     """Refuse positions per row where they come out as another shape: their first axis is not that of the batch.
 
     Raises:
         UnsupportedModelError: naming the tensor.
     """
     for sample in (s for s in (*samples.plain, *samples.twins) if s.batch > 1):
-        value, layout = sample.probe.value(output.name), _layout(output, sample)
+        value, layout = sample.probe.value(output.name), _layout(output, offset, sample)
         if value is None or layout is None:
             continue
         shape = [1] * value.ndim
@@ -183,13 +194,22 @@ def _constant(output: gs.Tensor, samples: Samples) -> bool:
     return True
 
 
-def _is_positions(output: gs.Tensor, samples: Samples) -> bool:
-    """Whether a tensor of rank 2 or more holds P + arange(S) along its one axis of the new tokens."""
-    return all(_layout(output, sample) is not None for sample in (*samples.plain, *samples.twins))
+def _offset(output: gs.Tensor, samples: Samples) -> int | None:
+    """What a tensor of rank 2 or more holds beside P + arange(S) along its one axis of the new tokens.
+
+    None where it is something else, or not the same in all samples.
+    """
+    first = samples.twins[0]
+    value = first.probe.value(output.name)
+    if value is None or not value.size or value.dtype.kind not in "iuf" or not abs(value.flat[0]) < _FAR:
+        return None
+    offset = int(value.flat[0]) - first.past
+    looked_at = (first, *samples.plain, *samples.twins)
+    return offset if all(_layout(output, offset, sample) is not None for sample in looked_at) else None
 
 
-def _layout(output: gs.Tensor, sample: Sample) -> tuple[int, int] | None:
-    """Rank, and the axis of the new tokens, where the value is positions."""
+def _layout(output: gs.Tensor, offset: int, sample: Sample) -> tuple[int, int] | None:
+    """Rank, and the axis of the new tokens, where the value is positions and `offset` more."""
     value = sample.probe.value(output.name)
     if value is None or value.ndim < 2 or value.shape[0] not in (1, sample.batch):
         return None
@@ -198,19 +218,19 @@ def _layout(output: gs.Tensor, sample: Sample) -> tuple[int, int] | None:
         return None
     if sample.length == 1 and inner:
         return None
-    expected = sample.past + np.arange(sample.length)
+    expected = sample.past + offset + np.arange(sample.length)
     axis = inner[0] if inner else 1
     shape = [1] * value.ndim
     shape[axis] = sample.length
     return (value.ndim, axis) if np.array_equal(value, np.broadcast_to(expected.reshape(shape), value.shape)) else None
 
 
-def _positions(graph: gs.Graph, output: gs.Tensor, canonical: Canonical, sample: Sample) -> gs.Variable:
-    layout = _layout(output, sample)
+def _positions(output: gs.Tensor, offset: int, canonical: Canonical, sample: Sample) -> gs.Variable:
+    layout = _layout(output, offset, sample)
     assert layout is not None
     rank, axis = layout
     emit = canonical.emit
-    positions = canonical.positions()
+    positions = shifted_positions(canonical, offset)
     others = [i for i in range(1, rank) if i != axis]
     if others:
         positions = emit.op("Unsqueeze", [positions, emit.ints(others)], "positions_like")

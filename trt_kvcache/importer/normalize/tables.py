@@ -1,33 +1,43 @@
-"""Rows of a table that are cut out by the length of the past: learned positions, as in onnxruntime-genai's Whisper.
+"""Rows of tables by the length of the past: learned and sinusoidal positions.
 
-Add(x [B, S, H], Slice(table [positions, H], P, P + S))
-becomes
-Add(x, Gather(table, write_indices + arange(S))  [B, S, H])
+onnxruntime-genai's Whisper cuts them out; torch looks up Marian's for all sequences at once:
+
+    Add(x [B, S, H], Slice(table [positions, H], P, P + S))
+    Add(x [B, S, H], Gather(table [positions, H], Range(P, P + S)  [S]))
+become
+    Add(x, Gather(table, write_indices + arange(S))  [B, S, H])
+
+A constant beside P stays, where a table has other rows before that of the first position, as BART's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, replace_uses
+from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
-_PASSING = ("Unsqueeze", "Squeeze", "Reshape", "Expand", "Tile", "Cast", "Identity", "Flatten", "Transpose")
+_LOOKUPS = {  # operator: places of index and table
+    "Gather": (1, 0), "GatherND": (1, 0), "GatherElements": (1, 0), "RotaryEmbedding": (3, 1),
+}  # fmt: skip
 
 
 def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
-    """Put a Gather by position in the place of `node`, if it is a Slice that provably takes the new tokens' rows.
+    """Put a Gather by position in the place of `node`, if it provably takes the new tokens' rows of a table.
 
     Args:
         graph: edited in place.
         node: anything.
         canonical: gives the positions.
-        samples: what the bounds are proven on, and that each reader adds the rows to ``[B, S, H]``.
+        samples: what the rows are proven on, and that each reader adds them to ``[B, S, H]``.
 
     Returns:
         Whether it was done.
@@ -35,77 +45,153 @@ def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: S
     Raises:
         OptionError: the capacity is more than the table's rows; a Slice beyond them gives fewer, where Gather fails.
     """
-    if not is_op(node, "Slice") or not isinstance(node.inputs[0], gs.Constant):
+    if not is_op(node, "Slice", "Gather") or contains(graph.outputs, node.outputs[0]):
         return False
     table, rows = node.inputs[0], node.outputs[0]
-    shape = dims(table) or ()
-    bounds = [input_or_none(node, index) for index in range(1, 5)]
-    if len(shape) != 2 or contains(graph.outputs, rows) or not all(_takes_new(bounds, s) for s in samples.plain):
+    looked_at = (*samples.plain, *samples.twins)
+    taken = _gathered(node) if is_op(node, "Gather") else _sliced(node)
+    offset = taken(looked_at[0])
+    if offset is None or offset < 0 or any(taken(s) != offset for s in looked_at):
         return False
-    _check_rows(node, table, shape[0], canonical.capacity)
-    if not all(is_op(n, "Add") and _adds_per_row(n, s, shape[1]) for n in consumers(rows) for s in samples.plain):
+    held = (dims(table) or ("?",))[0]
+    if isinstance(held, int):
+        _check_rows(node, table, held, canonical.capacity + offset, canonical.capacity)
+    if not all(_added_per_row(graph, rows, s) for s in looked_at):
         return False
-    gathered = canonical.emit.op("Gather", [table, canonical.positions()], "position_rows", axis=0)
-    replace_uses(rows, gathered)
+    index = shifted_positions(canonical, offset)
+    replace_uses(rows, canonical.emit.op("Gather", [table, index], "position_rows", axis=0))
 
     def takes_new(sample: Sample) -> None:
-        if not _takes_new(bounds, sample):
+        if taken(sample) != offset:
             raise UnsupportedModelError(
-                f"Slice '{node.name}' takes rows of the table '{table.name}' that are not those of the new tokens, "
-                f"with {sample.past} tokens in the cache and {sample.length} new; supported are rows P .. P + S - 1"
+                f"{node.op} '{node.name}' takes rows of the table '{table.name}' that are not those of the new tokens, "
+                f"with {sample.past} tokens in the cache and {sample.length} new; supported are rows "
+                f"P + {offset} .. P + S + {offset} - 1 at every length"
             )
 
-    samples.promise([t.name for t in bounds if t is not None], "new rows", takes_new)
+    names = [t.name for t in node.inputs[1:] if not t.is_empty()]
+    samples.promise(names, ("new rows", node.op, offset), takes_new)
     return True
 
 
-def check_tables(graph: gs.Graph, canonical: Canonical) -> None:
+def shifted_positions(canonical: Canonical, offset: int) -> gs.Variable:
+    """Int64 ``[B, S]``: the position of each new token, and `offset` more."""
+    positions = canonical.positions()
+    if not offset:
+        return positions
+    emit = canonical.emit
+    made: gs.Variable = emit.once(
+        ("positions", offset), lambda: emit.op("Add", [positions, emit.ints(offset)], "shifted_positions")
+    )
+    return made
+
+
+def _gathered(node: gs.Node) -> Callable[[Sample], int | None]:
+    """How far behind the new tokens' positions the rows are that a Gather takes; None where it takes others."""
+    axis, index = node.attrs.get("axis", 0), node.inputs[1].name
+
+    def offset(sample: Sample) -> int | None:
+        value = sample.probe.value(index)
+        return _offset(value, sample) if value is not None and value.ndim == 1 and axis == 0 else None
+
+    return offset
+
+
+def _sliced(node: gs.Node) -> Callable[[Sample], int | None]:
+    """As `_gathered`, of a Slice."""
+    bounds = [input_or_none(node, index) for index in range(1, 5)]
+
+    def offset(sample: Sample) -> int | None:
+        found: list[int] = []
+        for tensor, default in zip(bounds, (None, None, 0, 1), strict=True):
+            value = sample.probe.value(tensor.name) if tensor is not None else np.array([default])
+            if value is None or value.shape != (1,) or value[0] is None:
+                return None
+            found.append(int(value[0]))
+        start, end, axis, step = found
+        return _offset(np.arange(start, end), sample) if start >= 0 and (axis, step) == (0, 1) else None
+
+    return offset
+
+
+def _offset(rows: Array, sample: Sample) -> int | None:
+    offset = int(rows[0]) - sample.past if rows.size else 0
+    return offset if np.array_equal(rows, sample.past + offset + np.arange(sample.length)) else None
+
+
+def _added_per_row(graph: gs.Graph, rows: gs.Tensor, sample: Sample) -> bool:
+    """Whether all that is done with rows ``[S, H]`` is adding them to ``[B, S, H]``: rows for each sequence fit."""
+    shape = sample.probe.shape(rows.name)
+    if shape is None or len(shape) != 2 or contains(graph.outputs, rows):
+        return False
+    sums = (sample.batch, sample.length, shape[1])
+    return all(
+        (is_op(n, "Cast") and _added_per_row(graph, n.outputs[0], sample))
+        or (is_op(n, "Add") and sample.probe.shape(n.outputs[0].name) == sums)
+        for n in consumers(rows)
+    )
+
+
+def check_tables(
+    graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples, ids: Collection[int] = ()
+) -> None:
     """Refuse tables that end before the caches do, where positions counted in the graph look them up.
 
-    What a lookup behind the end gives is not defined: ONNX Runtime fails, TensorRT does not say so.
+    What a lookup behind the end gives is not defined: ONNX Runtime fails, TensorRT does not say so. Looked at is the
+    last step that the caches have room for.
 
     Args:
         graph: canonical; dead nodes are gone.
         canonical: of the graph.
+        interface: of the model as exported.
+        samples: of the model as exported.
+        ids: tokens that positions are counted with, where they are.
 
     Raises:
         OptionError: the capacity is more than a table's rows.
     """
-    pending = [t for t in graph.tensors().values() if t.name == canonical.positions_name]
+    first = canonical.write_indices
+    if all(is_op(n, "TensorScatter", "Attention") for n in consumers(first)):
+        return
+    length = samples.fixed_length or 1
+    sample = samples.step(1, max(0, canonical.capacity - length), length)
+    starts = np.full(sample.batch, sample.past, np.int64)
+    step = canonical_step(graph, canonical, interface, Blueprint(gs.export_onnx(graph), {}), sample, starts)
+    shape = (sample.batch, sample.length)
+    for probe in [step.given({canonical.tokens.name: np.full(shape, i)}) for i in ids] or [step]:
+        _check_step(first, probe, canonical.capacity)
+
+
+def _check_step(first: gs.Tensor, probe: Probe, capacity: int) -> None:
+    pending, seen = [first], {first.name}
     while pending:
         tensor = pending.pop()
         for node in consumers(tensor):
-            if is_op(node, *_PASSING) and node.inputs[0] is tensor:
-                pending += node.outputs
+            if is_op(node, "TensorScatter", "Attention"):
                 continue
-            places = {"Gather": (1, 0), "GatherND": (1, 0), "RotaryEmbedding": (3, 1)}
-            index, table = places.get(node.op, (0, 0)) if is_op(node, *places) else (0, 0)
-            if index and index < len(node.inputs) and node.inputs[index] is tensor:
-                axis = int(node.attrs.get("axis", 0)) if is_op(node, "Gather") else 0
-                shape = dims(node.inputs[table]) or ()
-                if isinstance(node.inputs[table], gs.Constant) and axis < len(shape):
-                    _check_rows(node, node.inputs[table], shape[axis], canonical.capacity)
+            if is_op(node, *_LOOKUPS):
+                _check_lookup(node, tensor, probe, capacity)
+            known = [t for t in node.outputs if t.name not in seen and probe.value(t.name) is not None]
+            seen.update(t.name for t in known)
+            pending += known
 
 
-def _check_rows(node: gs.Node, table: gs.Tensor, rows: int | str, capacity: int) -> None:
-    if isinstance(rows, int) and rows < capacity:
+def _check_lookup(node: gs.Node, index: gs.Tensor, probe: Probe, capacity: int) -> None:
+    place, table = _LOOKUPS[node.op]
+    value = probe.value(index.name)
+    if place >= len(node.inputs) or node.inputs[place] is not index or value is None or not value.size:
+        return
+    axis = int(node.attrs.get("axis", 0)) if is_op(node, "Gather", "GatherElements") else 0
+    shape = dims(node.inputs[table]) or ()
+    rows = shape[axis] if axis < len(shape) else "?"
+    if isinstance(rows, int):
+        _check_rows(node, node.inputs[table], rows, int(value.max()) + 1, capacity)
+
+
+def _check_rows(node: gs.Node, table: gs.Tensor, rows: int, needed: int, capacity: int) -> None:
+    if rows < needed:
+        most = capacity - (needed - rows)
         raise OptionError(
-            f"--capacity is {capacity}, but the model has {rows} positions: '{node.name}' takes rows of the table "
-            f"'{table.name}'; give at most --capacity {rows}"
+            f"--capacity is {capacity}, but the model has {most} positions: '{node.name}' takes rows of the table "
+            f"'{table.name}'; give at most --capacity {most}"
         )
-
-
-def _takes_new(bounds: Sequence[gs.Tensor | None], sample: Sample) -> bool:
-    """Whether the bounds of a Slice are P and P + S along the first axis, one by one."""
-    for index, (tensor, expected) in enumerate(zip(bounds, (sample.past, sample.total, 0, 1), strict=True)):
-        if tensor is None and index > 1:
-            continue
-        value = sample.probe.value(tensor.name) if tensor is not None else None
-        if value is None or not np.array_equal(value, [expected]):
-            return False
-    return True
-
-
-def _adds_per_row(node: gs.Node, sample: Sample, width: int | str) -> bool:
-    """Whether the sum is ``[B, S, H]``, so that rows of its own for each sequence fit."""
-    return sample.probe.shape(node.outputs[0].name) == (sample.batch, sample.length, width)
