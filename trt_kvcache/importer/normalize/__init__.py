@@ -54,7 +54,7 @@ from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
-from trt_kvcache.importer.normalize.states import find_states
+from trt_kvcache.importer.normalize.states import find_states, resized
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
@@ -147,7 +147,7 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
         return None
     for candidate in candidates:
         if candidate.reason:
-            raise candidate.refusal(candidate.reason)
+            raise resized(candidate) or candidate.refusal(candidate.reason)
     interface = Interface(model, [*candidates, *held], options.config, states)
     capacity = interface.capacity(options.capacity)
     samples = Samples(Blueprint(model, weights), interface, capacity)
