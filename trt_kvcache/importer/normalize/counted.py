@@ -22,8 +22,8 @@ from trt_kvcache.importer.normalize.probe import Array
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 NOTE = (
-    "positions are counted with the tokens of a step, and skip some, such as pads; as in the model as exported, those of "
-    "earlier steps count all the same, so that a text with pads in it depends on how it is split into steps"
+    "positions are counted with the tokens of a step, and skip some, such as pads; as in the model as exported, those "
+    "of earlier steps count all the same, so that a text with pads in it depends on how it is split into steps"
 )
 _IDS = (0, 1, 2, 3)  # where pads and such are, mostly
 _LARGEST_ID = 1 << 20
