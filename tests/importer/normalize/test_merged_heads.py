@@ -44,6 +44,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "queries shifted": ({}, {"before": lambda g, q: g.node("Add", [q, g.number(0.5)])}),
     "queries by way of [B*H, 1, S, D]": ({}, {"before": lambda g, q: _there_and_back(g, q)}),
     "result times 2": ({}, {"behind": lambda g, y: g.node("Mul", [y, g.number(2.0)])}),
+    "sizes read off the result": ({"after": lambda g, x: _as_result(g, x)}, {"behind": lambda g, y: _kept(g, y)}),
     "capped": ({"scores": lambda g, s: g.node("Tanh", [s])}, {}),
 }
 
@@ -51,6 +52,18 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def _there_and_back(g: Build, tensor: str) -> str:
     """Behind an operator that takes no split axis."""
     return g.node("Squeeze", [g.node("Elu", [g.node("Unsqueeze", [tensor, g.constant([1])])]), g.constant([1])])
+
+
+def _kept(g: Build, result: str) -> str:
+    return g.once("result", lambda: result)
+
+
+def _as_result(g: Build, x: str) -> str:
+    """Reshaped to sizes of ``[B*H, S, D]``, as BLOOM takes B and S from there."""
+    rows, length, size = (g.size_of(_kept(g, ""), axis) for axis in range(3))
+    batch, width = (g.node(op, [n, g.constant(g.decoder.heads)]) for op, n in (("Div", rows), ("Mul", size)))
+    shape = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (batch, length, width)]
+    return g.node("Reshape", [x, g.node("Concat", shape, axis=0)])
 
 
 def _decoder(settings: dict[str, Any], **merged: Any) -> Decoder:

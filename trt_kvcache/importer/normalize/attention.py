@@ -177,8 +177,7 @@ class _Finder:
         is_causal: bool,
     ) -> Core:
         query, split = before_reshapes(query, self._samples)
-        output, merged = behind_reshapes(output, self._samples)
-        hold_reshapes([*scores.reshapes, *split, *merged], self._samples, f"the heads of '{name}'")
+        hold_reshapes([*scores.reshapes, *split], self._samples, f"the heads of '{name}'")
         shape = self._small.probe.shape(query.name)
         if shape is None or len(shape) != 4:
             raise UnsupportedModelError(

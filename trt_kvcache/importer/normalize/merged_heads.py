@@ -33,7 +33,7 @@ from trt_kvcache.importer.normalize.views import trace_back
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Tanh", "Cast", "Identity", "Dropout", "IsNaN")
 _SCORED = (*_ELEMENTWISE, "Softmax", "Reshape")
 _MOVES = ("Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile", "Slice", "Gather")
-_SPLIT = "split"  # of names
+_SPLIT, _MERGE = "split", "merge"  # of names
 
 
 def split_heads(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
@@ -131,7 +131,7 @@ class _Splitter:
         split = gs.Variable(emit.name(f"{_SPLIT}:{output.name}"), dtype=output.dtype)
         node.outputs = [split, *node.outputs[1:]]
         shape = emit.op("Concat", [emit.ints([-1]), self._sizes(split, 2)], "merged_shape", INT64, axis=0)
-        self._graph.nodes.append(gs.Node("Reshape", emit.name(f"{node.name}:merge"), {}, [split, shape], [output]))
+        self._graph.nodes.append(gs.Node("Reshape", emit.name(f"{_MERGE}:{node.name}"), {}, [split, shape], [output]))
         self._split[str(output.name)] = split
 
     def _of(self, tensor: gs.Tensor, past: gs.Tensor, like: gs.Tensor | None) -> gs.Tensor:
@@ -167,7 +167,9 @@ def _is_one(tensor: gs.Tensor) -> bool:
 
 
 def settle_heads(graph: gs.Graph, emit: Emitter, samples: Samples) -> None:
-    """Take away, in place, what splits queries and merged them before; what is left has heads that TensorRT can count.
+    """Take away, in place, what splits queries and merged them before, and what splits results.
+
+    Where queries are split and did not come like that, TensorRT is told how many heads they have.
 
     Args:
         graph: canonical; dead nodes are gone.
@@ -177,8 +179,9 @@ def settle_heads(graph: gs.Graph, emit: Emitter, samples: Samples) -> None:
     Raises:
         UnsupportedModelError: a Reshape that leads back to the same shape in the samples may not at other lengths.
     """
-    for node in list(graph.nodes):
-        if not is_op(node, "Reshape") or not str(node.name).startswith(f"{NAME_PREFIX}{_SPLIT}"):
+    for node in [n for n in graph.nodes if is_op(n, "Reshape")]:
+        splits, merger = _is_own(node, _SPLIT), producer(node.inputs[0])
+        if not splits and (merger is None or not _is_own(merger, _MERGE)):
             continue
         before, reshapes = before_reshapes(node.outputs[0], samples)
         sizes = {s.probe.shape(node.outputs[0].name) for s in samples.plain}
@@ -186,11 +189,15 @@ def settle_heads(graph: gs.Graph, emit: Emitter, samples: Samples) -> None:
         if reshapes:
             hold_reshapes(reshapes, samples, f"the heads of '{before.name}'")
             replace_uses(node.outputs[0], before)
-        elif all(len(numbers) == 1 for numbers in known):
+        elif splits and all(len(numbers) == 1 for numbers in known):
             batch = node.inputs[1].inputs[0].inputs[0]
             heads, size = (emit.ints(list(numbers)) for numbers in known)
             shape = emit.op("Concat", [batch, heads, emit.ints([-1]), size], "split_shape", INT64, axis=0)
             node.inputs = [node.inputs[0], shape]
+
+
+def _is_own(node: gs.Node, what: str) -> bool:
+    return is_op(node, "Reshape") and str(node.name).startswith(f"{NAME_PREFIX}{what}:")
 
 
 def before_reshapes(tensor: gs.Tensor, samples: Samples) -> tuple[gs.Tensor, list[gs.Node]]:
