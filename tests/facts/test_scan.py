@@ -15,6 +15,7 @@ import trt
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_kvcache import BuildError, BuildOptions, build_engine
 from trt_kvcache.importer import attention
 from trt_kvcache.importer.graph import Emitter, export_inferred
 from trt_kvcache.importer.plan import AttentionKind
@@ -120,8 +121,11 @@ def test_repeats_by_what_is_computed_stay() -> None:
     assert "Tile" in {node.op_type for node in copied(model).graph.node}
 
 
-def decoder(dtype: int = TensorProto.FLOAT16, length: int | str = "S") -> onnx.ModelProto:
-    """Attention over caches, a Scan over what it gives, and attention over other caches behind that."""
+def decoder(dtype: int = TensorProto.FLOAT16, length: int | str = "S", *, computed: bool = False) -> onnx.ModelProto:
+    """Attention over caches, a Scan over what it gives, and attention over other caches behind that.
+
+    `computed`: what is scanned comes from an Expand by a computed shape.
+    """
     graph, heads = Graph(), 4
     graph.input("x", dtype, ["B", length, heads * SIZE])
     graph.input("state", dtype, ["B", heads, SIZE, SIZE])
@@ -130,6 +134,9 @@ def decoder(dtype: int = TensorProto.FLOAT16, length: int | str = "S") -> onnx.M
     rows = graph.node("Transpose", [graph.node("Reshape", ["x", graph.constant([0, 0, heads, SIZE])])],
                       perm=[0, 2, 1, 3])  # fmt: skip
     first = graph.node("Transpose", [_attended(graph, rows, dtype, 0)], perm=[2, 0, 1, 3])
+    if computed:
+        ones = graph.node("Concat", [graph.constant([1])] * 4, axis=0)
+        first = graph.node("Expand", [first, ones])
     graph.node("Scan", ["state", first], ["new_state", "scanned"], body=_body(dtype), num_scan_inputs=1)
     graph.node("Identity", [_attended(graph, graph.node("Transpose", ["scanned"], perm=[1, 2, 0, 3]), dtype, 1)], "y")
     graph.output("new_state", dtype, ["B", heads, SIZE, SIZE])
@@ -164,3 +171,11 @@ def test_attention_before_a_scan_of_a_fixed_length(tmp_path: Path) -> None:
     result = harness.imported(decoder(length=4), tmp_path)
     assert AttentionKind.LOWERED not in {item.kind for item in result.plan.attention}
     assert harness.build(result).stage == "built"
+
+
+def test_what_still_fails_before_a_scan_is_named(tmp_path: Path) -> None:
+    onnx.save(decoder(computed=True), tmp_path / "model.onnx")
+    words = r"the model has a Scan over the tokens of an update \('node_new_state'\).*try --max-chunk 1"
+    with pytest.raises(BuildError, match=words):
+        build_engine(tmp_path / "model.onnx", tmp_path / "model.engine", build=BuildOptions(max_chunk=8))
+    build_engine(tmp_path / "model.onnx", tmp_path / "model.engine", build=BuildOptions(max_chunk=1))

@@ -18,7 +18,7 @@ from trt_kvcache.engine.options import BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import Limits, make_profiles, resolve_limits
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
-from trt_kvcache.errors import ModelError, OutputError
+from trt_kvcache.errors import BuildError, ModelError, OutputError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, UpdateContract
 
 __all__ = ["ProgressEvent", "build_engine"]
@@ -76,6 +76,7 @@ def build_engine(
     tables = index_limits(imported.model, plan)
     flipped = sign_weights(imported.model, source.parent)
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
+    scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, files)
     limits = resolve_limits(plan, build)
@@ -84,7 +85,12 @@ def build_engine(
 
     with temporary_file(engine_path) as engine_file, _identities(files) as identities:
         job = Job(backend.target, backend.title, str(source), str(engine_file), plan, profiles, build, flipped)
-        done, warnings = run_worker(job, lambda: serialize_model(rewritten.pop()), progress)
+        try:
+            done, warnings = run_worker(job, lambda: serialize_model(rewritten.pop()), progress)
+        except BuildError as error:
+            if not scans or limits.max_chunk == 1:
+                raise
+            raise BuildError(f"{error}; {_about_scans(scans)}") from None
         manifest = _manifest(backend, build, plan, limits, profiles, done, warnings, engine_path, identities.result())
         manifest = replace(
             manifest,
@@ -101,6 +107,14 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
         for path in files:
             if written.exists() and written.samefile(path):
                 raise OutputError(f"{written}: is a file of the model; give another name for the engine")
+
+
+def _about_scans(scans: list[str]) -> str:
+    """What may be the matter where a build fails: see `importer.scans`."""
+    return (
+        f"the model has a Scan over the tokens of an update ('{scans[0]}'), and some operators do not build before one "
+        "while their number is open: try --max-chunk 1 (one token in a step), or export with a fixed number of tokens"
+    )
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:

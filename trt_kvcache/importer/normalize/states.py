@@ -91,8 +91,8 @@ def resized(cache: Candidate) -> UnsupportedModelError | None:
     shown = [f"[{', '.join(str(d) for d in shape)}]" for shape in (before, after)]
     return UnsupportedModelError(
         f"'{cache.past.name}' {shown[0]} is state that no attention reads, and '{cache.present.name}' {shown[1]}, "
-        "which replaces it, has another size; supported is state that keeps its size whatever the number of tokens: keep the "
-        f"newest {size} in the export, or fix its number of tokens to the one at which the size stays, such as 1"
+        "which replaces it, has another size; supported is state that keeps its size whatever the number of tokens: "
+        f"keep the newest {size} in the export, or fix its number of tokens where the size stays, such as to 1"
     )
 
 
