@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from concat_decode import CAPACITY, Decode, Feeds, rewritten, run
+from concat_decode import CAPACITY, Decode, Feeds, normalized, rewritten, run
 from concat_graphs import TYPES, Build, Decoder, make_decoder
 from graphs import Dim
 from onnx import TensorProto
 
-from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, verify_model
+from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planes import place_positions
@@ -173,3 +173,30 @@ def test_positions_of_any_shape_are_taken_or_refused_by_name(tmp_path: Path, bat
             assert verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).passed, shape
         except (UnsupportedModelError, OptionError) as error:
             assert "position" in str(error), shape  # noqa: PT017
+
+
+@pytest.mark.parametrize(
+    ("shape", "batch", "axes"),
+    [
+        ([PLANES, "batch", "sequence"], "batch", ("", "batch", "sequence")),
+        (["batch", PLANES, "sequence"], "batch", ("batch", "", "sequence")),
+        ([PLANES, 2, "sequence"], 2, ("", "batch", "sequence")),
+        ([2, PLANES, "sequence"], 2, ("batch", "", "sequence")),
+        ([PLANES, 1, "sequence"], 1, ("", "", "sequence")),
+    ],
+)
+def test_planes_of_a_model_with_caches_in_place(tmp_path: Path, shape: list[Dim], batch: Dim, axes: Any) -> None:
+    """As exported with TensorScatter: nothing is left to normalize, and the roles of the inputs say it all."""
+    model = decoder(planar(shape, axis=0 if shape[0] == PLANES else 1), batch=batch)
+    onnx.save(normalized(model), tmp_path / "static.onnx")
+    plan = plan_model(tmp_path / "static.onnx")
+    assert not plan.changes
+    assert [t.axes for t in plan.tensors if t.role is Role.POSITIONS] == [axes]
+    assert verify_model(tmp_path / "static.onnx").passed
+    prompts, config = [[3, 1, 4, 1, 5], [6, 2]][: 2 if batch != 1 else 1], GenerationConfig(max_new_tokens=6)
+    found = []
+    onnx.save(model, tmp_path / "model.onnx")
+    for name, capacity in (("static", None), ("model", CAPACITY)):
+        with DecodeSession.open(str(tmp_path / f"{name}.onnx"), capacity=capacity) as session:
+            found.append([r.tokens for r in session.generate(prompts, config)])
+    assert found[0] == found[1]
