@@ -96,7 +96,7 @@ def _check_operators(model: onnx.ModelProto) -> None:
             raise UnsupportedModelError(
                 f"NonZero '{node.name or node.output[0]}' gives as many indices as it finds, and TensorRT for RTX has "
                 "no such operator; supported are sizes that do not depend on tokens: export a mixture of experts with "
-                "mobius-onnx, which writes none, or plan for TensorRT (--target tensorrt)"
+                "mobius-onnx or torch.onnx (dynamo), which write none, or plan for TensorRT (--target tensorrt)"
             )
 
 
