@@ -14,7 +14,7 @@ from cache_updates import along, count, index_copy, positions, prove_updates, up
 from concat_decode import normalized
 from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
@@ -251,7 +251,8 @@ def test_guards_that_close_in_some_steps(steps: tuple[str, Odd, int]) -> None:
 @settings(max_examples=12, deadline=None)
 def test_new_rows_that_are_turned_in_some_steps(steps: tuple[str, Odd, int]) -> None:
     """What only depends on S may stay: it is seen in samples of that S, and left in front of the update."""
-    _, odd, capacity = steps
+    words, odd, capacity = steps
+    assume(not words.startswith("long behind some: P 0,"))  # behind none or more
     split = concat_graphs._split
 
     def turn(g: Build, tensor: str, heads: int) -> str:
