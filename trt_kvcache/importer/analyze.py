@@ -11,6 +11,7 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.attention import analyze_attention, read_attention, relaxable_mask
 from trt_kvcache.importer.caches import analyze_caches
 from trt_kvcache.importer.cross import find_cross_attention
+from trt_kvcache.importer.experts import EXPERTS
 from trt_kvcache.importer.graph import contains, dims, is_op, producer
 from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.normalize.findings import Findings
@@ -95,8 +96,8 @@ def _check_operators(model: onnx.ModelProto) -> None:
         if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
             raise UnsupportedModelError(
                 f"NonZero '{node.name or node.output[0]}' gives as many indices as it finds, and TensorRT for RTX has "
-                "no such operator; supported are sizes that do not depend on tokens: export a mixture of experts with "
-                "mobius-onnx or torch.onnx (dynamo), which write none, or plan for TensorRT (--target tensorrt)"
+                f"no such operator; supported are sizes that do not depend on tokens: {EXPERTS}, or plan for TensorRT "
+                "(--target tensorrt)"
             )
 
 

@@ -2,7 +2,7 @@
 
     com.microsoft operators -> standard ones            contrib, rotary, nbits, zero_points
     opset 17..23 -> 24                                  opset
-    what the inputs are, samples of a step              samples, probe
+    what the inputs are, samples of a step              samples, probe, sizes
     constants in disguise                               fixed
     caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows),
@@ -53,6 +53,7 @@ from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.samples import Sample, Samples
+from trt_kvcache.importer.normalize.sizes import check_sizes
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.states import find_states, resized
 from trt_kvcache.importer.normalize.tables import check_tables
@@ -163,6 +164,7 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
         graph = gs.import_onnx(folded)
         fold_identities(graph)
         return _read(graph, weights, options)
+    check_sizes(candidates, samples)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     samples.promises += [write.promise for write in writes if write.promise is not None]
     for write in writes:
