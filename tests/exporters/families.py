@@ -14,7 +14,8 @@ from exporters.checkpoints import GEMMA, GROUPED, MIXED_WINDOWS, POSITIONS, WIND
 EXPORTERS = ("mobius-dynamic", "optimum", "torch-dynamic-op20-eager", "genai-cpu-fp32")
 
 _KV = {"num_key_value_heads": 2}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS = _LOCAL | {"num_experts": 4, "moe_intermediate_size": 32}
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": POSITIONS, "n_ctx": POSITIONS}
 _LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
@@ -67,32 +68,35 @@ FAMILIES = {
         "Falcon", _FALCON | {"multi_query": False, "parallel_attn": False, "alibi": True, "bias": True}
     ),
     "gemma": _text("Gemma", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
-    "glm": _text("Glm", GROUPED | {"partial_rotary_factor": 0.5}),
-    "glm4": _text("Glm4", GROUPED | {"partial_rotary_factor": 0.5}),
+    "glm": _text("Glm", GROUPED | {"partial_rotary_factor": 0.5, "attention_bias": False}),
+    "glm4": _text("Glm4", GROUPED | {"partial_rotary_factor": 0.5, "attention_bias": False}),
     "gpt_bigcode": _text("GPTBigCode", _GPT | {"multi_query": True}),
     "gpt_neo": _text(
         "GPTNeo",
         {"attention_types": [[["global", "local"], 1]], "window_size": WINDOW, "num_layers": 2, "num_heads": 4},
     ),
     "gpt_neox": _text("GPTNeoX", {"rotary_pct": 0.25}),
-    "gpt_oss": _text(
-        "GptOss", GROUPED | MIXED_WINDOWS | {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_scaling": _YARN}
-    ),
+    "gpt_oss": _text("GptOss", GROUPED | MIXED_WINDOWS | _LOCAL | {"rope_scaling": _YARN}),
     "gptj": _text("GPTJ", _GPT | {"rotary_dim": 8}),
     "granite": _text("Granite", _KV | {"attention_multiplier": 0.1, "residual_multiplier": 0.22}),
-    "granitemoe": _text("GraniteMoe", _KV | _EXPERTS | {"attention_multiplier": 0.1}),
+    "granitemoe": _text("GraniteMoe", _KV | _LOCAL | {"attention_multiplier": 0.1}),
     "helium": _text("Helium", GROUPED),
     "hunyuan_v1_dense": _text("HunYuanDenseV1", GROUPED),
-    "lfm2": _text("Lfm2", _KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}),
-    "mixtral": _text("Mixtral", GROUPED | _EXPERTS | {"sliding_window": WINDOW}),
+    "lfm2": _text(
+        "Lfm2",
+        _KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "hidden_act": "silu"},
+    ),
+    "mixtral": _text("Mixtral", GROUPED | _LOCAL | {"sliding_window": WINDOW}),
     "mpt": _text(
-        "Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": POSITIONS, "tie_word_embeddings": True}
+        "Mpt",
+        {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": POSITIONS, "intermediate_size": 256}
+        | {"tie_word_embeddings": True},
     ),
     "nemotron": _text("Nemotron", {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}),
     "olmo": _text("Olmo", _KV | {"clip_qkv": 1.0}),
     "olmo2": _text("Olmo2", _KV),
     "olmo3": _text("Olmo3", _KV | MIXED_WINDOWS),
-    "olmoe": _text("Olmoe", _KV | _EXPERTS),
+    "olmoe": _text("Olmoe", _KV | {"num_experts": 4, "num_experts_per_tok": 2}),
     "opt": _text("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64, "tie_word_embeddings": True}),
     "persimmon": _text("Persimmon", {"partial_rotary_factor": 0.5, "qk_layernorm": True}),
     "phi3-longrope": _text(
@@ -101,12 +105,19 @@ FAMILIES = {
         | {"original_max_position_embeddings": 128, "sliding_window": None}
         | {"rope_scaling": {"type": "longrope", **_LONG}},
     ),
-    "phimoe": _text("Phimoe", _KV | _EXPERTS | {"attention_bias": True, "sliding_window": None}),
+    "phimoe": _text(
+        "Phimoe",
+        _KV
+        | _LOCAL
+        | {"attention_bias": True, "lm_head_bias": True, "sliding_window": None}
+        | {"original_max_position_embeddings": 128}
+        | {"rope_scaling": {"type": "longrope", "short_mscale": 1.2, "long_mscale": 1.3, **_LONG}},
+    ),
     "qwen2": _text("Qwen2", _KV),
     "qwen2_moe": _text("Qwen2Moe", _KV | _EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_moe": _text("Qwen3Moe", GROUPED | _EXPERTS),
     "qwen3_next": _text("Qwen3Next", GROUPED | _EXPERTS | _LINEAR | {"shared_expert_intermediate_size": 32}),
-    "seed_oss": _text("SeedOss", GROUPED),
+    "seed_oss": _text("SeedOss", GROUPED | {"attention_bias": True, "attention_out_bias": True}),
     "smollm3": _text("SmolLM3", _KV | {"no_rope_layers": [1, 0], "use_sliding_window": True} | MIXED_WINDOWS),
     "stablelm": _text("StableLm", _KV | {"partial_rotary_factor": 0.25, "use_qkv_bias": True}),
     "starcoder2": _text("Starcoder2", _KV | {"sliding_window": WINDOW}),
