@@ -41,6 +41,7 @@ from trt_kvcache.importer.plan import (
     UpdateMode,
 )
 from trt_kvcache.importer.queries import MOST_READERS, sequence_axis, whole_query
+from trt_kvcache.importer.rows_in_use import cuts_behind
 from trt_kvcache.importer.scans import nodes_before_scans
 
 
@@ -204,8 +205,9 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
         kind, reason = attention_kind(facts)
         if kind is not AttentionKind.LOWERED and id(node) in before_scans:
             kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
-        read = tuple(c.past for t in node.inputs[1:3] if (c := _cache_behind(t, present)) is not None)
-        span = _span(graph, facts, read, caches, options, spans, warnings)
+        behind = [_caches_behind(t, present) for t in node.inputs[1:3]]
+        read = tuple(c.past for found in behind for c in found)
+        span = _span(graph, facts, read if all(behind) else (), caches, options, spans, warnings)
         keys = "span" if span else "mask" if _shorter_mask(graph, facts, options) else "all"
         rings = any(c.mode is UpdateMode.CIRCULAR for c in caches if c.past in read)  # all of their rows are in use
         if keys == "all" and read and options.attention_span and facts.mask is not None and not rings:
@@ -243,7 +245,7 @@ def _span(
 
     Rows at and beyond the longest valid length are masked for every query, so leaving them out changes nothing.
     """
-    if not options.attention_span or len(read) != 2 or facts.lengths is None:
+    if not options.attention_span or not read or facts.lengths is None:
         return None
     capacities = {c.capacity for c in caches if c.past in read}
     if len(capacities) != 1 or facts.keys not in capacities:
@@ -370,14 +372,16 @@ def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, 
     return facts.node.inputs[0].name, sequence_axis(facts.node.inputs[0])
 
 
-def _cache_behind(tensor: gs.Tensor, present: dict[str, CacheUpdate]) -> CacheUpdate | None:
-    """The cache that K or V is read from, through operators that only move or select values."""
+def _caches_behind(tensor: gs.Tensor, present: dict[str, CacheUpdate]) -> list[CacheUpdate]:
+    """The cache that K or V is read from, through operators that only move or select values; or is computed from."""
+    if cuts := cuts_behind(tensor):
+        return [present[t.name] for cut in cuts if (t := cut.inputs[0]).name in present]
     while tensor.name not in present:
         node = producer(tensor)
         if node is None or not is_op(node, *VIEW_OPS):
-            return None
+            return []
         tensor = node.inputs[0]
-    return present[tensor.name]
+    return [present[tensor.name]]
 
 
 def _axis(tensor: gs.Tensor, axis: int) -> Dim:

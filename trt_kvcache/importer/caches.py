@@ -30,6 +30,7 @@ from trt_kvcache.importer.plan import (
     UpdateMode,
 )
 from trt_kvcache.importer.route import UpdateFacts, decide
+from trt_kvcache.importer.rows_in_use import is_cut
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 
@@ -265,21 +266,21 @@ def _data_readers(tensor: gs.Tensor) -> list[gs.Node]:
 
 
 def _readers(present: gs.Tensor) -> tuple[str, ...]:
-    """The Attention nodes that get this cache as K or V, through shape-only operators."""
+    """The Attention nodes that get this cache as K or V, through operators that only move values or compute it."""
     found: list[str] = []
     seen: set[int] = set()
-    queue = [present]
+    queue = [(present, False)]
     while queue:
-        tensor = queue.pop(0)
+        tensor, computed = queue.pop(0)
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
         for node in consumers(tensor):
-            if is_op(node, "Attention") and any(t is tensor for t in node.inputs[1:3]):
-                if node.name not in found:
+            if is_op(node, "Attention"):
+                if any(t is tensor for t in node.inputs[1:3]) and node.name not in found:
                     found.append(node.name)
-            elif is_op(node, *VIEW_OPS) and node.inputs[0] is tensor:
-                queue += list(node.outputs)
+            elif computed or is_cut(node) or (is_op(node, *VIEW_OPS) and node.inputs[0] is tensor):
+                queue += [(output, computed or is_cut(node)) for output in node.outputs]
     return tuple(found)
 
 

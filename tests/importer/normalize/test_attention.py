@@ -38,6 +38,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "[B, S, N, D]": {"layout": "bsnd"},
     "[B, S, N * D]": {"layout": "flat"},
     "[B, S, N, D], positions from the past": {"layout": "bsnd", "positions": "past"},
+    "keys times a number for each column": {"keys": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)])},
+    "values times a number for each column": {
+        "values": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)])
+    },
     "two layers": {"layers": 2},
     "embedded tokens": {"embedded": True},
     "logits of the last token": {"last": True},
@@ -127,8 +131,17 @@ def _integers(g: Build, tensor: str) -> str:
     return g.node("Cast", [g.node("Cast", [tensor], to=TensorProto.INT32)], to=TensorProto.FLOAT)
 
 
+def _rows(g: Build) -> str:
+    """Numbers of the rows, ``[T, 1]``."""
+    return g.node("Unsqueeze", [g.node("Cast", [g.key_rows], to=TensorProto.FLOAT), g.constant([1])])
+
+
 NO_ATTENTION = "reads the cache 'past_key_values.0.key' and is no attention"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "keys of more heads, beside values [B, S, N, D]": (
+        {"keys": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)]), "layout": "bsnd"},
+        "reads 2 heads of cache 'past_key_values.0.value' and 4 that are computed from another",
+    ),
     "keys grow with the text": ({"keys": _log_of_length}, NO_ATTENTION),
     "scores grow with the text": ({"scores": _log_of_length}, NO_ATTENTION),
     "values grow with the text": ({"values": _log_of_length}, "do not go to one MatMul with a cache of values"),
@@ -170,7 +183,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "reads 16 of the 24 rows of cache 'past_key_values.0.key'",
     ),
     "rotated when read": (
-        {"keys": lambda g, t: g.node("Mul", [t, g.constant(np.arange(4).reshape(1, 1, 1, 4), np.float32)])},
+        {"keys": lambda g, t: g.node("Mul", [t, g.node("Cos", [_rows(g)])])},
         NO_ATTENTION,
     ),
 }

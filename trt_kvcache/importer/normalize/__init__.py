@@ -9,6 +9,7 @@
                                                         concat (kept), scatter, select
     attention over them, found and proven               attention (merged_heads), masks
                                                         (scaled_masks), bias, guards
+    keys and values computed from caches                computed (row_functions), joined
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states
     the canonical form                                  canonical, residual (tables, counted), trim, changes
@@ -30,10 +31,10 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, export_inferred, fold_identities, is_op
-from trt_kvcache.importer.normalize.attention import find_cores
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
+from trt_kvcache.importer.normalize.computed import Computed, find_computed
 from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
 from trt_kvcache.importer.normalize.counted import NOTE
 from trt_kvcache.importer.normalize.even import hold_even
@@ -43,6 +44,7 @@ from trt_kvcache.importer.normalize.held import Rewrite
 from trt_kvcache.importer.normalize.in_op import lower_presents
 from trt_kvcache.importer.normalize.independence import check_independence
 from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.joined import join_scattered
 from trt_kvcache.importer.normalize.kept import find_kept, find_short_masks, is_cut
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.merged_heads import settle_heads, split_heads
@@ -61,6 +63,7 @@ from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
+from trt_kvcache.importer.rows_in_use import is_cut as is_cut_to_use
 
 __all__ = ["Normalized", "normalize"]
 
@@ -120,6 +123,7 @@ class _Exported:
     samples: Samples
     writes: tuple[Write, ...]
     cores: tuple[Core, ...]
+    computed: Computed
     held: tuple[Rewrite, ...]
     batch: Dim
     capacity: int
@@ -164,16 +168,19 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
         graph = gs.import_onnx(folded)
         fold_identities(graph)
         return _read(graph, weights, options)
+    if join_scattered(graph, samples):
+        return _read(graph, weights, options)
     check_sizes(candidates, samples)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     samples.promises += [write.promise for write in writes if write.promise is not None]
     for write in writes:
         hold_even(write.operands, samples, f"what is written to the cache '{write.past.name}'")
-    cores = find_cores(graph, writes, interface, samples)
+    computed = find_computed(graph, writes, samples)
+    cores = computed.find_cores(graph, writes, interface, samples)
     rewrites = tuple(prove_held(graph, interface, samples))
     check_promises(samples)
     batch = batch_of(candidates[0].past if candidates else held[0].past)
-    return _Exported(model, graph, interface, samples, writes, cores, rewrites, batch, capacity)
+    return _Exported(model, graph, interface, samples, writes, cores, computed, rewrites, batch, capacity)
 
 
 def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str]) -> Normalized:
@@ -186,12 +193,12 @@ def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str])
     for write in exported.writes:
         canonical.write(write)
     for core in exported.cores:
-        canonical.core(core)
+        canonical.core(exported.computed.place(core, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
     settle_heads(graph, canonical.emit, samples)
     graph.cleanup().toposort()
-    _check_readers(graph)
+    _check_readers(graph, exported.computed.functions.reasons)
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup()
     ids = free_positions(graph, canonical, interface, samples)  # sorts the graph
@@ -294,8 +301,12 @@ def _hold_count(tensor: gs.Tensor, sample: Sample) -> None:
         )
 
 
-def _check_readers(graph: gs.Graph) -> None:
+def _check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:
     """Refuse a cache that something else than attention reads.
+
+    Args:
+        graph: canonical; dead nodes are gone.
+        reasons: by name of a cache, why what is computed from it are no keys and values.
 
     Raises:
         UnsupportedModelError: naming the reader.
@@ -304,16 +315,19 @@ def _check_readers(graph: gs.Graph) -> None:
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor)
             if reader is not None:
+                reason = reasons.get(update.inputs[0].name)
                 raise UnsupportedModelError(
                     f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that "
-                    "the importer can prove; supported are caches that only attention reads"
+                    f"the importer can prove{f' ({reason})' if reason else ''}; supported are caches that only "
+                    "attention reads, as they are or computed row by row with constants"
                 )
 
 
 def _other_reader(graph: gs.Graph, tensor: gs.Tensor) -> gs.Node | None:
     """A node that reads a cache, or a view of one, and is neither its update nor attention over it."""
     for node in consumers(tensor):
-        if is_op(node, "TensorScatter", "Shape") or (is_op(node, "Attention") and node.inputs[0] is not tensor):
+        is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
+        if is_read or is_op(node, "TensorScatter", "Shape") or is_cut_to_use(node):
             continue
         is_view = is_op(node, "Transpose", "Reshape") and bool(consumers(node.outputs[0]))
         if not is_view or contains(graph.outputs, node.outputs[0]) or _other_reader(graph, node.outputs[0]):

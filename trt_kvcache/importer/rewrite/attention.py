@@ -20,6 +20,7 @@ from trt_kvcache.importer.queries import sequence_axis, whole_query
 from trt_kvcache.importer.rewrite.caches import CacheView
 from trt_kvcache.importer.rewrite.lowered import lower_attention
 from trt_kvcache.importer.rewrite.masks import Mask, build_mask
+from trt_kvcache.importer.rows_in_use import cuts_behind, end_with
 
 
 def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views: dict[str, CacheView]) -> None:
@@ -116,6 +117,11 @@ def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[
     if end is None:
         return tensor
     shape, axis = dims(tensor), sequence_axis(tensor)
+    if cuts := cuts_behind(tensor):
+        for node in cuts:
+            end_with(node, end)
+        tensor.shape = [None if d == "?" or i == axis else d for i, d in enumerate(shape or ())] or None
+        return tensor
     rank = len(shape) if shape is not None else 4
     transposes: list[list[int]] = []
     base, base_axis = tensor, axis

@@ -1,0 +1,67 @@
+"""Where caches are cut to the rows in use for what is computed of them before attention.
+
+    present -- Slice(0, L) -- MatMul, Reshape, ... -> K of an Attention
+
+Normalization puts such a Slice behind a cache, which cuts nothing off, where everything from there to the attention
+works on each row by itself. The rewrite lets it end with the span: then only the rows in use are computed.
+"""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import NAME_PREFIX, Emitter, dims, is_op, producer, small_constant
+
+_HINT = "rows_in_use"
+
+
+def emit_cut(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.Variable:
+    """All rows of a cache, of which the rewrite may take fewer.
+
+    Args:
+        emit: of the graph.
+        present: the updated cache.
+        axis: of its rows.
+        capacity: how many there are.
+    """
+    made: gs.Variable = emit.op("Slice", [present, *(emit.ints([n]) for n in (0, capacity, axis))], _HINT)
+    made.shape = present.shape
+    return made
+
+
+def is_cut(node: gs.Node) -> bool:
+    """Whether a node is such a Slice, and does not end with a span yet."""
+    return (
+        is_op(node, "Slice")
+        and node.name.startswith(NAME_PREFIX + _HINT)
+        and small_constant(node.inputs[2]) is not None
+    )
+
+
+def cuts_behind(tensor: gs.Tensor) -> list[gs.Node]:
+    """The cuts that a tensor is computed from, in the order in which it takes them; none where there is more to it."""
+    found: dict[int, gs.Node] = {}
+    pending, seen = [tensor], set[int]()
+    while pending:
+        current = pending.pop()
+        node = producer(current)
+        if isinstance(current, gs.Constant) or current.is_empty() or id(node) in seen:
+            continue
+        if node is None or is_op(node, "TensorScatter"):
+            return []
+        seen.add(id(node))
+        if is_cut(node):
+            found[id(node)] = node
+        else:
+            pending += reversed(node.inputs)
+    return list(found.values())
+
+
+def end_with(node: gs.Node, end: gs.Tensor) -> None:
+    """Let a cut take the first `end` rows, int64 ``[1]``."""
+    node.inputs[2] = end
+    output = node.outputs[0]
+    axis = small_constant(node.inputs[3])
+    shape = dims(output)
+    assert axis is not None
+    output.shape = None if shape is None else [None if d == "?" or i == axis[0] else d for i, d in enumerate(shape)]
