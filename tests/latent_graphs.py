@@ -6,10 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from concat_graphs import Build, Decoder, _attend
+from concat_graphs import TYPES, Build, Decoder, _attend
+from onnx import helper
 
 Change = Callable[[Build, str], str]
-ROTATED = 4
 
 
 def unchanged(g: Build, tensor: str) -> str:
@@ -53,7 +53,7 @@ class Latent:
         plain, values = self._parted(g, latents)
         spread = g.node("Expand", [rotated, g.constant([1, heads, 1, 1])])
         keys = self.keys(g, self._joined(g, plain, spread))
-        query = g.node("MatMul", [query, g.weight(size, size + ROTATED)])
+        query = g.node("MatMul", [query, g.weight(size, 2 * size)])
         return self._attention(g, query, keys, self.values(g, values))
 
     def _attention(self, g: Build, query: str, keys: str, values: str) -> str:
@@ -102,9 +102,10 @@ class Latent:
         if self.join == "concat":
             return g.node("Concat", [plain, spread], axis=-1)
         size = g.decoder.size
-        whole = [g.size_of(g.tokens, 0), g.constant(g.decoder.heads), g.all, g.constant(size + ROTATED)]
+        whole = [g.size_of(g.tokens, 0), g.constant(g.decoder.heads), g.all, g.constant(2 * size)]
         shape = g.node("Concat", [g.node("Unsqueeze", [n, g.constant([0])]) for n in whole], axis=0)
-        made = g.node("ConstantOfShape", [shape])
+        zero = helper.make_tensor("", TYPES[g.decoder.dtype], [1], [0])
+        made = g.node("ConstantOfShape", [shape], value=zero)
         writes = [(plain, 0, size), (spread, size, 2**63 - 1)]
         for part, start, end in writes if self.join == "scatter" else reversed(writes):
             made = written(g, made, part, start, end)
@@ -112,7 +113,7 @@ class Latent:
 
     def _absorbed(self, g: Build, query: str, latents: str, rotated: str) -> str:
         size = g.decoder.size
-        queries = g.node("MatMul", [query, self._per_head(g, size, size + ROTATED)])
+        queries = g.node("MatMul", [query, self._per_head(g, size, 2 * size)])
         keys = self.keys(g, g.node("Concat", [latents, rotated], axis=-1))
         if self.repeat:
             keys = g.node("Expand", [keys, g.constant([1, g.decoder.heads, 1, 1])])

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from concat_decode import Decode, compare, normalized, rewritten
 from concat_graphs import Build, make_decoder
@@ -14,8 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from latent_graphs import Latent, latent_decoder, written
 
+from trt_kvcache import BuildOptions, build_engine, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import Sliding
+from trt_kvcache.importer.plan import PlanOptions, Sliding, Target
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -89,6 +91,23 @@ def test_only_the_rows_in_use_are_computed(tmp_path: Path) -> None:
     kinds = Counter(n.op_type for n in graph.node)
     assert not kinds["ScatterND"]
     assert not kinds["ConstantOfShape"]
+
+
+@pytest.mark.parametrize("name", ["plain", "written side by side", "norm in pieces", "absorbed", "[B, T, D]"])
+def test_builds(tmp_path: Path, name: str) -> None:
+    latent, rest = VARIANTS[name]
+    path, options = tmp_path / "model.onnx", PlanOptions(capacity=256)
+    onnx.save(make_decoder(latent_decoder(Latent(**latent), **rest, dtype=np.float16, size=16)), path)
+    verify_model(path, options).check()
+    plan = plan_model(path, options)
+    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=BuildOptions(max_batch=2))
+    assert manifest.aliases == {cache.present: cache.past for cache in plan.caches}
+
+
+@pytest.mark.parametrize("target", list(Target))
+def test_without_a_span_all_rows_are_computed(tmp_path: Path, target: Target) -> None:
+    plan = compare(make_decoder(latent_decoder(Latent())), tmp_path, attention_span=False, target=target).plan
+    assert [a.keys for a in plan.attention] == ["all"]
 
 
 @pytest.mark.parametrize("repeat", [False, True])
