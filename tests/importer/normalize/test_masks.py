@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,17 +196,19 @@ def test_a_mask_made_of_tokens_is_refused(tmp_path: Path) -> None:
         rewritten(make_decoder(Decoder(mask=make)), tmp_path)
 
 
-def alibi(g: Build, scores: str) -> str:
-    distance = g.node("Cast", [g.node("Sub", [g.key_rows, g.query_rows])], to=TensorProto.FLOAT)
+def bias(g: Build, scores: str, even: bool) -> str:
+    """Added to the scores: a slope per head times the distance (ALiBi), or times the product of both positions."""
+    number = g.node("Sub" if even else "Mul", [g.key_rows, g.query_rows])
     slopes = g.constant(np.array([0.5, 0.25, 0.125, 0.06]).reshape(1, 4, 1, 1), np.float32)
-    return g.node("Add", [scores, g.node("Mul", [g.to_scores(distance), slopes])])
+    numbers = g.node("Cast", [number], to=TensorProto.FLOAT)
+    return g.node("Add", [scores, g.node("Mul", [g.to_scores(numbers), slopes])])
 
 
 @pytest.mark.parametrize("where", ["scores", "masked"])
-def test_a_bias_of_positions_is_refused(tmp_path: Path, where: str) -> None:
-    changes: dict[str, Any] = {where: alibi}
+def test_a_bias_of_positions_that_is_not_even_is_refused(tmp_path: Path, where: str) -> None:
+    compare(make_decoder(Decoder(**{where: partial(bias, even=True)})), tmp_path)
     with pytest.raises(UnsupportedModelError, match="adds numbers other than 0 and the lowest"):
-        rewritten(make_decoder(Decoder(**changes)), tmp_path)
+        rewritten(make_decoder(Decoder(**{where: partial(bias, even=False)})), tmp_path)
 
 
 def test_a_padding_mask_turned_round_is_refused(tmp_path: Path) -> None:
