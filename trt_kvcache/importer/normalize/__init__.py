@@ -7,8 +7,8 @@
     caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows),
                                                         concat (kept), scatter, select
-    attention over them, found and proven               attention (merged_heads), masks
-                                                        (scaled_masks), bias, guards
+    attention over them, found and proven               attention (cache_reads, merged_heads), sinks, guards,
+                                                        masks (scaled_masks, bias, slopes)
     keys and values computed from caches                computed (row_functions), joined
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states

@@ -4,9 +4,8 @@
     Q ──────────────────────────── MatMul ── Mul, softcap, Add(mask) ── Softmax ── MatMul ── output
     V ── repeat_kv ───────────────────────────────────────────────────────────────┘
 
-becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. The chains between a cache and its
-MatMul are not matched: the cache is filled with numbers, the chain is evaluated, and the result must be the cache
-with its heads repeated, transposed, and scaled by one factor. Beside the scores may stand sinks: see `sinks`.
+becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. What lies between a cache and its
+MatMul is proven by `cache_reads`. Beside the scores may stand sinks: see `sinks`.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
-from trt_kvcache.importer.normalize.even import hold_even, operands
+from trt_kvcache.importer.normalize.cache_reads import CacheReads, elem_type_of, smallest
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
 from trt_kvcache.importer.normalize.interface import Interface
@@ -35,11 +32,6 @@ from trt_kvcache.importer.normalize.slopes import find_slopes
 from trt_kvcache.importer.normalize.views import is_float_cast
 
 Array = npt.NDArray[Any]
-
-_MOVES = (
-    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
-)  # fmt: skip
-_ELEMENTS = 1 << 26  # of one cache filled with numbers
 
 
 @dataclass
@@ -80,18 +72,15 @@ class _Finder:
         self._graph = graph
         self._interface = interface
         self._samples = samples
-        self._small = min(samples.plain, key=lambda s: (s.batch < 2, s.total * s.batch))
-        self._presents: dict[str, Write] = {}
-        for write in writes:
-            for tensor in _read(write):
-                self._presents[tensor.name] = write
+        self._small = smallest(samples)
+        self._caches = CacheReads(writes, samples)
 
     def decomposed(self, softmax: gs.Node) -> Core | None:
         """The attention around a Softmax, or None if no cache takes part."""
         scores = self._beside_sinks(softmax)
         if scores is None:
             return None
-        key = self._cache_behind(scores.matmul.inputs[1])
+        key = self._caches.behind(scores.matmul.inputs[1])
         query = scores.matmul.inputs[0]
         assert key is not None
         if scores.softcap < 0:  # nothing scales what Tanh gives
@@ -101,7 +90,7 @@ class _Finder:
                 f"'{softmax.name}' over the scores of cache '{key.past.name}' is not over the keys"
             )
         product = self._product(softmax.outputs[0], scores.reshapes, sinks=scores.column is not None)
-        value = self._cache_behind(product.inputs[1]) if product is not None else None
+        value = self._caches.behind(product.inputs[1]) if product is not None else None
         if (product is None or value is None) and scores.column is not None:
             raise UnsupportedModelError(
                 f"'{softmax.name}' is over the scores of cache '{key.past.name}' and '{scores.column.name}' beside "
@@ -134,7 +123,7 @@ class _Finder:
 
     def fused(self, node: gs.Node) -> Core | None:
         """An Attention node over caches, or None."""
-        key, value = self._cache_behind(node.inputs[1]), self._cache_behind(node.inputs[2])
+        key, value = self._caches.behind(node.inputs[1]), self._caches.behind(node.inputs[2])
         if key is None and value is None:
             return None
         if key is None or value is None or input_or_none(node, 6) is not None:
@@ -184,8 +173,8 @@ class _Finder:
                 f"the query '{query.name}' of '{name}' has the shape {list(shape or ())}; supported is [B, heads, "
                 "S, head size]"
             )
-        key_scale = self._prove(name, keys, key, shape[1], transposed=transposed)
-        value_scale = self._prove(name, values, value, shape[1], transposed=False)
+        key_scale = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
+        value_scale = self._caches.prove(name, values, value, shape[1], transposed=False)
         if key.kept != value.kept:
             kept = [w.kept or "all" for w in (key, value)]
             raise UnsupportedModelError(
@@ -210,63 +199,11 @@ class _Finder:
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
             raise UnsupportedModelError(f"the shape of '{output.name}', the result of attention '{name}', is unknown")
-        query_type, output_type = (self._small.probe.elem_type(t.name) or _elem_type(key.past) for t in (query, output))
+        query_type, output_type = (
+            self._small.probe.elem_type(t.name) or elem_type_of(key.past) for t in (query, output)
+        )
         return Core(name, output, query, key, value, scale, scores.softcap, visibility,
                     shape[1], shape[3], sizes[3], query_type, output_type, sinks)  # fmt: skip
-
-    def _cache_behind(self, tensor: gs.Tensor) -> Write | None:
-        """The cache that a tensor is made of by moving, repeating and scaling values."""
-        return found[0] if (found := self._chain(tensor)) is not None else None
-
-    def _chain(self, tensor: gs.Tensor) -> tuple[Write, float, list[gs.Node]] | None:
-        """The cache behind a tensor, the product of the factors on the way, and the nodes that move."""
-        factor = 1.0
-        moves: list[gs.Node] = []
-        while tensor.name not in self._presents:
-            node = producer(tensor)
-            if node is None:
-                return None
-            if is_op(node, *_MOVES) or is_float_cast(node):
-                moves.append(node)
-                tensor = node.inputs[0]
-            elif is_op(node, "Mul", "Div") and (pair := self._split(node)) is not None:
-                tensor = pair[0]
-                factor *= pair[1]
-            else:
-                return None
-        return self._presents[tensor.name], factor, moves
-
-    def _split(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
-        """The varying operand of a Mul or Div, and the factor that the other one is."""
-        for data, other in (node.inputs, reversed(node.inputs)):
-            value = self._small.probe.value(other.name)
-            if value is None or value.size != 1 or (is_op(node, "Div") and other is node.inputs[0]):
-                continue
-            if not self._is_fixed(other, value):
-                continue
-            if self._small.probe.value(data.name) is None:
-                number = float(value.reshape(()))
-                return data, 1 / number if is_op(node, "Div") else number
-        return None
-
-    def _is_fixed(self, tensor: gs.Tensor, value: Array) -> bool:
-        """Whether a tensor has this value however long the text is."""
-        if isinstance(tensor, gs.Constant):
-            return True
-        seen = (sample.probe.value(tensor.name) for sample in self._samples.plain)
-        if not all(v is not None and np.array_equal(v, value) for v in seen):
-            return False
-
-        def stays(sample: Sample) -> None:
-            found = sample.probe.value(tensor.name)
-            if found is None or not np.array_equal(found, value):
-                raise UnsupportedModelError(
-                    f"the factor '{tensor.name}' of scores or caches is {float(value.reshape(())):g}, and {found} with "
-                    f"{sample.past} tokens in the cache and {sample.length} new; supported are factors that stay"
-                )
-
-        self._samples.promise([tensor.name], ("factor", value.tobytes()), stays)
-        return True
 
     def _scores(self, tensor: gs.Tensor) -> _Scores | None:
         """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""
@@ -274,7 +211,7 @@ class _Finder:
         if node is None:
             return None
         if is_op(node, "MatMul"):
-            return _Scores(node, 1.0, 0.0, []) if self._cache_behind(node.inputs[1]) is not None else None
+            return _Scores(node, 1.0, 0.0, []) if self._caches.behind(node.inputs[1]) is not None else None
         if is_op(node, "Identity") or is_float_cast(node):
             return self._scores(node.inputs[0])
         if is_op(node, "Reshape"):
@@ -320,7 +257,7 @@ class _Finder:
         return found
 
     def _scaled(self, node: gs.Node) -> _Scores | None:
-        pair = self._split(node)
+        pair = self._caches.factor(node)
         scores = self._scores(pair[0]) if pair is not None else None
         if pair is None or scores is None:
             return None
@@ -372,83 +309,6 @@ class _Finder:
                 return None
             tensor = node.outputs[0]
         return None
-
-    def _prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> float:
-        """Prove that `tensor` is a cache with repeated heads; returns the factor that scales it."""
-        chain = self._chain(tensor)
-        assert chain is not None
-        few = self._samples.plain[: 2 if write.growing else 1]
-        for sample in few:
-            self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
-        for sample in self._samples.plain[len(few) :]:  # numbers would cost too much for caches of this size
-            shape, past = sample.probe.shape(tensor.name), sample.probe.shape(write.past.name)
-            rows = write.rows(sample) if write.growing or past is None else past[write.axis]
-            if shape is not None and shape[3 if transposed else 2] != rows:
-                raise UnsupportedModelError(
-                    f"'{name}' reads {shape[3 if transposed else 2]} of the {rows} rows of cache '{write.past.name}'; "
-                    "supported are attentions over all rows, with a mask where they see fewer"
-                )
-        hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
-        return chain[1]
-
-    def _compare(
-        self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
-    ) -> None:
-        """Fill the cache with numbers and look at what becomes of them."""
-        past, update = sample.probe.shape(write.past.name), sample.probe.shape(write.update.name)
-        if past is None or update is None:
-            raise UnsupportedModelError(
-                f"the shape of the update '{write.update.name}' of cache '{write.past.name}' is unknown"
-            )
-        shape = [update[i] for i in write.perm or range(len(update))]
-        shape[write.axis] = write.rows(sample) if write.growing else past[write.axis]
-        if int(np.prod(shape)) > _ELEMENTS:
-            raise UnsupportedModelError(
-                f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a "
-                "symbolic length"
-            )
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(_elem_type(write.past))
-        numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
-        names = [t.name for t in _read(write)]
-        made = sample.probe.given(dict.fromkeys(names, numbers)).value(tensor.name)
-        if made is not None and made.ndim == 4:
-            size = made.shape[2 if transposed else 3]
-            major = _heads_major(numbers, write, size)
-            if major is not None and heads % major.shape[1] == 0:
-                repeats = made.shape[1] // major.shape[1]  # an Attention node may leave the repetition to itself
-                expected = factor * np.repeat(major, max(repeats, 1), axis=1).astype(np.float64)
-                expected = expected.swapaxes(2, 3) if transposed else expected
-                tolerance = 4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5
-                if expected.shape == made.shape and np.allclose(
-                    made.astype(np.float64), expected, rtol=tolerance, atol=0
-                ):
-                    return
-        raise UnsupportedModelError(
-            f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
-            f"{' and transposed' if transposed else ''} (found "
-            f"{'no value' if made is None else f'shape {list(made.shape)}'} "
-            f"from {shape} for {heads} query heads); supported is grouped-query attention over the cache as it is"
-        )
-
-
-def _read(write: Write) -> tuple[gs.Tensor, ...]:
-    """The tensors of a cache that attention may read: not a present that is cut to less than that."""
-    return (write.present, *write.aliases) if write.kept is None else write.aliases
-
-
-def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
-    """A cache as ``[B, N, rows, D]``."""
-    if numbers.ndim == 4 and write.axis in (1, 2):
-        return numbers if write.axis == 2 else numbers.swapaxes(1, 2)
-    if numbers.ndim == 3 and write.axis == 1 and size and numbers.shape[2] % size == 0:
-        made: Array = numbers.reshape(*numbers.shape[:2], -1, size).swapaxes(1, 2)
-        return made
-    return None
-
-
-def _elem_type(tensor: gs.Tensor) -> int:
-    dtype = tensor.dtype
-    return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))
 
 
 def _is_nan_of(condition: gs.Tensor, tensor: gs.Tensor) -> bool:

@@ -45,7 +45,6 @@ class Canonical:
         self.capacity = capacity
         self.idioms: dict[str, str] = {}
         self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # types that shape inference may not find
-        self.positions_name: str | None = None  # of the tensor that `positions` made
         self.opset = 24
         self._taken = set(graph.tensors())
 
@@ -71,7 +70,6 @@ class Canonical:
             return emit.op("Add", [first, steps], "positions", _INT64)
 
         made: gs.Variable = emit.once("positions", make)
-        self.positions_name = str(made.name)
         return made
 
     def write(self, write: Write) -> None:
