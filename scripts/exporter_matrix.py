@@ -1,13 +1,15 @@
-"""The README's table of exporters and architectures, from fresh exports taken through plan, verify and build.
+"""The README's tables of exporters and architectures, from fresh exports taken through plan, verify and build.
 
-    python scripts/exporter_matrix.py                     print the table of the stored results
-    python scripts/exporter_matrix.py --write             put it into README.md, between the markers
+    python scripts/exporter_matrix.py                     print the tables of the stored results
+    python scripts/exporter_matrix.py --write             put them into README.md, between the markers
     python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store what came of it
+    python scripts/exporter_matrix.py --measure --families    the same for the second table
     python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
 
-Exports are those of ``tests/exporters/exports.py``; `--python` names the interpreter that has an exporter's packages,
-since some exclude those of others. An exporter whose packages are absent keeps its stored results. They lie beside the
-exports, in ``tests/exporters/results.json``.
+The first table has every exporter of ``tests/exporters/exports.py`` over a few architectures, the second one many
+families (``tests/exporters/families.py``) over a few exporters. `--python` names the interpreter that has an exporter's
+packages, since some exclude those of others. An exporter whose packages are absent keeps its stored results. They lie
+beside the exports, in ``tests/exporters/results.json``.
 """
 
 from __future__ import annotations
@@ -29,13 +31,16 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 RESULTS = ROOT / "tests" / "exporters" / "results.json"
 BEGIN, END = "<!-- exporters:begin -->", "<!-- exporters:end -->"
+FAMILIES_BEGIN, FAMILIES_END = "<!-- families:begin -->", "<!-- families:end -->"
 CAPACITY = 64
 _EXPORTS = ROOT / "tests" / "exporters" / "exports.py"
 _EXPORT_SECONDS = 900
+_EXPORT_FAILED = "export: "
 
 sys.path.insert(0, str(ROOT / "tests"))
 
-from exporters.checkpoints import ARCHITECTURES  # noqa: E402 - after its folder is known
+from exporters import families  # noqa: E402 - after its folder is known
+from exporters.checkpoints import ARCHITECTURES  # noqa: E402
 from exporters.exports import EXPORTERS, UNAVAILABLE  # noqa: E402
 from readme_block import replace_block  # noqa: E402
 
@@ -120,7 +125,7 @@ def _one(python: str, exporter: str, arch: str, source: Path | None, folder: Pat
     done = subprocess.run(command, capture_output=True, text=True, timeout=_EXPORT_SECONDS)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"outcome": "no", "idiom": "", "reason": f"export: {last}"}
+        return {"outcome": "no", "idiom": "", "reason": f"{_EXPORT_FAILED}{last}"}
     return take(Path(done.stdout.strip().splitlines()[-1]), folder)
 
 
@@ -154,8 +159,26 @@ def table(results: dict[str, dict[str, Result]]) -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
 
 
+def families_table(results: dict[str, dict[str, Result]]) -> str:
+    """The second table: what an exporter cannot write itself is ``-``, without its reason."""
+    lines = ["", f"| family | {' | '.join(f'`{e}`' for e in families.EXPORTERS)} |"]
+    lines.append(f"|{' --- |' * (len(families.EXPORTERS) + 1)}")
+    reasons: dict[str, int] = {}
+    for family in families.FAMILIES:
+        cells = []
+        for exporter in families.EXPORTERS:
+            text, reason = cell(results, exporter, family)
+            if reason.startswith(_EXPORT_FAILED):
+                text, reason = "-", ""
+            number = reasons.setdefault(_short(reason, family), len(reasons) + 1) if reason else None
+            cells.append(text if number is None else f"{text} ({number})")
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items()), ""])
+
+
 def _idioms(results: dict[str, Result]) -> str:
-    found = {idiom for result in results.values() for idiom in result["idiom"].split(", ") if idiom}
+    measured = (results[arch]["idiom"] for arch in ARCHITECTURES if arch in results)
+    found = {idiom for idioms in measured for idiom in idioms.split(", ") if idiom}
     return ", ".join(sorted(found))
 
 
@@ -175,12 +198,14 @@ def _words(text: str) -> Iterator[str]:
 
 
 def replaced(text: str) -> str:
-    """`text` with what stands between the markers replaced by the table.
+    """`text` with what stands between the markers replaced by the tables.
 
     Raises:
         ValueError: a marker is missing.
     """
-    return replace_block(text, BEGIN, END, table(load()))
+    results = load()
+    text = replace_block(text, BEGIN, END, table(results))
+    return replace_block(text, FAMILIES_BEGIN, FAMILIES_END, families_table(results))
 
 
 def main() -> None:
@@ -188,16 +213,21 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="take exports through plan, verify and build")
     parser.add_argument("--from", dest="source", type=Path, metavar="FOLDER", help="exports that were made already")
     parser.add_argument("--exporter", action="append", default=[], choices=sorted(EXPORTERS), help="only this one")
-    parser.add_argument("--arch", action="append", default=[], choices=sorted(ARCHITECTURES), help="only this one")
+    names = sorted({**ARCHITECTURES, **families.FAMILIES})
+    parser.add_argument("--arch", action="append", default=[], choices=names, help="only this one")
+    parser.add_argument("--families", action="store_true", help="measure those of the second table")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that exports")
     parser.add_argument("--write", action="store_true", help="update README.md")
     given = parser.parse_args()
     if given.measure:
-        measure(given.python, given.source, given.exporter or [*EXPORTERS], given.arch or [*ARCHITECTURES])
+        exporters, archs = [*EXPORTERS], [*ARCHITECTURES]
+        if given.families:
+            exporters, archs = [*families.EXPORTERS], [*families.FAMILIES]
+        measure(given.python, given.source, given.exporter or exporters, given.arch or archs)
     if given.write:
         README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
     elif not given.measure:
-        print(table(load()))
+        print(table(load()), families_table(load()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,22 @@ import exporter_matrix
 import onnx
 import pytest
 from decoders import DecoderConfig
-from exporter_matrix import ARCHITECTURES, BEGIN, END, EXPORTERS, README, UNAVAILABLE, cell, load, replaced, table
+from exporter_matrix import (
+    ARCHITECTURES,
+    BEGIN,
+    END,
+    EXPORTERS,
+    FAMILIES_BEGIN,
+    FAMILIES_END,
+    README,
+    UNAVAILABLE,
+    cell,
+    families,
+    families_table,
+    load,
+    replaced,
+    table,
+)
 from foreign_decoders import make_foreign
 
 
@@ -28,6 +43,32 @@ def test_every_cell_is_measured_or_has_a_reason() -> None:
             assert (text == "-") == ((exporter, arch) in UNAVAILABLE)
 
 
+def test_every_family_is_measured() -> None:
+    results = load()
+    for exporter in families.EXPORTERS:
+        for family in families.FAMILIES:
+            text, reason = cell(results, exporter, family)
+            assert text == "yes" or (text in ("no", "copied") and reason), (exporter, family)
+
+
+def test_what_an_exporter_cannot_write_has_no_reason_in_the_second_table() -> None:
+    results = {
+        "optimum": {"bloom": {"outcome": "no", "idiom": "", "reason": "export: ValueError: unknown"}},
+        "mobius-dynamic": {
+            "bloom": {"outcome": "yes", "idiom": "Attention", "reason": ""},
+            "mpt": {"outcome": "no", "idiom": "", "reason": "plan: because"},
+            "opt": {"outcome": "no", "idiom": "", "reason": "plan: because"},
+        },
+    }
+    text = families_table(results)
+    rows = {line.split(" | ")[0].strip("| "): line for line in text.splitlines() if line.startswith("|")}
+    assert rows["bloom"].startswith("| bloom | yes | - | ?")
+    assert "no (2)" in rows["mpt"]  # 1: not measured yet
+    assert "no (2)" in rows["opt"]
+    assert "unknown" not in text
+    assert text.count("because") == 1
+
+
 def test_equal_reasons_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         exporter_matrix, "UNAVAILABLE", {("optimum", "llama"): "it cannot", ("optimum", "gpt2"): "it cannot"}
@@ -42,9 +83,13 @@ def test_equal_reasons_are_listed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_markers_are_needed() -> None:
-    assert replaced(f"a{BEGIN}old{END}b") == f"a{BEGIN}\n{table(load())}\n{END}b"
+    second = f"{FAMILIES_BEGIN}\n{families_table(load())}\n{FAMILIES_END}"
+    text = f"a{BEGIN}old{END}b{FAMILIES_BEGIN}old{FAMILIES_END}c"
+    assert replaced(text) == f"a{BEGIN}\n{table(load())}\n{END}b{second}c"
     with pytest.raises(ValueError, match="exporters:end"):
         replaced(f"a{BEGIN}old")
+    with pytest.raises(ValueError, match="families:end"):
+        replaced(f"a{BEGIN}old{END}{FAMILIES_BEGIN}")
 
 
 @pytest.fixture
