@@ -13,6 +13,8 @@ import numpy as np
 import onnx
 from graphs import Dim, Graph, attention_model, scatter_model
 from onnx import TensorProto
+from scan_graphs import STEPS, scan
+from scan_graphs import decoder as scanning_decoder
 
 from trt_kvcache.importer.plan import AttentionKind, PhysicalLayout, Route
 
@@ -33,7 +35,7 @@ class Native:
     """What TensorRT for RTX does with the model as it is.
 
     Attributes:
-        stage: ``"parse"`` or ``"build"`` where that fails, ``"built"`` otherwise.
+        stage: ``"parse"`` or ``"build"`` where that fails, ``"crash"`` where the process dies, ``"built"`` otherwise.
         words: part of the error.
         wrong: for a model that builds, what the engine silently gets wrong.
         doubt: for a model that builds, what nothing promises.
@@ -49,6 +51,8 @@ class Native:
             if self.wrong:
                 return f"builds, **silently wrong**: {self.wrong}"
             return f"builds; {self.doubt}" if self.doubt else "works"
+        if self.stage == "crash":
+            return "building kills the process"
         return f"{'parsing' if self.stage == 'parse' else 'building'} fails: `{self.words}`"
 
 
@@ -78,6 +82,7 @@ class Case:
         ranges: (min, opt, max) of symbolic dimensions for the build.
         sizes: of symbolic dimensions where numbers are compared.
         capacity: the option of the same name.
+        computed: outputs that are computed; all others are moved, bit for bit.
     """
 
     key: str
@@ -88,6 +93,7 @@ class Case:
     ranges: Mapping[str, tuple[int, int, int]] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
     capacity: int | None = None
+    computed: tuple[str, ...] = ("output",)
 
 
 def updated(
@@ -331,9 +337,19 @@ ATTENTION_CASES: tuple[Case, ...] = (
          Ours("refused by name", refusal="past_key")),
 )  # fmt: skip
 
+SCAN_CASES = (
+    Case("scan-repeat", "Tile or Expand before it, any number of tokens", lambda: scan("Tile", cached=True),
+         Native("build", "CHECK(is_const()) failed"), Ours("repeated by Concat", route=Route.NATIVE),
+         ranges=STEPS, computed=("new_state", "scanned")),
+    Case("scan-attention", "attention before it, any number of tokens", scanning_decoder,
+         Native("crash"), Ours("that attention as plain operators", route=Route.NATIVE),
+         computed=("new_state", "present_k1", "present_v1", "output")),
+)  # fmt: skip
+
 GROUPS: tuple[tuple[str, tuple[Case, ...]], ...] = (
     ("Cache updates", CACHE_CASES),
     ("Caches inside the graph", SITUATION_CASES),
     ("Attention beside a cache", ATTENTION_CASES),
+    ("A Scan over the tokens (linear attention)", SCAN_CASES),
 )
 ALL_CASES: tuple[Case, ...] = tuple(case for _, cases in GROUPS for case in cases)
