@@ -25,6 +25,7 @@ from trt_kvcache.runtime.cuda import CudaBindings
 Status = real.CUresult
 SUCCESS = Status.CUDA_SUCCESS
 GPU = "NVIDIA Fake 90"
+MAX_PITCH = 2**31 - 1
 
 
 class BrokenRuleError(BaseException):
@@ -46,8 +47,9 @@ class Machine:
     Attributes:
         allocations: how often GPU memory was ever taken.
         recording: work recorded since the last begin_building; None while not recording.
-        fault: status of the next cuStreamSynchronize.
-        recordable: whether graphs can be recorded at all.
+        fault: a fault that the next cuStreamSynchronize finds, and then every call: it does not go away.
+        recordable, instantiable: whether graphs can be recorded at all, and made executable.
+        templates, graphs: ``CUgraph`` and ``CUgraphExec`` that were not destroyed.
     """
 
     total: int = 1 << 30
@@ -56,7 +58,10 @@ class Machine:
     recording: list[Work] | None = None
     invalid: bool = False
     fault: Any = SUCCESS
+    faulted: bool = False
     recordable: bool = True
+    instantiable: bool = True
+    templates: int = 0
     graphs: int = 0
     launches: int = 0
     device: dict[int, Any] = field(default_factory=dict)
@@ -114,6 +119,7 @@ class Driver:
 
     CUDA_MEMCPY2D = real.CUDA_MEMCPY2D
     CUmemorytype = real.CUmemorytype
+    CUstreamCaptureMode = real.CUstreamCaptureMode
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -160,6 +166,8 @@ class Driver:
         self, address: int, pitch: int, value: int, width: int, height: int, stream: int
     ) -> tuple[Any]:
         machine = self._machine
+        if height > 1 and pitch > MAX_PITCH:
+            return (Status.CUDA_ERROR_INVALID_VALUE,)
 
         def run() -> None:
             machine.within(address, pitch * (height - 1) + width, machine.device, "fill")
@@ -170,15 +178,13 @@ class Driver:
         return (self._status(),)
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any]:
-        machine = self._machine
+        return self._copy(target, self._machine.device, source, self._machine.pinned, size)
 
-        def run() -> None:
-            machine.within(source, size, machine.pinned, "copy from the host")
-            machine.within(target, size, machine.device, "copy to the GPU")
-            ctypes.memmove(target, source, size)
+    def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any]:
+        return self._copy(target, self._machine.pinned, source, self._machine.device, size)
 
-        machine.put(run)
-        return (self._status(),)
+    def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any]:
+        return self._copy(target, self._machine.device, source, self._machine.device, size)
 
     def cuMemcpy2DAsync(self, copy: Any, stream: int) -> tuple[Any]:
         machine, host = self._machine, self.CUmemorytype.CU_MEMORYTYPE_HOST
@@ -189,7 +195,7 @@ class Driver:
             int(copy.dstHost if to_host else copy.dstDevice),
         )
         steps = int(copy.srcPitch), int(copy.dstPitch)
-        if min(steps) < width:
+        if min(steps) < width or max(steps) > MAX_PITCH:
             return (Status.CUDA_ERROR_INVALID_VALUE,)
 
         def run() -> None:
@@ -207,16 +213,88 @@ class Driver:
         if machine.recording is not None:
             machine.invalid = True
             return (Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
-        fault, machine.fault = machine.fault, SUCCESS
-        if fault != SUCCESS:
+        if machine.fault != SUCCESS:
+            machine.faulted = True
             machine.queue.clear()
-            return (fault,)
+            return (machine.fault,)
         machine.drain()
         return (self._status(),)
 
+    def cuStreamBeginCapture(self, stream: int, mode: Any) -> tuple[Any]:
+        assert mode == self.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        machine = self._machine
+        if not machine.recordable:
+            return (Status.CUDA_ERROR_NOT_SUPPORTED,)
+        if machine.recording is not None:
+            return (Status.CUDA_ERROR_ILLEGAL_STATE,)
+        machine.recording, machine.invalid = [], False
+        return (self._status(),)
+
+    def cuStreamEndCapture(self, stream: int) -> tuple[Any, Any]:
+        machine = self._machine
+        work, machine.recording = machine.recording, None
+        if work is None:
+            return Status.CUDA_ERROR_ILLEGAL_STATE, None
+        if machine.invalid:
+            return Status.CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, None
+        machine.templates += 1
+        return SUCCESS, Graph(work)
+
+    def cuGraphInstantiate(self, graph: Graph, flags: int) -> tuple[Any, Any]:
+        if not self._machine.instantiable:
+            return Status.CUDA_ERROR_OUT_OF_MEMORY, None
+        self._machine.graphs += 1
+        return SUCCESS, Graph(graph.live())
+
+    def cuGraphLaunch(self, graph: Graph, stream: int) -> tuple[Any]:
+        for work in graph.live():
+            work.check()
+        self._machine.launches += 1
+        self._machine.queue.extend(graph.live())
+        return (self._status(),)
+
+    def cuGraphExecDestroy(self, graph: Graph) -> tuple[Any]:
+        graph.live()
+        graph.work = None
+        self._machine.graphs -= 1
+        return (self._status(),)
+
+    def cuGraphDestroy(self, graph: Graph) -> tuple[Any]:
+        graph.live()
+        graph.work = None
+        self._machine.templates -= 1
+        return (self._status(),)
+
+    def _copy(
+        self, target: int, target_memory: dict[int, Any], source: int, source_memory: dict[int, Any], size: int
+    ) -> tuple[Any]:
+        machine = self._machine
+
+        def run() -> None:
+            machine.within(source, size, source_memory, "what is copied")
+            machine.within(target, size, target_memory, "where it is copied")
+            ctypes.memmove(target, source, size)
+
+        machine.put(run)
+        return (self._status(),)
+
     def _status(self) -> Any:
+        if self._machine.faulted:
+            return self._machine.fault
         here = getattr(self._machine.current, "done", False)
         return SUCCESS if here else Status.CUDA_ERROR_INVALID_CONTEXT
+
+
+@dataclass(eq=False)
+class Graph:
+    """``CUgraph`` and ``CUgraphExec``: what was recorded."""
+
+    work: list[Work] | None
+
+    def live(self) -> list[Work]:
+        if self.work is None:
+            raise BrokenRuleError("a graph is used after it was destroyed")
+        return self.work
 
 
 class Device:
@@ -241,59 +319,8 @@ class Stream:
         self._machine = machine
         self.handle = 0x57AE
 
-    def create_graph_builder(self) -> GraphBuilder:
-        return GraphBuilder(self._machine)
-
     def close(self) -> None:
         self._machine.drain()
-
-
-class GraphBuilder:
-    """Of ``cuda.core.graph``."""
-
-    def __init__(self, machine: Machine) -> None:
-        self._machine = machine
-        self._work: list[Work] = []
-
-    def begin_building(self, mode: str = "relaxed") -> GraphBuilder:
-        if not self._machine.recordable:
-            raise ValueError("CUDA_ERROR_NOT_SUPPORTED: graphs are not supported")
-        self._machine.recording, self._machine.invalid = [], False
-        return self
-
-    def end_building(self) -> GraphBuilder:
-        self._work, self._machine.recording = self._machine.recording or [], None
-        if self._machine.invalid:
-            raise ValueError("CUDA_ERROR_STREAM_CAPTURE_INVALIDATED: operation failed due to a previous error")
-        return self
-
-    def complete(self) -> Graph:
-        self._machine.graphs += 1
-        return Graph(self._machine, self._work)
-
-    def close(self) -> None:
-        if self._machine.recording is not None:
-            raise BrokenRuleError("a graph builder is closed while it records")
-
-
-class Graph:
-    """Of ``cuda.core.graph``."""
-
-    def __init__(self, machine: Machine, work: list[Work]) -> None:
-        self._machine = machine
-        self._work: list[Work] | None = work
-
-    def launch(self, stream: Stream) -> None:
-        if self._work is None:
-            raise BrokenRuleError("a graph is launched after it was closed")
-        for work in self._work:
-            work.check()
-        self._machine.launches += 1
-        self._machine.queue.extend(self._work)
-
-    def close(self) -> None:
-        self._machine.graphs -= 1
-        self._work = None
 
 
 class Buffer:
@@ -311,7 +338,7 @@ class StridedMemoryView:
     """Of ``cuda.core.utils``; on the CPU here, so that NumPy can look."""
 
     def __init__(self, array: Any) -> None:
-        self._array = array
+        self._array = array  # of NumPy, which as cuda.core gives no bfloat16 and no float8 as DLPack
         self.shape = array.shape
 
     @classmethod

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import tensorrt_rtx as trt
 from cuda.bindings import driver
-from cuda.core import graph
 from runtime import fake_cuda, fake_tensorrt
 
 from trt_kvcache.runtime import cuda as ours
@@ -30,8 +29,6 @@ PAIRS = [
     (fake_cuda.Driver, driver),
     (fake_cuda.Device, cuda.core.Device),
     (fake_cuda.Stream, cuda.core.Stream),
-    (fake_cuda.GraphBuilder, graph.GraphBuilder),
-    (fake_cuda.Graph, graph.Graph),
     (fake_cuda.Buffer, cuda.core.Buffer),
     (fake_cuda.StridedMemoryView, cuda.core.utils.StridedMemoryView),
 ]
@@ -73,7 +70,6 @@ def test_dtype_names() -> None:
 
 def test_arguments_of_cuda_core() -> None:
     """Cython keeps signatures; these are the keywords that are passed."""
-    assert "mode" in inspect.signature(graph.GraphBuilder.begin_building).parameters
     assert {"owner"} <= set(inspect.signature(cuda.core.Buffer.from_handle).parameters)
     assert {"buffer", "shape", "dtype"} <= set(
         inspect.signature(cuda.core.utils.StridedMemoryView.from_buffer).parameters

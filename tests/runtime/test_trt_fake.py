@@ -140,5 +140,5 @@ def test_pinned_memory_that_is_written_too_early(runner: TensorRTRunner) -> None
     cuda.sync()
     assert machine.device[target].tolist() == [2, 2, 2, 2]
     cuda.upload(target, cuda.allocate_pinned(8).address, 5)
-    with pytest.raises(BrokenRuleError, match="copy to the GPU: 5 bytes"):
+    with pytest.raises(BrokenRuleError, match="where it is copied: 5 bytes"):
         cuda.sync()

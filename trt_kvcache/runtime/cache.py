@@ -104,7 +104,8 @@ class KVCache:
     def view(self, name: str) -> Any:
         """The whole buffer of one cache ``[max_batch, *physical shape]`` without a copy, for debugging.
 
-        A NumPy array on the CPU, an object with ``__dlpack__`` on a GPU. Row numbers are `Slot.row`.
+        A NumPy array on the CPU, an object with ``__dlpack__`` on a GPU (of a bfloat16 or float8 cache with its bits as
+        unsigned integers). Row numbers are `Slot.row`.
 
         Raises:
             OptionError: there is no such cache.

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,11 @@ __all__ = ["ALIGNMENT", "Cuda", "CudaBindings", "Pinned", "cuda_bindings"]
 
 ALIGNMENT = 256
 """Bytes. What TensorRT asks of every tensor's address (NvInferRuntime.h, setTensorAddress)."""
+
+_MAX_PITCH = 2**31 - 1
+"""Bytes. CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far: rows of a 2-D copy cannot be farther apart."""
+
+_DEVICE, _HOST = "Device", "Host"
 
 
 @dataclass(frozen=True)
@@ -132,23 +138,22 @@ class Cuda:
 
     def copy_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
         """Copy `height` runs of `width` bytes, which start `pitch` bytes apart on both sides, within the GPU."""
-        kind = self._driver.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        self._copy_2d((kind, source, pitch), (kind, target, pitch), width, height)
+        self._copy_2d((_DEVICE, source, pitch), (_DEVICE, target, pitch), width, height)
 
     def download_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
         """Copy `height` runs of `width` bytes, `pitch` bytes apart, from the GPU to pinned memory, there packed."""
-        kinds = self._driver.CUmemorytype
-        device, host = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
-        self._copy_2d((device, source, pitch), (host, target, width), width, height)
+        self._copy_2d((_DEVICE, source, pitch), (_HOST, target, width), width, height)
 
     def upload_rows(self, target: int, source: int, pitch: int, width: int, height: int) -> None:
         """The inverse of `download_rows`: packed host runs to runs `pitch` bytes apart on the GPU."""
-        kinds = self._driver.CUmemorytype
-        device, host = kinds.CU_MEMORYTYPE_DEVICE, kinds.CU_MEMORYTYPE_HOST
-        self._copy_2d((host, source, width), (device, target, pitch), width, height)
+        self._copy_2d((_HOST, source, width), (_DEVICE, target, pitch), width, height)
 
     def zero_rows(self, target: int, pitch: int, width: int, height: int) -> None:
         """Set `height` runs of `width` bytes, `pitch` bytes apart, to 0."""
+        if height > 1 and pitch > _MAX_PITCH:
+            for run in range(height):
+                self.zero_rows(target + run * pitch, width, width, 1)
+            return
         result = self._driver.cuMemsetD2D8Async(target, pitch, 0, width, height, self.stream)
         self._check("cuMemsetD2D8Async", result)
 
@@ -165,35 +170,40 @@ class Cuda:
         Raises:
             BackendError: something in it cannot be recorded. The stream is usable again.
         """
-        with self._core_errors("record a CUDA graph"):
-            builder = self._stream.create_graph_builder()
-            try:
-                # Not "relaxed": a call that would allocate or wait must fail here instead of being left out.
-                builder.begin_building(mode="thread_local")
-                try:
-                    work()
-                except BaseException:
-                    with suppress(Exception):  # it says no more than that recording failed; `work` says why
-                        builder.end_building()
-                    raise
-                return builder.end_building().complete()
-            finally:
-                builder.close()
+        driver = self._driver
+        # Not "relaxed": a call that would allocate or wait must fail here instead of being left out.
+        mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+        self._check("cuStreamBeginCapture", driver.cuStreamBeginCapture(self.stream, mode))
+        try:
+            work()
+        except BaseException:
+            status, graph = driver.cuStreamEndCapture(self.stream)  # fails too, and says less than `work` does
+            if not int(status):
+                driver.cuGraphDestroy(graph)
+            raise
+        graph = self._check("cuStreamEndCapture", driver.cuStreamEndCapture(self.stream))
+        try:
+            return self._check("cuGraphInstantiate", driver.cuGraphInstantiate(graph, 0))
+        finally:
+            driver.cuGraphDestroy(graph)
 
     def launch(self, graph: Any) -> None:
         """Put a recorded graph on the stream."""
-        with self._core_errors("launch a CUDA graph"):
-            graph.launch(self._stream)
+        self._check("cuGraphLaunch", self._driver.cuGraphLaunch(graph, self.stream))
 
     def discard(self, graph: Any) -> None:
-        """Free a recorded graph."""
-        with self._core_errors("free a CUDA graph"):
-            graph.close()
+        """Free a recorded graph. Never fails, as `close`."""
+        self._driver.cuGraphExecDestroy(graph)
 
     def view(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
-        """GPU memory as an object with ``__dlpack__``; it keeps `owner` alive."""
+        """GPU memory as an object with ``__dlpack__``; it keeps `owner` alive.
+
+        DLPack as cuda.core 1.2 writes it has no bfloat16 and no float8: their bits come as unsigned integers.
+        """
+        if dtype.kind == "V":  # what ml_dtypes adds to NumPy
+            dtype = np.dtype(f"u{dtype.itemsize}")
         with self._core_errors("view a cache"):
-            size = int(np.prod(shape)) * dtype.itemsize
+            size = prod(shape) * dtype.itemsize
             buffer = self._core.Buffer.from_handle(address, size, owner=owner)
             return self._core.utils.StridedMemoryView.from_buffer(buffer, shape, dtype=dtype)
 
@@ -211,13 +221,25 @@ class Cuda:
         with suppress(BackendError), self._core_errors("close the stream"):
             self._stream.close()
 
-    def _copy_2d(self, source: tuple[Any, int, int], target: tuple[Any, int, int], width: int, height: int) -> None:
+    def _copy_2d(self, source: tuple[str, int, int], target: tuple[str, int, int], width: int, height: int) -> None:
+        """One copy of all runs where they can be so far apart; else one for each."""
+        (from_, start, step), (to, end, stride) = source, target
+        if height > 1 and max(step, stride) > _MAX_PITCH:
+            for run in range(height):
+                self._copy_2d((from_, start + run * step, width), (to, end + run * stride, width), width, 1)
+            return
+        if height == 1 or width == step == stride:  # one run, for which there are no limits
+            name = f"cuMemcpy{from_[0]}to{to[0]}Async"
+            result = getattr(self._driver, name)(end, start, width * height, self.stream)
+            self._check(name, result)
+            return
+        kinds = {_DEVICE: self._driver.CUmemorytype.CU_MEMORYTYPE_DEVICE,
+                 _HOST: self._driver.CUmemorytype.CU_MEMORYTYPE_HOST}  # fmt: skip
         copy = self._driver.CUDA_MEMCPY2D()
-        copy.srcMemoryType, start, copy.srcPitch = source
-        host = self._driver.CUmemorytype.CU_MEMORYTYPE_HOST
-        setattr(copy, "srcHost" if copy.srcMemoryType == host else "srcDevice", start)
-        copy.dstMemoryType, start, copy.dstPitch = target
-        setattr(copy, "dstHost" if copy.dstMemoryType == host else "dstDevice", start)
+        copy.srcMemoryType, copy.srcPitch = kinds[from_], step
+        setattr(copy, f"src{from_}", start)
+        copy.dstMemoryType, copy.dstPitch = kinds[to], stride
+        setattr(copy, f"dst{to}", end)
         copy.WidthInBytes, copy.Height = width, height
         self._check("cuMemcpy2DAsync", self._driver.cuMemcpy2DAsync(copy, self.stream))
 

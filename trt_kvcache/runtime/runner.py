@@ -146,7 +146,8 @@ class Runner(Protocol):
     def view(self, name: str) -> Any:
         """The whole buffer ``[max_batch, *physical_shape[1:]]`` of one cache without a copy.
 
-        An object with ``__dlpack__`` on the device where the cache lies; a NumPy array on the CPU.
+        An object with ``__dlpack__`` on the device where the cache lies, of a bfloat16 or float8 cache with its bits as
+        unsigned integers; a NumPy array on the CPU.
         """
         ...
 
