@@ -24,10 +24,10 @@ from gpu_measure import Opened, write_json
 from trt_kvcache.engine import build
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.runtime import trt_runner
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_load import _make_logger
 
 CONFIG = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
 BATCH, HEADS, KEYS, SIZE = 2, 4, 64, 64
@@ -196,8 +196,9 @@ def _difference(actual: Any, expected: Any) -> float:
 
 def _attention_engine(trt: Any, name: str, how: str, dtype: str) -> Any:
     """One IAttention on static shapes, Q unscaled."""
-    logger = _make_logger(trt)
-    builder = trt.Builder(logger)
+    recorder = make_recorder(trt)
+    builder = trt.Builder(native_logger(trt))
+    builder.error_recorder = recorder
     flags = 0 if name == "tensorrt-rtx" else 1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED)
     network = builder.create_network(flags)
     kind = trt.float16 if dtype == "float16" else trt.bfloat16
@@ -214,7 +215,7 @@ def _attention_engine(trt: Any, name: str, how: str, dtype: str) -> Any:
     network.mark_output(output)
     plan = builder.build_serialized_network(network, builder.create_builder_config())
     if plan is None:
-        raise RuntimeError(f"TensorRT does not build it: {logger.take()}")
+        raise RuntimeError(f"TensorRT does not build it: {recorder.take()}")
     return plan
 
 
@@ -223,11 +224,12 @@ def _execute(trt: Any, plan: Any, feeds: dict[str, Any], output: str, shape: Seq
     cuda = trt_runner.Cuda(0, trt_runner.cuda_bindings())
     engine = context = None
     try:
-        logger = _make_logger(trt)
-        runtime = trt.Runtime(logger)
+        recorder = make_recorder(trt)
+        runtime = trt.Runtime(native_logger(trt))
+        runtime.error_recorder = recorder
         engine = runtime.deserialize_cuda_engine(plan)
         if engine is None:
-            raise RuntimeError(f"TensorRT does not open it: {logger.take()}")
+            raise RuntimeError(f"TensorRT does not open it: {recorder.take()}")
         context = engine.create_execution_context()
         staged: dict[str, Any] = {}
         for name, array in {**feeds, output: np.zeros(shape, kind)}.items():
@@ -237,10 +239,10 @@ def _execute(trt: Any, plan: Any, feeds: dict[str, Any], output: str, shape: Seq
             address = cuda.allocate(array.nbytes)
             cuda.upload(address, pinned.address, array.nbytes)
             if not context.set_tensor_address(name, address):
-                raise RuntimeError(f"TensorRT takes no address for {name}: {logger.take()}")
+                raise RuntimeError(f"TensorRT takes no address for {name}: {recorder.take()}")
             staged[name] = pinned, address, array.nbytes
         if not context.execute_async_v3(cuda.stream):
-            raise RuntimeError(f"TensorRT does not run it: {logger.take()}")
+            raise RuntimeError(f"TensorRT does not run it: {recorder.take()}")
         pinned, address, size = staged[output]
         cuda.download_rows(pinned.address, address, size, size, 1)
         cuda.sync()

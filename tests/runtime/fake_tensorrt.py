@@ -8,7 +8,8 @@ Enforced: the past and the present of one layer have one address; shapes lie wit
 selected, every tensor bound and every input shaped before a step; a switch of profiles drops shapes and keeps
 addresses; addresses are multiples of 256; memory of a step is allocated, overlaps nothing and is large enough;
 activation memory is there if the caller manages it, and comes out as garbage; a context that a graph was recorded from
-is not changed; nothing new is shaped while recording.
+is not changed; nothing new is shaped while recording; there is one logger, TensorRT's own; a context of TensorRT for
+RTX is taken apart only when nothing in Python hears of its errors any more (`hung` of the module otherwise).
 """
 
 from __future__ import annotations
@@ -35,12 +36,19 @@ ACTIVATIONS = 4096
 DTYPES = {"float": "FLOAT", "float16": "HALF", "bfloat16": "BF16", "int64": "INT64", "int32": "INT32", "bool": "BOOL"}
 
 
-class ILogger:
-    """Of TensorRT."""
+class Logger:
+    """Of TensorRT: its own, which needs nothing of Python."""
 
-    ERROR, INTERNAL_ERROR, INFO = "ERROR", "INTERNAL_ERROR", "INFO"
+    INTERNAL_ERROR, ERROR, WARNING = "INTERNAL_ERROR", "ERROR", "WARNING"
 
-    def log(self, severity: Any, message: str) -> None:
+    def __init__(self, min_severity: str) -> None:
+        self.min_severity = min_severity
+
+
+class IErrorRecorder:
+    """Of TensorRT; written by its user."""
+
+    def report_error(self, code: Any, description: str) -> bool:
         raise NotImplementedError
 
 
@@ -85,8 +93,9 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
             are refused.
     """
     module = SimpleNamespace(
-        __version__=version, ILogger=ILogger, ExecutionContextAllocationStrategy=AllocationStrategy, rtx=rtx,
-        TensorLocation=Location, machine=machine, faults=faults, compiled=[], contexts=[],
+        __version__=version, Logger=Logger, IErrorRecorder=IErrorRecorder, rtx=rtx, TensorLocation=Location,
+        ExecutionContextAllocationStrategy=AllocationStrategy,
+        machine=machine, faults=faults, compiled=[], contexts=[], hung=[],
     )  # fmt: skip
     kind = RtxRuntime if rtx else Runtime
     module.Runtime = lambda logger: kind(module, logger)
@@ -96,19 +105,32 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
     return module
 
 
+_first_logger: dict[str, Logger] = {}
+
+
+def _report(recorder: Any, words: str) -> None:
+    """Give an error to whoever asked for it."""
+    if recorder is not None:
+        recorder.report_error(1, words)
+
+
 class Runtime:
     """Of TensorRT."""
 
     def __init__(self, module: Any, logger: Any) -> None:
-        self._module, self._logger = module, logger
+        if not isinstance(logger, Logger):
+            raise BrokenRuleError("a logger in Python is called from threads that others wait for with Python's lock")
+        if _first_logger.setdefault("logger", logger) is not logger:
+            raise BrokenRuleError("the second logger of a process is ignored, and the first may be gone")
+        self._module = module
+        self.error_recorder: Any = None
 
     def deserialize_cuda_engine(self, data: Any) -> Engine | None:
         words = self._module.faults.get("refuse")
         if words or data[: len(MAGIC)] != MAGIC:
-            self._logger.log(ILogger.INFO, "Loaded engine size: 0 MiB")
-            self._logger.log(ILogger.ERROR, words or "Serialization assertion magicTag failed.")
+            _report(self.error_recorder, words or "Serialization assertion magicTag failed.")
             return None
-        return (RtxEngine if self._module.rtx else Engine)(self._module, self._logger, bytes(data))
+        return (RtxEngine if self._module.rtx else Engine)(self._module, self.error_recorder, bytes(data))
 
 
 class RtxRuntime(Runtime):
@@ -121,10 +143,10 @@ class RtxRuntime(Runtime):
 class Engine:
     """Of TensorRT: ``ICudaEngine``."""
 
-    def __init__(self, module: Any, logger: Any, data: bytes) -> None:
+    def __init__(self, module: Any, recorder: Any, data: bytes) -> None:
         header, model = data[len(MAGIC) :].split(b"\n", 1)
         facts = json.loads(header)
-        self._module, self._logger = module, logger
+        self._module, self.error_recorder = module, recorder
         self._profiles, self._aliases = facts["profiles"], facts["aliases"]
         graph = onnx.load_from_string(model).graph
         self._tensors = {v.name: ("INPUT", v.type.tensor_type) for v in graph.input}
@@ -160,7 +182,7 @@ class Engine:
 
     def create_execution_context(self, how: AllocationStrategy | RuntimeConfig) -> Context | None:
         if self._module.faults.get("no_context", 999) <= len(self._module.contexts):
-            self._logger.log(ILogger.ERROR, "Requested amount of GPU memory could not be allocated.")
+            _report(self.error_recorder, "Requested amount of GPU memory could not be allocated.")
             return None
         context = Context(self, how)
         self._module.contexts.append(weakref.ref(context))
@@ -228,6 +250,7 @@ class Context:
         if strategy is not AllocationStrategy.USER_MANAGED:
             raise BrokenRuleError("a context takes activation memory of its own")
         self._engine, self._module, self._machine = engine, engine._module, engine._module.machine
+        self.error_recorder = engine.error_recorder
         self._cache = config._cache if config else None
         self._records = bool(config) and config.cuda_graph_strategy is GraphStrategy.WHOLE_GRAPH_CAPTURE
         if self._records and config.dynamic_shapes_kernel_specialization_strategy is not Kernels.EAGER:
@@ -324,6 +347,11 @@ class Context:
                 self._replays.append(self._version)
         return True
 
+    def __del__(self) -> None:
+        # TensorRT for RTX waits here for the thread that compiles, which would wait for Python to report an error.
+        if getattr(self, "error_recorder", None) is not None and self._module.rtx:
+            self._module.hung.append(self._profile)
+
     def _compile(self) -> None:
         """TensorRT for RTX compiles what the runtime cache does not have."""
         kernel = f"{self._profile} {sorted(self._shapes.items())}"
@@ -337,7 +365,7 @@ class Context:
         self._version += 1
 
     def _refuse(self, words: str) -> bool:
-        self._engine._logger.log(ILogger.ERROR, f"IExecutionContext: Error Code 3: API Usage Error ({words})")
+        _report(self.error_recorder, f"IExecutionContext: Error Code 3: API Usage Error ({words})")
         return False
 
 

@@ -25,7 +25,8 @@ PAIRS = [
     (fake_tensorrt.Context, trt.IExecutionContext),
     (fake_tensorrt.RuntimeConfig, trt.IRuntimeConfig),
     (fake_tensorrt.RuntimeCache, trt.IRuntimeCache),
-    (fake_tensorrt.ILogger, trt.ILogger),
+    (fake_tensorrt.Logger, trt.Logger),
+    (fake_tensorrt.IErrorRecorder, trt.IErrorRecorder),
     (fake_cuda.Driver, driver),
     (fake_cuda.Device, cuda.core.Device),
     (fake_cuda.Stream, cuda.core.Stream),
@@ -93,16 +94,44 @@ def test_signatures_of_tensorrt() -> None:
     assert trt.IRuntimeConfig.cuda_graph_strategy.fset is not None
 
 
-def test_a_damaged_engine_is_refused_without_a_driver() -> None:
-    """The real `Runtime` and our logger, as far as they go here."""
-    from trt_kvcache.runtime.trt_load import _make_logger, _reasons
+def test_a_damaged_engine_is_refused_without_a_driver(capfd: pytest.CaptureFixture[str]) -> None:
+    """The real `Runtime`, with our recorder, as far as they go here."""
+    from trt_kvcache.engine.recorder import make_recorder, native_logger
+    from trt_kvcache.runtime.trt_load import _reasons
 
-    logger = _make_logger(trt)
-    runtime = trt.Runtime(logger)
-    assert runtime.deserialize_cuda_engine(b"no engine" * 100) is None
-    assert "magicTag" in logger.take()
-    assert logger.take() == "it gives no reason"
+    recorder = make_recorder(trt)
+    runtime = trt.Runtime(native_logger(trt))
+    runtime.error_recorder = recorder
+    for _ in range(2):
+        assert runtime.deserialize_cuda_engine(b"no engine" * 100) is None
+        assert "magicTag" in recorder.take()
+        assert recorder.take() == "it gives no reason"
     assert _reasons(trt, runtime, b"no engine" * 100) == ("MALFORMED_ENGINE",)
+    assert "magicTag" not in "".join(capfd.readouterr())  # it is in our message, not beside it
+    runtime.error_recorder = None
+    assert runtime.deserialize_cuda_engine(b"no engine" * 100) is None
+    assert recorder.take() == "it gives no reason"
+
+
+def test_all_runtimes_have_one_logger_for_good() -> None:
+    """What makes it necessary: the first logger stays registered when its runtime is gone, and others are ignored."""
+    from trt_kvcache.engine.recorder import native_logger
+
+    first, second = trt.Runtime(native_logger(trt)), trt.Runtime(native_logger(trt))
+    assert first.logger is second.logger is native_logger(trt)
+
+    class Late(trt.ILogger):  # type: ignore[misc]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.words = ""
+
+        def log(self, severity: Any, message: str) -> None:
+            self.words += message
+
+    late = Late()
+    third = trt.Runtime(late)
+    assert "the current new logger is ignored" in late.words
+    del third, first
 
 
 def test_the_real_copy_structure_takes_what_is_set() -> None:

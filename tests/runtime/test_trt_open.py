@@ -42,7 +42,9 @@ def open_(engine: Path, machine: Machine | None = None, version: str = "1.7.1.11
     }
     machine = machine or Machine()
     module = fake_module(machine, version=version, **faults)
-    return TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
+    runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
+    runner.module = module  # type: ignore[attr-defined]
+    return runner
 
 
 def refused(error: type[Exception], words: str, engine: Path, **faults: Any) -> None:
@@ -257,9 +259,31 @@ def test_fault_of_the_gpu(engine: Path) -> None:
     words = r"CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS \(an illegal memory access"
     with pytest.raises(SessionError, match=words):
         runner.step(StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64)))
-    machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
-    runner.close()
+    runner.close()  # every call of CUDA fails from here on
     assert machine.used == 0
+    assert not [c for c in runner.module.contexts if c() is not None]
+    assert runner.module.hung == []
+
+
+def test_fault_of_the_gpu_while_steps_are_recorded(engine: Path) -> None:
+    """What was recorded goes too, and its contexts before the memory that they are bound to."""
+    edit(engine, lambda m: replace(m, backend="tensorrt", backend_version="11.4.0.106"))
+    for rtx in (False, True):
+        machine = Machine()
+        module = fake_module(machine, rtx=rtx)
+        runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
+        batch = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
+        for _ in range(4):
+            runner.step(batch)
+        machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
+        with pytest.raises(SessionError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
+            runner.step(batch)
+        runner.close()
+        assert (machine.used, machine.graphs) == (0, 0)
+        assert not [c for c in module.contexts if c() is not None]
+        assert module.hung == []
+        if not rtx:
+            edit(engine, lambda m: replace(m, backend="tensorrt-rtx", backend_version="1.7.1.116"))
 
 
 def test_compiled_kernels_are_kept(engine: Path) -> None:

@@ -39,6 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def open_engine(tmp_path: Path) -> Iterator[Open]:
     opened: list[TensorRTRunner] = []
+    modules: list[Any] = []
 
     def open_(
         model: Path,
@@ -60,11 +61,13 @@ def open_engine(tmp_path: Path) -> Iterator[Open]:
         module = fake_module(machine, rtx=backend == "tensorrt-rtx", version=version, **(faults or {}))
         runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
         opened.append(runner)
+        modules.append(module)
         return runner, module
 
     yield open_
     for runner in opened:
         runner.close()
+    assert [module.hung for module in modules] == [[]] * len(modules)
 
 
 class Pair:

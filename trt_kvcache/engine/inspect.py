@@ -9,6 +9,7 @@ from typing import Any
 
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
+from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import Route, TensorRole
 
@@ -146,21 +147,13 @@ def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
     except ImportError as error:
         return None, f"{backend} does not import: {error}"
 
-    words: list[str] = []
-
-    class Logger(trt.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity <= trt.ILogger.Severity.ERROR:
-                words.append(message)
-
-    runtime = trt.Runtime(Logger())
+    recorder = make_recorder(trt)
+    runtime = trt.Runtime(native_logger(trt))
+    runtime.error_recorder = recorder
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         engine = runtime.deserialize_cuda_engine(data)
         if engine is None:
-            return None, f"{backend} cannot open it on this {gpus[0].name}: {' '.join(words) or 'no reason given'}"
+            return None, f"{backend} cannot open it on this {gpus[0].name}: {recorder.take()}"
         return view_of(engine), ""
 
 

@@ -128,5 +128,6 @@ class StepGraphs:
 
     def _drop(self) -> None:
         _, step = self._recorded.popitem(last=False)
+        step.context.let_go()
         if step.graph is not None:
             self._cuda.discard(step.graph)

@@ -26,11 +26,19 @@ Shape = tuple[int, ...]
 
 
 class Context:
-    """An ``IExecutionContext``; sets only what changed since the last step, and checks every return."""
+    """An ``IExecutionContext``; sets only what changed since the last step, and checks every return.
 
-    def __init__(self, trt: TensorRT, context: Any, stream: int) -> None:
-        self._trt = trt
+    Args:
+        trt: its engine.
+        context: it.
+        stream: handle of the stream that it runs on.
+        used: what it was made from, which must live as long as it.
+    """
+
+    def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:
         self._context = context
+        self._trt = trt
+        self._used = used
         self._stream = stream
         self._shapes: dict[str, Shape] = {}
         self._addresses: dict[str, int] = {}
@@ -63,6 +71,13 @@ class Context:
     def output_shape(self, name: str) -> Shape:
         """The shape of an output for the shapes that are set; -1 where only running tells."""
         return tuple(int(size) for size in self._context.get_tensor_shape(name))
+
+    def let_go(self) -> None:
+        """Report nothing to Python any more: to be called before it is dropped.
+
+        TensorRT for RTX may still compile for it in a thread, which its end waits for.
+        """
+        self._context.error_recorder = None
 
     def enqueue(self) -> None:
         """Put a step on the stream.
@@ -136,7 +151,7 @@ class ContextFactory:
         context = trt.engine.create_execution_context(how)
         trt.check(context, "make an execution context")
         trt.check(context.set_optimization_profile_async(profile, self._cuda.stream), f"use profile {profile}")
-        made = Context(trt, context, self._cuda.stream)
+        made = Context(trt, context, self._cuda.stream, (how, self.kernels))
         if self._activations:
             made.lend(self._activations, self.activation_bytes)
         return made

@@ -36,6 +36,7 @@ class KernelCache:
     def __init__(self, config: Any, path: Path) -> None:
         self._path = path
         self._cache = config.create_runtime_cache()
+        self._config = config  # TensorRT's bindings do not say whether the cache needs it
         try:
             stored = path.read_bytes()
         except OSError:

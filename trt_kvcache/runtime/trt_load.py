@@ -1,6 +1,6 @@
 """An engine file -> an opened engine that is known to be what its manifest says.
 
-Every return of TensorRT is checked by `TensorRT.check`, which adds what TensorRT itself logged.
+Every return of TensorRT is checked by `TensorRT.check`, which adds what TensorRT itself reported.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from trt_kvcache.engine.backend import PACKAGES
 from trt_kvcache.engine.inspect import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
+from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.runtime.cuda import Cuda
@@ -45,7 +46,8 @@ class TensorRT:
     Attributes:
         module: ``tensorrt`` or ``tensorrt_rtx``.
         engine: ``ICudaEngine``.
-        runtime, logger: kept alive for the engine.
+        runtime: kept alive for the engine.
+        recorder: what TensorRT reports as an error; see `make_recorder`.
         title: name and version, for messages.
         rtx: it is TensorRT for RTX, which compiles kernels on the GPU and has its own CUDA graphs.
     """
@@ -53,7 +55,7 @@ class TensorRT:
     module: Any
     engine: Any
     runtime: Any
-    logger: Any
+    recorder: Any
     title: str
     rtx: bool
 
@@ -64,7 +66,7 @@ class TensorRT:
             BackendError: it did.
         """
         if ok is None or ok is False:
-            raise BackendError(f"{self.title} cannot {what}: {self.logger.take()}")
+            raise BackendError(f"{self.title} cannot {what}: {self.recorder.take()}")
 
 
 def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> TensorRT:
@@ -83,12 +85,13 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
     """
     target = Target(manifest.backend)
     title = f"{PACKAGES[target].title} {module.__version__}"
-    logger = _make_logger(module)
-    runtime = module.Runtime(logger)
+    recorder = make_recorder(module)
+    runtime = module.Runtime(native_logger(module))
+    runtime.error_recorder = recorder
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         engine = runtime.deserialize_cuda_engine(data)
         if engine is None:
-            words = logger.take()
+            words = recorder.take()
             reasons = _reasons(module, runtime, data)
             raise BackendError(_refusal(path, manifest, title, str(module.__version__), cuda, words, reasons))
     if differences := reconcile(manifest, view_of(engine)):
@@ -96,7 +99,7 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
             f"{path}: the engine and its manifest differ: {'; '.join(differences)}; do not run it: build it again"
         )
     _check_locations(path, module, engine)
-    return TensorRT(module, engine, runtime, logger, title, target is Target.TENSORRT_RTX)
+    return TensorRT(module, engine, runtime, recorder, title, target is Target.TENSORRT_RTX)
 
 
 def _check_locations(path: Path, module: Any, engine: Any) -> None:
@@ -197,24 +200,3 @@ def _reasons(module: Any, runtime: Any, data: Any) -> tuple[str, ...]:
     _, diagnostics = runtime.get_engine_validity(data)
     members = module.EngineInvalidityDiagnostics.__members__
     return tuple(name for name, member in members.items() if int(diagnostics) & int(member))
-
-
-def _make_logger(module: Any) -> Any:
-    """A logger that keeps what TensorRT reports as an error; its class can exist only once TensorRT is imported."""
-
-    class Logger(module.ILogger):  # type: ignore[misc]
-        def __init__(self) -> None:
-            module.ILogger.__init__(self)
-            self._errors: list[str] = []
-
-        def log(self, severity: Any, message: str) -> None:
-            if severity in (module.ILogger.ERROR, module.ILogger.INTERNAL_ERROR):
-                self._errors.append(" ".join(message.split()))
-
-        def take(self) -> str:
-            """What was reported since the last call, each once."""
-            words = "; ".join(dict.fromkeys(self._errors)) or "it gives no reason"
-            self._errors.clear()
-            return words
-
-    return Logger()

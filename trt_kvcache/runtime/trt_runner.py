@@ -122,7 +122,8 @@ class TensorRTRunner:
         folder = None if kernel_cache is None else Path(kernel_cache)
         kernels = kernel_cache_path(path, cuda.compute_capability, folder)
         self._factory = ContextFactory(self._trt, cuda, kernels)
-        self._contexts = [self._factory.make(index) for index in range(len(manifest.profiles))]
+        for index in range(len(manifest.profiles)):
+            self._contexts.append(self._factory.make(index))
         largest = self._largest_shapes()
         self._logits.settle(largest[self._logits.name][-1])
         self._buffers = StepBuffers(cuda, manifest.plan, largest, self._max_batch)
@@ -253,14 +254,15 @@ class TensorRTRunner:
                 self._cuda.sync()
                 if self._factory.kernels is not None:
                     self._factory.kernels.save()
-                if self.graphs is not None:
-                    self.graphs.close()
+            if self.graphs is not None:
+                self.graphs.close()
         finally:
             self._release()
 
     def _release(self) -> None:
         """Let go of what TensorRT holds, and then of the memory that it is bound to."""
-        self._contexts.clear()
+        while self._contexts:
+            self._contexts.pop().let_go()
         for name in ("_factory", "_trt"):
             self.__dict__.pop(name, None)
         self._cuda.close()
