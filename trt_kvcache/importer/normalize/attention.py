@@ -23,7 +23,8 @@ from trt_kvcache.importer.normalize.cache_reads import CacheReads, elem_type_of,
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.guards import unguarded
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse, check_bias, classify, hides_any, hold_low, is_low
+from trt_kvcache.importer.normalize.mask_values import MaskKind, MaskUse, hides_any, is_low
+from trt_kvcache.importer.normalize.masks import check_bias, classify, hold_low
 from trt_kvcache.importer.normalize.merged_heads import before_reshapes, before_spread, behind_reshapes, hold_reshapes
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.scaled_masks import Hider, check_own, hold_hidden

@@ -53,7 +53,7 @@ from trt_kvcache.importer.normalize.held import (
     width,
 )
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
+from trt_kvcache.importer.normalize.mask_values import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.rotary import rotate
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.sinks import Sinks

@@ -20,7 +20,8 @@ from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.contrib import become
 from trt_kvcache.importer.normalize.findings import Visibility
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.masks import MaskUse, check_bias, classify
+from trt_kvcache.importer.normalize.mask_values import MaskUse
+from trt_kvcache.importer.normalize.masks import check_bias, classify
 from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.normalize.sinks import Sinks
 

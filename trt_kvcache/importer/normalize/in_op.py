@@ -46,7 +46,7 @@ from trt_kvcache.importer.normalize.held import (
     visibility,
 )
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
+from trt_kvcache.importer.normalize.mask_values import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.samples import Samples
 
 _MASK, _PASTS, _LENGTHS, _PRESENTS, _SCORES = 3, (4, 5), 6, (1, 2), 3

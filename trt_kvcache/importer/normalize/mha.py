@@ -47,7 +47,7 @@ from trt_kvcache.importer.normalize.held import (
     visibility,
 )
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.masks import MaskKind, MaskUse
+from trt_kvcache.importer.normalize.mask_values import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _BIAS, _PADDING, _SCORE_BIAS, _PASTS, _SHARED, _BEAMS = 3, 4, 5, (6, 7), 8, 9
