@@ -8,7 +8,7 @@ tensors. Nothing here needs ONNX or TensorRT.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, cast
 
@@ -116,6 +116,58 @@ class Operator:
             quantization=self._quantization(types, per_head) if self.quantized else None,
         )
 
+    def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
+        """Check the ranks of inputs, and their sizes against each other where both are known.
+
+        The kernel takes B, N, S_max and H from the cache, and reads as much as they say of everything else.
+
+        Args:
+            shapes: by the operator's input names, without those of unknown rank; None for a size that is open.
+
+        Raises:
+            OptionError: what was found, and what is supported.
+        """
+        known: dict[str, tuple[int, str]] = {}
+        for name, shape in shapes.items():
+            expected = self._sizes(name)
+            if len(shape) != len(expected):
+                raise OptionError(f"{self.name}: {name} has {len(shape)} dimensions; it must have {len(expected)}")
+            for size, label in zip(shape, expected, strict=True):
+                if size is None or label == "1 or N":
+                    continue
+                value = size - 1 if label == "B + 1" else size
+                other, where = known.setdefault("B" if label == "B + 1" else label, (value, name))
+                if value != other:
+                    raise OptionError(
+                        f"{self.name}: {name} is {_text(shape)}, {where} {_text(shapes[where])}; they must be "
+                        f"[{', '.join(expected)}] and [{', '.join(self._sizes(where))}]"
+                    )
+        if self.quantized:
+            self._check_scales(shapes)
+
+    def _check_scales(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
+        heads = shapes["cache_0"][1] if "cache_0" in shapes else None
+        counts = [shapes[f"scale_{i}"][0] for i in range(self.caches) if f"scale_{i}" in shapes]
+        for i, count in enumerate(counts):
+            if count is not None and heads is not None and count not in (1, heads):
+                raise OptionError(f"{self.name}: scale_{i} has {count} values; it must have 1, or one for each of the "
+                                  f"{heads} heads")  # fmt: skip
+        if None not in counts and len(set(counts)) > 1:
+            raise OptionError(f"{self.name}: scales of {counts[0]} and {counts[1]} values; both caches must have as "
+                              "many")  # fmt: skip
+
+    def _sizes(self, name: str) -> tuple[str, ...]:
+        """What the dimensions of an input are."""
+        packed = self.form is UpdateForm.PACKED_NHD
+        kind, _, i = name.rpartition("_")
+        if kind == "cache":
+            return ("B", "N", "S_max", f"H_{i}")
+        if kind == "update":
+            return ("T", "N", f"H_{i}") if packed else ("B", "N", "S_new", f"H_{i}")
+        if kind == "scale":
+            return ("1 or N",)
+        return ("B + 1",) if packed and name == "lengths" else ("B",)
+
     def _integer(self, name: str, types: Mapping[str, str]) -> IntegerType:
         if types[name] not in ("int32", "int64"):
             raise OptionError(f"{self.name}: {name} is {types[name]}; expected int32 or int64")
@@ -125,6 +177,10 @@ class Operator:
         source = cast(Literal["float16", "bfloat16", "float"], types["update_0"])
         target = cast(Literal["int8", "float8e4m3fn"], types["cache_0"])
         return Quantization(source, target, per_head)
+
+
+def _text(shape: Sequence[int | None]) -> str:
+    return f"[{', '.join('?' if size is None else str(size) for size in shape)}]"
 
 
 def _all_operators() -> dict[str, Operator]:

@@ -73,7 +73,7 @@ def _description(trt: Any, trtp: Any, operator: Operator, declare_aliases: bool,
 
     def describe(*inputs: Any) -> Any:
         tensors = dict(zip(operator.inputs, inputs, strict=True))
-        _check_ranks(operator, tensors)
+        operator.check_shapes({name: [_constant(size) for size in t.shape_expr] for name, t in tensors.items()})
         config = _config(operator, tensors)
         _check_bytes(operator, tensors, config.element_bits)
         caches = [tensors[f"cache_{i}"] for i in range(operator.caches)]
@@ -134,16 +134,6 @@ def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Sign
     return kept
 
 
-def _check_ranks(operator: Operator, tensors: dict[str, Any]) -> None:
-    """Caches are 4-D, padded updates too, packed ones 3-D, all else 1-D."""
-    update = 3 if operator.form.value == "packed_nhd" else 4
-    for name, tensor in tensors.items():
-        rank = len(tensor.shape_expr)
-        expected = {"cache": 4, "update": update}.get(name.rpartition("_")[0], 1)
-        if rank != expected:
-            raise OptionError(f"{operator.name}: {name} has {rank} dimensions; it must have {expected}")
-
-
 def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
     """The kernel for these tensors; whether there is a scale for each head is known once shapes are."""
     types = {name: TYPES.get(tensor.dtype.name, tensor.dtype.name) for name, tensor in tensors.items()}
@@ -151,28 +141,28 @@ def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
 
 
 def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
-    counts = []
-    heads = _constant(tensors["cache_0"].shape_expr[1])
+    """Whether there is a scale for each head: no, as long as there are no shapes yet."""
     for i in range(operator.caches):
-        count = _constant(tensors[f"scale_{i}"].shape_expr[0])
-        if count is None or heads is None:  # shapes are not known yet
-            return False
-        if count not in (1, heads):
-            raise OptionError(f"{operator.name}: scale_{i} has {count} values; it must have 1, or one for each of the "
-                              f"{heads} heads")  # fmt: skip
-        counts.append(count)
-    if len(set(counts)) != 1:
-        raise OptionError(f"{operator.name}: scales of {counts} values; both caches must have as many")
-    return counts[0] != 1
+        count = tensors[f"scale_{i}"].shape_expr[0]
+        if _open(count) or (_constant(count) not in (None, 1) and _open(tensors["cache_0"].shape_expr[1])):
+            raise OptionError(f"{operator.name}: the number of heads, or of values in scale_{i}, is open; both must be "
+                              "fixed: one scale, or one for each head")  # fmt: skip
+    return _constant(tensors["scale_0"].shape_expr[0]) not in (None, 1)
 
 
 def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None:
     """Rows of 4-bit elements must end on a byte."""
     for i in range(operator.caches):
-        size = _constant(tensors[f"cache_{i}"].shape_expr[3])
-        if size is not None and size * bits % 8:
-            raise OptionError(f"{operator.name}: rows of cache_{i} hold {size} elements of {bits} bits and do not end "
-                              "on a byte; an even number is needed")  # fmt: skip
+        size = tensors[f"cache_{i}"].shape_expr[3]
+        if bits % 8 and (_open(size) or (_constant(size) or 0) * bits % 8):
+            raise OptionError(f"{operator.name}: rows of cache_{i} hold {'?' if _open(size) else _constant(size)} "
+                              f"elements of {bits} bits and do not end on a byte; an even number is "
+                              "needed")  # fmt: skip
+
+
+def _open(size: Any) -> bool:
+    """Whether a size is known while the engine runs only."""
+    return not size.is_fake and not size.is_constant
 
 
 def _constant(size: Any) -> int | None:

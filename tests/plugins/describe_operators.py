@@ -105,7 +105,11 @@ def describe(case: dict[str, Any]) -> dict[str, Any]:
                    for t, s in zip(answer["types"], answer["shapes"], strict=True)]  # fmt: skip
         combination = plugin.get_supported_format_combinations([*tensors, *results], len(tensors))
         answer["formats"] = sorted({str(c.format) for c in combination})
+        answer["io_types"] = [TYPES[c.type.name] for c in combination]
+        plugin = plugin.clone()
         plugin.configure_plugin(tensors, results)
+        answer["tactics"] = plugin.get_valid_tactics()
+        answer["serialized"] = len(plugin.get_fields_to_serialize())
         plugin.set_tactic(0)
         launch, scalars = Settable(), Settable()
         plugin.get_launch_params(None, [*tensors, *results], len(tensors), launch, scalars, Expressions())

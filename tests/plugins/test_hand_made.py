@@ -87,9 +87,10 @@ def test_verify_runs_them(caches: int, defined: bool, tmp_path: Path) -> None:
         ({"inputs": 3}, FULL, InvalidModelError, "3 inputs and 1 outputs; KVCacheUpdateLengths takes cache_0, upda"),
         ({"cache": TensorProto.FLOAT}, FULL, InvalidModelError, "update_0 is float16 and cache_0 float"),
         ({"lengths": TensorProto.INT8}, FULL, InvalidModelError, "lengths is int8; expected int32 or int64"),
+        ({"heads": 3}, FULL, InvalidModelError, r"update_0 is \[\?, 3, \?, 4\], cache_0 \[\?, 2, 6, 4\]; they must be"),
         ({"output": False}, FULL, UnsupportedModelError, "be done in place: the updated cache .* is not an output"),
     ],
-    ids=["rtx", "inputs", "types", "lengths", "output"],
+    ids=["rtx", "inputs", "types", "lengths", "heads", "output"],
 )  # fmt: skip
 def test_refusals(
     change: dict[str, Any], options: PlanOptions, error: type[ModelError], words: str, tmp_path: Path
@@ -97,6 +98,8 @@ def test_refusals(
     model = hand_made(Operator(lengths=True), FLOATS | change, defined=False)
     if "inputs" in change:
         del model.graph.node[0].input[change["inputs"] :]
+    if "heads" in change:
+        model.graph.input[1].type.tensor_type.shape.dim[1].dim_value = change["heads"]
     if "output" in change:
         model.graph.node.append(helper.make_node("Neg", ["present_0"], ["negative"], name="neg"))
         model.graph.output[0].name = "negative"

@@ -94,6 +94,9 @@ def test_operators_are_described(answers: Answers) -> None:
         shapes = [[value(d) for d in s] for s in answer["shapes"]]
         assert shapes == [[3, 4, 128, 64], [3, 4, 128, 32]][: operator.caches] + ([[3]] if operator.errors else [])
         assert answer["formats"] == ["TensorFormat.LINEAR"]
+        assert answer["io_types"] == [dtype for dtype, _ in inputs_of(operator)] + answer["types"]
+        assert answer["tactics"] == []
+        assert answer["serialized"] == 0
 
 
 def test_aliases_are_declared_as_asked(answers: Answers, request: pytest.FixtureRequest) -> None:
@@ -133,6 +136,7 @@ def test_launches(answers: Answers) -> None:
 
 PLAIN, QUANTIZED = Operator(), Operator(quantized=True)
 PAIR = Operator(mode=UpdateMode.CIRCULAR, caches=2)
+RAGGED, QUANTIZED_PAIR = Operator(PACKED, lengths=True), Operator(caches=2, quantized=True)
 
 
 def replaced(operator: Operator, index: int, change: Input, **options: Any) -> dict[str, Any]:
@@ -161,6 +165,37 @@ REFUSED = {
     "hold 63 elements of 4 bits and do not end on a byte": {
         "name": PLAIN.name,
         "inputs": [("int4", ["B", 4, 128, 63]), ("int4", ["B", 4, "S", 63]), ("int64", ["B"])],
+    },
+    "hold ? elements of 4 bits and do not end on a byte": {
+        "name": PLAIN.name,
+        "inputs": [("int4", ["B", 4, 128, "H"]), ("int4", ["B", 4, "S", "H"]), ("int64", ["B"])],
+    },
+    # The kernel has the sizes of the cache only: whatever disagrees would be read beyond its end.
+    "update_0 is [?, 8, ?, 64], cache_0 [?, 4, 128, 64]; they must be [B, N, S_new, H_0] and [B, N, S_max, H_0]": (
+        replaced(PLAIN, 1, ("int8", ["B", 8, "S", 64]))
+    ),
+    "update_0 is [?, 4, 32], cache_0 [?, 4, 128, 64]; they must be [T, N, H_0]": (
+        replaced(RAGGED, 1, ("int8", ["T", 4, 32]))
+    ),
+    "cache_1 is [?, 4, 64, 32], cache_0 [?, 4, 128, 64]": replaced(PAIR, 1, ("int8", ["B", 4, 64, 32])),
+    "update_1 is [?, 4, 3, 32], update_0 [?, 4, 2, 64]": {
+        "name": PAIR.name,
+        "inputs": [(d, [{"S": 2 + (i == 3)}.get(n, n) for n in s]) for i, (d, s) in enumerate(inputs_of(PAIR))],
+    },
+    "write_indices is [2], cache_0 [3, 4, 128, 64]; they must be [B] and": {
+        "name": PLAIN.name,
+        "inputs": [("int8", [3, 4, 128, 64]), ("int8", [3, 4, "S", 64]), ("int64", [2])],
+    },
+    "lengths is [3], cache_0 [3, 4, 128, 64]; they must be [B + 1] and": {
+        "name": RAGGED.name,
+        "inputs": [("int8", [3, 4, 128, 64]), ("int8", ["T", 4, 64]), ("int64", [3]), ("int64", [3])],
+    },
+    "scales of 4 and 1 values; both caches must have as many": replaced(QUANTIZED_PAIR, 6, ("float", [1])),
+    # One scale or several is decided when the engine is built.
+    "or of values in scale_0, is open; both must be fixed": replaced(QUANTIZED, 3, ("float", ["K"])),
+    "the number of heads, or of values in scale_0, is open": {
+        "name": QUANTIZED.name,
+        "inputs": [("int8", ["B", "N", 128, 64]), ("float16", ["B", "N", "S", 64]), ("int64", ["B"]), ("float", [4])],
     },
 }
 

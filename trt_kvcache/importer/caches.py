@@ -88,6 +88,8 @@ def _plan_plugin_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> l
     tensors = dict(zip(operator.inputs, node.inputs, strict=True))
     try:
         operator.config({name: dtype_name(tensor) for name, tensor in tensors.items()})
+        shapes = {name: shape for name, tensor in tensors.items() if (shape := dims(tensor)) is not None}
+        operator.check_shapes({n: [d if isinstance(d, int) else None for d in shape] for n, shape in shapes.items()})
     except OptionError as error:
         raise InvalidModelError(f"'{node.name}': {error}") from None
     packed = operator.form is UpdateForm.PACKED_NHD
