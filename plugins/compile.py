@@ -112,7 +112,8 @@ def compile_kernel(
     source = kernel_source(config)
     # A virtual architecture: PTX for this one and all later ones.
     target = arch.replace("sm_", "compute_") if ptx else arch
-    options = (f"--gpu-architecture={target}", "--std=c++17", *(() if ptx else ("--ptxas-options=-v",)))
+    # Without --fmad=false, whoever compiles the PTX may fuse a product and a sum, and round once instead of twice.
+    options = (f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", *(() if ptx else ("--ptxas-options=-v",)))
     key = blake3("\0".join((source, *options, arch, str(ptx), _text(version))).encode()).hexdigest()
     path = kernel_folder() / f"{key}.kernel"
     kept = _read(path)

@@ -80,6 +80,16 @@ def test_quantizing_kernels_move_16_bytes_at_a_time(source: str) -> None:
     assert ".local" not in text
 
 
+@pytest.mark.parametrize("target", ["int8", "float8e4m3fn"])
+def test_the_driver_cannot_round_other_than_the_host(target: str) -> None:
+    """PTX's products and sums without a rounding of their own may be fused by who compiles it for the GPU."""
+    config = KernelConfig(8, quantization=Quantization("bfloat16", target))  # type: ignore[arg-type]
+    text = compile_kernel(config, "sm_80", ptx=True).code.decode()
+    assert "mul.rn.f32" in text
+    assert not re.findall(r"\b(?:mul|add|sub|div|rcp)\.f32", text)
+    assert ".ftz" not in text
+
+
 def test_ptx_is_for_the_architecture_and_has_the_entry_function() -> None:
     made = compile_kernel(PLAIN, "sm_89", ptx=True)
     assert f".entry {PLAIN.name}(".encode() in made.code
