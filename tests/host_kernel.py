@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 import struct
 import subprocess
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +30,10 @@ class Launch:
         output_sizes: in bytes.
         aliases: for each output, the input whose buffer it is, or -1.
         backwards: the last thread of the last block comes first.
+        blocks: run only these, from and to, of a grid that is too large for a loop.
+        places: for tensors too large for a file, on the host: by input, its size and the offset of the given bytes,
+            between zeros.
+        windows: offset and number of the bytes that come back of each output; all of them if empty.
     """
 
     config: KernelConfig
@@ -42,6 +46,13 @@ class Launch:
     aliases: Sequence[int]
     output_shift: int = 0
     backwards: bool = False
+    blocks: tuple[int, int] | None = None
+    places: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    windows: Sequence[tuple[int, int]] = ()
+
+    @property
+    def seen(self) -> Sequence[tuple[int, int]]:
+        return self.windows or [(0, size) for size in self.output_sizes]
 
 
 class HostKernels:
@@ -76,18 +87,20 @@ class HostKernels:
         for x in launches:
             entry = self.order[x.config.name]
             content.append(struct.pack("5q", entry, x.grid, x.block, x.backwards, len(x.inputs)))
-            for tensor, shift in zip(x.inputs, x.shifts, strict=True):
-                content += [struct.pack("2q", tensor.nbytes, shift), tensor.tobytes()]
+            for i, (tensor, shift) in enumerate(zip(x.inputs, x.shifts, strict=True)):
+                size, offset = x.places.get(i, (tensor.nbytes, 0))
+                content += [struct.pack("4q", size, shift, offset, tensor.nbytes), tensor.tobytes()]
             content.append(struct.pack(f"{len(x.scalars) + 2}q", len(x.scalars), *x.scalars, len(x.output_sizes)))
-            for size, alias in zip(x.output_sizes, x.aliases, strict=True):
-                content.append(struct.pack("3q", size, x.output_shift, alias))
+            for size, alias, window in zip(x.output_sizes, x.aliases, x.seen, strict=True):
+                content.append(struct.pack("5q", size, x.output_shift, alias, *window))
+            content.append(struct.pack("2q", *(x.blocks or (0, x.grid))))
         cases, results = self.folder / "cases", self.folder / "results"
         cases.write_bytes(b"".join(content))
         command = [str(self.folder / "kernels"), str(cases), str(results)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[:4000]
         written = np.frombuffer(results.read_bytes(), np.uint8)
-        sizes = [size for x in launches for size in x.output_sizes]
+        sizes = [size for x in launches for _, size in x.seen]
         assert written.size == sum(sizes)
         pieces = iter(np.split(written, np.cumsum(sizes)[:-1]))
         return [[next(pieces) for _ in x.output_sizes] for x in launches]

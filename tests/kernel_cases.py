@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 
 import ml_dtypes
@@ -17,6 +18,9 @@ Array = NDArray[np.generic]
 
 GARBAGE = 0xCD
 """What the host's new buffers hold."""
+
+FAR = [2**32, 2**32 + 1, -(2**32), 3 * 2**40 + 2, -(2**62) - 3]
+"""Integers that are small ones, or others, once 32 bits are left of them."""
 
 FLOATS = {"float16": np.dtype(np.float16), "bfloat16": np.dtype(ml_dtypes.bfloat16), "float": np.dtype(np.float32)}
 
@@ -40,11 +44,11 @@ def quantize_linear(x: Array, scale: Array, target: str) -> Array:
         return np.clip(quotient, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
 
 
-def refused(first: int, count: int, limit: int, capacity: int, mode: UpdateMode) -> bool:
-    """Whether a sequence's update is not written: a bad length, or rows that a linear cache does not have."""
-    if not 0 <= count <= limit:
+def refused(first: int, start: int, end: int, limit: int, capacity: int, mode: UpdateMode) -> bool:
+    """Whether a sequence's update is not written: bad lengths, or rows that a linear cache does not have."""
+    if not 0 <= start <= end <= limit:
         return True
-    return count > 0 and mode is UpdateMode.LINEAR and not 0 <= first <= capacity - count
+    return end > start and mode is UpdateMode.LINEAR and not 0 <= first <= capacity - (end - start)
 
 
 def varied(rng: np.random.Generator, config: KernelConfig) -> KernelConfig:
@@ -66,8 +70,8 @@ def make_case(rng: np.random.Generator, config: KernelConfig) -> Case:
     indices_type = np.dtype(config.index_type)
     lengths_type = np.dtype(config.length_type or "int64")
     longest = int(rng.choice([1, 1, 2, capacity, capacity + 1, rng.integers(0, 2 * capacity + 1)]))
-    counts, lengths, length = _lengths(rng, config, batch, longest)
-    indices = _indices(rng, config.mode, batch, capacity, max([longest, 1])).astype(indices_type)
+    spans, lengths, length = _lengths(rng, config, batch, longest)
+    indices = _indices(rng, config, batch, capacity, max([longest, 1])).astype(indices_type)
     caches, updates, scales, presents = [], [], [], []
     sizes = [size] + [int(rng.integers(1, 5)) * 2] * (config.caches - 1)
     for i, elements in enumerate(sizes):
@@ -78,15 +82,11 @@ def make_case(rng: np.random.Generator, config: KernelConfig) -> Case:
         update_shape = (length, heads, elements) if packed else (*shape[:where], length, *shape[where + 1 :])
         update = _random_update(rng, update_shape, bits, q)
         scale = _random_scale(rng, heads, config.quantization)
-        presents.append(_reference(config, cache, update, scale, indices, lengths, counts, where, length))
+        presents.append(_reference(config, cache, update, scale, indices, spans, where, length))
         caches.append(cache)
         updates.append(update)
         scales.append(scale)
-    flags = [
-        refused(int(indices[b]), counts[b], length, capacity, config.mode)
-        or (config.form is UpdateForm.PACKED_NHD and not 0 <= int(lengths[b]) <= int(lengths[b + 1]) <= length)
-        for b in range(batch)
-    ]
+    flags = [refused(int(indices[b]), *spans[b], length, capacity, config.mode) for b in range(batch)]
     inputs = [*caches, *updates, indices]
     if config.length_type is not None:
         inputs.append(lengths.astype(lengths_type))
@@ -94,10 +94,8 @@ def make_case(rng: np.random.Generator, config: KernelConfig) -> Case:
         inputs += scales
     in_place = rng.random() < 0.6
     launch = launch_params(config, Shapes(batch, heads, capacity, length, tuple(sizes)), copies=not in_place)
-    shift = 0 if rng.random() < 0.6 else int(rng.integers(1, 16))
-    # Tensors of integers and floats are aligned to themselves; caches and updates to their elements' bytes.
-    element = max(1, (q.source_bits if q else bits) // 8)
-    shift -= shift % element
+    # Each address on its own: caches, updates and outputs are aligned to their elements' bytes, and to no more.
+    shifts = [_shift(rng, each // 8) for each in (bits, q.source_bits if q else bits, max(bits, 32 * config.errors))]
     aliases = [i if in_place else -1 for i in range(config.caches)]
     expected = [present.tobytes() for present in presents]
     if config.errors:
@@ -110,16 +108,16 @@ def make_case(rng: np.random.Generator, config: KernelConfig) -> Case:
             grid,
             launch.block,
             inputs,
-            [shift if i < 2 * config.caches else 0 for i in range(len(inputs))],
+            [shifts[i // config.caches] if i < 2 * config.caches else 0 for i in range(len(inputs))],
             launch.scalars,
             [len(x) for x in expected],
             aliases,
-            shift - shift % 4,
+            shifts[2],
             bool(rng.integers(2)),
         ),
         tuple(expected),
         f"{config}, cache {logical} axis {axis}, heads of {sizes}, update of {length}, indices {indices}, "
-        f"lengths {lengths}, in place {in_place}, shift {shift}, grid {grid}",
+        f"lengths {lengths}, in place {in_place}, shifts {shifts}, grid {grid}",
     )
 
 
@@ -132,6 +130,8 @@ def _logical_shape(rng: np.random.Generator, config: KernelConfig) -> tuple[tupl
         size += 1
     if rng.random() < 0.02:
         size, capacity = 2112, 3  # rows longer than a block moves at once
+    if rng.random() < 0.02:
+        batch, heads, size = int(rng.integers(129, 300)), 1, 2  # more sequences than threads
     form = 1 if config.form is UpdateForm.PACKED_NHD else int(rng.integers(4))
     if form == 0:
         return (batch, capacity, heads * size), 1
@@ -142,28 +142,43 @@ def _logical_shape(rng: np.random.Generator, config: KernelConfig) -> tuple[tupl
     return (batch, heads, capacity, size), 2
 
 
+def _shift(rng: np.random.Generator, element: int) -> int:
+    """By how many bytes an address misses an alignment of 16: often none."""
+    shift = 0 if rng.random() < 0.6 else int(rng.integers(1, 16))
+    return shift - shift % max(element, 1)
+
+
 def _lengths(
     rng: np.random.Generator, config: KernelConfig, batch: int, longest: int
-) -> tuple[list[int], NDArray[np.int64], int]:
-    """Tokens of each sequence, the lengths tensor, and the update's length (S_new or T)."""
+) -> tuple[list[tuple[int, int]], NDArray[np.int64], int]:
+    """The tokens of each sequence, from and to, the lengths tensor, and the update's length (S_new or T)."""
     counts = rng.integers(0, longest + 1, batch)
+    far = FAR if config.length_type == "int64" else []
     if config.form is UpdateForm.PACKED_NHD:
-        cumulative = np.concatenate([[0], np.cumsum(counts)])
-        return counts.tolist(), cumulative, int(cumulative[-1]) + int(rng.choice([0, 0, 3]))
+        lengths = np.concatenate([[0], np.cumsum(counts)])
+        length = int(lengths[-1]) + int(rng.choice([0, 0, 3]))  # more tokens than there are sequences for
+        if rng.random() < 0.2:  # the first tokens belong to no sequence, or the first sequences lie before all tokens
+            lengths += int(rng.integers(-longest, longest + 1))
+        if rng.random() < 0.1:
+            lengths[-1] = rng.choice([2**31 - 1, *(x for x in far if x > 0)])
+        return list(itertools.pairwise(lengths.tolist())), lengths, max(length, 0)
     if config.length_type is None:
-        return [longest] * batch, np.zeros(0, np.int64), longest
+        return [(0, longest)] * batch, np.zeros(0, np.int64), longest
     if rng.random() < 0.2:
-        counts[rng.integers(batch)] = rng.choice([-1, longest + 1, -(2**31), 2**31 - 1])
-    return counts.tolist(), counts, longest
+        counts[rng.integers(batch)] = rng.choice([-1, longest + 1, -(2**31), 2**31 - 1, *far])
+    return [(0, count) for count in counts.tolist()], counts, longest
 
 
-def _indices(rng: np.random.Generator, mode: UpdateMode, batch: int, capacity: int, longest: int) -> NDArray[np.int64]:
+def _indices(
+    rng: np.random.Generator, config: KernelConfig, batch: int, capacity: int, longest: int
+) -> NDArray[np.int64]:
     """Write indices: mostly good, some at the edges, some far out."""
-    if mode is UpdateMode.CIRCULAR:
+    far = FAR if config.index_type == "int64" else []
+    if config.mode is UpdateMode.CIRCULAR:
         near = rng.integers(-3 * capacity, 4 * capacity, batch)
     else:
         near = rng.integers(0, max(capacity - longest, 0) + 1, batch)
-    wild = rng.choice([-1, capacity, capacity - 1, 1 - longest, 2**31 - 1, -(2**31)], batch)
+    wild = rng.choice([-1, capacity, capacity - 1, 1 - longest, 2**31 - 1, -(2**31), *far], batch)
     return np.where(rng.random(batch) < 0.15, wild, near)
 
 
@@ -195,8 +210,7 @@ def _reference(
     update: Array,
     scale: NDArray[np.float32],
     indices: Array,
-    lengths: Array,
-    counts: list[int],
+    spans: list[tuple[int, int]],
     axis: int,
     length: int,
 ) -> Array:
@@ -204,13 +218,13 @@ def _reference(
     if config.quantization is not None:
         update = _quantized(config, cache, update, scale, axis)
     present = cache.copy()
-    for b, count in enumerate(counts):
-        if refused(int(indices[b]), count, length, cache.shape[axis], config.mode):
+    for b, (start, end) in enumerate(spans):
+        if refused(int(indices[b]), start, end, length, cache.shape[axis], config.mode):
             continue
         if config.form is UpdateForm.PACKED_NHD:
-            rows = update[int(lengths[b]) : int(lengths[b]) + count].swapaxes(0, 1)[None]
+            rows = update[start:end].swapaxes(0, 1)[None]
         else:
-            rows = update[b : b + 1].take(range(count), axis)
+            rows = update[b : b + 1].take(range(start, end), axis)
         present[b : b + 1] = tensor_scatter(cache[b : b + 1], rows, indices[b : b + 1], axis, config.mode.value)
     return present
 

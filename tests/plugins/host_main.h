@@ -1,9 +1,11 @@
 // Runs launches that it reads from one file, and writes their outputs to another. Every tensor has its own allocation,
-// which ends where the tensor ends.
+// which ends where the tensor ends; the very large ones are pages that exist once they are touched.
 
 using Entry = void (*)(const std::vector<char*>& inputs, const std::vector<int>& scalars,
                        const std::vector<char*>& outputs);
 extern const std::vector<Entry> ENTRIES;
+
+constexpr int64_t HUGE_BYTES = 1ll << 31;
 
 struct Reader {
     FILE* file;
@@ -23,36 +25,46 @@ int main(int, char** names) {
         const Entry entry = ENTRIES[reader.number()];
         const unsigned blocks = reader.number(), threads = reader.number();
         const bool backwards = reader.number();
-        std::vector<char*> allocations, inputs, outputs;
-        std::vector<size_t> sizes;
+        std::vector<void*> allocations;
+        std::vector<std::pair<void*, size_t>> mappings;
+        std::vector<char*> inputs, outputs;
+        std::vector<std::pair<int64_t, int64_t>> seen;  // of each output: offset and bytes
         const auto allocate = [&](size_t size, size_t shift) {
-            char* memory = nullptr;
-            if (posix_memalign(reinterpret_cast<void**>(&memory), 64, size + shift) != 0) exit(4);
+            void* memory = nullptr;
+            if (size >= HUGE_BYTES) {
+                memory = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+                if (memory == MAP_FAILED) exit(4);
+                mappings.push_back({memory, size});
+                return static_cast<char*>(memory);
+            }
+            if (posix_memalign(&memory, 64, size + shift) != 0) exit(4);
             allocations.push_back(memory);
-            return memory + shift;
+            return static_cast<char*>(memory) + shift;
         };
         for (int64_t count = reader.number(); count > 0; --count) {
-            const int64_t size = reader.number(), shift = reader.number();
+            const int64_t size = reader.number(), shift = reader.number(), offset = reader.number();
             inputs.push_back(allocate(size, shift));
-            if (!reader.read(inputs.back(), size)) exit(3);
+            if (!reader.read(inputs.back() + offset, reader.number())) exit(3);
         }
         std::vector<int> scalars(reader.number());
         for (int& scalar : scalars) scalar = reader.number();
         for (int64_t count = reader.number(); count > 0; --count) {
             const int64_t size = reader.number(), shift = reader.number(), alias = reader.number();
             outputs.push_back(alias < 0 ? allocate(size, shift) : inputs[alias]);
-            if (alias < 0) memset(outputs.back(), 0xcd, size);
-            sizes.push_back(size);
+            if (alias < 0 && size < HUGE_BYTES) memset(outputs.back(), 0xcd, size);
+            seen.push_back({reader.number(), reader.number()});
         }
+        const unsigned from = reader.number(), to = reader.number();
         gridDim.x = blocks;
-        for (unsigned i = 0; i < blocks * threads; ++i) {
-            const unsigned thread = backwards ? blocks * threads - 1 - i : i;
-            blockIdx.x = thread / threads;
+        for (unsigned i = 0; i < (to - from) * threads; ++i) {
+            const unsigned thread = backwards ? (to - from) * threads - 1 - i : i;
+            blockIdx.x = from + thread / threads;
             threadIdx.x = thread % threads;
             entry(inputs, scalars, outputs);
         }
-        for (size_t i = 0; i < outputs.size(); ++i) fwrite(outputs[i], 1, sizes[i], results);
-        for (char* memory : allocations) free(memory);
+        for (size_t i = 0; i < outputs.size(); ++i) fwrite(outputs[i] + seen[i].first, 1, seen[i].second, results);
+        for (void* memory : allocations) free(memory);
+        for (const auto& [memory, size] : mappings) munmap(memory, size);
     }
     return fclose(results);
 }

@@ -4,6 +4,8 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <sys/mman.h>
+#include <utility>
 #include <vector>
 
 #define __device__
@@ -33,9 +35,9 @@ inline unsigned int __float_as_uint(float value) {
     memcpy(&bits, &value, 4);
     return bits;
 }
-// Approximate on a GPU, within two units in the last place; here wrong by one, upwards or downwards.
+// Approximate on a GPU, within two units in the last place; here wrong by two, upwards or downwards.
 inline float __fdividef(float dividend, float divisor) {
     const float quotient = dividend / divisor;
     const float way = __float_as_uint(divisor) & 1 ? INFINITY : -INFINITY;
-    return quotient == 0.0f || !std::isfinite(quotient) ? quotient : nextafterf(quotient, way);
+    return quotient == 0.0f || !std::isfinite(quotient) ? quotient : nextafterf(nextafterf(quotient, way), way);
 }

@@ -11,7 +11,7 @@ from kernel_cases import FLOATS, Case, make_case, quantize_linear, varied
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from trt_kvcache.importer.plan import UpdateForm
+from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.family import all_kernels
 from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
 
@@ -54,6 +54,67 @@ def test_cumulative_lengths_that_do_not_ascend_flag_every_sequence(host: HostKer
             (*_, flags) = host.run([case])[0]
             assert flags.view(np.int32).tolist() == [1, 1, 1], config
     assert cases
+
+
+def test_any_lengths_stay_inside_the_cache(host: HostKernels) -> None:
+    """The sanitizers are what looks here: lengths as they may lie in memory that nobody has written yet."""
+    rng = np.random.default_rng(4)
+    cases = []
+    for config in host.configs.values():
+        if config.form is UpdateForm.PACKED_NHD:
+            for kind in (np.int32, np.int64):
+                limits = np.iinfo(kind)
+                near, any_ = rng.integers(-3, 8, 4), rng.integers(limits.min, limits.max, 4, kind, endpoint=True)
+                cases += [packed_case(config, x.astype(kind)) for x in (near, any_, np.where([1, 0, 1, 0], near, any_))]
+    host.run(cases)
+    assert cases
+
+
+ROWS, ROW = 2**20, 5 * 2**10  # 5 GiB in each of two heads
+LARGE = {
+    "": KernelConfig(8),
+    "lengths": KernelConfig(8, mode=UpdateMode.CIRCULAR, length_type="int64"),
+    "quantized": KernelConfig(8, quantization=Quantization("float16", "int8", per_head=True)),
+    "packed": KernelConfig(8, UpdateForm.PACKED_NHD, length_type="int64"),
+    "packed quantized": KernelConfig(
+        8, UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR, quantization=Quantization("float", "int8"), length_type="int64"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", ["all rows", "last row", "copy"])
+@pytest.mark.parametrize("kind", LARGE)
+def test_offsets_beyond_32_bits(host: HostKernels, kind: str, case: str) -> None:
+    """The last bytes of the last head arrive: places in cache and update that 32 bits cannot hold."""
+    config, q = LARGE[kind], LARGE[kind].quantization
+    packed, length, ratio = config.form is UpdateForm.PACKED_NHD, ROWS if case == "all rows" else 1, 1
+    if q:
+        ratio = q.source_bits // 8
+    total, window = 2 * ROWS * ROW, (2 * ROWS * ROW - ROW, ROW)
+    rng = np.random.default_rng(5)
+    content = rng.integers(1, 100, ROW).astype(np.uint8)
+    update = content.astype(FLOATS[q.source]) if q else content
+    cache = np.full(ROW, 200, np.uint8)
+    written = length if case != "copy" else 0
+    inputs: list[np.ndarray] = [cache, update, np.array([ROWS - length])]
+    if config.length_type:
+        inputs.append(np.array([0, written]) if packed else np.array([written]))
+    elif case == "copy":
+        inputs[2] = np.array([ROWS])  # refused
+    if q:
+        inputs.append(np.array([7.0, 1.0] if q.per_head else [1.0], np.float32))
+    launch = launch_params(config, Shapes(1, 2, ROWS, length, (ROW,)), copies=case == "copy")
+    size = 2 * length * ROW * ratio
+    # A packed token is the block's of its number; all else ends with the last few blocks.
+    last = length - 1 if packed and case != "copy" else launch.grid - 1
+    (got,) = host.run([
+        Launch(
+            config, launch.grid, launch.block, inputs, [0] * len(inputs), launch.scalars, [total],
+            [-1 if case == "copy" else 0], blocks=(max(0, last - 5), last + 1),
+            places={0: (total, window[0]), 1: (size, size - ROW * ratio)}, windows=[window],
+        )
+    ])[0]  # fmt: skip
+    np.testing.assert_array_equal(got, cache if case == "copy" else content)
 
 
 def packed_case(config: KernelConfig, lengths: np.ndarray) -> Launch:
