@@ -8,7 +8,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.attention import analyze_attention, read_attention, relaxable_mask
+from trt_kvcache.importer.attention import analyze_attention, relaxable_mask
+from trt_kvcache.importer.attention_facts import read_attention
 from trt_kvcache.importer.caches import analyze_caches
 from trt_kvcache.importer.cross import find_cross_attention
 from trt_kvcache.importer.experts import EXPERTS

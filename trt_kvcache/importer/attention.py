@@ -10,21 +10,17 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.attention_facts import AttentionFacts, axis_size, is_used, read_attention
 from trt_kvcache.importer.caches import VIEW_OPS
 from trt_kvcache.importer.graph import (
-    FLOATS,
     NAME_PREFIX,
-    SINKS,
-    SLOPES,
     consumers,
     contains,
     dims,
     dtype_name,
-    elem_type,
     input_or_none,
     is_op,
     producer,
@@ -34,7 +30,6 @@ from trt_kvcache.importer.plan import (
     AttentionKind,
     AttentionPlan,
     CacheUpdate,
-    Dim,
     MaskGeometry,
     PlanOptions,
     SpanInput,
@@ -46,53 +41,6 @@ from trt_kvcache.importer.scans import nodes_before_scans
 
 
 @dataclass(frozen=True)
-class AttentionFacts:
-    """What one Attention node says. Ranks of Q, K and V are 3 (``[B, S, N*H]``) or 4 (``[B, N, S, H]``).
-
-    Attributes:
-        rank: of Q. K and V of a rewritten cache may be 4-D beside a 3-D Q.
-        qk_output: the node's fourth output is read.
-        keys: number of keys: the size of K's sequence axis.
-        queries: number of queries: the size of Q's sequence axis.
-        sinks: logits beside the scores, as many as query heads; None: none.
-        slopes: what a score loses with each token behind its query, by query head; None: nothing.
-    """
-
-    node: gs.Node
-    rank: int
-    dtype: int
-    query_heads: Dim
-    kv_heads: Dim
-    head_size: int
-    value_head_size: int
-    causal: bool
-    left_window: int
-    right_window: int
-    softcap: float
-    softmax_precision: int | None
-    scale: float
-    qk_output: bool
-    qk_mode: int
-    mask: gs.Tensor | None
-    lengths: gs.Tensor | None
-    keys: Dim
-    queries: Dim
-    sinks: gs.Tensor | None
-    slopes: gs.Tensor | None
-
-    @property
-    def additive(self) -> bool:
-        """Whether the mask is a float bias."""
-        own = self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
-        return own or self.slopes is not None
-
-    @property
-    def masked(self) -> bool:
-        """Whether some query may see fewer keys than the plain or upper-left causal form says."""
-        return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
-
-
-@dataclass(frozen=True)
 class AttentionAnalysis:
     """The plans of all Attention nodes, and the masks and spans that they share."""
 
@@ -100,78 +48,6 @@ class AttentionAnalysis:
     masks: tuple[MaskGeometry, ...]
     spans: tuple[SpanInput, ...]
     warnings: tuple[str, ...]
-
-
-def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
-    """Read one Attention node.
-
-    Raises:
-        UnsupportedModelError: the cache is inside the operator, or shapes are missing.
-        InvalidModelError: the node breaks a rule of the operator.
-    """
-    if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
-        raise UnsupportedModelError(
-            f"Attention '{node.name}' keeps its cache inside the operator (past_key, past_value), which TensorRT "
-            "refuses; supported are caches updated by TensorScatter: export with static caches (opset 24)"
-        )
-    q, k, v = node.inputs[:3]
-    rank = 3 if "q_num_heads" in node.attrs or "kv_num_heads" in node.attrs else 4
-    if (shape := dims(q)) is not None:  # not K's: that of a rewritten cache is 4-D beside a 3-D Q
-        rank = len(shape)
-    if rank not in (3, 4):
-        raise InvalidModelError(f"Attention '{node.name}' has inputs of rank {rank}; ONNX allows 3 and 4")
-    if rank == 3:
-        if not node.attrs.get("q_num_heads") or not node.attrs.get("kv_num_heads"):
-            raise InvalidModelError(f"Attention '{node.name}' has 3-D inputs and lacks q_num_heads or kv_num_heads")
-        query_heads: Dim = int(node.attrs["q_num_heads"])
-        kv_heads: Dim = int(node.attrs["kv_num_heads"])
-    else:
-        query_heads, kv_heads = _axis(q, 1), _axis(k, 1)
-        kv_heads = kv_heads if isinstance(kv_heads, int) else _axis(v, 1)
-    head_size = _head_size(node, k, kv_heads) or _head_size(node, q, query_heads)
-    value_head_size = _head_size(node, v, kv_heads)
-    if head_size is None or value_head_size is None or elem_type(q) in (None, 0):
-        raise UnsupportedModelError(
-            f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
-        )
-    if elem_type(q) not in FLOATS:
-        raise InvalidModelError(
-            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
-        )
-    if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
-        raise InvalidModelError(
-            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; one must divide the other"
-        )
-    scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
-    if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):
-        raise UnsupportedModelError(
-            f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
-            "factors above 0, and caps above 0 or none (0)"
-        )
-    precision = node.attrs.get("softmax_precision")
-    return AttentionFacts(
-        node=node,
-        rank=rank,
-        dtype=elem_type(q) or 0,
-        query_heads=query_heads,
-        kv_heads=kv_heads,
-        head_size=head_size,
-        value_head_size=value_head_size,
-        causal=bool(node.attrs.get("is_causal", 0)),
-        left_window=int(node.attrs.get("left_window_size", -1)),
-        right_window=int(node.attrs.get("right_window_size", -1)),
-        softcap=softcap,
-        softmax_precision=int(precision) if precision else None,
-        scale=scale,
-        qk_output=len(node.outputs) > 3 and _used(graph, node.outputs[3]),
-        qk_mode=int(node.attrs.get("qk_matmul_output_mode", 0)),
-        mask=input_or_none(node, 3),
-        lengths=input_or_none(node, 6),
-        keys=_axis(k, sequence_axis(k)),
-        queries=_axis(q, sequence_axis(q)),
-        sinks=input_or_none(node, SINKS),
-        slopes=input_or_none(node, SLOPES),
-    )
 
 
 def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> AttentionAnalysis:
@@ -197,7 +73,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
             )
         facts = read_attention(graph, node)
         for extra in node.outputs[1:3]:
-            if _used(graph, extra):
+            if is_used(graph, extra):
                 raise UnsupportedModelError(
                     f"Attention '{node.name}' gives its present key or value as '{extra.name}' without a past: only "
                     "caches updated by TensorScatter are supported"
@@ -289,7 +165,7 @@ def _shorter_mask(graph: gs.Graph, facts: AttentionFacts, options: PlanOptions) 
     """Whether the model's mask has, or may be given, fewer keys than K: ONNX masks the rest, so K is cut to it."""
     if facts.mask is None:
         return False
-    length = _axis(facts.mask, -1)
+    length = axis_size(facts.mask, -1)
     if isinstance(length, int) and isinstance(facts.keys, int):
         if length > facts.keys:
             raise InvalidModelError(
@@ -313,7 +189,7 @@ def relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
         is_op(n, "Attention")
         and input_or_none(n, 3) is mask
         and input_or_none(n, 6) is None
-        and _axis(n.inputs[1], sequence_axis(n.inputs[1])) == facts.keys
+        and axis_size(n.inputs[1], sequence_axis(n.inputs[1])) == facts.keys
         for n in consumers(mask)
     )
 
@@ -382,28 +258,6 @@ def _caches_behind(tensor: gs.Tensor, present: dict[str, CacheUpdate]) -> list[C
             return []
         tensor = node.inputs[0]
     return [present[tensor.name]]
-
-
-def _axis(tensor: gs.Tensor, axis: int) -> Dim:
-    shape = dims(tensor)
-    return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
-
-
-def _head_size(node: gs.Node, tensor: gs.Tensor, heads: Dim) -> int | None:
-    width = _axis(tensor, -1)
-    if not isinstance(width, int):
-        return None
-    if sequence_axis(tensor) == 2:
-        return width
-    if not isinstance(heads, int) or heads < 1 or width % heads:
-        raise InvalidModelError(
-            f"'{tensor.name}' of Attention '{node.name}' is {width} wide, which {heads} heads do not divide"
-        )
-    return width // heads
-
-
-def _used(graph: gs.Graph, tensor: gs.Tensor) -> bool:
-    return not tensor.is_empty() and (bool(tensor.outputs) or contains(graph.outputs, tensor))
 
 
 def _warn(warnings: list[str], text: str) -> None:

@@ -14,7 +14,7 @@ from trt_kvcache.importer.graph import elem_type
 from trt_kvcache.importer.plan import AttentionKind
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.attention import AttentionFacts
+    from trt_kvcache.importer.attention_facts import AttentionFacts
 
 _FUSED_REACH = 24_576
 """Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More

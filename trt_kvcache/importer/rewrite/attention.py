@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.attention import AttentionFacts, read_attention
+from trt_kvcache.importer.attention_facts import AttentionFacts, read_attention
 from trt_kvcache.importer.graph import Emitter, dims, is_op, producer
 from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan
 from trt_kvcache.importer.queries import sequence_axis, whole_query

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.attention import AttentionFacts, sequence_source
+from trt_kvcache.importer.attention import sequence_source
+from trt_kvcache.importer.attention_facts import AttentionFacts
 from trt_kvcache.importer.graph import BOOL, FLOAT, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
 from trt_kvcache.importer.queries import sequence_axis
