@@ -113,7 +113,9 @@ def compile_kernel(
     # A virtual architecture: PTX for this one and all later ones.
     target = arch.replace("sm_", "compute_") if ptx else arch
     # Without --fmad=false, whoever compiles the PTX may fuse a product and a sum, and round once instead of twice.
-    options = (f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", *(() if ptx else ("--ptxas-options=-v",)))
+    # NVRTC 13.0 takes a lambda inside a device function for a host function without -default-device; 13.5 does not.
+    common = (f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", "-default-device")
+    options = common if ptx else (*common, "--ptxas-options=-v")
     key = blake3("\0".join((source, *options, arch, str(ptx), _text(version))).encode()).hexdigest()
     path = kernel_folder() / f"{key}.kernel"
     kept = _read(path)
