@@ -29,6 +29,12 @@ CACHE_VARIABLE = "TRT_KVCACHE_KERNELS"
 _WARPS = {75: 32, 80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110: 48, 120: 48, 121: 48}
 """Warps that a multiprocessor holds, by compute capability (CUDA Programming Guide, technical specifications)."""
 
+_OPTIONS = (
+    "--std=c++17",
+    "--fmad=false",  # else whoever compiles the PTX may fuse a product and a sum, and round once instead of twice
+    "--device-as-default-execution-space",  # NVRTC 13.0 takes generic lambdas in device functions for host functions
+)
+
 _REGISTERS = 65536  # of a multiprocessor, on all of them; given to a warp in units of 256
 
 
@@ -112,10 +118,7 @@ def compile_kernel(
     source = kernel_source(config)
     # A virtual architecture: PTX for this one and all later ones.
     target = arch.replace("sm_", "compute_") if ptx else arch
-    # Without --fmad=false, whoever compiles the PTX may fuse a product and a sum, and round once instead of twice.
-    # NVRTC 13.0 takes a lambda inside a device function for a host function without -default-device; 13.5 does not.
-    common = (f"--gpu-architecture={target}", "--std=c++17", "--fmad=false", "-default-device")
-    options = common if ptx else (*common, "--ptxas-options=-v")
+    options = (f"--gpu-architecture={target}", *_OPTIONS, *(() if ptx else ("--ptxas-options=-v",)))
     key = blake3("\0".join((source, *options, arch, str(ptx), _text(version))).encode()).hexdigest()
     path = kernel_folder() / f"{key}.kernel"
     kept = _read(path)
@@ -221,11 +224,10 @@ def _check_arch(arch: str, version: tuple[int, int]) -> None:
 
 def _check_driver(driver: tuple[int, int], version: tuple[int, int], *, ptx: bool) -> None:
     if (driver < version) if ptx else (driver[0] < version[0]):
-        kind = "PTX" if ptx else "a cubin"
+        kind, needed = ("PTX", _text(version)) if ptx else ("a cubin", str(version[0]))
         raise OptionError(
-            f"the driver is for CUDA {_text(driver)}, and {kind} of NVRTC {_text(version)} needs CUDA "
-            f"{_text(version) if ptx else version[0]}: install an older nvidia-cuda-nvrtc, or a newer driver"
-            + (", or compile a cubin" if ptx and driver[0] >= version[0] else "")
+            f"the driver is for CUDA {_text(driver)}, and {kind} of NVRTC {_text(version)} needs CUDA {needed}: "
+            f"install an older nvidia-cuda-nvrtc ({_text(driver) if ptx else driver[0]}.*), or a newer driver"
         )
 
 

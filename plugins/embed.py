@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trt_kvcache.errors import BackendError
-from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
+from trt_kvcache.plugins.compile import compile_kernel
 from trt_kvcache.plugins.operators import Operator
 from trt_kvcache.plugins.register import Compile, Registration, register_plugins
 from trt_kvcache.plugins.spec import KernelConfig
@@ -28,18 +28,18 @@ def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
-    """A compiler for one GPU: to PTX, which later GPUs take as well, where the driver takes it; else to a cubin.
+    """A compiler for one GPU, to PTX, which later GPUs take as well.
 
-    NVRTC's PTX needs a driver of at least NVRTC's own CUDA version; a cubin needs one of its major version.
+    TensorRT takes nothing else: its documentation of ``aot_impl`` says so, and its runtime hands the code on as text
+    that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4), where a cubin has many.
 
     Args:
         arch: such as ``"sm_90"``.
         driver: the CUDA version that the driver is for.
     """
-    ptx = driver >= nvrtc_version() or driver[0] < nvrtc_version()[0]  # neither will do: let PTX be refused
 
     def compile_here(config: KernelConfig) -> bytes:
-        return compile_kernel(config, arch, ptx=ptx, driver=driver).code
+        return compile_kernel(config, arch, ptx=True, driver=driver).code
 
     return compile_here
 

@@ -63,9 +63,13 @@ OLD = (MAJOR - 1, 8)
     [
         (("sm_90", NVRTC), ""),
         (("sm_120", (MAJOR, MINOR + 1)), ""),
-        (("sm_90", (MAJOR, 0)), ""),  # PTX is too new for this driver, a cubin is not
         (("sm_999", NVRTC), f"architecture 'sm_999': NVRTC {text(NVRTC)} knows sm_"),
         (("sm_90", OLD), f"the driver is for CUDA {text(OLD)}, and PTX of NVRTC {text(NVRTC)} needs CUDA"),
+        # A cubin would do for this driver, but not for TensorRT.
+        (
+            ("sm_90", (MAJOR, MINOR - 1)),
+            f"install an older nvidia-cuda-nvrtc ({text((MAJOR, MINOR - 1))}.*), or a newer",
+        ),
     ],
     ids=str,
 )
