@@ -30,7 +30,7 @@ class Launch:
         output_sizes: in bytes.
         aliases: for each output, the input whose buffer it is, or -1.
         backwards: the last thread of the last block comes first.
-        blocks: run only these, from and to, of a grid that is too large for a loop.
+        blocks: run only these, of a grid that is too large for a loop.
         places: for tensors too large for a file, on the host: by input, its size and the offset of the given bytes,
             between zeros.
         windows: offset and number of the bytes that come back of each output; all of them if empty.
@@ -46,7 +46,7 @@ class Launch:
     aliases: Sequence[int]
     output_shift: int = 0
     backwards: bool = False
-    blocks: tuple[int, int] | None = None
+    blocks: Sequence[int] = ()
     places: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     windows: Sequence[tuple[int, int]] = ()
 
@@ -93,7 +93,8 @@ class HostKernels:
             content.append(struct.pack(f"{len(x.scalars) + 2}q", len(x.scalars), *x.scalars, len(x.output_sizes)))
             for size, alias, window in zip(x.output_sizes, x.aliases, x.seen, strict=True):
                 content.append(struct.pack("5q", size, x.output_shift, alias, *window))
-            content.append(struct.pack("2q", *(x.blocks or (0, x.grid))))
+            blocks = x.blocks or range(x.grid)
+            content.append(struct.pack(f"{len(blocks) + 1}q", len(blocks), *blocks))
         cases, results = self.folder / "cases", self.folder / "results"
         cases.write_bytes(b"".join(content))
         command = [str(self.folder / "kernels"), str(cases), str(results)]

@@ -54,11 +54,12 @@ int main(int, char** names) {
             if (alias < 0 && size < HUGE_BYTES) memset(outputs.back(), 0xcd, size);
             seen.push_back({reader.number(), reader.number()});
         }
-        const unsigned from = reader.number(), to = reader.number();
+        std::vector<unsigned> run(reader.number());
+        for (unsigned& block : run) block = reader.number();
         gridDim.x = blocks;
-        for (unsigned i = 0; i < (to - from) * threads; ++i) {
-            const unsigned thread = backwards ? (to - from) * threads - 1 - i : i;
-            blockIdx.x = from + thread / threads;
+        for (unsigned i = 0; i < run.size() * threads; ++i) {
+            const unsigned thread = backwards ? run.size() * threads - 1 - i : i;
+            blockIdx.x = run[thread / threads];
             threadIdx.x = thread % threads;
             entry(inputs, scalars, outputs);
         }

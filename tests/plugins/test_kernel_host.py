@@ -45,14 +45,12 @@ def test_every_kernel_equals_the_reference(host: HostKernels) -> None:
     check(host, cases)
 
 
-def test_cumulative_lengths_that_do_not_ascend_flag_every_sequence(host: HostKernels) -> None:
-    cases = []
-    for config in host.configs.values():
-        if config.form is UpdateForm.PACKED_NHD and config.errors:
-            case = packed_case(config, np.array([0, 3, 1, 4], np.int32))
-            cases.append(case)
-            (*_, flags) = host.run([case])[0]
-            assert flags.view(np.int32).tolist() == [1, 1, 1], config
+@pytest.mark.parametrize("lengths", [[0, 3, 1, 4], [2, 1, 3, 4], [0, 1, 4, 3]], ids=str)
+def test_cumulative_lengths_that_do_not_ascend_flag_every_sequence(host: HostKernels, lengths: list[int]) -> None:
+    kernels = [c for c in host.configs.values() if c.form is UpdateForm.PACKED_NHD and c.errors]
+    cases = [packed_case(config, np.array(lengths, np.int32)) for config in kernels]
+    for case, (*_, flags) in zip(cases, host.run(cases), strict=True):
+        assert flags.view(np.int32).tolist() == [1, 1, 1], case.config
     assert cases
 
 
@@ -82,39 +80,39 @@ LARGE = {
 }
 
 
-@pytest.mark.parametrize("case", ["all rows", "last row", "copy"])
+@pytest.mark.parametrize("case", ["all rows", "last row", "copy", "copy and last row"])
 @pytest.mark.parametrize("kind", LARGE)
 def test_offsets_beyond_32_bits(host: HostKernels, kind: str, case: str) -> None:
     """The last bytes of the last head arrive: places in cache and update that 32 bits cannot hold."""
     config, q = LARGE[kind], LARGE[kind].quantization
-    packed, length, ratio = config.form is UpdateForm.PACKED_NHD, ROWS if case == "all rows" else 1, 1
-    if q:
-        ratio = q.source_bits // 8
+    packed, length, copies = config.form is UpdateForm.PACKED_NHD, ROWS if case == "all rows" else 1, "copy" in case
+    ratio = q.source_bits // 8 if q else 1
     total, window = 2 * ROWS * ROW, (2 * ROWS * ROW - ROW, ROW)
     rng = np.random.default_rng(5)
     content = rng.integers(1, 100, ROW).astype(np.uint8)
     update = content.astype(FLOATS[q.source]) if q else content
     cache = np.full(ROW, 200, np.uint8)
-    written = length if case != "copy" else 0
+    written = 0 if case == "copy" else length
     inputs: list[np.ndarray] = [cache, update, np.array([ROWS - length])]
     if config.length_type:
         inputs.append(np.array([0, written]) if packed else np.array([written]))
-    elif case == "copy":
+    elif not written:
         inputs[2] = np.array([ROWS])  # refused
     if q:
         inputs.append(np.array([7.0, 1.0] if q.per_head else [1.0], np.float32))
-    launch = launch_params(config, Shapes(1, 2, ROWS, length, (ROW,)), copies=case == "copy")
+    launch = launch_params(config, Shapes(1, 2, ROWS, length, (ROW,)), copies=copies)
     size = 2 * length * ROW * ratio
-    # A packed token is the block's of its number; all else ends with the last few blocks.
-    last = length - 1 if packed and case != "copy" else launch.grid - 1
+    # A packed token is the block's of its number, a short update the first two's of its head; the last do the rest.
+    last_head = range(launch.grid // 2, launch.grid)
+    blocks = [length - 1, *last_head[:2], *last_head[2:][-5:]]
     (got,) = host.run([
         Launch(
             config, launch.grid, launch.block, inputs, [0] * len(inputs), launch.scalars, [total],
-            [-1 if case == "copy" else 0], blocks=(max(0, last - 5), last + 1),
-            places={0: (total, window[0]), 1: (size, size - ROW * ratio)}, windows=[window],
+            [-1 if copies else 0], blocks=blocks, places={0: (total, window[0]), 1: (size, size - ROW * ratio)},
+            windows=[window],
         )
     ])[0]  # fmt: skip
-    np.testing.assert_array_equal(got, cache if case == "copy" else content)
+    np.testing.assert_array_equal(got, content if written else cache)
 
 
 def packed_case(config: KernelConfig, lengths: np.ndarray) -> Launch:
