@@ -8,8 +8,9 @@
 This script has never run on a GPU. Where it was developed there is none: it has run against the fake TensorRT of the
 tests alone, which shows that it runs to its end, and nothing about its numbers.
 
-Every step is a process with a time limit; one that fails, crashes or hangs costs its own results only, and each step's
-results are on disk before the next begins. In this order, the most telling first:
+Every step is a process with a time limit; one that fails, crashes or hangs says where it was, keeps what it had by
+then, and costs no other step; each step's results are on disk before the next begins. In this order, the most telling
+first:
 
 - bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
   FlashInfer's append kernel (``bench_kernel.py``);
@@ -30,6 +31,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -41,6 +43,7 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,7 +85,7 @@ class Step:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     options = _parse(arguments)
-    _, gpus, problem = doctor.find_gpus()
+    driver, gpus, problem = doctor.find_gpus()
     if problem:
         print(f"gpu_check: nothing was checked: {problem}", file=sys.stderr)
         return 1
@@ -94,8 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     gpu = gpus[0]
     parts: dict[str, dict[str, Any]] = {}
+    machine = {"gpu": dataclasses.asdict(gpu), "driver": driver, "packages": _packages()}
     for name in (*chosen, KERNEL):
-        parts[name] = {"gpu": dataclasses.asdict(gpu), "backend": name, "version": versions.get(name), "steps": []}
+        parts[name] = machine | {"backend": name, "version": versions.get(name), "steps": []}
     options.output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         for step in steps(chosen, options, gpu.compute_capability):
@@ -108,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             part["steps"].append(run_step(step, part, Path(folder), deadline))
             _write(options.output, gpu.name, part)
     for part in parts.values():
-        print(table(part))
+        print(_table(part))
     failed = [f"{p}: {s['step']}" for p, part in parts.items() for s in part["steps"] if s["status"] in FAILED]
     print(json.dumps({"gpu": gpu.name, "ok": not failed, "failed": failed, "backends": {
         name: parts[name].get("answers", {}).get("runs", {}).get("yes") for name in chosen
@@ -117,6 +121,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 FAILED = ("failed", "timeout")
+MOST_FAILURES = 40
+PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
+"""Whose versions are written down with the results."""
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -133,7 +148,9 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def steps(backends: Sequence[str], options: argparse.Namespace, capability: str) -> list[Step]:
     """All steps, in order. Limits leave room for one that hangs."""
     python = sys.executable
-    tests = (python, "-m", "pytest", "-m", "gpu", "-q", "-p", "no:cacheprovider", "--junitxml={out}")
+    # Warnings as they are: those of package versions that happen to be here are not what is tested.
+    tests = (python, "-m", "pytest", "-m", "gpu", "-v", "-W", "default", "--tb=short", "-p", "no:cacheprovider")
+    tests += ("--junitxml={out}",)
     arch = "sm_" + capability.replace(".", "")
     kernels = str(ROOT / "tests" / "gpu" / "test_kernel.py")
     found = [Step(KERNEL, "bench", (python, str(SCRIPTS / "bench_kernel.py"), "--output={out}"), 75)]
@@ -145,7 +162,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
         for name in backends:
             command = (python, str(SCRIPTS / "gpu_measure.py"), f"--backend={name}", f"--capacity={capacity}")
             command += ("--output={out}", *(["--small"] if options.small else []))
-            found.append(Step(name, f"measure {capacity}", command, 75, merged=True))
+            found.append(Step(name, f"measure {capacity}", command, 130, merged=True))
     for name in backends:
         files = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("engines", "plugin_engines")]
         found.append(Step(name, "engine tests", (*tests, *files), 150))
@@ -186,7 +203,12 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
         return about | {"status": "no time"}
     out = folder / f"{step.part}-{step.name}".replace(" ", "-")
     log = out.with_suffix(".log")
-    environment = os.environ | {"PYTHONPATH": _python_path(), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {
+        "PYTHONPATH": _python_path(),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",  # a crash, or the end of a step that hangs, shows where it was
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+    }
     if step.part != KERNEL:
         environment["TRT_KVCACHE_GPU_BACKENDS"] = step.part
     start = time.monotonic()
@@ -199,8 +221,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
             code = None
     text = log.read_text(errors="replace")
     about |= {"status": "timeout" if code is None else "failed" if code else "ok", "exit_code": code}
@@ -208,18 +229,35 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     if any(words in text for words in NO_SANITIZER) and step.name == "sanitizer":
         about["status"] = "not possible"
     if about["status"] != "ok":
-        about["output"] = text[-3000:]
-    _take(step, part, out, text)
+        about["output"] = text[-6000:]
+    if about["status"] == "timeout" and (test := _unfinished(text)):
+        about["ended_at"] = test
+    try:
+        _take(step, part, out, text)
+    except Exception as error:  # noqa: BLE001 - whatever it wrote, the next step is run
+        about["unreadable"] = f"{type(error).__name__}: {error}"
     return about
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a step that takes too long, as gently as it lets us: pytest writes its report, Python says where it is."""
+    for kind in (signal.SIGINT, signal.SIGABRT, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, kind)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(None if kind is signal.SIGKILL else 4)
+            break
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)  # its children
 
 
 def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
     """Put what a step wrote into its part, as much as there is."""
     try:
         if step.name.endswith("tests") or step.name == "sanitizer":
-            found = _counts(out)
+            found = _counts(out) if out.exists() else _counted(text)
         elif step.name == "compile":
-            rows = json.loads(text)
+            rows = json.loads(text[text.index("[") :])  # after what else is said
             spills = [row["kernel"] for row in rows if row["spill_bytes"]]
             most = max(row["registers"] for row in rows)
             found = {"kernels": len(rows), "most_registers": most, "with_spills": spills}
@@ -247,11 +285,32 @@ def _counts(report: Path) -> dict[str, Any]:
         "failed": bad,
         "skipped": counts["skipped"],
         "reasons": sorted({s.get("message", "") for s in suite.iter("skipped")}),
-        "failures": {
-            str(case.get("name")): str(problem.get("message", ""))[:500]
+        "failures": dict([
+            (str(case.get("name")), str(problem.get("message", ""))[:500])
             for case in suite.iter("testcase") for problem in (*case.iter("failure"), *case.iter("error"))
-        },
+        ][:MOST_FAILURES]),
     }  # fmt: skip
+
+
+def _counted(text: str) -> dict[str, Any]:
+    """The same from pytest's output, where it was ended before its report: as far as it came."""
+    outcomes = re.findall(r"^\S+::(\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
+    counts = {kind: sum(found == kind for _, found in outcomes) for kind in ("PASSED", "SKIPPED")}
+    bad = [name for name, kind in outcomes if kind in ("FAILED", "ERROR")]
+    return {
+        "passed": counts["PASSED"],
+        "failed": len(bad),
+        "skipped": counts["SKIPPED"],
+        "reasons": [],
+        "failures": dict.fromkeys(bad[:MOST_FAILURES], "see the output"),
+    }
+
+
+def _unfinished(text: str) -> str:
+    """The test that pytest was at."""
+    lines = re.findall(r"^\S+::(\S.*)", text, re.MULTILINE)
+    open_ = [line for line in lines if not re.search(r" (PASSED|FAILED|ERROR|SKIPPED)\b", line)]
+    return open_[-1].partition(" Fatal Python error")[0].strip() if open_ else ""
 
 
 def _python_path() -> str:
@@ -263,7 +322,14 @@ def _python_path() -> str:
 def _write(folder: Path, gpu: str, part: dict[str, Any]) -> None:
     stem = f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{part['backend']}"
     write_json(folder / f"{stem}.json", part)
-    (folder / f"{stem}.md").write_text(table(part))
+    (folder / f"{stem}.md").write_text(_table(part))
+
+
+def _table(part: dict[str, Any]) -> str:
+    try:
+        return table(part)
+    except Exception as error:  # noqa: BLE001 - the results are in the JSON file, and the next step is run
+        return f"no table of {part['backend']}: {type(error).__name__}: {error}\n"
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ def table(part: dict[str, Any]) -> str:
             lines += [f"{name.replace('_', ' ').capitalize()}: {counts}.", ""]
     for step in part["steps"]:
         if step["status"] != "ok":
-            last = step.get("output", "").strip().splitlines()[-1:] or [""]
-            lines += [f"Step {step['step']}: {step['status']}{': ' + last[0] if last[0] else ''}", ""]
+            last = step.get("ended_at") or (step.get("output", "").strip().splitlines() or [""])[-1]
+            lines += [f"Step {step['step']}: {step['status']}{': ' + last if last else ''}", ""]
     return "\n".join(lines)
 
 

@@ -170,3 +170,47 @@ def test_the_steps(tmp_path: Path) -> None:
     assert about["status"] == "failed"
     assert part == {"answers": {"runs": {"yes": True}}, "asking": "x"}
     assert gpu_check.run_step(step, part, tmp_path, time.monotonic())["status"] == "no time"
+
+
+TESTS = """
+import signal, time
+import pytest
+
+pytestmark = pytest.mark.gpu
+
+def test_that_passes(): pass
+def test_that_fails(): assert 1 == 2
+def test_that_hangs():
+    {first}
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("first", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"])
+def test_tests_that_hang_keep_what_came_before(tmp_path: Path, first: str) -> None:
+    """Also where Python does not come to an interrupt, as in a library that waits for a GPU."""
+    import gpu_check
+
+    file = tmp_path / "test_some.py"
+    file.write_text(TESTS.replace("{first}", first))
+    (suite,) = [s for s in gpu_check.steps([], gpu_check._parse([]), "9.0") if s.name == "kernel tests"]
+    command = [*suite.command[: suite.command.index("--junitxml={out}") + 1], str(file)]
+    part: dict[str, Any] = {}
+    step = gpu_check.Step("kernel", "kernel tests", tuple(command), 6)
+    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
+    assert (about["status"], about["ended_at"]) == ("timeout", "test_that_hangs")
+    assert "test_that_hangs" in about["output"]
+    assert "Fatal Python error: Aborted" in about["output"] or first == "pass"
+    tests = part["kernel_tests"]
+    assert (tests["passed"], tests["failed"], list(tests["failures"])) == (1, 1, ["test_that_fails"])
+
+
+def test_what_cannot_be_read_costs_nothing_else(tmp_path: Path) -> None:
+    import gpu_check
+
+    writes = "import json; json.dump([1], open('{out}', 'w'))"
+    step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", writes), 60, merged=True)
+    part: dict[str, Any] = {"gpu": {}, "backend": "kernel", "version": None, "steps": []}
+    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
+    assert "'list' object has no attribute 'items'" in about["unreadable"]
+    assert gpu_check._table(part).startswith("no table of kernel: KeyError")
