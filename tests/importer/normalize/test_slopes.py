@@ -12,58 +12,12 @@ import onnx
 import pytest
 from concat_decode import compare, rewritten
 from concat_graphs import Build, Decoder, make_decoder
-from onnx import TensorProto
+from slope_graphs import absolute, added, as_float, counted, distance, one_slope, table, times_slopes
 
 from trt_kvcache import UnsupportedModelError, verify_model
+from trt_kvcache.importer.normalize import slopes
 from trt_kvcache.importer.plan import AttentionKind, PlanOptions, Sliding
 from trt_kvcache.runtime.ort_attention import fuse_attention
-
-SLOPES = 2.0 ** -np.arange(1, 5)
-UNEVEN = np.array([0.7071068, 0.3, 1.1, 0.05])  # no powers of two: products are rounded
-Make = Callable[[Build], str]
-
-
-def _float(g: Build, tensor: str) -> str:
-    return g.node("Cast", [tensor], to=TensorProto.FLOAT)
-
-
-def _times_slopes(g: Build, rows: str, slopes: Any = UNEVEN) -> str:
-    """Integers ``[.., .., S or 1, T]`` times slopes, in float32 and then in the type of the scores."""
-    column = g.constant(np.asarray(slopes).reshape(1, -1, 1, 1), np.float32)
-    product = g.node("Mul", [column, _float(g, rows)])
-    return product if g.decoder.upcast or g.decoder.dtype is np.float32 else g.node("Cast", [product], to=10)
-
-
-def counted(g: Build) -> str:
-    """BLOOM: ``(CumSum(padding) - 1) * padding``, ``[B, H, 1, T]``."""
-    places = g.node("Sub", [g.node("CumSum", [g.padding, g.constant(1)]), g.constant(1)])
-    return _times_slopes(g, g.node("Unsqueeze", [g.node("Mul", [places, g.padding]), g.constant([1, 2])]))
-
-
-def table(g: Build) -> str:
-    """MPT: the last T of a table ``[H, 1, capacity]`` that ends with 0."""
-    count = g.decoder.capacity
-    numbers = np.arange(1 - count, 1) * UNEVEN[:, None, None]
-    whole = g.constant(numbers, g.decoder.dtype)
-    first = g.node("Unsqueeze", [g.node("Sub", [g.constant(count), g.all]), g.constant([0])])
-    return g.node("Slice", [whole, first, g.constant([2**31]), g.constant([2])])
-
-
-def distance(g: Build) -> str:
-    return _times_slopes(g, g.to_scores(g.node("Sub", [g.key_rows, g.query_rows])))
-
-
-def absolute(g: Build) -> str:
-    """Symmetric: what lies behind the query is hidden."""
-    return _times_slopes(g, g.to_scores(g.node("Neg", [g.node("Abs", [g.node("Sub", [g.key_rows, g.query_rows])])])))
-
-
-def one_slope(g: Build) -> str:
-    return _times_slopes(g, g.to_scores(g.node("Sub", [g.key_rows, g.query_rows])), [0.25])
-
-
-def added(make: Make) -> Callable[[Build, str], str]:
-    return lambda g, scores: g.node("Add", [scores, g.once("alibi", lambda: make(g))])
 
 
 def scaled_behind(g: Build, scores: str) -> str:
@@ -134,6 +88,22 @@ def test_far_keys(tmp_path: Path) -> None:
     assert mask.causal
 
 
+@pytest.mark.parametrize("make", [counted, table, distance], ids=lambda make: make.__name__)
+def test_most_rows_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Build], str]) -> None:
+    """Heads times positions, at every position: 32 heads behind 65,536 tokens take minutes to compute."""
+    computed: list[int] = []
+    grows = slopes._grows
+
+    def counting(*args: Any, **kwargs: Any) -> bool:
+        computed.append(args[2].length)
+        return grows(*args, **kwargs)
+
+    monkeypatch.setattr(slopes, "_grows", counting)
+    plan = rewritten(make_decoder(Decoder(scores=added(make), capacity=100)), tmp_path, 100).plan
+    assert [bool(mask.slopes) for mask in plan.masks] == [True]
+    assert computed.count(1) < 10
+
+
 def test_windows_with_slopes_stay_linear(tmp_path: Path) -> None:
     model = make_decoder(Decoder(scores=added(counted), window=5))
     plan = rewritten(model, tmp_path, sliding=Sliding.CIRCULAR, window_chunk=4).plan
@@ -172,23 +142,23 @@ def _one_key_off(g: Build) -> str:
 
 
 def _of_length(g: Build) -> str:
-    return g.node("Mul", [distance(g), _float(g, g.all)])
+    return g.node("Mul", [distance(g), as_float(g, g.all)])
 
 
 def _squares(g: Build) -> str:
     rows = g.node("Sub", [g.key_rows, g.query_rows])
-    return _times_slopes(g, g.to_scores(g.node("Mul", [rows, rows])))
+    return times_slopes(g, g.to_scores(g.node("Mul", [rows, rows])))
 
 
 def _turned(g: Build) -> str:
     """Keys counted from the other end of each query: even, but for where it is odd."""
-    return _times_slopes(g, g.to_scores(g.node("Mod", [g.node("Add", [g.key_rows, g.query_rows]), g.constant(7)])))
+    return times_slopes(g, g.to_scores(g.node("Mod", [g.node("Add", [g.key_rows, g.query_rows]), g.constant(7)])))
 
 
 def _of_tokens(g: Build) -> str:
     """One bias for each token of the prompt."""
     tokens = g.node("Slice", [g.tokens, g.constant([0]), g.constant([1]), g.constant([1])])
-    return g.node("Mul", [distance(g), _float(g, g.node("Unsqueeze", [tokens, g.constant([1, 3])]))])
+    return g.node("Mul", [distance(g), as_float(g, g.node("Unsqueeze", [tokens, g.constant([1, 3])]))])
 
 
 LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
