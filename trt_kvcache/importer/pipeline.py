@@ -18,7 +18,7 @@ from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.importer.rewritten import record_plan, recorded_plan
 from trt_kvcache.importer.signed import sign_weights
-from trt_kvcache.importer.source import SourceModel, load_source, save_model, take_integers
+from trt_kvcache.importer.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
@@ -83,7 +83,7 @@ def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> Impo
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
     rewrite_graph(graph, plan)
     rewritten = _export(source.proto, prepared, graph)
-    take_integers(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
+    take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
     return ImportedModel(source, plan, rewritten)
 
 

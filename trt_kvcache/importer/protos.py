@@ -123,3 +123,9 @@ def byte_size(tensor: TensorProto) -> int | None:
     for dim in tensor.dims:
         count *= dim
     return (int(count) * bits + 7) // 8
+
+
+def may_be_bias(tensor: TensorProto) -> bool:
+    """Whether a tensor has the shape of a bias or a mask of scores, one row ``[.., 1, T]`` or all ``[1, H, T, T]``."""
+    dims = list(tensor.dims)
+    return len(dims) >= 3 and (dims[-2] == 1 or (len(dims) == 4 and dims[0] == 1 and dims[-2] == dims[-1]))

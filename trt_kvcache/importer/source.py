@@ -1,7 +1,7 @@
 """Reading a model file: the graph without its weights, and everything that can be wrong with the files.
 
-External data are looked at (is the file there, inside the folder, long enough?) but never read, so a model of any size
-with external data loads in the time that its graph takes.
+External data are looked at (is the file there, inside the folder, long enough?) but weights are never read, so a model
+of any size with external data loads in the time that its graph takes.
 """
 
 from __future__ import annotations
@@ -12,22 +12,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
-from onnx import ModelProto, TensorProto
+from onnx import GraphProto, ModelProto, TensorProto
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.folder import check_takes_past, find_model
-from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias
 from trt_kvcache.importer.save import save_model
 from trt_kvcache.importer.source_checks import check_graph
 
-__all__ = ["SourceModel", "load_source", "save_model", "take_integers"]
+__all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 
 PROTOBUF_LIMIT = 2**31 - 1
 """Bytes; a longer message cannot be encoded or decoded by any protobuf library."""
 
 _ONNX_WANTED = "give the path of an .onnx file"
-_INTEGERS = {TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL}
-_READ_LIMIT = 1 << 20  # bytes
+# Bytes. Positions of long texts, and masks over them, are int64 and bool; quantized weights may be int32.
+_READ_LIMITS: dict[int, int] = {
+    TensorProto.INT64: 1 << 26, TensorProto.INT32: 1 << 20, TensorProto.BOOL: 1 << 28,
+}  # fmt: skip
+_CONSTANT_LIMIT = 1 << 20
+_BIAS_LIMIT = 1 << 28
 _AGAIN = "export or copy the model again"
 _SAMPLE = 512
 
@@ -79,24 +83,37 @@ def load_source(path: str | os.PathLike[str]) -> SourceModel:
     check_graph(proto, str(path))
     check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)
-    take_integers(proto, path.parent)
+    take_readable(proto, path.parent)
     return SourceModel(path.absolute(), proto, files)
 
 
-def take_integers(proto: ModelProto, folder: Path) -> None:
-    """Take small integers in external data, which must have been checked, into the model."""
-    for tensor in proto.graph.initializer:
-        if _is_counted(tensor):
-            _read(tensor, folder)
+def take_readable(proto: ModelProto, folder: Path) -> None:
+    """Take what proofs read of external data, which must have been checked, into the model: no weights.
 
-
-def _is_counted(tensor: TensorProto) -> bool:
-    """Whether these are integers in external data: no weights, but shapes, axes, and rows counted over a capacity.
-
-    torch.onnx.export puts all tensors of a large model there, and proofs evaluate masks that are made of them.
+    Proofs evaluate positions, masks and biases. Exporters put whatever makes these beside the weights of a large model:
+    torch.onnx.export shapes, axes and rows counted over a capacity; optimum-onnx the Constants of 100 bytes and more.
     """
-    external = tensor.data_location == TensorProto.EXTERNAL
-    return external and tensor.data_type in _INTEGERS and (byte_size(tensor) or 0) <= _READ_LIMIT
+    for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
+        for tensor in graph.initializer:
+            if _is_external(tensor) and _size(tensor) <= _limit(tensor):
+                _read(tensor, folder)
+    for node in (node for scope in iter_scopes(proto) for node in scope.node if is_op(node, "Constant")):
+        for tensor in (attribute.t for attribute in node.attribute if attribute.HasField("t")):
+            if _is_external(tensor) and _size(tensor) <= max(_CONSTANT_LIMIT, _limit(tensor)):
+                _read(tensor, folder)
+
+
+def _is_external(tensor: TensorProto) -> bool:
+    return bool(tensor.data_location == TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING)
+
+
+def _size(tensor: TensorProto) -> int:
+    return byte_size(tensor) or 0
+
+
+def _limit(tensor: TensorProto) -> int:
+    """Up to how many bytes of external data are taken into the model; -1: none."""
+    return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
 
 
 def _read(tensor: TensorProto, folder: Path) -> None:

@@ -172,3 +172,32 @@ def test_dropout_that_drops_nothing_has_the_value_of_its_input() -> None:
     made.graph.node.append(onnx.helper.make_node("Dropout", ["numbers", "", "training"], ["made"], "made"))
     probe = Probe(Blueprint(made, {}), {"past": (2, 2, 3, 4), "tokens": (2, 5), "flags": (2,)}, {})
     np.testing.assert_array_equal(probe.value("made"), [0.0, 1.0, 2.0])
+
+
+def test_shapes_of_constants_outside_are_known() -> None:
+    g = Graph()
+    tensor = TensorProto(name="at", data_type=FLOAT, dims=[3, 1, 5], data_location=TensorProto.EXTERNAL)
+    tensor.external_data.add(key="location", value="nowhere")
+    g.node("Transpose", [g.node("Constant", [], value=tensor)], "moved", perm=[1, 2, 0])
+    g.output("moved", FLOAT, [1, 5, 3])
+    probe = Probe(Blueprint(g.model(), {}), {}, {})
+    assert probe.shape("moved") == (1, 5, 3)
+    assert probe.elem_type("moved") == FLOAT
+    assert probe.value("moved") is None
+
+
+@pytest.mark.parametrize(
+    ("shape", "read"),
+    [([8, 1, 300], True), ([1, 8, 1, 300], True), ([1, 2, 40, 40], True), ([64, 64], False), ([2, 64, 64], False)],
+)
+def test_of_large_weights_only_biases_are_read(shape: list[int], read: bool) -> None:
+    g = Graph()
+    g.node("Neg", ["weight"], "out")
+    g.output("out", FLOAT, shape)
+    made = g.model()
+    weight = onnx.numpy_helper.from_array(np.ones(shape, np.float32), "weight")
+    made.graph.initializer.append(TensorProto(name="weight", data_type=FLOAT, dims=shape))
+    made.graph.initializer[0].data_location = TensorProto.EXTERNAL
+    probe = Probe(Blueprint(made, {"weight": weight}), {}, {})
+    assert (probe.value("out") is not None) is read
+    assert probe.shape("out") == tuple(shape)

@@ -5,7 +5,7 @@ graph input and the value of some. From these follow the exact shape of every te
 that no weight and no token reaches: shape arithmetic, positions, masks. Any tensor may be given a value, which then
 stands for what its producer would make; so a chain of operators can be fed numbers and its result compared with what it
 should be. Values come from ONNX's reference evaluator, shapes from ONNX shape inference, operator by operator, only for
-what is asked. Weights are never read.
+what is asked. Of large weights, only those are read that have the shape of a bias of scores.
 
 The layers of a decoder do the same with tensors of the same shapes. So within a sample, what an operator makes of the
 same types and values is made once:
@@ -27,6 +27,8 @@ import numpy.typing as npt
 import onnx
 from onnx import numpy_helper
 from onnx.reference.ops import load_op
+
+from trt_kvcache.importer.protos import may_be_bias
 
 Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
@@ -85,7 +87,8 @@ class Blueprint:
 
     Args:
         model: flat, with named tensors. Not kept in sync with later edits.
-        weights: large inline initializers that were detached from `model`, by name; only integers and masks are read.
+        weights: large inline initializers that were detached from `model`, by name; only integers, masks and what has
+            the shape of a bias are read.
     """
 
     def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
@@ -123,9 +126,16 @@ class Blueprint:
             return _run(node, self._operator(node), [])[0]
         tensor = self.initializers[name]
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
-        if external and name in self._weights and tensor.data_type in _READABLE:
+        if external and name in self._weights and (tensor.data_type in _READABLE or may_be_bias(tensor)):
             tensor, external = self._weights[name], False
         return None if external else np.asarray(numpy_helper.to_array(tensor))
+
+    def constant_tensor(self, name: str) -> onnx.TensorProto | None:
+        """The tensor that a Constant holds, which may have its data elsewhere; None for all other tensors."""
+        node = self.producers[name][0] if name in self.producers else None
+        if node is None or not is_standard(node, "Constant"):
+            return None
+        return next((a.t for a in node.attribute if a.name == "value"), None)
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is an initializer or comes from a Constant."""
@@ -367,6 +377,8 @@ class Probe:
             return _type(tensor.data_type, tuple(tensor.dims))
         if name in self._shapes:
             return _type(self._blueprint.inputs[name].type.tensor_type.elem_type, self._shapes[name])
+        if (tensor := self._blueprint.constant_tensor(name)) is not None:
+            return _type(tensor.data_type, tuple(tensor.dims))
         return None
 
 
