@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trt_kvcache.engine.backend as backend_module
+import trt_kvcache.engine.build as build_module
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend, installed_version
+from trt_kvcache.engine.doctor import Gpu
 from trt_kvcache.engine.options import BuildOptions, format_shapes, parse_bytes, parse_shapes
 from trt_kvcache.errors import BackendError, OptionError
 from trt_kvcache.importer.plan import Target
@@ -63,6 +66,20 @@ def test_no_bytes_are_refused() -> None:
 def test_compute_capabilities_have_one_form() -> None:
     given = BuildOptions(compute_capabilities=("sm80", "8.0", "SM_89", "120", "12.1"))
     assert given.compute_capabilities == ("sm80", "sm89", "sm120", "sm121")
+    assert BuildOptions(compute_capabilities=("Current",)).compute_capabilities == ("current",)
+
+
+def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = BuildOptions(compute_capabilities=("current",))
+    monkeypatch.setattr(backend_module, "driver_present", lambda: False)
+    with pytest.raises(OptionError, match="current builds for the GPU of this machine, and no NVIDIA GPU and driver"):
+        check_build_options(RTX, here)
+    monkeypatch.setattr(backend_module, "driver_present", lambda: True)
+    check_build_options(RTX, here)
+    gpu = Gpu("NVIDIA H200", "9.0", 1 << 37)
+    monkeypatch.setattr(build_module, "find_gpus", lambda: ("13.0", (gpu, gpu), ""))
+    assert build_module._built_for(here) == ("sm90",)
+    assert build_module._built_for(BuildOptions(compute_capabilities=("sm80",))) == ("sm80",)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +90,8 @@ def test_compute_capabilities_have_one_form() -> None:
         ({"max_chunk": -1}, "max_chunk is -1"),
         ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
         ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),
-        ({"compute_capabilities": ("ampere",)}, "'ampere' is not of the form sm80, 80 or 8.0"),
+        ({"compute_capabilities": ("ampere",)}, "'ampere' is not of the form sm80, 80 or 8.0, nor current"),
+        ({"compute_capabilities": ("sm80", "current")}, "'current' is this machine's GPU, and goes with no other"),
     ],
 )
 def test_illegal_values_are_refused(arguments: dict[str, object], message: str) -> None:

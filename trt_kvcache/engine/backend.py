@@ -11,7 +11,7 @@ import importlib.util
 import re
 from dataclasses import dataclass
 
-from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.options import CURRENT, BuildOptions
 from trt_kvcache.errors import BackendError, OptionError
 from trt_kvcache.importer.plan import Target
 
@@ -148,11 +148,17 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
                 f"{backend.title} builds for the GPU that it runs on: leave it out, or use --backend tensorrt-rtx"
             )
         return
-    unknown = [c for c in build.compute_capabilities if c not in RTX_COMPUTE_CAPABILITIES]
+    here = build.compute_capabilities == (CURRENT,)
+    if here and not driver_present():
+        raise OptionError(
+            f"--compute-capabilities {CURRENT} builds for the GPU of this machine, and no NVIDIA GPU and driver is "
+            "here; leave it out, or name what the engine will run on"
+        )
+    unknown = [c for c in build.compute_capabilities if c not in RTX_COMPUTE_CAPABILITIES and not here]
     if unknown:
         raise OptionError(
             f"{backend.title} cannot build for {', '.join(unknown)}; it can for {', '.join(RTX_COMPUTE_CAPABILITIES)}, "
-            "and without --compute-capabilities for every one from sm80 on"
+            f"without --compute-capabilities for every one from sm80 on, and with {CURRENT!r} for this machine's GPU"
         )
     useless = {
         "--opt-level": (build.opt_level is not None, "gives the same engine at every optimization level"),

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from trt_kvcache import __version__
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
+from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, manifest_path
-from trt_kvcache.engine.options import BuildOptions, format_shapes
+from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import Limits, make_profiles, resolve_limits
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
@@ -164,7 +165,7 @@ def _manifest(
         created_by=f"trt_kvcache {__version__}",
         backend=backend.target.value,
         backend_version=done.version,
-        compute_capabilities=build.compute_capabilities,
+        compute_capabilities=_built_for(build),
         plan=plan,
         aliases={c.present: c.past for c in carried if c.in_place},
         double_buffered=plan.double_buffered,
@@ -176,6 +177,14 @@ def _manifest(
         options=_flat(build),
         warnings=warnings,
     )
+
+
+def _built_for(build: BuildOptions) -> tuple[str, ...]:
+    """The compute capabilities by name: ``current`` means something else on the next machine."""
+    if build.compute_capabilities != (CURRENT,):
+        return build.compute_capabilities
+    _, gpus, _ = find_gpus()
+    return tuple(f"sm{gpu.compute_capability.replace('.', '')}" for gpu in gpus[:1])
 
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:

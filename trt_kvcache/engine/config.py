@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.engine.files import atomic_file
+from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.engine.protocol import Job
 from trt_kvcache.errors import BuildError
 from trt_kvcache.importer.plan import Target
@@ -45,8 +46,9 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
     if job.target is Target.TENSORRT_RTX:
         from polygraphy.backend.tensorrt_rtx import CreateConfigRTX
 
-        capabilities = [(int(c[2:-1]), int(c[-1])) for c in build.compute_capabilities]
-        loader = CreateConfigRTX(compute_capabilities=capabilities or None, **common)
+        here = build.compute_capabilities == (CURRENT,)
+        capabilities = [] if here else [(int(c[2:-1]), int(c[-1])) for c in build.compute_capabilities]
+        loader = CreateConfigRTX(compute_capabilities=capabilities or None, use_gpu=here, **common)
     else:
         loader = CreateConfig(tf32=True, **common)  # TensorRT's own default, which Polygraphy turns off here only
     try:

@@ -13,6 +13,8 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
 VERBOSITIES = ("none", "layer-names-only", "detailed")
 DEFAULT_CHUNK = 512
+CURRENT = "current"
+"""The compute capability of the GPU at hand."""
 
 Shape = tuple[int, ...]
 
@@ -43,8 +45,8 @@ class BuildOptions:
             where weights are quantized, else shared.
         min_shapes, opt_shapes, max_shapes: shapes by input name, for inputs that `max_batch`, `max_chunk` and the
             capacity do not determine; see `parse_shapes`.
-        compute_capabilities: GPU architectures to build for, as ``"sm80"``, ``"80"`` or ``"8.0"`` (TensorRT for RTX
-            only). Empty: every one from 8.0 on.
+        compute_capabilities: GPU architectures to build for, as ``"sm80"``, ``"80"`` or ``"8.0"``, or ``"current"``
+            alone, for the GPU of this machine (TensorRT for RTX only). Empty: every one from 8.0 on.
         workspace: most bytes of GPU scratch memory; see `parse_bytes`. None: TensorRT's default.
         opt_level: TensorRT's builder optimization level, 0 to 5. None: its default (TensorRT only).
         timing_cache: file of measured kernel times, read if it exists and written after the build (TensorRT only).
@@ -95,6 +97,8 @@ class BuildOptions:
         if self.opt_level is not None and not 0 <= self.opt_level <= 5:
             raise OptionError(f"opt_level is {self.opt_level}; it must be 0 to 5")
         capabilities = dict.fromkeys(_compute_capability(c) for c in self.compute_capabilities)
+        if CURRENT in capabilities and len(capabilities) > 1:
+            raise OptionError(f"compute capability {CURRENT!r} is this machine's GPU, and goes with no other")
         object.__setattr__(self, "compute_capabilities", tuple(capabilities))
         if self.timing_cache is not None:
             object.__setattr__(self, "timing_cache", str(Path(self.timing_cache).absolute()))
@@ -143,8 +147,10 @@ def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
 
 
 def _compute_capability(text: str) -> str:
-    """``"sm80"`` from ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``."""
+    """``"sm80"`` from ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``; `CURRENT` stays."""
+    if text.strip().lower() == CURRENT:
+        return CURRENT
     match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())
     if match is None:
-        raise OptionError(f"compute capability {text!r} is not of the form sm80, 80 or 8.0")
+        raise OptionError(f"compute capability {text!r} is not of the form sm80, 80 or 8.0, nor {CURRENT}")
     return f"sm{match[1]}{match[2]}"
