@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from decoders import DecoderConfig, write_decoder
-from gpu_measure import Opened, write_json
+from gpu_measure import Opened, built_for, write_json
 
 from trt_kvcache.engine import build
 from trt_kvcache.engine.manifest import load_manifest
@@ -43,6 +44,27 @@ def runs(engine: Path, name: str) -> Answer:
         opened = time.perf_counter() - start
         logits = runner.step(StepBatch(0, np.ones((2, 4), np.int64), np.zeros(2, np.int64)))
         return {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": opened}
+
+
+def runs_if_built_here(engine: Path, name: str) -> Answer:
+    """The same for an engine that was built for this GPU alone."""
+    here = engine.with_name("here.engine")
+    capabilities = ("current",) if name == "tensorrt-rtx" else ()
+    chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, compute_capabilities=capabilities)
+    model = shutil.copy(engine.with_suffix(".onnx"), here.with_suffix(".onnx"))
+    build.build_engine(model, here, build=chosen)
+    return runs(here, name)
+
+
+def graphs(engine: Path, name: str) -> Answer:
+    """Do decode steps become CUDA graphs? TensorRT for RTX records by itself and only says whether it could."""
+    with Opened(engine) as runner:
+        assert runner.graphs is not None
+        for position in range(6):
+            runner.step(StepBatch(0, np.ones((2, 1), np.int64), np.full(2, position, np.int64)))
+        contexts = [step.context._context for step in runner.graphs._recorded.values()]
+        could = all(c.is_stream_capturable(runner._cuda.stream) for c in contexts) if runner._trt.rtx else True
+        return {"yes": len(runner.graphs) == 1 and could, "failure": runner.graphs.failure, "contexts": len(contexts)}
 
 
 def aliases(engine: Path, name: str) -> Answer:
@@ -123,7 +145,9 @@ def attention(how: str, dtype: str) -> Callable[[Path, str], Answer]:
 
 QUESTIONS: dict[str, Callable[[Path, str], Answer]] = {
     "runs": runs,
+    "runs_if_built_here": runs_if_built_here,
     "aliases": aliases,
+    "decode_steps_become_cuda_graphs": graphs,
     "garbage_in_unused_rows_is_not_seen": unused_rows(1e4),
     "nan_in_unused_rows_is_not_seen": unused_rows(float("nan")),
     "writes_out_of_range_are_dropped": writes_out_of_range,
@@ -164,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         keep("build")
         engine = Path(folder) / "model.engine"
         model = write_decoder(Path(folder) / "model.onnx", CONFIG)
-        chosen = BuildOptions(backend=options.backend, max_batch=3, max_chunk=16)
+        chosen = BuildOptions(backend=options.backend, max_batch=3, max_chunk=16, **built_for())
         answers["builds"] = _asked(lambda: {"yes": bool(build.build_engine(model, engine, build=chosen))})
         for question, ask in QUESTIONS.items():
             keep(question)

@@ -3,6 +3,7 @@
     scripts/gpu_check                          # every backend that is installed
     scripts/gpu_check --backend tensorrt-rtx
     scripts/gpu_check --engine model.engine    # also engines that were built elsewhere
+    scripts/gpu_check --compute-capabilities current    # engines for this GPU alone, where those for all do not run
     python scripts/gpu_check.py                # with what is installed, where nothing can be downloaded
 
 This script has never run on a GPU. Where it was developed there is none: it has run against the fake TensorRT of the
@@ -48,7 +49,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_measure import write_json
+from gpu_measure import BUILT_FOR, write_json
 from gpu_report import table
 
 from trt_kvcache.engine import backend, doctor
@@ -85,6 +86,8 @@ class Step:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point."""
     options = _parse(arguments)
+    if options.compute_capabilities:
+        os.environ[BUILT_FOR] = options.compute_capabilities  # of all steps
     driver, gpus, problem = doctor.find_gpus()
     if problem:
         print(f"gpu_check: nothing was checked: {problem}", file=sys.stderr)
@@ -139,6 +142,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--backend", choices=[t.value for t in Target], help="default: all that are installed")
     parser.add_argument("--engine", type=Path, action="append", default=[], help="an engine built elsewhere")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--compute-capabilities", help="to build for, with TensorRT for RTX; such as current")
     parser.add_argument("--minutes", type=float, default=7.5, help="everything ends within these")
     parser.add_argument("--small", action="store_true", help="a tiny decoder; the numbers mean little")
     parser.add_argument("--only", action="append", metavar="WORD", help="steps whose names contain this; several times")
@@ -157,7 +161,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     for name in backends:
         given = [f"--engine={path.resolve()}" for path in options.engine]
         command = (python, str(SCRIPTS / "gpu_answers.py"), f"--backend={name}", "--output={out}", *given)
-        found.append(Step(name, "answers", command, 90, merged=True))
+        found.append(Step(name, "answers", command, 150, merged=True))
     for capacity in CAPACITIES[options.small]:
         for name in backends:
             command = (python, str(SCRIPTS / "gpu_measure.py"), f"--backend={name}", f"--capacity={capacity}")

@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -42,6 +43,16 @@ LARGE = DecoderConfig(
     layers=8, hidden=1024, query_heads=16, kv_heads=4, head_size=64, vocab=32_000, dtype="float16", positions=32_768
 )
 SMALL = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
+
+
+BUILT_FOR = "TRT_KVCACHE_GPU_BUILT_FOR"
+"""Environment variable: what engines are built for, as ``trt-kvcache build --compute-capabilities`` takes it."""
+
+
+def built_for() -> dict[str, Any]:
+    """The same as arguments of `BuildOptions`."""
+    names = os.environ.get(BUILT_FOR, "")
+    return {"compute_capabilities": tuple(names.split(","))} if names else {}
 
 
 class Opened:
@@ -80,7 +91,7 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
         model = write_decoder(Path(folder) / "model.onnx", config, external_threshold=None if small else 1 << 16)
         engine = Path(folder) / "model.engine"
         chunk = min(512, capacity // 2)
-        build.build_engine(model, engine, build=BuildOptions(backend=name, max_batch=8, max_chunk=chunk))
+        build.build_engine(model, engine, build=BuildOptions(backend=name, max_batch=8, max_chunk=chunk, **built_for()))
         start = time.perf_counter()
         with Opened(engine) as runner:
             opened = time.perf_counter() - start
@@ -95,7 +106,7 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
             plain = decode(runner, 1, capacity // 2, repeats, read)
             keep("decode", {"position": capacity // 2, "cuda_graphs": False} | plain)
         for kind in ("shared", "own"):
-            options = BuildOptions(backend=name, max_batch=1, max_chunk=chunk, decode_weights=kind)
+            options = BuildOptions(backend=name, max_batch=1, max_chunk=chunk, decode_weights=kind, **built_for())
             build.build_engine(model, engine, build=options)
             with Opened(engine) as runner:
                 size = {"decode_weights": kind, "engine_bytes": engine.stat().st_size}

@@ -1,6 +1,7 @@
 """Engines for the GPU at hand: one per backend that is installed, and skipped in TensorRT's own words where it refuses.
 
-Set TRT_KVCACHE_GPU_BACKENDS (``tensorrt-rtx,tensorrt``) to choose. Nobody has run these tests on a GPU yet: what they
+Set TRT_KVCACHE_GPU_BACKENDS (``tensorrt-rtx,tensorrt``) to choose, TRT_KVCACHE_GPU_BUILT_FOR for other GPUs to build
+for than all. Nobody has run these tests on a GPU yet: what they
 have run on is the fake of `tests/runtime/fake_gpu.py`.
 """
 
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 from decoders import DecoderConfig, write_decoder
+from gpu_measure import built_for
 
 from trt_kvcache.engine.backend import installed_version
 from trt_kvcache.engine.build import build_engine
@@ -53,7 +55,7 @@ class Workshop:
         key = (config, options)
         if key not in self.built:
             output = self.folder / f"{len(self.built)}.engine"
-            build = BuildOptions(backend=self.backend, max_batch=MAX_BATCH, max_chunk=MAX_CHUNK)
+            build = BuildOptions(backend=self.backend, max_batch=MAX_BATCH, max_chunk=MAX_CHUNK, **built_for())
             build_engine(self.model(config), output, options=options, build=build)
             self.built[key] = output
         return self.open(self.built[key])

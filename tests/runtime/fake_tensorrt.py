@@ -352,6 +352,9 @@ class Context:
         if getattr(self, "error_recorder", None) is not None and self._module.rtx:
             self._module.hung.append(self._profile)
 
+    def is_stream_capturable(self, stream: int) -> bool:
+        return True
+
     def _compile(self) -> None:
         """TensorRT for RTX compiles what the runtime cache does not have."""
         kernel = f"{self._profile} {sorted(self._shapes.items())}"

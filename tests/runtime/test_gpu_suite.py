@@ -103,7 +103,8 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     ]
     assert result["copy_gb_per_s"] > 0
     answers = {question: answer["yes"] for question, answer in result["answers"].items()}
-    for question in ("builds", "runs", "aliases", "garbage_in_unused_rows_is_not_seen"):
+    for question in ("builds", "runs", "runs_if_built_here", "aliases", "decode_steps_become_cuda_graphs",
+                     "garbage_in_unused_rows_is_not_seen"):  # fmt: skip
         assert answers[question], result["answers"][question]
     # A fake has no network to put IAttention into, and ONNX Runtime's attention is not proof against NaN: both are
     # answers, and neither stops the next question.
