@@ -29,17 +29,22 @@ def emit_cut(emit: Emitter, present: gs.Tensor, axis: int, capacity: int) -> gs.
     return made
 
 
-def is_cut(node: gs.Node) -> bool:
-    """Whether a node is such a Slice, and does not end with a span yet."""
+def is_cut(node: gs.Node, end: gs.Tensor | None = None) -> bool:
+    """Whether a node is such a Slice, and does not end with a span yet, or with `end`."""
     return (
         is_op(node, "Slice")
         and node.name.startswith(NAME_PREFIX + _HINT)
-        and small_constant(node.inputs[2]) is not None
+        and (small_constant(node.inputs[2]) is not None or node.inputs[2] is end)
     )
 
 
-def cuts_behind(tensor: gs.Tensor) -> list[gs.Node]:
-    """The cuts that a tensor is computed from, in the order in which it takes them; none where there is more to it."""
+def cuts_behind(tensor: gs.Tensor, end: gs.Tensor | None = None) -> list[gs.Node]:
+    """The cuts that a tensor is computed from, in the order in which it takes them; none where there is more to it.
+
+    Args:
+        tensor: K or V of an Attention.
+        end: where those may end already that K and V share.
+    """
     found: dict[int, gs.Node] = {}
     pending, seen = [tensor], set[int]()
     while pending:
@@ -50,7 +55,7 @@ def cuts_behind(tensor: gs.Tensor) -> list[gs.Node]:
         if node is None or is_op(node, "TensorScatter"):
             return []
         seen.add(id(node))
-        if is_cut(node):
+        if is_cut(node, end):
             found[id(node)] = node
         else:
             pending += reversed(node.inputs)

@@ -117,7 +117,7 @@ def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[
     if end is None:
         return tensor
     shape, axis = dims(tensor), sequence_axis(tensor)
-    if cuts := cuts_behind(tensor):
+    if cuts := cuts_behind(tensor, end):
         for node in cuts:
             end_with(node, end)
         tensor.shape = [None if d == "?" or i == axis else d for i, d in enumerate(shape or ())] or None
