@@ -1,6 +1,7 @@
 """Attention in plain operators, for what IAttention cannot express.
 
     scores  = (Q * sqrt(scale)) @ (K * sqrt(scale))^T       grouped: G query heads share one K/V head, nothing repeated
+              one K/V head: (K @ (Q * scale)^T)^T, see `_over_one_head`
     scores  = softcap * tanh(scores / softcap)
     scores  = Where(mask, scores, -inf)  or  scores + bias
     weights = softmax(scores) in softmax_precision; rows that see no key become 0
@@ -18,7 +19,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.attention_facts import AttentionFacts
-from trt_kvcache.importer.graph import BOOL, INT64, Emitter, elem_type
+from trt_kvcache.importer.graph import BOOL, INT64, Emitter, dims, elem_type, is_op, producer
 from trt_kvcache.importer.rewrite.masks import Mask
 
 
@@ -39,20 +40,25 @@ def lower_attention(
             "export it with shapes"
         )
     groups = facts.query_heads // facts.kv_heads
-    root = emitter.scalar(math.sqrt(facts.scale), dtype)
-    query = emitter.op("Mul", [query, root], "q_scaled", dtype)
-    key = emitter.op("Transpose", [emitter.op("Mul", [key, root], "k_scaled", dtype)], "k_t", dtype, perm=[0, 1, 3, 2])
+    is_shared = facts.kv_heads == 1 and groups > 1
+    factor = emitter.scalar(facts.scale if is_shared else math.sqrt(facts.scale), dtype)
+    query = emitter.op("Mul", [query, factor], "q_scaled", dtype)
     # [B, N, S, H] -> [B, N_kv, G*S, H]: query head h reads K/V head h // G, so the G heads of a group lie together
     if groups > 1:
         grouped = emitter.op("Shape", [query], "q_shape", INT64)
         query = emitter.op(
             "Reshape", [query, emitter.ints([0, facts.kv_heads, -1, facts.head_size])], "q_grouped", dtype
         )
-    scores = emitter.op("MatMul", [query, key], "scores", dtype)
+    if is_shared:
+        scores = _over_one_head(emitter, query, key, dtype)
+    else:
+        scaled = emitter.op("Mul", [key, factor], "k_scaled", dtype)
+        turned = emitter.op("Transpose", [scaled], "k_t", dtype, perm=[0, 1, 3, 2])
+        scores = emitter.op("MatMul", [query, turned], "scores", dtype)
+    key_length = emitter.op("Shape", [scores], "key_length", INT64, start=3)
     if groups > 1:
         rows = emitter.op("Slice", [grouped, emitter.ints([0]), emitter.ints([3]), emitter.ints([0])], "rows", INT64)
-        keys = emitter.op("Shape", [key], "key_length", INT64, start=3)
-        per_head = emitter.op("Concat", [rows, keys], "scores_shape", INT64, axis=0)
+        per_head = emitter.op("Concat", [rows, key_length], "scores_shape", INT64, axis=0)
         scores = emitter.op("Reshape", [scores, per_head], "scores_heads", dtype)
     raw = scores
     if facts.softcap:
@@ -78,8 +84,7 @@ def lower_attention(
     if scores_output is not None:
         _name_scores(emitter, [raw, capped, masked, weights][facts.qk_mode], scores_output)
     if groups > 1:
-        keys = emitter.op("Shape", [key], "key_length", INT64, start=3)
-        head = emitter.op("Concat", [_batch(emitter, weights), emitter.ints([facts.kv_heads, -1]), keys],
+        head = emitter.op("Concat", [_batch(emitter, weights), emitter.ints([facts.kv_heads, -1]), key_length],
                           "weights_shape", INT64, axis=0)  # fmt: skip
         weights = emitter.op("Reshape", [weights, head], "weights_grouped", dtype)
     if elem_type(facts.node.inputs[2]) not in (None, 0, dtype):
@@ -89,6 +94,39 @@ def lower_attention(
         per_head = emitter.op("Concat", [rows, emitter.ints([facts.value_head_size])], "y_shape", INT64, axis=0)
         result = emitter.op("Reshape", [result, per_head], "weighted_heads", dtype)
     return result
+
+
+def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:
+    """The scores ``[B, 1, R, T]`` of scaled rows of queries ``[B, 1, R, H]`` over one head of keys ``[B, 1, T, H]``.
+
+    Keys are on the left of the products, so that queries are transposed and not the rows of a cache: TensorRT for RTX
+    1.7.1 makes two copies of transposed keys in each step. Keys that are joined of columns (latents, and what is
+    rotated) are not joined either: scores are the sum of their products.
+    """
+    parts, start = [], 0
+    columns = _columns(key)
+    for part, width in columns:
+        some = query
+        if len(columns) > 1:
+            bounds = [emitter.ints([n]) for n in (start, start + width, 3)]
+            some = emitter.op("Slice", [query, *bounds], "q_columns", dtype)
+            start += width
+        turned = emitter.op("Transpose", [some], "q_t", dtype, perm=[0, 1, 3, 2])
+        parts.append(emitter.op("MatMul", [part, turned], "scores_t", dtype))
+    whole = parts[0]
+    for product in parts[1:]:
+        whole = emitter.op("Add", [whole, product], "scores_t", dtype)
+    return emitter.op("Transpose", [whole], "scores", dtype, perm=[0, 1, 3, 2])
+
+
+def _columns(key: gs.Tensor) -> list[tuple[gs.Tensor, int]]:
+    """What K ``[B, N, T, H]`` is joined of along its last axis, and how wide each is; K alone where that is unknown."""
+    node = producer(key)
+    if node is None or not is_op(node, "Concat") or node.attrs["axis"] not in (-1, 3):
+        return [(key, 0)]
+    widths = [(dims(tensor) or ("?",))[-1] for tensor in node.inputs]
+    parts = [(tensor, width) for tensor, width in zip(node.inputs, widths, strict=True) if isinstance(width, int)]
+    return parts if len(parts) == len(widths) else [(key, 0)]
 
 
 def _masked(emitter: Emitter, scores: gs.Variable, mask: Mask, dtype: int) -> gs.Variable:
