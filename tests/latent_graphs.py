@@ -22,6 +22,10 @@ class Latent:
 
     Attributes:
         heads: how one product becomes heads: "reshape", or "weights" of their own for each head.
+        products: what is multiplied: keys and values of a head side by side ("one"), all keys beside all values
+            ("blocks"), or keys and values each by a weight of their own ("two").
+        plain, width: columns of the keys without positions, and of the values; 0: as many as of a cache.
+        kv_heads: of keys and values, which are repeated; 0: as many as of queries.
         join: how the two parts of a key come together: "concat", "scatter", or "reversed": scattered, the last first.
         parts: how keys and values are parted: "split" or "slice".
         norm: of the latents, behind the cache: "pieces", "operator" or "".
@@ -33,6 +37,10 @@ class Latent:
     """
 
     heads: str = "reshape"
+    products: str = "one"
+    plain: int = 0
+    width: int = 0
+    kv_heads: int = 0
     join: str = "concat"
     parts: str = "split"
     norm: str = ""
@@ -51,10 +59,24 @@ class Latent:
             return self._absorbed(g, query, latents, rotated)
         heads, size = g.decoder.heads, g.decoder.size
         plain, values = self._parted(g, latents)
-        spread = g.node("Expand", [rotated, g.constant([1, heads, 1, 1])])
-        keys = self.keys(g, self._joined(g, plain, spread))
-        query = g.node("MatMul", [query, g.weight(size, 2 * size)])
-        return self._attention(g, query, keys, self.values(g, values))
+        spread = g.node("Expand", [rotated, g.constant([1, self.kv_heads or heads, 1, 1])])
+        keys, values = self.keys(g, self._joined(g, plain, spread)), self.values(g, values)
+        if self.kv_heads:
+            keys, values = (self._repeated(g, t) for t in (keys, values))
+        query = g.node("MatMul", [query, g.weight(size, self._sizes(g)[0] + size)])
+        output = self._attention(g, query, keys, values)
+        return g.node("MatMul", [output, g.weight(self.width, size)]) if self.width else output
+
+    def _sizes(self, g: Build) -> tuple[int, int]:
+        return self.plain or g.decoder.size, self.width or g.decoder.size
+
+    def _repeated(self, g: Build, tensor: str) -> str:
+        times = g.decoder.heads // self.kv_heads
+        apart = g.node("Unsqueeze", [tensor, g.constant([2])])
+        spread = g.node("Expand", [apart, g.constant([1, 1, times, 1, 1])])
+        shape = [g.node("Unsqueeze", [g.size_of(tensor, axis), g.constant([0])]) for axis in (0, 2, 3)]
+        whole = g.node("Concat", [shape[0], g.constant([g.decoder.heads]), *shape[1:]], axis=0)
+        return g.node("Reshape", [spread, whole])
 
     def _attention(self, g: Build, query: str, keys: str, values: str) -> str:
         if not self.operator:
@@ -75,38 +97,54 @@ class Latent:
 
     def _parted(self, g: Build, latents: str) -> tuple[str, str]:
         """Keys without positions and values, ``[B, H, T, D]``."""
-        heads, size = g.decoder.heads, g.decoder.size
-        if self.heads == "weights":
-            both = g.node("MatMul", [latents, self._per_head(g, size, 2 * size)])
-        else:
-            flat = g.node("MatMul", [latents, g.weight(size, heads * 2 * size)])
-            sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
-            shape = g.node("Concat", [*sizes, g.constant([-1, 2 * size])], axis=0)
-            both = g.node("Transpose", [g.node("Reshape", [flat, shape])], perm=[0, 2, 1, 3])
+        heads, (plain, width) = self.kv_heads or g.decoder.heads, self._sizes(g)
+        if self.products == "two":
+            return self._heads_of(g, latents, plain), self._heads_of(g, latents, width)
+        if self.products == "blocks":
+            flat = g.node("MatMul", [latents, g.weight(g.decoder.size, heads * (plain + width))])
+            halves = self._split(g, flat, heads * plain, heads * width)
+            return self._to_heads(g, halves[0], plain), self._to_heads(g, halves[1], width)
+        both = self._heads_of(g, latents, plain + width)
         if self.bias:
-            both = g.node("Add", [both, g.weight(2 * size)])
+            both = g.node("Add", [both, g.weight(plain + width)])
+        return self._split(g, both, plain, width)
+
+    def _split(self, g: Build, both: str, first: int, second: int) -> tuple[str, str]:
         if self.parts == "split":
             names = [f"{both}_keys", f"{both}_values"]
-            g.node("Split", [both, g.constant([size, size])], names, axis=3)
+            g.node("Split", [both, g.constant([first, second])], names, axis=3)
             return names[0], names[1]
-        bounds = [[0], [size], [2**63 - 1]]
+        bounds = [[0], [first], [2**63 - 1]]
         keys, values = (g.node("Slice", [both, *map(g.constant, (bounds[i], bounds[i + 1], [3]))]) for i in range(2))
         return keys, values
 
+    def _heads_of(self, g: Build, latents: str, columns: int) -> str:
+        """``[B, H, T, columns]``."""
+        if self.heads == "weights":
+            return g.node("MatMul", [latents, self._per_head(g, g.decoder.size, columns)])
+        flat = g.node("MatMul", [latents, g.weight(g.decoder.size, (self.kv_heads or g.decoder.heads) * columns)])
+        return self._to_heads(g, flat, columns)
+
+    def _to_heads(self, g: Build, flat: str, columns: int) -> str:
+        sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
+        shape = g.node("Concat", [*sizes, g.constant([-1, columns])], axis=0)
+        return g.node("Transpose", [g.node("Reshape", [flat, shape])], perm=[0, 2, 1, 3])
+
     def _per_head(self, g: Build, rows: int, columns: int) -> str:
-        flat = g.weight(rows, g.decoder.heads * columns)
-        split = g.node("Reshape", [flat, g.constant([rows, g.decoder.heads, columns])])
+        heads = self.kv_heads or g.decoder.heads
+        split = g.node("Reshape", [g.weight(rows, heads * columns), g.constant([rows, heads, columns])])
         return g.node("Transpose", [split], perm=[1, 0, 2])
 
     def _joined(self, g: Build, plain: str, spread: str) -> str:
         if self.join == "concat":
             return g.node("Concat", [plain, spread], axis=-1)
-        size = g.decoder.size
-        whole = [g.size_of(g.tokens, 0), g.constant(g.decoder.heads), g.all, g.constant(2 * size)]
+        size, end = g.decoder.size, self._sizes(g)[0]
+        heads = g.constant(self.kv_heads or g.decoder.heads)
+        whole = [g.size_of(g.tokens, 0), heads, g.all, g.constant(end + size)]
         shape = g.node("Concat", [g.node("Unsqueeze", [n, g.constant([0])]) for n in whole], axis=0)
         zero = helper.make_tensor("", TYPES[g.decoder.dtype], [1], [0])
         made = g.node("ConstantOfShape", [shape], value=zero)
-        writes = [(plain, 0, size), (spread, size, 2**63 - 1)]
+        writes = [(plain, 0, end), (spread, end, 2**63 - 1)]
         for part, start, end in writes if self.join == "scatter" else reversed(writes):
             made = written(g, made, part, start, end)
         return made

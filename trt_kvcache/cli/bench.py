@@ -12,11 +12,12 @@ from trt_kvcache.cli.options import (
     WINDOW_CHUNK,
     CapacityOption,
     JsonOption,
+    LatentOption,
     SlidingOption,
     WindowChunkOption,
     runner_options,
 )
-from trt_kvcache.importer.plan import Sliding
+from trt_kvcache.importer.plan import LatentAttention, Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.bench import BenchReport
@@ -37,6 +38,7 @@ def bench(
     capacity: CapacityOption = None,
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    latent_attention: LatentOption = LatentAttention.ABSORBED,
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -49,7 +51,7 @@ def bench(
     from trt_kvcache.runtime.session import DecodeSession
 
     pyplot = None if plot is None else load_pyplot()  # asked for before anything is measured
-    options = runner_options(model, capacity, sliding, window_chunk)
+    options = runner_options(model, capacity, sliding, window_chunk, latent_attention)
     sizes = [_numbers(name, text) for name, text in (("lengths", lengths), ("positions", positions))]
     with DecodeSession.open(model, device=device.value, max_batch=max_batch, threads=threads, **options) as session:
         room = min(session.cache.capacity or 4096, 4096)

@@ -17,6 +17,7 @@ from trt_kvcache.cli.options import (
     DecodeWeights,
     FallbackOption,
     JsonOption,
+    LatentOption,
     ModelArgument,
     SlidingOption,
     SpanOption,
@@ -25,7 +26,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.engine.manifest import Manifest
@@ -136,6 +137,7 @@ def build(
     fallback: FallbackOption = Fallback.AUTO,
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    latent_attention: LatentOption = LatentAttention.ABSORBED,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -173,6 +175,7 @@ def build(
         fallback=fallback,
         sliding=sliding,
         window_chunk=window_chunk,
+        latent_attention=latent_attention,
         config=config,
     )
     start = time.perf_counter()

@@ -12,11 +12,12 @@ from trt_kvcache.cli.options import (
     WINDOW_CHUNK,
     CapacityOption,
     JsonOption,
+    LatentOption,
     SlidingOption,
     WindowChunkOption,
     runner_options,
 )
-from trt_kvcache.importer.plan import Sliding
+from trt_kvcache.importer.plan import LatentAttention, Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.config import GenerationConfig
@@ -124,6 +125,7 @@ def generate(
     capacity: CapacityOption = None,
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    latent_attention: LatentOption = LatentAttention.ABSORBED,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: of each token.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -158,7 +160,7 @@ def generate(
             "output_logprobs": logprobs or None,
         },
     )
-    options = runner_options(model, capacity, sliding, window_chunk)
+    options = runner_options(model, capacity, sliding, window_chunk, latent_attention)
     view = (JsonView if json else LiveView)(text=reader is not None)
     if run(
         lambda: DecodeSession.open(

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, PlanOptions, Sliding, Target
 
 
 class Switch(str, Enum):
@@ -94,6 +94,14 @@ WindowChunkOption = Annotated[
     ),
 ]
 WINDOW_CHUNK = PlanOptions().window_chunk
+LatentOption = Annotated[
+    LatentAttention,
+    typer.Option(
+        "--latent-attention",
+        help="Where caches hold latents (MLA). absorbed: for decoding. expanded: for steps of several hundred tokens.",
+        rich_help_panel=_PLAN,
+    ),
+]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", rich_help_panel=_PLAN),
@@ -117,6 +125,7 @@ def plan_options(
     config: Path | None,
     sliding: Sliding,
     window_chunk: int,
+    latent_attention: LatentAttention,
     packed_native: Switch = Switch.ON,
 ) -> PlanOptions:
     """Make `PlanOptions` of the options as given on the command line."""
@@ -130,21 +139,26 @@ def plan_options(
         config=None if config is None else str(config),
         sliding=sliding,
         window_chunk=window_chunk,
+        latent_attention=latent_attention,
     )
 
 
-def runner_options(model: Path, capacity: int | None, sliding: Sliding, window_chunk: int) -> dict[str, Any]:
+def runner_options(
+    model: Path, capacity: int | None, sliding: Sliding, window_chunk: int, latent_attention: LatentAttention
+) -> dict[str, Any]:
     """Options of `DecodeSession.open` made of those that plan a model; none where none was given.
 
     Raises:
         OptionError: they are given for an engine, which was planned when it was built.
     """
-    options = PlanOptions(capacity=capacity, sliding=sliding, window_chunk=window_chunk)
+    options = PlanOptions(
+        capacity=capacity, sliding=sliding, window_chunk=window_chunk, latent_attention=latent_attention
+    )
     if options == PlanOptions():
         return {}
     if model.suffix.lower() != ".onnx" and not model.is_dir():
         raise OptionError(
-            f"--capacity, --sliding and --window-chunk plan a model, and {model} is taken for an engine, which was "
-            "planned when it was built; leave them out, or give the .onnx file"
+            f"--capacity, --sliding, --window-chunk and --latent-attention plan a model, and {model} is taken for an "
+            "engine, which was planned when it was built; leave them out, or give the .onnx file"
         )
     return {"plan_options": options}

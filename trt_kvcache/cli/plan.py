@@ -14,6 +14,7 @@ from trt_kvcache.cli.options import (
     ConfigOption,
     FallbackOption,
     JsonOption,
+    LatentOption,
     ModelArgument,
     PackedOption,
     SlidingOption,
@@ -23,7 +24,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding, Target
 
 
 def plan(
@@ -36,6 +37,7 @@ def plan(
     packed_native: PackedOption = Switch.ON,
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    latent_attention: LatentOption = LatentAttention.ABSORBED,
     config: ConfigOption = None,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences to count cache bytes for.")] = 1,
     every_row: AllOption = False,
@@ -57,6 +59,7 @@ def plan(
             packed_native=packed_native,
             sliding=sliding,
             window_chunk=window_chunk,
+            latent_attention=latent_attention,
             config=config,
         ),
     )

@@ -13,6 +13,7 @@ from trt_kvcache.cli.options import (
     CapacityOption,
     ConfigOption,
     FallbackOption,
+    LatentOption,
     ModelArgument,
     PackedOption,
     SlidingOption,
@@ -22,7 +23,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding, Target
 
 
 def rewrite(
@@ -36,6 +37,7 @@ def rewrite(
     packed_native: PackedOption = Switch.ON,
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    latent_attention: LatentOption = LatentAttention.ABSORBED,
     config: ConfigOption = None,
 ) -> None:
     """Write the rewritten model alone, for trtexec and others. It is standard ONNX; weights stay where they are."""
@@ -55,6 +57,7 @@ def rewrite(
             packed_native=packed_native,
             sliding=sliding,
             window_chunk=window_chunk,
+            latent_attention=latent_attention,
             config=config,
         ),
     )

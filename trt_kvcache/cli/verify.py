@@ -15,6 +15,7 @@ from trt_kvcache.cli.options import (
     ConfigOption,
     FallbackOption,
     JsonOption,
+    LatentOption,
     ModelArgument,
     PackedOption,
     SlidingOption,
@@ -24,7 +25,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -58,6 +59,7 @@ def verify(
     packed_native: PackedOption = Switch.ON,
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    latent_attention: LatentOption = LatentAttention.ABSORBED,
     config: ConfigOption = None,
     every_row: AllOption = False,
     json: JsonOption = False,
@@ -81,6 +83,7 @@ def verify(
             packed_native=packed_native,
             sliding=sliding,
             window_chunk=window_chunk,
+            latent_attention=latent_attention,
             config=config,
         ),
         VerifyOptions(

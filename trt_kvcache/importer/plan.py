@@ -106,6 +106,15 @@ class Sliding(str, Enum):
     """A circular buffer of the window and one update: memory and step time stop growing with the text."""
 
 
+class LatentAttention(str, Enum):
+    """The option ``--latent-attention``: how to attend where caches hold latents, and weights make keys and values."""
+
+    ABSORBED = "absorbed"
+    """Queries go to the latents: no row is multiplied with a weight. Fast where a step has few tokens."""
+    EXPANDED = "expanded"
+    """Keys and values of all rows in use are computed in each step, as exported. Fast where a step has many tokens."""
+
+
 class Role(str, Enum):
     """The part that an input or output of the model plays in a decode loop."""
 
@@ -296,6 +305,7 @@ class PlanOptions:
         sliding: how to hold caches of which attention only sees a window.
         window_chunk: the most tokens of one update, where `sliding` makes circular caches: they hold that many rows
             beside the window.
+        latent_attention: how to attend over latents.
     """
 
     target: Target = Target.TENSORRT_RTX
@@ -307,6 +317,7 @@ class PlanOptions:
     config: str | None = None
     sliding: Sliding = Sliding.LINEAR
     window_chunk: int = 128
+    latent_attention: LatentAttention = LatentAttention.ABSORBED
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@
                                                         concat (kept), scatter, select
     attention over them, found and proven               attention (cache_reads, merged_heads), sinks, guards,
                                                         masks (scaled_masks, bias, slopes)
-    keys and values computed from caches                computed (row_functions), joined
+    keys and values computed from caches                computed (row_functions), joined, absorbed
     caches inside operators                             operators (held), gqa, mha, in_op
     state that is no cache                              states
     the canonical form                                  canonical, residual (tables, counted), trim, changes
@@ -31,6 +31,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, export_inferred, fold_identities, is_op
+from trt_kvcache.importer.normalize.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.changes import find_changes
@@ -62,7 +63,7 @@ from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.zero_points import shift_zero_points
-from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
+from trt_kvcache.importer.plan import Dim, LatentAttention, PlanOptions, Sliding
 from trt_kvcache.importer.rows_in_use import is_cut as is_cut_to_use
 
 __all__ = ["Normalized", "normalize"]
@@ -186,6 +187,8 @@ def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: Pla
 def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str]) -> Normalized:
     """Edit the graph as proven, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
+    is_absorbed = options.latent_attention is LatentAttention.ABSORBED
+    absorbed = find_absorbed(exported.cores, exported.computed, samples) if is_absorbed else {}
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     canonical = Canonical(graph, tokens, exported.batch, exported.capacity)
     for rewrite in exported.held:
@@ -193,7 +196,10 @@ def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str])
     for write in exported.writes:
         canonical.write(write)
     for core in exported.cores:
-        canonical.core(exported.computed.place(core, canonical))
+        if core.node in absorbed:
+            absorbed[core.node].place(core, exported.computed, canonical)
+        else:
+            canonical.core(exported.computed.place(core, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
     settle_heads(graph, canonical.emit, samples)
@@ -217,7 +223,7 @@ def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str])
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = tuple(replace(t, dtype=wide.get(t.name, t.dtype)) for t in interface.tensors)
     changes = find_changes(tensors, model, counts, copies)
-    notes = (*_own_masks(exported.cores), *((NOTE,) if ids else ()), *rings.notes)
+    notes = (*_own_masks(exported.cores), *note(absorbed.values()), *((NOTE,) if ids else ()), *rings.notes)
     return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))
 
 

@@ -28,7 +28,8 @@ from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 from trt_kvcache.importer.rows_in_use import emit_cut
 
-_MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
+MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
+"""Operators that only move and repeat what a row holds."""
 _SHAPED = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand")
 
 
@@ -90,6 +91,19 @@ class Computed:
                 stack += [(t.name, False) for t in function.node.inputs]
         return list(order.values())
 
+    def emit(self, name: str, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
+        """Compute a row function from the canonical caches.
+
+        Args:
+            name: of it, as exported.
+            made: what was computed so far for one attention, by name; more is added.
+            canonical: of the graph, with the caches.
+        """
+        for function in self._behind(name):
+            if function.tensor.name not in made:
+                made.update(_emit(function, made, canonical))
+        return made[name]
+
     def place(self, core: Core, canonical: Canonical) -> Core:
         """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
 
@@ -115,10 +129,7 @@ class Computed:
                     f"'{core.node}' reads {heads[name]} heads of cache '{write.past.name}' and {most} that are "
                     "computed from another; supported are as many of both, or caches [B, N, L, D]"
                 )
-            for function in self._behind(name):
-                if function.tensor.name not in made:
-                    made.update(_emit(function, made, canonical))
-            tensor = made[name]
+            tensor = self.emit(name, made, canonical)
             if heads[name] < most:
                 tensor = _repeated(tensor, most // heads[name], [0, most, -1, size], canonical)
             shape = (canonical.batch, most, canonical.capacity, size)
@@ -159,7 +170,7 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
         node = function.node
         if node is None or function.is_moved:
             continue
-        if (is_op(node, *_MOVES) or is_float_cast(node)) and node.inputs[0].name in roots:
+        if (is_op(node, *MOVES) or is_float_cast(node)) and node.inputs[0].name in roots:
             roots[name] = roots[node.inputs[0].name]
         count = _heads(function, samples)
         if count is None or (name in roots and _repeats(roots[name], name, samples)):
