@@ -229,6 +229,52 @@ def quantized_model(
     return graph.model()
 
 
+def quantized_layer(scales: dict[str, float | list[float]]) -> onnx.ModelProto:
+    """A layer whose attention reads int8 caches through DequantizeLinear; a scale for all heads, or one for each."""
+    graph = Graph()
+    query = graph.input("query", TensorProto.FLOAT, ["B", 4, "S", 4])
+    indices, read = graph.input("write_indices", TensorProto.INT64, ["B"]), []
+    for name, value in scales.items():
+        past = graph.input(f"past_{name}", TensorProto.INT8, ["B", 2, CAPACITY, 4])
+        update = graph.input(f"new_{name}", TensorProto.FLOAT, ["B", 2, "S", 4])
+        scale = graph.constant(value, np.float32)
+        zero = graph.constant(np.zeros_like(value, np.int8), np.int8)
+        quantized = graph.node("QuantizeLinear", [update, scale, zero], f"quantized_{name}", axis=1)
+        present = graph.node("TensorScatter", [past, quantized, indices], f"present_{name}", mode="circular")
+        graph.output(present, TensorProto.INT8, ["B", 2, CAPACITY, 4])
+        read.append(graph.node("DequantizeLinear", [present, scale, zero], f"read_{name}", axis=1))
+    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
+    graph.node("Attention", [query, *read, "", "", "", lengths], "output")
+    graph.output("output", TensorProto.FLOAT, ["B", 4, "S", 4])
+    return graph.model()
+
+
+PAIR = ["KVCacheUpdateCircularPairQuantized"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "nodes"),
+    [(0.5, 0.3, PAIR), ([0.5, 0.1], [0.3, 0.2], PAIR), (0.5, [0.3, 0.2], ["KVCacheUpdateCircularQuantized"] * 2)],
+    ids=["per tensor", "per head", "one of each"],
+)
+def test_a_quantized_layer_is_one_node_if_its_scales_are_as_many(
+    key: Any, value: Any, nodes: list[str], tmp_path: Path
+) -> None:
+    model = quantized_layer({"key": key, "value": value})
+    result = imported(model, tmp_path, FULL)
+    assert operators_of(result) == nodes
+    rng = np.random.default_rng(3)
+    feeds: Feeds = {"query": random_array(rng, TensorProto.FLOAT, (2, 4, 3, 4)), "write_indices": np.array([4, 13])}
+    for name in ("key", "value"):
+        feeds[f"past_{name}"] = rng.integers(-100, 100, (2, 2, CAPACITY, 4)).astype(np.int8)
+        feeds[f"new_{name}"] = random_array(rng, TensorProto.FLOAT, (2, 2, 3, 4), 20.0)
+    feeds["nonpad_kv_seqlen"] = np.array([6, 6])
+    expected, got = run(model, feeds), run_rewritten(result, feeds)
+    for name in ("present_key", "present_value"):
+        np.testing.assert_array_equal(got[name], expected[name])
+    np.testing.assert_allclose(got["output"], expected["output"], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("source", ["FLOAT16", "FLOAT"])
 @pytest.mark.parametrize("scales", [0, 1, 2])
 def test_quantization_on_write_is_quantize_linear(scales: int, source: str, tmp_path: Path) -> None:

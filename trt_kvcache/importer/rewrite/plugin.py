@@ -4,7 +4,7 @@ TensorScatter(past, update, write_indices, mode="circular")
     -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
 TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
     -> trt_kvcache::KVCacheUpdateQuantized(past, update, write_indices, scale)
-two updates that one Attention reads, at the same write indices
+two updates of one layer, at the same write indices
     -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
 
 The nodes carry their meaning as ONNX functions (`plugin_functions`). TensorRT's parser prefers a registered plugin to a
@@ -14,6 +14,7 @@ model-local function of that name (its source, ModelImporter.cpp: ``isNodeInPlug
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 import onnx
@@ -50,13 +51,15 @@ class _Update:
     """One update in the form of the plugin's single-cache operators.
 
     Attributes:
-        scale: float32 ``[1]`` or ``[N]`` where the update is quantized on write.
+        scale: float32 where the update is quantized on write.
+        scales: how many: 1 or N, and 0 without.
     """
 
     cache: CacheUpdate
     node: gs.Node
     operator: Operator
     scale: gs.Tensor | None
+    scales: int
 
     @property
     def shared(self) -> list[gs.Tensor]:
@@ -140,12 +143,13 @@ def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
         batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
         zeros = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", INT64)
         node.inputs = [*node.inputs[:2], zeros, *node.inputs[3:]]
-    scale = _take_quantization(emitter, node, cache)
-    return _Update(cache, node, Operator(cache.form, cache.mode, lengths=packed, quantized=scale is not None), scale)
+    scale, scales = _take_quantization(emitter, node, cache)
+    operator = Operator(cache.form, cache.mode, lengths=packed, quantized=scale is not None)
+    return _Update(cache, node, operator, scale, scales)
 
 
-def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> gs.Tensor | None:
-    """Quantize on write, if the update comes from a QuantizeLinear that the kernel does exactly; returns its scales.
+def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[gs.Tensor | None, int]:
+    """Quantize on write, if the update comes from a QuantizeLinear that the kernel does exactly; its scales, how many.
 
     Exactly: float32 scales, so that the division is in float32; zero point 0; one scale, or one for each head.
     """
@@ -157,7 +161,7 @@ def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> g
         update = maker.inputs[0]
     quantize = producer(update)
     if cache.dtype not in ("int8", "float8e4m3fn") or quantize is None or not is_op(quantize, "QuantizeLinear"):
-        return None
+        return None, 0
     source, scale = quantize.inputs[:2]
     zero = input_or_none(quantize, 2)
     zeros = np.zeros(1) if zero is None else small_constant(zero)
@@ -174,15 +178,15 @@ def _take_quantization(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> g
         or attributes.get("precision", 0) not in (0, onnx.TensorProto.FLOAT)
         or not _scales_heads(scale, int(attributes.get("axis", 1)), cache)
     ):
-        return None
+        return None, 0
     reader = consumers(update)[0]
     reader.inputs = [source if t is update else t for t in reader.inputs]
     for tensor in between:
         tensor.dtype = source.dtype
-    value = small_constant(scale)
+    scales, value = prod(d for d in dims(scale) or () if isinstance(d, int)), small_constant(scale)
     if value is not None:
-        return emitter.constant(value.astype(np.float32).reshape(-1))
-    return emitter.op("Reshape", [scale, emitter.ints([-1])], f"{cache.past}_scale")
+        return emitter.constant(value.astype(np.float32).reshape(-1)), scales
+    return emitter.op("Reshape", [scale, emitter.ints([-1])], f"{cache.past}_scale"), scales
 
 
 def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
@@ -200,12 +204,16 @@ def _scales_heads(scale: gs.Tensor, axis: int, cache: CacheUpdate) -> bool:
 
 
 def _is_pair(a: _Update, b: _Update) -> bool:
-    """Whether two updates can be one node: one kernel, one place to write to, and no way from one to the other."""
+    """Whether two updates can be one node: one kernel, one place to write to, and no way from one to the other.
+
+    Attention that reads its caches through DequantizeLinear is not among the readers: the K and V of a layer are then
+    what does not depend on each other.
+    """
     one, other = a.cache, b.cache
     return (
-        bool(one.readers)
-        and one.readers == other.readers
+        one.readers == other.readers
         and a.operator == b.operator
+        and a.scales == b.scales
         and one.dtype == other.dtype
         and one.physical_shape[:3] == other.physical_shape[:3]
         and all(x is y for x, y in zip(a.shared, b.shared, strict=True))
