@@ -50,6 +50,7 @@ class Walk:
 
 def close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], dtype: str) -> None:
     """They agree within the tolerance of the dtype."""
+    actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     assert np.isfinite(actual).all()
     scale = np.abs(expected).max()
     assert np.abs(actual - expected).max() <= TOLERANCE[dtype] * scale

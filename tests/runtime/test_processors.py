@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import types
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.runtime import processors
+from trt_kvcache.runtime import processors, warpers
 from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.warpers import Candidates
 
 Scores = npt.NDArray[np.float32]
 
@@ -41,6 +43,21 @@ def kept(scores: Scores) -> set[int]:
     return set(np.flatnonzero(scores > -np.inf).tolist())
 
 
+def masked(candidates: Candidates, size: int) -> Scores:
+    """The scores of the whole vocabulary, ``-inf`` where a token is not left."""
+    scores = np.full(size, -np.inf, np.float32)
+    scores[slice(None) if candidates.ids is None else candidates.ids] = candidates.scores
+    return scores
+
+
+def left(scores: Scores, rule: Callable[[Candidates, Any], Candidates], setting: float) -> Scores:
+    """What a rule leaves; the same where it comes to work on fewer tokens than there are."""
+    found = masked(rule(Candidates(scores), setting), scores.size)
+    places = np.flatnonzero(scores > -np.inf)
+    np.testing.assert_array_equal(masked(rule(Candidates(scores[places], places), setting), scores.size), found)
+    return found
+
+
 def check_kept_as_they_were(before: Scores, after: Scores) -> None:
     """A rule that forbids changes no score that it keeps, and brings no forbidden one back."""
     for token in kept(after):
@@ -51,7 +68,7 @@ def check_kept_as_they_were(before: Scores, after: Scores) -> None:
 @patient
 @given(score_rows, st.integers(1, VOCAB + 3))
 def test_top_k_keeps_the_highest_and_their_equals(scores: Scores, count: int) -> None:
-    found = processors.keep_top_k(scores, count)
+    found = left(scores, warpers.keep_top_k, count)
     check_kept_as_they_were(scores, found)
     last = sorted(scores.tolist(), reverse=True)[min(count, VOCAB) - 1]
     assert kept(found) == {t for t in range(VOCAB) if scores[t] >= last and scores[t] > -math.inf}
@@ -61,7 +78,7 @@ def test_top_k_keeps_the_highest_and_their_equals(scores: Scores, count: int) ->
 @given(score_rows, st.floats(0.01, 0.99))
 @example(np.array([0.0] * VOCAB, np.float32), 0.5)
 def test_top_p_keeps_the_smallest_set_with_the_mass(scores: Scores, mass: float) -> None:
-    found = processors.keep_top_p(scores, mass)
+    found = left(scores, warpers.keep_top_p, mass)
     check_kept_as_they_were(scores, found)
     share = probabilities(scores)
     inside = kept(found)
@@ -74,7 +91,7 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(scores: Scores, mass: float)
 
 
 def test_top_p_of_equals_keeps_low_ids() -> None:
-    assert kept(processors.keep_top_p(np.zeros(8, np.float32), 0.5)) == {0, 1, 2, 3}
+    assert kept(left(np.zeros(8, np.float32), warpers.keep_top_p, 0.5)) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 30.0])
@@ -87,17 +104,29 @@ def test_top_p_of_a_large_vocabulary(spread: float, mass: float) -> None:
     order = sorted(range(scores.size), key=lambda token: (-scores[token], token))
     sums = np.cumsum(share[order])
     expected = int(np.searchsorted(sums, mass - 1e-12)) + 1
-    assert kept(processors.keep_top_p(scores, mass)) == set(order[:expected])
+    assert kept(left(scores, warpers.keep_top_p, mass)) == set(order[:expected])
+
+
+@pytest.mark.parametrize("count", [1, 2, 50, 51, 140, 1000, 8999])
+@pytest.mark.parametrize("spread", [0.0, 0.5, 30.0])
+@pytest.mark.parametrize("order", [1, 64, 141])
+def test_top_k_of_a_large_vocabulary(count: int, spread: float, order: int) -> None:
+    """With many equals, and with the highest scores in every place against each other."""
+    scores = np.random.default_rng(count).normal(0, spread, 9001).round(1).astype(np.float32)
+    scores = np.concatenate([np.sort(scores)[start::order] for start in range(order)])
+    scores[::7] = -np.inf
+    last = np.sort(scores)[-count]
+    assert kept(left(scores, warpers.keep_top_k, count)) == set(np.flatnonzero((scores >= last) & (scores > -np.inf)))
 
 
 def test_top_p_always_keeps_one() -> None:
-    assert kept(processors.keep_top_p(np.array([0, 5, 0], np.float32), 1e-9)) == {1}
+    assert kept(left(np.array([0, 5, 0], np.float32), warpers.keep_top_p, 1e-9)) == {1}
 
 
 @patient
 @given(score_rows, st.floats(0.001, 1.0))
 def test_min_p_keeps_what_is_probable_enough_against_the_best(scores: Scores, share: float) -> None:
-    found = processors.keep_min_p(scores, share)
+    found = left(scores, warpers.keep_min_p, share)
     check_kept_as_they_were(scores, found)
     odds = [math.exp(float(score) - float(scores.max())) for score in scores]
     for token in range(VOCAB):
@@ -132,13 +161,13 @@ def test_no_ngram_is_repeated(scores: Scores, tokens: npt.NDArray[np.int64], siz
 @patient
 @given(score_rows, st.floats(0.05, 50))
 def test_temperature(scores: Scores, temperature: float) -> None:
-    found = processors.apply_temperature(scores, temperature)
+    found = warpers.apply_temperature(scores, temperature)
     assert probabilities(found) == pytest.approx(probabilities(scores / np.float32(temperature)), abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-40, 1e300])
 def test_no_temperature_overflows(temperature: float) -> None:
-    found = processors.apply_temperature(np.array([1e38, -1e38, 9e37, -math.inf], np.float32), temperature)
+    found = warpers.apply_temperature(np.array([1e38, -1e38, 9e37, -math.inf], np.float32), temperature)
     assert found[0] == 0
     assert found[3] == -math.inf
     assert not np.isnan(found).any()
@@ -207,7 +236,7 @@ def test_the_input_is_never_written() -> None:
     )  # fmt: skip
     scores = np.arange(4, dtype=np.float32)
     scores.flags.writeable = False
-    found = processors.warp(processors.process(scores, np.array([0]), 0, config), config)
+    found = masked(warpers.warp(processors.process(scores, np.array([0]), 0, config), config), scores.size)
     assert found.dtype == np.float32
     assert kept(found) == {2, 3}
 
@@ -237,7 +266,7 @@ def test_the_same_as_transformers(
     ruled = processors.process(scores, tokens, min(new_tokens, tokens.size), config)
     if not kept(ruled):
         return
-    ours = processors.warp(ruled, config)
+    ours = masked(warpers.warp(ruled, config), ruled.size)
     if kept(ours) != kept(theirs):
         assert at_a_boundary(ruled, config), (sorted(kept(ours)), sorted(kept(theirs)))
         return
@@ -273,7 +302,7 @@ def at_a_boundary(ruled: Scores, config: GenerationConfig) -> bool:
         near = GenerationConfig(
             do_sample=True, temperature=config.temperature, top_k=config.top_k, top_p=top_p, min_p=min_p
         )
-        return kept(processors.warp(ruled, near))
+        return kept(masked(warpers.warp(ruled, near), ruled.size))
 
     low = with_top_p(max(config.top_p - 1e-6, 1e-9), config.min_p and config.min_p * (1 - 1e-6))
     high = with_top_p(min(config.top_p + 1e-6, 1.0), config.min_p and min(config.min_p * (1 + 1e-6), 1.0))

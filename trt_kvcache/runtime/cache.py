@@ -36,7 +36,8 @@ class KVCache:
         self._guard = guard or Guard()
         self._caches = carried_caches(runner.plan)
         self._rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
-        self._linear = linear_capacity(runner.plan)
+        bounds = [b for b in (linear_capacity(runner.plan), runner.max_positions) if b is not None]
+        self._capacity = min(bounds, default=None)
         self._constants = ConstantInputs(runner.plan)
         self._slots: dict[int, Slot] = {}
         self._next = 0
@@ -66,8 +67,7 @@ class KVCache:
 
         The rows of the smallest linear cache, or of the model's position table where that is shorter.
         """
-        bounds = [b for b in (self._linear, self._runner.max_positions) if b is not None]
-        return min(bounds, default=None)
+        return self._capacity
 
     @property
     def window(self) -> int | None:
@@ -87,7 +87,7 @@ class KVCache:
     def room(self, slot: int) -> int | None:
         """Tokens that still fit behind those of a slot; None where nothing bounds them."""
         with self._guard:
-            return None if self.capacity is None else self.capacity - len(self.slot(slot).tokens)
+            return None if self._capacity is None else self._capacity - len(self.slot(slot).tokens)
 
     def largest_update(self, slot: int) -> int:
         """Most tokens that one step may write to a slot with the same result as one by one.

@@ -36,6 +36,10 @@ class Constants:
         """See above."""
         return tuple(size for array in self.arrays.values() for size in array.shape[1:])
 
+    def fits(self, other: Constants) -> bool:
+        """Whether rows with the one and the other can share a step."""
+        return self is other or self.sizes == other.sizes
+
 
 NO_CONSTANTS = Constants()
 """Of every sequence of a model that takes none."""

@@ -10,6 +10,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.runner import Logits
 from trt_kvcache.runtime.sampling import Sampler
 from trt_kvcache.runtime.speculation import SpeculationStats, look_up
 from trt_kvcache.runtime.text import TextStream, TokenDecoder
@@ -17,7 +18,6 @@ from trt_kvcache.runtime.text import TextStream, TokenDecoder
 __all__ = ["Continuation"]
 
 Tokens = npt.NDArray[np.int64]
-Logits = npt.NDArray[np.float32]
 
 
 class Continuation:
@@ -82,7 +82,7 @@ class Continuation:
         """Choose the next token.
 
         Args:
-            logits: float32 ``[V]``, the model's scores after `tokens`. Not kept.
+            logits: ``[V]``, the model's scores after `tokens`. Not kept.
 
         Returns:
             The token's event; with a finish reason where it was the last.
@@ -125,7 +125,7 @@ class Continuation:
         count = min(count, room, left - 1)
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count > 0 else self._buffer[:0]
 
-    def verify(self, draft: Tokens, logits: Logits) -> list[TokenEvent]:
+    def verify(self, draft: Sequence[int], logits: Logits) -> list[TokenEvent]:
         """Choose tokens as long as they are the draft's, and the one after.
 
         Every choice is made as in `advance`, in the same order and with the same random numbers: the tokens are those
@@ -134,21 +134,21 @@ class Continuation:
 
         Args:
             draft: int64 ``[D]``, what `draft` gave.
-            logits: float32 ``[D + 1, V]`` of the update.
+            logits: ``[D + 1, V]`` of the update.
 
         Returns:
             1 to D + 1 events; fewer than that where the sequence ended.
         """
         events = []
-        for position in range(draft.size + 1):
+        for position in range(len(draft) + 1):
             event = self.advance(logits[position])
             events.append(event)
-            if self.finish_reason or position == draft.size or event.token != draft[position]:
+            if self.finish_reason or position == len(draft) or event.token != draft[position]:
                 break
-        if draft.size:
-            agreed = [event.token == token for event, token in zip(events, draft.tolist(), strict=False)]
+        if len(draft):
+            agreed = [event.token == token for event, token in zip(events, draft, strict=False)]
             # In place: the last event, made above, refers to it.
-            self.speculation.add(SpeculationStats(proposed=draft.size, accepted=sum(agreed), updates=1))
+            self.speculation.add(SpeculationStats(proposed=len(draft), accepted=sum(agreed), updates=1))
         return events
 
     def _event(self, token: int | None, text: str, logprob: float | None) -> TokenEvent:

@@ -20,11 +20,9 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.inputs import StepInputs
-from trt_kvcache.runtime.runner import Runner, StepBatch
+from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
 
 __all__ = ["DecodeLoop", "Outcome"]
-
-Logits = npt.NDArray[np.float32]
 
 Outcome = TokenEvent | TrtKvCacheError
 """What a step brings for one sequence; an error ends it."""
@@ -110,17 +108,17 @@ class DecodeLoop:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def update(self, tokens: Mapping[int, Sequence[int]], keep: int) -> dict[int, Logits]:
+    def update(self, tokens: Mapping[int, Sequence[int]], keep: int) -> dict[int, npt.NDArray[np.float32]]:
         """Append tokens to slots that do not run and write them, in as many steps as that takes.
 
         Returns:
-            Logits ``[min(keep, tokens given), V]`` of each slot's last positions.
+            Logits as float32 ``[min(keep, tokens given), V]`` of each slot's last positions.
 
         Raises:
             TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow.
         """
         before = {name: self._cache.slot(name).length for name in tokens}
-        found: dict[int, list[Logits]] = {name: [] for name in tokens}
+        found: dict[int, list[npt.NDArray[np.float32]]] = {name: [] for name in tokens}
         try:
             for name, more in tokens.items():
                 self._cache.slot(name).tokens.extend(more)
@@ -128,7 +126,7 @@ class DecodeLoop:
             while pieces := [self._piece(name, keep) for name in tokens if self._cache.slot(name).pending]:
                 for group in self._groups(pieces):
                     for piece, scores in zip(group, self._write(group), strict=True):
-                        found[piece.slot].append(scores[len(scores) - piece.keep :].copy())
+                        found[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
         except BaseException:
             for name, length in before.items():
                 slot = self._cache.slot(name)
@@ -175,7 +173,7 @@ class DecodeLoop:
             and len(piece.tokens) == len(last.tokens)
             and len(group) < self._max_rows
             and (piece.start == last.start or not self._uniform)
-            and self._cache.slot(piece.slot).constants.sizes == self._cache.slot(last.slot).constants.sizes
+            and self._cache.slot(piece.slot).constants.fits(self._cache.slot(last.slot).constants)
         )
 
     def _write(self, group: list[_Piece]) -> Logits:
@@ -199,9 +197,7 @@ class DecodeLoop:
         """Choose the next token, or as many as the draft got right and one more; drop the rest of the draft."""
         run, slot = self._runs[piece.slot], self._cache.slot(piece.slot)
         try:
-            events = run.continuation.verify(
-                np.array(piece.tokens[len(piece.tokens) - piece.guesses :], np.int64), logits
-            )
+            events = run.continuation.verify(piece.tokens[len(piece.tokens) - piece.guesses :], logits)
         except TrtKvCacheError as error:
             self._end(piece.slot, error)
             return

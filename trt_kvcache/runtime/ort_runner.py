@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnx import helper
@@ -26,7 +25,7 @@ from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort_attention import OPERATOR, fuse_attention
-from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
 
@@ -167,14 +166,14 @@ class OnnxRuntimeRunner:
         except OSError as error:
             raise SessionError(f"{error.filename}: the model can no longer be read: {error.strerror}") from error
 
-    def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+    def step(self, batch: StepBatch) -> Logits:
         """Run one step; see `Runner.step`."""
         with whole_step(self, self._inputs, batch) as whole:
             several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
             logits = np.concatenate([self._step(row) for row in _rows(whole)]) if several else self._step(whole)
         return asked_logits(logits, batch, whole)
 
-    def _step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+    def _step(self, batch: StepBatch) -> Logits:
         session = self._session
         if session is None:
             raise SessionError("the runner is closed; open the model again")
@@ -193,7 +192,7 @@ class OnnxRuntimeRunner:
         for name, past in self._past.items():
             if self._present[name] is not past:
                 past[rows] = self._present[name][rows]
-        return self._logits.last(bound.logits, batch).astype(np.float32, copy=False)
+        return self._logits.last(bound.logits, batch)
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """Copy cache rows of one batch row to another."""

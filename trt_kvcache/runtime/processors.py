@@ -1,8 +1,8 @@
 """Rules that change the scores of one next token, as pure functions.
 
-Each takes float32 scores ``[V]`` and returns new ones; forbidden tokens get ``-inf``. `process` and `warp` apply them
-in the order in which transformers does (https://huggingface.co/docs/transformers/internal/generation_utils, measured
-against 5.23): rules over what came before always, those that shape the distribution for sampling only.
+Each takes float32 scores ``[V]`` and returns new ones; forbidden tokens get ``-inf``. `process` applies them in the
+order in which transformers does (https://huggingface.co/docs/transformers/internal/generation_utils, measured against
+5.23). Those that shape the distribution to sample from are in `warpers`.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from trt_kvcache.runtime.config import GenerationConfig
 
 __all__ = [
     "add_sequence_bias",
-    "apply_temperature",
     "ban_repeated_ngrams",
     "ban_tokens",
-    "keep_min_p",
-    "keep_top_k",
-    "keep_top_p",
     "log_softmax",
     "penalize_repetition",
     "process",
-    "warp",
+    "rules_apply",
 ]
 
 Scores = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int64]
 
-_HEAD = 1024
+
+def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
+    """Whether `process` would look at the scores at all; most greedy decoding has no rule."""
+    penalized = config.repetition_penalty != 1 or bool(config.no_repeat_ngram_size)
+    return penalized or bool(config.biases) or new_tokens < config.min_new_tokens
 
 
 def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationConfig) -> Scores:
@@ -55,19 +55,6 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
         scores = ban_repeated_ngrams(scores, tokens, config.no_repeat_ngram_size)
     if new_tokens < config.min_new_tokens:
         scores = ban_tokens(scores, config.eos_token_ids)
-    return scores
-
-
-def warp(scores: Scores, config: GenerationConfig) -> Scores:
-    """Shape the distribution to sample from: temperature, then top-k, top-p and min-p, each of what the last left."""
-    if config.temperature != 1:
-        scores = apply_temperature(scores, config.temperature)
-    if 0 < config.top_k < scores.size:
-        scores = keep_top_k(scores, config.top_k)
-    if config.top_p < 1:
-        scores = keep_top_p(scores, config.top_p)
-    if config.min_p:
-        scores = keep_min_p(scores, config.min_p)
     return scores
 
 
@@ -114,51 +101,8 @@ def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:
     return scores
 
 
-def apply_temperature(scores: Scores, temperature: float) -> Scores:
-    """Divide the distances from the highest score by `temperature`.
-
-    The probabilities are those of divided scores, and no temperature makes the highest one overflow.
-    """
-    with np.errstate(over="ignore"):  # of a hopeless token, to -inf
-        hot: Scores = ((scores - scores.max()).astype(np.float64) / temperature).astype(np.float32)
-    return hot
-
-
-def keep_top_k(scores: Scores, count: int) -> Scores:
-    """Keep the `count` highest scores, and all that equal the last of them."""
-    if count >= scores.size:
-        return scores
-    return _keep(scores, scores >= np.partition(scores, scores.size - count)[scores.size - count])
-
-
-def keep_top_p(scores: Scores, mass: float) -> Scores:
-    """Keep the smallest set of most probable tokens with a probability of at least `mass`; of equals, low ids first."""
-    weights = np.exp(scores - scores.max())
-    enough = mass * weights.sum(dtype=np.float64)
-    ids = np.flatnonzero(scores > -np.inf)
-    if ids.size > 4 * _HEAD:
-        # Sorting a whole vocabulary takes longer than a step of a small model; its head nearly always has the mass.
-        head = np.flatnonzero(scores >= np.partition(scores, scores.size - _HEAD)[scores.size - _HEAD])
-        ids = head if weights[head].sum(dtype=np.float64) > enough else ids
-    ids = ids[np.argsort(-scores[ids], kind="stable")]
-    before = np.concatenate([[0.0], np.cumsum(weights[ids], dtype=np.float64)[:-1]])
-    kept = np.zeros(scores.size, dtype=bool)
-    # The first token whose predecessors have the mass is out, and so are all after it. The first one always stays.
-    kept[ids[: max(1, int(np.searchsorted(before, enough)))]] = True
-    return _keep(scores, kept)
-
-
-def keep_min_p(scores: Scores, share: float) -> Scores:
-    """Keep the tokens that are at least `share` times as probable as the most probable one."""
-    return _keep(scores, np.exp(scores - scores.max()) >= np.float32(share))
-
-
 def log_softmax(scores: Scores) -> Scores:
     """Natural logarithms, float32 ``[..., V]``, of the probabilities that `scores` stand for; ``-inf`` stays."""
     shifted = scores - scores.max(axis=-1, keepdims=True)
     result: Scores = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float32))
     return result
-
-
-def _keep(scores: Scores, kept: npt.NDArray[np.bool_]) -> Scores:
-    return np.where(kept, scores, np.float32(-np.inf))

@@ -18,9 +18,11 @@ import numpy.typing as npt
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.constants import Constants
 
-__all__ = ["Array", "Runner", "StepBatch"]
+__all__ = ["Array", "Logits", "Runner", "StepBatch"]
 
 Array = npt.NDArray[Any]
+Logits = npt.NDArray[Any]
+"""Scores of tokens in the model's own float type: converting them costs more than choosing from them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,11 +105,11 @@ class Runner(Protocol):
         """
         ...
 
-    def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+    def step(self, batch: StepBatch) -> Logits:
         """Run one step to its end.
 
         Returns:
-            Logits ``[R, keep, V]`` of the last `keep` positions. The array is valid until the next call.
+            ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Valid until the next call.
 
         Raises:
             SessionError: it failed. Cache rows below `starts` hold what they held.

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.processors import process, warp
+from trt_kvcache.runtime.greedy import as_scores, best
+from trt_kvcache.runtime.processors import process, rules_apply
+from trt_kvcache.runtime.warpers import Candidates, warp
 
 __all__ = ["Sampler"]
 
@@ -32,12 +35,12 @@ class Sampler:
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(config.seed, spawn_key=(index,))))
 
     def choose(
-        self, logits: npt.NDArray[np.float32], tokens: npt.NDArray[np.int64], new_tokens: int
+        self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
     ) -> tuple[int, float | None]:
         """Choose the token after `tokens`. Draws exactly one random number where it samples, none where it does not.
 
         Args:
-            logits: float32 ``[V]``, of the model. Neither written to nor kept.
+            logits: ``[V]``, of the model, in its own float type. Neither written to nor kept.
             tokens: int64: the prompt and what was generated.
             new_tokens: how many of them were generated.
 
@@ -49,23 +52,23 @@ class Sampler:
             SessionError: the model gave NaN or infinity, or the rules leave no token.
         """
         config = self._config
-        top = float(logits.max())
+        token, top = best(logits)
         if not math.isfinite(top):
-            # max() is NaN where any value is.
             raise SessionError(f"the model's logits hold {top}: it overflowed, or its weights or caches are damaged")
-        scores = process(logits, tokens, new_tokens, config)
-        if scores is not logits:
-            _check_ruled(float(scores.max()))
-        token = self._draw(warp(scores, config)) if config.do_sample else int(scores.argmax())
-        return token, _logprob(logits, token, top) if config.output_logprobs else None
+        ruled = rules_apply(new_tokens, config)
+        if ruled or config.do_sample:
+            scores = process(as_scores(logits), tokens, new_tokens, config)
+            if ruled:
+                _check_ruled(float(scores.max()))
+            token = self._draw(warp(scores, config)) if config.do_sample else int(scores.argmax())
+        return token, _logprob(as_scores(logits), token, top) if config.output_logprobs else None
 
-    def _draw(self, scores: npt.NDArray[np.float32]) -> int:
+    def _draw(self, left: Candidates) -> int:
         """Invert the cumulative distribution of the tokens that are left, in the order of their ids."""
-        ids = np.flatnonzero(scores > -np.inf)
-        kept = scores[ids].astype(np.float64)
+        kept = left.scores.astype(np.float64)
         cumulative = np.cumsum(np.exp(kept - kept.max()))
-        at = np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")
-        return int(ids[min(int(at), ids.size - 1)])
+        at = min(int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")), kept.size - 1)
+        return at if left.ids is None else int(left.ids[at])
 
 
 def _check_ruled(top: float) -> None:

@@ -15,7 +15,7 @@ from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda, Pinned
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 
 __all__ = ["StepBuffers"]
 
@@ -76,7 +76,6 @@ class StepBuffers:
         given = _CONSTANT_STAGING if any(t.role is Role.CONSTANT for t in self._tensors.values()) else 0
         self._staging = self._cuda.allocate_pinned(max(offset, longest, given))
         self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
-        self._result = np.empty((self._rows, 1, self._logits.vocab), np.float32)
         for name in self._spans:
             values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
             _put(self._staging, 0, values)
@@ -108,34 +107,37 @@ class StepBuffers:
             size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
             self._cuda.upload(place.address, self._staging.address + place.offset, size)
 
-    def logits(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+    def logits(self, batch: StepBatch) -> Logits:
         """Wait for the step, and fetch the logits of its last `keep` positions.
 
         Returns:
-            ``[R, keep, V]``, valid until the next call.
+            ``[R, keep, V]``, valid until the next call: pinned memory itself where they fit into it.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
-        result = self._result[:rows] if keep == 1 else np.empty((rows, keep, self._logits.vocab), np.float32)
+        shape = (rows, keep, self._logits.vocab)
         width = keep * size
         pitch = size if self._logits.last_only else batch.length * size
         start = self.addresses[self._logits.name] + pitch - width
         if keep == 0:
             self._cuda.sync()
-        elif rows * width <= self._host_logits.data.size:
-            self._fetch(result, start, pitch, width, rows)
-        else:
-            step = self._host_logits.data.size // size
-            for row in range(rows):
-                for first in range(0, keep, step):
-                    part = result[row : row + 1, first : first + step]
-                    length = part.shape[1] * size
-                    self._fetch(part, start + row * pitch + first * size, length, length, 1)
+            return np.empty(shape, self._logits.dtype)
+        if rows * width <= self._host_logits.data.size:
+            return self._fetch(start, pitch, width, rows).reshape(shape)
+        result = np.empty(shape, self._logits.dtype)
+        step = self._host_logits.data.size // size
+        for row in range(rows):
+            for first in range(0, keep, step):
+                part = result[row, first : first + step]
+                length = len(part) * size
+                part[...] = self._fetch(start + row * pitch + first * size, length, length, 1).reshape(part.shape)
         return result
 
-    def _fetch(self, result: npt.NDArray[np.float32], start: int, pitch: int, width: int, height: int) -> None:
+    def _fetch(self, start: int, pitch: int, width: int, height: int) -> Logits:
+        """Logits as they lie in pinned memory."""
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, height)
         self._cuda.sync()
-        result[...] = self._host_logits.data[: height * width].view(self._logits.dtype).reshape(result.shape)
+        fetched: Logits = self._host_logits.data[: height * width].view(self._logits.dtype)
+        return fetched
 
     @property
     def _position_bytes(self) -> int:

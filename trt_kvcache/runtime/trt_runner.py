@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.errors import BackendError, OptionError, SessionError, UnsupportedModelError
@@ -31,7 +30,7 @@ from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.graphs import StepGraphs
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 from trt_kvcache.runtime.trt_caches import DeviceCaches
 from trt_kvcache.runtime.trt_context import Context, ContextFactory
 from trt_kvcache.runtime.trt_io import StepBuffers
@@ -183,13 +182,13 @@ class TensorRTRunner:
         """See `Runner.identity`."""
         return model_identity(self._manifest.model)
 
-    def step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+    def step(self, batch: StepBatch) -> Logits:
         """See `Runner.step`."""
         with whole_step(self, self._inputs, batch) as whole:
             logits = self._step(whole)
         return asked_logits(logits, batch, whole)
 
-    def _step(self, batch: StepBatch) -> npt.NDArray[np.float32]:
+    def _step(self, batch: StepBatch) -> Logits:
         with self._running():
             self._logits.check(batch)
             signature = self._inputs.signature(batch)
