@@ -2,7 +2,8 @@
 
 Copies, fills and steps wait on the stream until somebody synchronizes, as on a GPU, so that pinned memory which is
 written again too early shows. Fresh memory holds garbage, freed memory may not be touched, every access lies within one
-allocation, a stream that records may not be waited for, and every thread needs the context to be current.
+allocation, a stream that records may not be waited for, every thread needs the context to be current, and opening
+another GPU takes its place.
 
 Classes have no public names that the real ones lack (`test_trt_bindings`): what runs here cannot call what is not
 there.
@@ -26,6 +27,8 @@ Status = real.CUresult
 SUCCESS = Status.CUDA_SUCCESS
 GPU = "NVIDIA Fake 90"
 MAX_PITCH = 2**31 - 1
+CURRENT = threading.local()
+"""``machine``: whose context is current in a thread. Every `Machine` is a GPU of its own."""
 
 
 class BrokenRuleError(BaseException):
@@ -68,13 +71,16 @@ class Machine:
     pinned: dict[int, Any] = field(default_factory=dict)
     freed: list[Any] = field(default_factory=list)
     queue: list[Work] = field(default_factory=list)
-    current: threading.local = field(default_factory=threading.local)
 
     def bindings(self) -> CudaBindings:
         """What the runner takes for cuda.core and cuda.bindings.driver."""
         view = SimpleNamespace(StridedMemoryView=StridedMemoryView)
         core = SimpleNamespace(Device=lambda index=0: Device(self, index), Buffer=Buffer, utils=view)
         return CudaBindings(core, Driver(self))
+
+    def is_current(self) -> bool:
+        """Whether its context is this thread's."""
+        return getattr(CURRENT, "machine", None) is self
 
     @property
     def used(self) -> int:
@@ -129,6 +135,13 @@ class Driver:
 
     def cuDeviceGetCount(self) -> tuple[Any, int]:
         return SUCCESS, self._machine.devices
+
+    def cuCtxGetCurrent(self) -> tuple[Any, Any]:
+        return SUCCESS, getattr(CURRENT, "machine", None)
+
+    def cuCtxSetCurrent(self, context: Any) -> tuple[Any]:
+        CURRENT.machine = context
+        return (SUCCESS,)
 
     def cuGetErrorString(self, status: Any) -> tuple[Any, bytes]:
         return SUCCESS, {2: b"out of memory", 700: b"an illegal memory access was encountered"}.get(int(status), b"?")
@@ -281,8 +294,7 @@ class Driver:
     def _status(self) -> Any:
         if self._machine.faulted:
             return self._machine.fault
-        here = getattr(self._machine.current, "done", False)
-        return SUCCESS if here else Status.CUDA_ERROR_INVALID_CONTEXT
+        return SUCCESS if self._machine.is_current() else Status.CUDA_ERROR_INVALID_CONTEXT
 
 
 @dataclass(eq=False)
@@ -306,7 +318,7 @@ class Device:
         self.compute_capability = (9, 0)
 
     def set_current(self) -> None:
-        self._machine.current.done = True
+        CURRENT.machine = self._machine
 
     def create_stream(self) -> Stream:
         return Stream(self._machine)

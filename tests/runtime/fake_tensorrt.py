@@ -320,6 +320,8 @@ class Context:
         for present, past in self._engine._aliases.items():
             if self._addresses[present] != self._addresses[past]:
                 return self._refuse(f"{present} must have the address of {past}, which it shares a buffer with")
+        if not self._machine.is_current():
+            raise BrokenRuleError("a step while another GPU is current")
         recording = self._machine.recording is not None
         if recording and (faults.get("not_recordable") or self._settled != self._version):
             self._machine.invalid = True

@@ -329,6 +329,17 @@ def test_runs_in_any_thread(model: Path, open_engine: Open) -> None:
     pair.step(0, 3, 1)
 
 
+def test_two_gpus_in_one_thread(model: Path, open_engine: Open) -> None:
+    """Whoever opens or uses the other one leaves it current."""
+    pairs = [Pair(open_engine(model)[0], OnnxRuntimeRunner(model, max_batch=3)) for _ in range(2)]
+    for length in (4, 1, 1):
+        for pair in pairs:
+            pair.step(0, 2, length)
+    for pair in pairs:
+        pair.same_rows(1, 6)
+        pair.engine.close()
+
+
 def test_closes_once_and_for_all(model: Path, open_engine: Open) -> None:
     runner, module = open_engine(model)
     decode(Pair(runner, OnnxRuntimeRunner(model, max_batch=3)))

@@ -10,7 +10,6 @@ pool keeps what is freed, so that the free memory the driver reports would be le
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -77,10 +76,8 @@ class Cuda:
     def __init__(self, device: int, bindings: CudaBindings) -> None:
         self._driver = bindings.driver
         self._core = bindings.core
-        self._index = device
         self._memory: dict[int, int] = {}
         self._pinned: set[int] = set()
-        self._current = threading.local()
         try:
             self._check("cuInit", self._driver.cuInit(0))
             count = int(self._check("cuDeviceGetCount", self._driver.cuDeviceGetCount()))
@@ -97,15 +94,15 @@ class Cuda:
             self.name = str(gpu.name)
             self.compute_capability = "{}.{}".format(*gpu.compute_capability)
             self._stream = gpu.create_stream()
-        self._current.done = True
+        self._context = self._check("cuCtxGetCurrent", self._driver.cuCtxGetCurrent())
         self.stream = int(self._stream.handle)
 
     def activate(self) -> None:
-        """Make the GPU's context current in the calling thread; CUDA keeps one per thread."""
-        if not getattr(self._current, "done", False):
-            with self._core_errors("use the GPU in this thread"):
-                self._core.Device(self._index).set_current()  # its Device objects belong to one thread
-            self._current.done = True
+        """Make the GPU's context current in the calling thread.
+
+        CUDA keeps one per thread, and whoever uses another GPU in this thread leaves that one's.
+        """
+        self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
 
     def free_memory(self) -> tuple[int, int]:
         """Free and total bytes of the GPU, as the driver counts them."""
