@@ -40,7 +40,9 @@ def verify_model(
     The decode covers at least three times the prompt, and the report counts equal greedy tokens.
 
     ONNX Runtime runs both sides; where it cannot (opsets newer than it knows, windows, short masks), ONNX's reference
-    evaluator runs small models. bfloat16 models are compared as their float32 twins. The report says which.
+    evaluator runs small models. bfloat16 models are compared as their float32 twins; float16 models whose numbers
+    rounding decides are compared in float32 (`trt_kvcache.verify.rounding`), unless `verify` has a tolerance. The
+    report says which.
 
     Args:
         model: path of an ONNX decoder with caches.

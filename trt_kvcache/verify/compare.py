@@ -46,6 +46,7 @@ class Comparison:
         self._twin = twin
         self._override = override
         self._worst: dict[str, _Worst] = {}
+        self._steps: dict[int, float] = {}
 
     def plain(self, name: str, original: Array, rewritten: Array, step: int, span: int | None) -> None:
         """Compares an output as it is."""
@@ -84,6 +85,7 @@ class Comparison:
             worst.step, worst.span = step, span
         worst.absolute, worst.relative = max(worst.absolute, absolute), max(worst.relative, relative)
         worst.stale = max(worst.stale, stale)
+        self._steps[step] = max(self._steps.get(step, 0.0), relative)
 
     def results(self) -> tuple[OutputDifference, ...]:
         """One entry per output that was compared at least once."""
@@ -103,6 +105,10 @@ class Comparison:
             )
             for name, w in self._worst.items()
         )
+
+    def in_step(self, step: int) -> float | None:
+        """The largest difference of any output in a step; None where outputs are not comparable."""
+        return _number(self._steps.get(step, 0.0))
 
 
 def difference(original: Array, rewritten: Array) -> tuple[float, float]:

@@ -38,20 +38,20 @@ class Verification:
         imported: the model as read, its plan and its rewritten form.
         verify: what to run.
         original, rewritten: what runs on each side: the models themselves, or forms of them that engines here run.
-        folder: of the external data of both.
+        folder: of the external data of both, or one for each.
         twin: both are float32 twins of a bfloat16 model.
     """
 
     def __init__(
-        self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto, folder: Path,
-        *, twin: bool,
+        self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto,
+        folder: Path | tuple[Path, Path], *, twin: bool,
     ) -> None:  # fmt: skip
         self.source = imported.source
         self.path = imported.source.path
         self.plan = imported.plan
         self.verify = verify
         self.models = (original, rewritten)
-        self.folder = folder
+        self.folders = folder if isinstance(folder, tuple) else (folder, folder)
         self.twin = twin
         self.notes: list[str] = []
         if twin:
@@ -63,6 +63,7 @@ class Verification:
         self.caches = self._find_caches(limits)
         self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
+        self._drawn_from = self.rng.bit_generator.state
         constants = draw_constants(imported.plan, self.limits.batch, verify.seed, twin=twin)
         given = constants | load_inputs(verify.inputs)
         self.inputs = StepInputs(imported.plan, index_limits(rewritten, imported.plan), given, self.rng, twin=twin)
@@ -95,7 +96,8 @@ class Verification:
         return replace(limits, batch=batch)
 
     def run(self) -> VerifyReport:
-        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`."""
+        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`. Another run has the same tokens."""
+        self.rng.bit_generator.state = self._drawn_from
         episodes = [e for e in plan_schedule(self.limits, self.verify) if e.steps]
         if not episodes:
             raise OptionError(
@@ -121,7 +123,7 @@ class Verification:
             # lets the reference evaluator run both.
             rewritten, refusal = open_session(
                 self.models[1],
-                self.folder,
+                self.folders[1],
                 {**trial, **physical, **self.inputs.spans(first, "full")},
                 reference=original.engine != OrtSession.engine,
             )
@@ -143,7 +145,7 @@ class Verification:
             float32_twin=self.twin,
             garbage=garbage,
             outputs=outputs,
-            steps=tuple(self.steps),
+            steps=tuple(replace(s, difference=comparison.in_step(i)) for i, s in enumerate(self.steps)),
             notes=tuple(self.notes),
             failure=failure,
         )
@@ -157,13 +159,13 @@ class Verification:
         model = self.models[0]
         path = self.path if model is self.source.proto else None
         try:
-            return open_session(model, self.folder, trial, path=path, reference=False)[0]
+            return open_session(model, self.folders[0], trial, path=path, reference=False)[0]
         except EngineError as error:
             refusal = error
         normed = with_norms_in_front(model)
         expanded = with_expanded_masks(normed)
         try:
-            session = open_session(expanded, self.folder, trial)[0]
+            session = open_session(expanded, self.folders[0], trial)[0]
         except EngineError as error:
             refusal = refusal if expanded is model else error
             raise UnsupportedModelError(f"{self.path}: no engine here runs the original model: {refusal}") from None

@@ -14,6 +14,7 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
+from trt_kvcache.verify.rounding import Side, judge_rounding
 from trt_kvcache.verify.runnable import check_runnable, with_exact_products, with_packed_function, with_plugin_functions
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -26,9 +27,15 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
             "model that it was made from, with the same options"
         )
     check_runnable(imported.model)
+    kind = NormalizedVerification if imported.plan.original else Verification
     with _both_sides(imported) as (original, rewritten, folder, twin):
-        kind = NormalizedVerification if imported.plan.original else Verification
-        return kind(imported, verify, original, rewritten, folder, twin=twin).run()
+
+        def run(left: Side, right: Side) -> VerifyReport:
+            return kind(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin).run()
+
+        sides = (original, folder), (rewritten, folder)
+        report = run(*sides)
+        return report if twin or verify.tolerance is not None else judge_rounding(report, run, *sides)
 
 
 @contextmanager

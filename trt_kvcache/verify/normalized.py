@@ -37,8 +37,8 @@ class NormalizedVerification(Verification):
     """
 
     def __init__(
-        self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto, folder: Path,
-        *, twin: bool,
+        self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto,
+        folder: Path | tuple[Path, Path], *, twin: bool,
     ) -> None:  # fmt: skip
         if verify.tokens is None:
             verify = replace(verify, tokens=_TIMES_PROMPT * max(sum(verify.chunks), 1))

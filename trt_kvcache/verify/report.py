@@ -55,6 +55,7 @@ class VerifyStep:
         starts: per row, tokens before the step; its write index.
         valid: per row, valid tokens after the step.
         spans: the spans that the rewritten model ran with, one run each; empty without span inputs.
+        difference: the largest of any output, as a share of its scale; None where outputs are not comparable.
     """
 
     episode: str
@@ -62,6 +63,7 @@ class VerifyStep:
     starts: tuple[int, ...]
     valid: tuple[int, ...]
     spans: tuple[int, ...]
+    difference: float | None = 0.0
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,8 @@ class VerifyReport:
 
     Attributes:
         original_engine, rewritten_engine: what ran each side, such as ``"ONNX Runtime 1.31.1"``.
-        float32_twin: the model is bfloat16 and was compared as its float32 twin on both sides.
+        float32_twin: both sides computed in float32: the model is bfloat16, or a float16 one whose numbers rounding
+            decides (`trt_kvcache.verify.rounding`).
         garbage: magnitude of the values in cache rows that no token has been written to.
         failure: why the rewritten model could not be run to the end, or None.
         notes: what else the reader should know.

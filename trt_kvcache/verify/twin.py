@@ -1,14 +1,16 @@
-"""The float32 twin of a bfloat16 model: ONNX Runtime has no bfloat16 kernels for MatMul, Add or Softmax on the CPU.
+"""The float32 twin of a model of 16-bit numbers.
 
-Every bfloat16 tensor, cast and declaration becomes float32; nothing else changes. What the twin cannot show is
-bfloat16 rounding; structure, masks, indices and layouts are the same.
+Every bfloat16 (or float16) tensor, cast and declaration becomes float32; nothing else changes. What the twin cannot
+show is the rounding of 16 bits; structure, masks, indices and layouts are the same. ONNX Runtime has no bfloat16
+kernels for MatMul, Add or Softmax on the CPU; of float16 models the twin shows what their rounding hides
+(`trt_kvcache.verify.rounding`).
 """
 
 from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -29,7 +31,7 @@ def has_bfloat16(model: ModelProto) -> bool:
     return (
         any(t.data_type == TensorProto.BFLOAT16 for t in iter_tensors(model))
         or any(t.tensor_type.elem_type == TensorProto.BFLOAT16 for t in _types(model))
-        or any(True for _ in _dtype_attributes(model))
+        or any(True for _ in _dtype_attributes(model, TensorProto.BFLOAT16))
     )
 
 
@@ -39,11 +41,17 @@ class TwinFolder:
     Args:
         folder: an existing folder that takes the file.
         source: folder of the models' external data.
+        dtype: what becomes float32: ``TensorProto.BFLOAT16`` or ``TensorProto.FLOAT16``.
+        moved: moves each large enough weight of float16 at random, by no more than its rounding has: 2**-11 of it.
     """
 
-    def __init__(self, folder: Path, source: Path) -> None:
+    def __init__(
+        self, folder: Path, source: Path, dtype: int = TensorProto.BFLOAT16, moved: np.random.Generator | None = None
+    ) -> None:
         self.folder = folder
         self._source = source
+        self._dtype = dtype
+        self._moved = moved
         self._written: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def twin(self, model: ModelProto) -> ModelProto:
@@ -55,10 +63,10 @@ class TwinFolder:
         twin = ModelProto()
         twin.CopyFrom(model)
         self._check_room(twin)
-        for attribute in _dtype_attributes(twin):
+        for attribute in _dtype_attributes(twin, self._dtype):
             attribute.i = TensorProto.FLOAT
         for kind in _types(twin):
-            if kind.tensor_type.elem_type == TensorProto.BFLOAT16:
+            if kind.tensor_type.elem_type == self._dtype:
                 kind.tensor_type.elem_type = TensorProto.FLOAT
         initializers = {t.name for s in iter_scopes(twin) if isinstance(s, GraphProto) for t in s.initializer}
         with (self.folder / _DATA).open("ab") as data:
@@ -70,15 +78,16 @@ class TwinFolder:
         needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(model)) if not self._written else 0
         free = shutil.disk_usage(self.folder).free
         if needed > free:
+            name = "bfloat16" if self._dtype == TensorProto.BFLOAT16 else "float16"
             raise OutputError(
-                f"the float32 twin of this bfloat16 model takes up to {needed / 1e9:.1f} GB, and {self.folder} has "
+                f"the float32 twin of this {name} model takes up to {needed / 1e9:.1f} GB, and {self.folder} has "
                 f"{free / 1e9:.1f} GB free: set TMPDIR to a folder with room"
             )
 
     def _convert(self, tensor: TensorProto, data: BinaryIO, initializer: bool) -> None:
         external = tensor.data_location == TensorProto.EXTERNAL
-        bfloat16 = tensor.data_type == TensorProto.BFLOAT16
-        if not external and not bfloat16:
+        half = tensor.data_type == self._dtype
+        if not external and not half:
             return
         if not external and (not initializer or (byte_size(tensor) or 0) <= _SMALL):
             values = numpy_helper.to_array(tensor).astype(np.float32)
@@ -87,15 +96,23 @@ class TwinFolder:
             return
         key, blocks = self._blocks(tensor, external)
         if key not in self._written:
-            self._written[key] = _append(data, blocks, bfloat16)
+            self._written[key] = _append(data, map(self._widened, blocks) if half else blocks)
         offset, length = self._written[key]
         twin = TensorProto(
-            name=tensor.name, dims=tensor.dims, data_type=TensorProto.FLOAT if bfloat16 else tensor.data_type
+            name=tensor.name, dims=tensor.dims, data_type=TensorProto.FLOAT if half else tensor.data_type
         )
         twin.data_location = TensorProto.EXTERNAL
         for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):
             twin.external_data.add(key=entry, value=value)
         tensor.CopyFrom(twin)
+
+    def _widened(self, block: bytes) -> bytes:
+        if self._dtype == TensorProto.BFLOAT16:
+            return (np.frombuffer(block, "<u2").astype("<u4") << 16).tobytes()  # the upper half of a float32
+        values = np.frombuffer(block, "<f2").astype("<f4")
+        if self._moved is not None:
+            values *= 1 + self._moved.uniform(-(2**-11), 2**-11, values.shape).astype("<f4")
+        return values.tobytes()
 
     def _blocks(self, tensor: TensorProto, external: bool) -> tuple[tuple[object, ...], Iterator[bytes]]:
         """What identifies the tensor's bytes, and the bytes."""
@@ -116,26 +133,25 @@ def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
             length -= len(block)
 
 
-def _append(data: BinaryIO, blocks: Iterator[bytes], bfloat16: bool) -> tuple[int, int]:
+def _append(data: BinaryIO, blocks: Iterable[bytes]) -> tuple[int, int]:
     """Appends one tensor to the file; returns offset and length."""
     data.seek(0, os.SEEK_END)
     data.write(bytes(-data.tell() % 4096))  # page-aligned, so that ONNX Runtime maps it instead of reading it
     offset = data.tell()
     for block in blocks:
-        # bfloat16 is the upper half of a float32.
-        data.write((np.frombuffer(block, "<u2").astype("<u4") << 16).tobytes() if bfloat16 else block)
+        data.write(block)
     return offset, data.tell() - offset
 
 
-def _dtype_attributes(model: ModelProto) -> Iterator[AttributeProto]:
-    """Every attribute that asks for bfloat16."""
+def _dtype_attributes(model: ModelProto, dtype: int) -> Iterator[AttributeProto]:
+    """Every attribute that asks for a type."""
     for scope in iter_scopes(model):
         for node in scope.node:
             for attribute in node.attribute:
                 if (
                     attribute.name in _DTYPE_ATTRIBUTES
                     and attribute.type == AttributeProto.INT
-                    and attribute.i == TensorProto.BFLOAT16
+                    and attribute.i == dtype
                 ):
                     yield attribute
 

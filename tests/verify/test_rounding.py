@@ -1,0 +1,220 @@
+"""float16 models whose numbers rounding decides: their rewrites pass, mistakes in them do not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from decoders import DecoderConfig, make_decoder
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+from verify.test_catches import IMPORTER_MISTAKES, Mistake, constant, insert, nodes
+
+from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+from trt_kvcache.verify.decode import Verification
+from trt_kvcache.verify.rounding import computed_in_float32
+from trt_kvcache.verify.twin import TwinFolder
+
+NORM = "SkipSimplifiedLayerNormalization"
+DOMAIN = "com.microsoft"
+SMALL, LARGE = 2.0, 256.0  # factors in front of a sine; the larger one makes half a unit of the last bit
+
+
+def norm_function(epsilon: float = 1e-6, offset: float = 0.0) -> onnx.FunctionProto:
+    """The operator as mobius-onnx writes it, of rounded sums where ONNX Runtime's own does not round.
+
+    Args:
+        epsilon: of the norm.
+        offset: added to the sum and taken away again, which loses bits of float16 and none of float32.
+    """
+    lines = [helper.make_node("Add", ["x", "skip"], ["sum"])]
+    kept = "sum"
+    if offset:
+        lines += [
+            helper.make_node("Constant", [], ["wide"], value_float=offset),
+            helper.make_node("CastLike", ["wide", "x"], ["like"]),
+            helper.make_node("Constant", [], ["all"], value_ints=list(range(64))),
+            helper.make_node("Add", ["sum", "like"], ["up"]),
+            helper.make_node("Gather", ["up", "all"], ["once"], axis=-1),
+            helper.make_node("Gather", ["once", "all"], ["stored"], axis=-1),
+            helper.make_node("Sub", ["stored", "like"], ["down"]),
+        ]
+        kept = "down"
+    lines += [
+        helper.make_node("RMSNormalization", [kept, "weight"], ["y"], axis=-1, epsilon=epsilon),
+        *(helper.make_node("Constant", [], [name], value_floats=[0.0]) for name in ("mean", "deviation")),
+    ]
+    opset = [helper.make_opsetid("", 24)]
+    return helper.make_function(DOMAIN, NORM, ["x", "skip", "weight"], ["y", "mean", "deviation", "sum"], lines, opset)
+
+
+def sensitive(factor: float = LARGE, **function: float) -> ModelProto:
+    """A float16 decoder with that function, and logits of the sine of `factor` times what they were of."""
+    model = make_decoder(DecoderConfig(dtype="float16"))
+    model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    model.functions.append(norm_function(**function))
+    sums = {n.output[0]: n for n in nodes(model, "Add")}
+    for norm in nodes(model, "RMSNormalization"):
+        if (total := sums.get(norm.input[0])) is None:
+            continue
+        call = helper.make_node(
+            NORM, [*total.input, norm.input[1]], [norm.output[0], "", "", total.output[0]], name=norm.name,
+            domain=DOMAIN, epsilon=1e-6,
+        )  # fmt: skip
+        model.graph.node.insert(list(model.graph.node).index(norm), call)
+        model.graph.node.remove(norm)
+        model.graph.node.remove(total)
+    last = next(n for n in nodes(model, "MatMul") if n.output[0] == "logits")
+    insert(model, last, 0, "Mul", constant(model, "factor", factor, np.float16))
+    insert(model, last, 0, "Sin")
+    onnx.checker.check_model(model)
+    return model
+
+
+def verify(folder: Path, model: ModelProto, mistake: Mistake = lambda model: None, **options: float) -> VerifyReport:
+    """Verifies a model against its rewritten form with a mistake."""
+    onnx.save(model, folder / "m.onnx")
+    imported = import_model(folder / "m.onnx")
+    wrong = ModelProto()
+    wrong.CopyFrom(imported.model)
+    mistake(wrong)
+    onnx.checker.check_model(wrong)
+    return verify_import(ImportedModel(imported.source, imported.plan, wrong), VerifyOptions(**options))
+
+
+def test_a_model_that_rounding_does_not_move_is_compared_as_it_is(tmp_path: Path) -> None:
+    report = verify(tmp_path, sensitive(SMALL))
+    report.check()
+    assert not report.float32_twin
+    assert max(o.max_relative for o in report.outputs) > 0  # the function is not ONNX Runtime's operator
+
+
+def test_a_model_that_rounding_moves_is_compared_in_float32(tmp_path: Path) -> None:
+    report = verify(tmp_path, sensitive())
+    report.check()
+    assert report.float32_twin
+    assert any("rounding decides the numbers" in note for note in report.notes)
+    assert all(o.max_relative < 5e-3 for o in report.outputs)
+    assert {o.dtype for o in report.outputs} == {"float16"}
+
+
+def test_who_says_what_is_allowed_gets_that(tmp_path: Path) -> None:
+    report = verify(tmp_path, sensitive(), tolerance=2e-2)
+    assert not report.passed
+    assert not report.float32_twin
+
+
+def stored(model: ModelProto, node: NodeProto, op: str, back: str, value: float, size: int) -> None:
+    """An operator and its inverse in front of a node, with a rounding to float16 in between.
+
+    ONNX Runtime 1.31.1 computes a single operator between others of float32 in float32, too: hence two.
+    """
+    other = constant(model, f"{node.name}.other", value, np.float16)
+    every = constant(model, f"{node.name}.all", list(range(size)))
+    steps = [(op, other, {}), ("Gather", every, {"axis": -1}), ("Gather", every, {"axis": -1}), (back, other, {})]
+    for number, (kind, operand, attributes) in enumerate(steps):
+        name = f"{node.name}.stored.{number}"
+        step = helper.make_node(kind, [node.input[0], operand], [name], name=name, **attributes)
+        model.graph.node.insert(list(model.graph.node).index(node), step)
+        node.input[0] = name
+
+
+def lose_bits(model: ModelProto) -> None:
+    """What float16 loses and float32 does not, as a lost cast does."""
+    for node in nodes(model, "MatMul"):
+        if node.input[1].endswith("gate.weight"):
+            stored(model, node, "Add", "Sub", 1024.0, 64)
+
+
+def overflow(model: ModelProto) -> None:
+    """What is infinite in float16 only, and finite again behind a bound."""
+    node = next(n for n in nodes(model, "MatMul") if n.input[1] == "layers.1.down.weight")
+    stored(model, node, "Mul", "Div", 6e4, 128)
+    insert(model, node, 0, "Clip", *(constant(model, f"bound_{b}", b, np.float16) for b in (-8.0, 8.0)))
+
+
+@pytest.mark.parametrize("mistake", [*IMPORTER_MISTAKES, lose_bits, overflow])
+@pytest.mark.parametrize("factor", [SMALL, LARGE])
+def test_a_mistake_fails_whatever_rounding_does(tmp_path: Path, factor: float, mistake: Mistake) -> None:
+    assert not verify(tmp_path, sensitive(factor), mistake).passed
+
+
+@pytest.mark.parametrize("factor", [SMALL, LARGE])
+def test_a_function_that_is_another_than_the_operator_of_its_name_fails(tmp_path: Path, factor: float) -> None:
+    assert not verify(tmp_path, sensitive(factor, epsilon=0.1)).passed
+
+
+def test_a_function_that_loses_what_the_operator_keeps_fails(tmp_path: Path) -> None:
+    assert not verify(tmp_path, sensitive(SMALL, offset=1024.0)).passed
+
+
+def test_inputs_and_outputs_stay_float16(tmp_path: Path) -> None:
+    """Bodies of control flow that read an input of the model, an output that is read on, a function, casts."""
+    half, opset = TensorProto.FLOAT16, [helper.make_opsetid("", 24), helper.make_opsetid("own", 1)]
+    third = numpy_helper.from_array(np.full(4, 1 / 3, np.float16), "third")
+    results = {op: helper.make_tensor_value_info(f"{op}_out", half, [4]) for op in ("Mul", "Add")}
+    branches = [
+        helper.make_graph([helper.make_node(op, ["x", "third"], [result.name])], op, [], [result])
+        for op, result in results.items()
+    ]
+    twice = helper.make_function("own", "Twice", ["a"], ["b"], [helper.make_node("Add", ["a", "a"], ["b"])], opset[:1])
+    graph = helper.make_graph(
+        [
+            helper.make_node("If", ["flag"], ["y"], then_branch=branches[0], else_branch=branches[1]),
+            helper.make_node("Twice", ["y"], ["z"], domain="own"),
+            helper.make_node("Cast", ["z"], ["wide"], to=TensorProto.FLOAT),
+            helper.make_node("Cast", ["wide"], ["back"], to=half),
+        ],
+        "g",
+        [helper.make_tensor_value_info("x", half, [4]), helper.make_tensor_value_info("flag", TensorProto.BOOL, [])],
+        [
+            helper.make_tensor_value_info(n, TensorProto.FLOAT if n == "wide" else half, [4])
+            for n in ("y", "wide", "back")
+        ],
+        [third],
+    )
+    model = helper.make_model(graph, opset_imports=opset, ir_version=10, functions=[twice])
+    made = computed_in_float32(model, TwinFolder(tmp_path, tmp_path, half))
+    onnx.checker.check_model(made, full_check=True)
+    x = np.array([1, 2.5, -3, 1000], np.float16)
+    y, wide, back = ort.InferenceSession(made.SerializeToString()).run(None, {"x": x, "flag": np.array(True)})
+    expected = x.astype(np.float32) * np.float32(np.float16(1 / 3))
+    assert (y.dtype, wide.dtype, back.dtype) == (np.float16, np.float32, np.float16)
+    np.testing.assert_array_equal(y, expected.astype(np.float16))
+    np.testing.assert_array_equal(wide, 2 * expected)
+    np.testing.assert_array_equal(back, (2 * expected).astype(np.float16))
+
+
+def test_moved_weights_stay_within_their_rounding(tmp_path: Path) -> None:
+    model = make_decoder(DecoderConfig(dtype="float16"))
+    twins = []
+    for name, seed in (("plain", None), ("one", 1), ("again", 1), ("two", 2)):
+        (tmp_path / name).mkdir()
+        rng = None if seed is None else np.random.default_rng(seed)
+        twins.append(TwinFolder(tmp_path / name, tmp_path, TensorProto.FLOAT16, rng).twin(model))
+        onnx.load_external_data_for_model(twins[-1], str(tmp_path / name))
+    for tensors in zip(model.graph.initializer, *(t.graph.initializer for t in twins), strict=True):
+        given, plain, one, again, two = (numpy_helper.to_array(t) for t in tensors)
+        np.testing.assert_array_equal(plain, given.astype(plain.dtype))
+        np.testing.assert_array_equal(one, again)
+        if given.dtype == np.float16 and given.nbytes > 1024:
+            assert plain.dtype == np.float32
+            assert (one != plain).mean() > 0.9
+            assert (one != two).mean() > 0.9
+            assert (np.abs(one - plain) <= 2**-11 * 1.001 * np.abs(plain)).all()
+        else:
+            np.testing.assert_array_equal(one, plain)
+
+
+def test_another_run_has_the_same_tokens(tmp_path: Path) -> None:
+    onnx.save(sensitive(), tmp_path / "m.onnx")
+    imported = import_model(tmp_path / "m.onnx")
+    check = Verification(imported, VerifyOptions(), imported.source.proto, imported.model, tmp_path, twin=False)
+    first = check.run()
+    check.steps = []
+    second = check.run()
+    assert [s.difference for s in first.steps] == [s.difference for s in second.steps]
+    assert max(s.difference for s in first.steps) == max(o.max_relative for o in first.outputs) > 2e-2
