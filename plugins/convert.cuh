@@ -18,10 +18,11 @@ template <Type TYPE>
 __device__ inline float to_float(typename Storage<TYPE>::type bits) {
     if (TYPE == Type::FLOAT32) return __uint_as_float(bits);
     if (TYPE == Type::BFLOAT16) return __uint_as_float(static_cast<unsigned>(bits) << 16);
-    const unsigned sign = (bits & 0x8000u) << 16, magnitude = (bits & 0x7fffu) << 13;
-    if ((bits & 0x7c00u) == 0x7c00u) return __uint_as_float(sign | magnitude | 0x7f800000u);  // infinities, NaN
-    // An exponent bias of 15 read as one of 127: 2^112 too small, subnormal numbers included.
-    return __uint_as_float(sign | __float_as_uint(__uint_as_float(magnitude) * 0x1p112f));
+    // The sign, and an exponent bias of 15 read as one of 127: 2^112 too small, subnormal numbers included.
+    const unsigned extended = static_cast<unsigned>(static_cast<short>(bits) * (1 << 13)) & 0x8fffe000u;
+    const float value = __uint_as_float(extended) * 0x1p112f;
+    const bool finite = fabsf(value) < 65536.0f;  // what would be larger stands for infinities and NaN
+    return finite ? value : __uint_as_float(__float_as_uint(value) | 0x7f800000u);
 }
 
 // Divides by one number, often, rounded as IEEE division is wherever the quotient has a part in [2^-12, 512): smaller ones
@@ -57,18 +58,16 @@ __device__ inline unsigned char to_int8(float value) {
     return static_cast<unsigned char>(static_cast<int>(rintf(fminf(fmaxf(value, -128.0f), 127.0f))));
 }
 
-// Rounds half to even, saturates to +-448 (infinities too); NaN stays NaN.
+// Rounds half to even, saturates to +-448 (infinities too); NaN stays NaN. Without branches: neighbours differ in all of it.
 __device__ inline unsigned char to_float8e4m3fn(float value) {
-    const unsigned bits = __float_as_uint(value), sign = bits >> 24 & 0x80u;
-    unsigned magnitude = bits & 0x7fffffffu;
-    if (magnitude > 0x7f800000u) return static_cast<unsigned char>(sign | 0x7fu);
-    if (magnitude >= 0x43e00000u) return static_cast<unsigned char>(sign | 0x7eu);  // 448
-    if (magnitude < 0x3c800000u) {  // below 2^-6: steps of 2^-9, which are the last place of 2^14
-        const unsigned steps = __float_as_uint(__uint_as_float(magnitude) + 0x1p14f) - 0x46800000u;
-        return static_cast<unsigned char>(sign | steps);
-    }
-    magnitude += 0x7ffffu + (magnitude >> 20 & 1u);  // to 3 bits of mantissa; a carry moves the exponent
-    return static_cast<unsigned char>(sign | ((magnitude >> 20) - (120u << 3)));
+    const unsigned sign = __float_as_uint(value) >> 24 & 0x80u;
+    const float size = fminf(fabsf(value), 448.0f);
+    const unsigned bits = __float_as_uint(size);
+    // To 3 bits of mantissa; a carry moves the exponent. Below 2^-6: to steps of 2^-9, which are the last place of 2^14.
+    const unsigned normal = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
+    const unsigned small = __float_as_uint(size + 0x1p14f) - 0x46800000u;
+    const unsigned magnitude = size < 0x1p-6f ? small : normal;
+    return static_cast<unsigned char>(sign | (value == value ? magnitude : 0x7fu));
 }
 
 // What a thread holds of the update between loading it and writing WIDTH bytes of the cache.

@@ -35,8 +35,10 @@ inline unsigned int __float_as_uint(float value) {
     memcpy(&bits, &value, 4);
     return bits;
 }
-// Approximate on a GPU, within two units in the last place; here wrong by two, upwards or downwards.
+// Approximate on a GPU, within two units in the last place; here wrong by two, upwards or downwards. Zero for the largest
+// divisors (CUDA Programming Guide, intrinsic functions).
 inline float __fdividef(float dividend, float divisor) {
+    if (fabsf(divisor) > 0x1p126f && std::isfinite(divisor)) return 0.0f;
     const float quotient = dividend / divisor;
     const float way = __float_as_uint(divisor) & 1 ? INFINITY : -INFINITY;
     return quotient == 0.0f || !std::isfinite(quotient) ? quotient : nextafterf(nextafterf(quotient, way), way);

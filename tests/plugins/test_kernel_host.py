@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -14,6 +15,8 @@ from onnx.reference import ReferenceEvaluator
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.family import all_kernels
 from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
+
+FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 CASES_PER_KERNEL = 15
 """For each of the 168 kernels: 2,520 cases."""
@@ -169,6 +172,8 @@ def test_quantization_equals_division_and_rounding_for_all_halves_and_many_float
         2.5e38,
     ]
     scales += (2.0 ** rng.uniform(-30, 30, 20)).tolist()
+    eighths = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(np.float64)
+    between = np.tile((eighths[1:] + eighths[:-1]) / 2, 16)  # where float8 rounds up or down
     launches, expected = [], []
     for source in ("float16", "bfloat16", "float"):
         config = KernelConfig(8, quantization=Quantization(source, target))  # type: ignore[arg-type]
@@ -176,7 +181,8 @@ def test_quantization_equals_division_and_rounding_for_all_halves_and_many_float
             bits = np.arange(2**16, dtype=np.uint16)
             if source == "float":  # any floats, and those whose quotient is near what rounding decides on
                 with np.errstate(all="ignore"):
-                    near = (rng.integers(-1000, 1000, 2**15) / 2 * scale).astype(np.float32).view(np.uint32)
+                    ties = rng.choice(np.concatenate([np.arange(-1000, 1000) / 2, between, -between]), 2**15)
+                    near = (ties * scale).astype(np.float32).view(np.uint32)
                 bits = np.concatenate([rng.integers(0, 2**32, 2**15, np.uint32), near + rng.integers(-1, 2, 2**15)])
             x = bits.astype(np.uint32 if source == "float" else np.uint16).view(FLOATS[source])
             launch = launch_params(config, Shapes(1, 1, 1, 1, (x.size,)))
