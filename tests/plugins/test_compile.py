@@ -120,6 +120,10 @@ def test_a_second_request_comes_from_disk(folder: Path, monkeypatch: pytest.Monk
     ):
         with pytest.raises(AssertionError, match="compiled again"):
             other()
+    with monkeypatch.context() as patch:
+        patch.setattr(compiling, "_OPTIONS", (*compiling._OPTIONS, "--another"))
+        with pytest.raises(AssertionError, match="compiled again"):
+            compile_kernel(PLAIN, "sm_80")
     monkeypatch.setattr(compiling, "nvrtc_version", lambda: (99, 0))
     with pytest.raises(AssertionError, match="compiled again"):
         compile_kernel(PLAIN, "sm_80")
