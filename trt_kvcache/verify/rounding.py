@@ -9,15 +9,16 @@ So a float16 model that fails runs again over the same tokens, computed in float
 outputs:
 
     original      rewritten                          must agree: structure, masks, indices, layouts
-    original      rewritten, its weights moved       must differ, by as much as both did in float16
+    original      rewritten, its weights moved       must differ, by half as much as both did in float16
 
 The weights move at random by no more than rounding them to float16 has moved them already: what changes then is
 nothing that the model knows. What only float16 shows, such as an overflow or a lost cast, fails as ever, unless it is
-smaller than that, at the worst step and at a typical one. Measured with random weights and six layers:
+smaller than twice that, at the worst step and at a typical one. Measured with random weights and six layers:
 
     largest difference of an output's scale      float16    float32    float32, weights moved
     Qwen3.5, mobius-onnx                         0.29       0.0009     0.10, 0.21, 0.43
     Mixtral, torch.onnx                          0.069      0.0006     0.74, 0.34, 0.19
+    Qwen3 MoE, torch.onnx                        0.20       0.0006     0.20, 0.20, 0.014
     DeepSeek V3, torch.onnx                      0.80       0.005      1.5, 0.80, 1.5
 """
 
@@ -40,6 +41,7 @@ Side = tuple[ModelProto, Path]
 """What runs on one side, and the folder of its external data."""
 
 _TRIALS = 3  # of weights moved at random: not every one of them comes near a choice
+_SIDES = 2  # both are as far from what float32 gives as rounding takes them, and the two may go different ways
 _PREFIX = "trt_kvcache.verify/float32/"
 
 
@@ -69,7 +71,7 @@ def judge_rounding(
                 with TemporaryDirectory(prefix="trt-kvcache-verify-") as other:
                     moving = TwinFolder(Path(other), rewritten[1], TensorProto.FLOAT16, np.random.default_rng(trial))
                     moved = _differences(run(left, (computed_in_float32(rewritten[0], moving), moving.folder)))
-                if moved is not None and found[0] <= moved[0] and found[1] <= moved[1]:
+                if moved is not None and found[0] <= _SIDES * moved[0] and found[1] <= _SIDES * moved[1]:
                     return replace(exact, float32_twin=True, notes=(*exact.notes, _note(found[0], moved[0])))
     except (OutputError, UnsupportedModelError) as error:
         return replace(report, notes=(*report.notes, f"not compared in float32: {error}"))
