@@ -77,7 +77,7 @@ def write_json(path: Path, content: object) -> None:
 
 def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str, Any]:
     """Everything at one capacity, as JSON data, written to `output` as it comes."""
-    repeats = 5 if small else 30
+    repeats, settle = (5, 0.0) if small else (30, 2.0)
     result: dict[str, Any] = {"decode": [], "prefill": [], "batches": [], "weights": []}
 
     def keep(kind: str, row: dict[str, Any]) -> None:
@@ -99,11 +99,11 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
             for position in sorted({16, capacity // 4, capacity // 2, capacity - repeats - 16}):
                 keep("decode", {"position": position, "open_s": opened} | decode(runner, 1, position, repeats, read))
             for length in sorted({1, chunk // 8, chunk // 2, chunk}):
-                keep("prefill", {"length": length} | _prefill(runner, length, repeats))
+                keep("prefill", {"length": length} | _prefill(runner, length, repeats, settle))
             for rows in (1, 2, 4, 8):
                 keep("batches", {"batch": rows} | decode(runner, rows, capacity // 4, repeats, read))
         with Opened(engine, cuda_graphs=False) as runner:
-            plain = decode(runner, 1, capacity // 2, repeats, read)
+            plain = decode(runner, 1, capacity // 2, repeats, read, settle)
             keep("decode", {"position": capacity // 2, "cuda_graphs": False} | plain)
         for kind in ("shared", "own"):
             options = BuildOptions(backend=name, max_batch=1, max_chunk=chunk, decode_weights=kind, **built_for())
@@ -114,7 +114,9 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
     return result
 
 
-def decode(runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int) -> dict[str, Any]:
+def decode(
+    runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int, settle: float = 0
+) -> dict[str, Any]:
     """Decode steps from `position` on; the caches' content does not matter for the time.
 
     `read` is what a step reads besides the caches, in bytes.
@@ -125,7 +127,7 @@ def decode(runner: TensorRTRunner, rows: int, position: int, repeats: int, read:
     def step() -> None:
         runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64)))
 
-    seconds, spread = _median(step, repeats, warm_up=6)
+    seconds, spread = _median(step, repeats, 6, settle)
     batch = StepBatch(0, ids, np.full(rows, position, np.int64))
     spans = max(runner.inputs.span_sizes(batch).values(), default=0)
     for cache in runner.plan.caches:
@@ -141,10 +143,16 @@ def decode(runner: TensorRTRunner, rows: int, position: int, repeats: int, read:
     }
 
 
-def _prefill(runner: TensorRTRunner, length: int, repeats: int) -> dict[str, Any]:
+def _prefill(runner: TensorRTRunner, length: int, repeats: int, settle: float) -> dict[str, Any]:
     batch = StepBatch(0, np.ones((1, length), np.int64), np.zeros(1, np.int64))
-    seconds, spread = _median(lambda: runner.step(batch), repeats, warm_up=3)
-    return {"ms": seconds * 1e3, "spread_ms": spread * 1e3, "tokens_per_s": length / seconds}
+    at_once, _ = _median(lambda: runner.step(batch), 5, warm_up=1)
+    seconds, spread = _median(lambda: runner.step(batch), repeats, 2, settle)
+    return {
+        "ms_at_once": at_once * 1e3,
+        "ms": seconds * 1e3,
+        "spread_ms": spread * 1e3,
+        "tokens_per_s": length / seconds,
+    }
 
 
 def _copy_speed(runner: TensorRTRunner, most: int) -> float:
@@ -162,9 +170,16 @@ def _copy_speed(runner: TensorRTRunner, most: int) -> float:
     return 2 * size / seconds / 1e9
 
 
-def _median(work: Callable[[], object], repeats: int, warm_up: int) -> tuple[float, float]:
-    """Median and spread (90th less 10th percentile) of the seconds that `work` takes."""
+def _median(work: Callable[[], object], repeats: int, warm_up: int, settle: float = 0) -> tuple[float, float]:
+    """Median and spread (90th less 10th percentile) of the seconds that `work` takes.
+
+    After warming up it waits `settle` seconds: TensorRT for RTX compiles kernels for new shapes meanwhile, and runs
+    others until they are there; contexts that record graphs wait by themselves.
+    """
     for _ in range(warm_up):
+        work()
+    if settle:
+        time.sleep(settle)
         work()
     times = []
     for _ in range(repeats):
