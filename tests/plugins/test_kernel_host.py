@@ -172,6 +172,8 @@ def test_quantization_equals_division_and_rounding_for_all_halves_and_many_float
         2.5e38,
     ]
     scales += (2.0 ** rng.uniform(-30, 30, 20)).tolist()
+    ones = 2.0**24 - np.arange(1, 12)  # mantissas of ones: quotients that are closest to where division itself rounds
+    scales += (ones * 2.0**-30).tolist()
     eighths = np.arange(127, dtype=np.uint8).view(FLOAT8).astype(np.float64)
     between = np.tile((eighths[1:] + eighths[:-1]) / 2, 16)  # where float8 rounds up or down
     launches, expected = [], []
