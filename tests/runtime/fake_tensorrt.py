@@ -130,7 +130,7 @@ class Runtime:
         if words or data[: len(MAGIC)] != MAGIC:
             _report(self.error_recorder, words or "Serialization assertion magicTag failed.")
             return None
-        return (RtxEngine if self._module.rtx else Engine)(self._module, self.error_recorder, bytes(data))
+        return (RtxEngine if self._module.rtx else Engine)(self._module, bytes(data))
 
 
 class RtxRuntime(Runtime):
@@ -143,10 +143,11 @@ class RtxRuntime(Runtime):
 class Engine:
     """Of TensorRT: ``ICudaEngine``."""
 
-    def __init__(self, module: Any, recorder: Any, data: bytes) -> None:
+    def __init__(self, module: Any, data: bytes) -> None:
         header, model = data[len(MAGIC) :].split(b"\n", 1)
         facts = json.loads(header)
-        self._module, self.error_recorder = module, recorder
+        self._module = module
+        self.error_recorder: Any = None  # nothing is said of what it inherits
         self._profiles, self._aliases = facts["profiles"], facts["aliases"]
         graph = onnx.load_from_string(model).graph
         self._tensors = {v.name: ("INPUT", v.type.tensor_type) for v in graph.input}
@@ -250,7 +251,7 @@ class Context:
         if strategy is not AllocationStrategy.USER_MANAGED:
             raise BrokenRuleError("a context takes activation memory of its own")
         self._engine, self._module, self._machine = engine, engine._module, engine._module.machine
-        self.error_recorder = engine.error_recorder
+        self.error_recorder: Any = None
         self._cache = config._cache if config else None
         self._records = bool(config) and config.cuda_graph_strategy is GraphStrategy.WHOLE_GRAPH_CAPTURE
         if self._records and config.dynamic_shapes_kernel_specialization_strategy is not Kernels.EAGER:

@@ -73,6 +73,7 @@ def test_profile_switch_keeps_addresses_and_drops_shapes(context: Any) -> None:
 
 def test_a_new_context_needs_everything(context: Any) -> None:
     fresh = context._engine.create_execution_context(AllocationStrategy.USER_MANAGED)
+    fresh.error_recorder = context.error_recorder
     assert fresh.set_input_shape("input_ids", (1, 1)) is False
     assert "no optimization profile is selected" in errors(context)
     fresh.set_optimization_profile_async(1, 1)

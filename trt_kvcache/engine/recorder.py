@@ -9,7 +9,7 @@ Not through a logger of ours, as building does (`trt_kvcache.engine.listeners`):
   would wait for Python's lock, and the thread that takes its context apart holds the lock and waits for it.
 
 So the logger is TensorRT's own, one for the life of the process, and errors come through an ``IErrorRecorder``, which
-takes them out of the log. An engine inherits the one of its runtime, a context that of its engine.
+takes them out of the log.
 """
 
 from __future__ import annotations

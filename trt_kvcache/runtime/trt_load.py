@@ -94,6 +94,7 @@ def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> Tens
             words = recorder.take()
             reasons = _reasons(module, runtime, data)
             raise BackendError(_refusal(path, manifest, title, str(module.__version__), cuda, words, reasons))
+    engine.error_recorder = recorder  # documented as inherited, and contexts' too; it costs nothing to be sure
     if differences := reconcile(manifest, view_of(engine)):
         raise ManifestError(
             f"{path}: the engine and its manifest differ: {'; '.join(differences)}; do not run it: build it again"
