@@ -26,7 +26,7 @@ __device__ inline float to_float(typename Storage<TYPE>::type bits) {
 }
 
 // Divides by one number, often, rounded as IEEE division is wherever the quotient has a part in [2^-12, 512): smaller ones
-// are zero, larger ones saturate. An approximate reciprocal, one step to improve it, two to improve the quotient, each
+// are zero, larger ones saturate. An approximate reciprocal, two steps to improve it, two to improve the quotient, each
 // from an exact remainder (Markstein). Division itself would call a subroutine, for which registers are saved in memory.
 class Scale {
 public:
@@ -38,7 +38,13 @@ public:
         divisor_ = scale * factor_;
         reciprocal_ = __fdividef(1.0f, divisor_);
         const bool ordinary = fabsf(reciprocal_) > 0.0f && fabsf(reciprocal_) < 0x1p127f;  // not of 0, infinity or NaN
-        if (ordinary) reciprocal_ = fmaf(fmaf(-reciprocal_, divisor_, 1.0f), reciprocal_, reciprocal_);
+        if (ordinary) {
+            // To the nearest float, as Markstein's theorem asks ...
+            for (int i = 0; i < 2; ++i) reciprocal_ = fmaf(fmaf(-reciprocal_, divisor_, 1.0f), reciprocal_, reciprocal_);
+            // ... also where the mantissa is all ones, and the reciprocal too little above the middle of two floats.
+            const bool ones = (~__float_as_uint(divisor_) & 0x7fffffu) == 0;
+            if (ones) reciprocal_ = __uint_as_float(__float_as_uint(reciprocal_) | 1u);
+        }
     }
 
     __device__ float divide(float value) const {
