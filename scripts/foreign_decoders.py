@@ -3,13 +3,15 @@
     python scripts/foreign_decoders.py OUT.onnx --form concat
 
 The same random Llama as scripts/decoders.py writes (weights, rotary positions, grouped-query attention), with its
-caches as these exporters have them:
+caches as these exporters have them, or with latent attention:
 
     concat              optimum-onnx: Concat, attention of plain operators, opset 18
     concat-attention    torch.onnx.export, DynamicCache: Concat, Attention-24 with a mask
     past-attention      mobius-onnx, dynamic: Attention-24 with past_key and past_value
     gqa                 onnxruntime-genai: com.microsoft.GroupQueryAttention with packed Q, K and V
     scatter             torch.onnx.export, StaticCache: ScatterND into `capacity` rows, Attention-24 with a mask
+    latents             torch.onnx.export, DeepSeek V3: caches of latents, four times as wide as a head, and of what is
+                        rotated of the keys, half as wide; keys and values of all heads are computed from them
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import onnx
 from decoders import DecoderConfig, weights
 from onnx import TensorProto, helper, numpy_helper
 
-FORMS = ("concat", "concat-attention", "past-attention", "gqa", "scatter")
+FORMS = ("concat", "concat-attention", "past-attention", "gqa", "scatter", "latents")
 F32, I64, BOOL, I32 = TensorProto.FLOAT, TensorProto.INT64, TensorProto.BOOL, TensorProto.INT32
 MICROSOFT = "com.microsoft"
 
@@ -101,6 +103,9 @@ def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
     rng = np.random.default_rng(c.seed)
     for name, shape, mean, half_width in weights(c):
         b.array(name, (mean + half_width * (2 * rng.random(shape, dtype=np.float32) - 1)).astype(np.float32))
+    if form == "latents":
+        for i in range(c.layers):
+            _latent_weights(b, f"layers.{i}", rng)
     tokens = b.input("input_ids", I64, "batch", "sequence")
     if form != "gqa":
         b.input("position_ids", I64, "batch", "sequence")
@@ -121,7 +126,8 @@ def make_foreign(form: str, config: DecoderConfig) -> onnx.ModelProto:
     read = {name for node in b.nodes for name in node.input}
     initializers = [t for name, t in b.initializers.items() if name in read]
     graph = helper.make_graph(b.nodes, form, b.inputs, b.outputs, initializers)
-    opsets = [helper.make_opsetid("", {"concat": 18, "gqa": 21}.get(form, 24)), helper.make_opsetid(MICROSOFT, 1)]
+    opset = {"concat": 18, "latents": 18, "gqa": 21}.get(form, 24)
+    opsets = [helper.make_opsetid("", opset), helper.make_opsetid(MICROSOFT, 1)]
     return helper.make_model(graph, opset_imports=opsets[: 2 if form == "gqa" else 1], ir_version=10)
 
 
@@ -139,7 +145,8 @@ def _norm(b: _Builder, x: str, name: str) -> str:
 def _shared(b: _Builder) -> dict[str, str]:
     """What all layers use: the mask, and rotary positions."""
     c, shared = b.config, {}
-    frequencies = (10000.0 ** (-np.arange(0, c.head_size, 2) / c.head_size)).astype(np.float32)
+    size = _rotary_size(b)
+    frequencies = (10000.0 ** (-np.arange(0, size, 2) / size)).astype(np.float32)
     angles = np.arange(c.positions, dtype=np.float32)[:, None] * frequencies
     if b.form in ("gqa", "past-attention"):
         shared["cos"], shared["sin"] = b.array("cos_cache", np.cos(angles)), b.array("sin_cache", np.sin(angles))
@@ -174,7 +181,7 @@ def _shared(b: _Builder) -> dict[str, str]:
         visible = b.add("And", [visible, tokens])
     sizes = b.add("Concat", [b.size("input_ids", 0), b.ints(1), new, length], axis=0)
     shared["mask"] = b.add("Expand", [visible, sizes])
-    if b.form == "concat":
+    if b.form in ("concat", "latents"):
         lowest = b.floats(float(np.finfo(np.float32).min))
         shared["mask"] = b.add("Where", [shared["mask"], b.floats(0.0), lowest])
     return shared
@@ -186,6 +193,8 @@ def _past_name(layer: int, part: str) -> str:
 
 def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
     """Projections, positions, caches and attention of layer `i`; returns ``[B, S, N_q * H]``."""
+    if b.form == "latents":
+        return _latent_attention(b, i, x, shared)
     c, p = b.config, f"layers.{i}"
     n, h = c.kv_heads, c.head_size
     rows: int | str = c.capacity if b.form == "scatter" else "past"
@@ -211,12 +220,64 @@ def _attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
         write(b, old, update, new, shared)
     keys, values = (_repeat(b, t) for t in present)
     if b.form == "concat":
-        scores = b.add("MatMul", [q, b.add("Transpose", [keys], perm=[0, 1, 3, 2])])
-        scores = b.add("Add", [b.add("Mul", [scores, b.floats(h**-0.5)]), shared["mask"]])
-        out = b.add("MatMul", [b.add("Softmax", [scores], axis=-1), values], f"{p}.attention")
-    else:
-        out = b.add("Attention", [q, keys, values, shared["mask"]], f"{p}.attention", scale=h**-0.5)
+        return _plain(b, f"{p}.attention", q, keys, values, shared["mask"], h)
+    out = b.add("Attention", [q, keys, values, shared["mask"]], f"{p}.attention", scale=h**-0.5)
     return b.add("Reshape", [b.add("Transpose", [out], perm=[0, 2, 1, 3]), b.ints(0, 0, -1)])
+
+
+def _plain(b: _Builder, name: str, q: str, keys: str, values: str, mask: str, size: int) -> str:
+    """Attention in plain operators, ``[B, S, N_q * H]``."""
+    scores = b.add("MatMul", [q, b.add("Transpose", [keys], perm=[0, 1, 3, 2])])
+    scores = b.add("Add", [b.add("Mul", [scores, b.floats(size**-0.5)]), mask])
+    out = b.add("MatMul", [b.add("Softmax", [scores], axis=-1), values], name)
+    return b.add("Reshape", [b.add("Transpose", [out], perm=[0, 2, 1, 3]), b.ints(0, 0, -1)])
+
+
+def _rotary_size(b: _Builder) -> int:
+    return b.config.head_size // (2 if b.form == "latents" else 1)
+
+
+def _latent_weights(b: _Builder, p: str, rng: np.random.Generator) -> None:
+    """What latent attention has instead of the weights of K and V."""
+    c, rotated = b.config, _rotary_size(b)
+    rank = 4 * c.head_size
+    shapes = {
+        "q_latent": (c.hidden, c.query_heads * (c.head_size + rotated)),
+        "kv_a": (c.hidden, rank + rotated),
+        "kv_b": (rank, c.query_heads * 2 * c.head_size),
+    }
+    for name, shape in shapes.items():
+        b.array(f"{p}.{name}.weight", (rng.standard_normal(shape, dtype=np.float32) / np.float32(shape[0] ** 0.5)))
+    b.array(f"{p}.kv_norm.weight", np.ones(rank, np.float32))
+
+
+def _latent_attention(b: _Builder, i: int, x: str, shared: dict[str, str]) -> str:
+    """Latent attention of layer `i`; returns ``[B, S, N_q * H]``."""
+    c, p = b.config, f"layers.{i}"
+    n, h, rotated = c.query_heads, c.head_size, _rotary_size(b)
+    widths = {"key": 4 * h, "value": rotated}
+    past = [b.input(_past_name(i, part), F32, "batch", 1, "past", w) for part, w in widths.items()]
+    present = [b.output(f"present.{i}.{part}", F32, "batch", 1, "past + sequence", w) for part, w in widths.items()]
+    q = b.add("Reshape", [b.add("MatMul", [x, f"{p}.q_latent.weight"]), b.ints(0, 0, n, h + rotated)])
+    q = b.add("Transpose", [q], perm=[0, 2, 1, 3])
+    plain, turned = _two(b, q, h, rotated)
+    q = b.add("Concat", [plain, _rotate(b, turned, shared)], axis=-1)
+    compressed = b.add("Unsqueeze", [b.add("MatMul", [x, f"{p}.kv_a.weight"]), b.ints(1)])
+    latents, shared_key = _two(b, compressed, 4 * h, rotated)
+    _grow(b, past[0], _norm(b, latents, f"{p}.kv_norm"), present[0], shared)
+    _grow(b, past[1], _rotate(b, shared_key, shared), present[1], shared)
+    flat = b.add("MatMul", [present[0], f"{p}.kv_b.weight"])
+    shape = b.add("Concat", [b.size(present[0], 0), b.size(present[0], 2), b.ints(n, 2 * h)], axis=0)
+    both = b.add("Transpose", [b.add("Reshape", [flat, shape])], perm=[0, 2, 1, 3])
+    keys, values = _two(b, both, h, h)
+    keys = b.add("Concat", [keys, b.add("Expand", [present[1], b.ints(1, n, 1, 1)])], axis=-1)
+    return _plain(b, f"{p}.attention", q, keys, values, shared["mask"], h + rotated)
+
+
+def _two(b: _Builder, x: str, first: int, second: int) -> tuple[str, str]:
+    """Both parts of the last axis."""
+    rest = f"{x}_rest"
+    return b.add("Split", [x, b.ints(first, second)], outputs=[rest], axis=-1), rest
 
 
 def _split(b: _Builder, x: str, heads: int) -> str:
@@ -227,7 +288,7 @@ def _split(b: _Builder, x: str, heads: int) -> str:
 
 def _rotate(b: _Builder, x: str, shared: dict[str, str]) -> str:
     """``x * cos + rotate_half(x) * sin``."""
-    half = b.config.head_size // 2
+    half = _rotary_size(b) // 2
     first = b.add("Slice", [x, b.ints(0), b.ints(half), b.ints(-1)])
     second = b.add("Slice", [x, b.ints(half), b.ints(2 * half), b.ints(-1)])
     turned = b.add("Concat", [b.add("Neg", [second]), first], axis=-1)

@@ -15,7 +15,7 @@ from trt_kvcache.verify import VerifyOptions, verify_model
 
 IDIOMS = {
     "concat": "Concat", "concat-attention": "Concat", "past-attention": "Attention", "gqa": "GroupQueryAttention",
-    "scatter": "ScatterND",
+    "scatter": "ScatterND", "latents": "Concat",
 }  # fmt: skip
 
 
