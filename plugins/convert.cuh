@@ -64,12 +64,12 @@ __device__ inline unsigned char to_int8(float value) {
     return static_cast<unsigned char>(static_cast<int>(rintf(fminf(fmaxf(value, -128.0f), 127.0f))));
 }
 
-// Rounds half to even, saturates to +-448 (infinities too); NaN stays NaN. Without branches: neighbours differ in all of it.
+// Rounds half to even, saturates to +-448 (infinities too); NaN stays NaN. Without branches, as neighbours differ.
 __device__ inline unsigned char to_float8e4m3fn(float value) {
     const unsigned sign = __float_as_uint(value) >> 24 & 0x80u;
     const float size = fminf(fabsf(value), 448.0f);
     const unsigned bits = __float_as_uint(size);
-    // To 3 bits of mantissa; a carry moves the exponent. Below 2^-6: to steps of 2^-9, which are the last place of 2^14.
+    // To 3 bits of mantissa; a carry moves the exponent. Below 2^-6 to steps of 2^-9, which are the last place of 2^14.
     const unsigned normal = ((bits + 0x7ffffu + (bits >> 20 & 1u)) >> 20) - (120u << 3);
     const unsigned small = __float_as_uint(size + 0x1p14f) - 0x46800000u;
     const unsigned magnitude = size < 0x1p-6f ? small : normal;
