@@ -2,6 +2,7 @@
 
     com.microsoft operators -> standard ones            contrib, rotary, nbits, zero_points
     opset 17..23 -> 24                                  opset
+    what is read and proven, in which order             exported
     what the inputs are, samples of a step              samples, probe, sizes
     constants in disguise                               fixed
     caches in the type that they are kept in            narrow
@@ -30,38 +31,26 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, export_inferred, fold_identities, is_op
+from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.absorbed import find_absorbed, note
-from trt_kvcache.importer.normalize.candidate import Candidate
-from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
+from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.changes import find_changes
-from trt_kvcache.importer.normalize.computed import Computed, find_computed
 from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
 from trt_kvcache.importer.normalize.counted import NOTE
-from trt_kvcache.importer.normalize.even import hold_even
-from trt_kvcache.importer.normalize.findings import Core, Findings, Write
-from trt_kvcache.importer.normalize.fixed import fold_fixed
-from trt_kvcache.importer.normalize.held import Rewrite
-from trt_kvcache.importer.normalize.in_op import lower_presents
+from trt_kvcache.importer.normalize.exported import Exported, read_exported
+from trt_kvcache.importer.normalize.findings import Core, Findings
 from trt_kvcache.importer.normalize.independence import check_independence
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.joined import join_scattered
-from trt_kvcache.importer.normalize.kept import find_kept, find_short_masks, is_cut
 from trt_kvcache.importer.normalize.lengths import check_promises
-from trt_kvcache.importer.normalize.merged_heads import settle_heads, split_heads
-from trt_kvcache.importer.normalize.mha import lower_mha
+from trt_kvcache.importer.normalize.merged_heads import settle_heads
 from trt_kvcache.importer.normalize.narrow import narrow_caches
-from trt_kvcache.importer.normalize.operators import find_held, holds_cache, prove_held
-from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.normalize.probe import Blueprint
+from trt_kvcache.importer.normalize.operators import holds_cache
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.samples import Sample, Samples
-from trt_kvcache.importer.normalize.sizes import check_sizes
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
-from trt_kvcache.importer.normalize.states import find_states, resized
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
-from trt_kvcache.importer.normalize.writes import find_candidates, prove
+from trt_kvcache.importer.normalize.writes import find_candidates
 from trt_kvcache.importer.normalize.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import Dim, LatentAttention, PlanOptions, Sliding
 from trt_kvcache.importer.rows_in_use import is_cut as is_cut_to_use
@@ -103,88 +92,11 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     wide = narrow_caches(graph)
     if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
-    exported = _read(graph, weights, options)
+    exported = read_exported(graph, weights, options)
     return Normalized(model, None) if exported is None else _rewrite(exported, options, wide)
 
 
-@dataclass(frozen=True, eq=False)
-class _Exported:
-    """A model as exported, with everything that is proven about it.
-
-    Attributes:
-        model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
-        held: rewrites of the operators that hold caches.
-        batch: the batch dimension of the caches.
-        capacity: tokens per sequence.
-    """
-
-    model: onnx.ModelProto
-    graph: gs.Graph
-    interface: Interface
-    samples: Samples
-    writes: tuple[Write, ...]
-    cores: tuple[Core, ...]
-    computed: Computed
-    held: tuple[Rewrite, ...]
-    batch: Dim
-    capacity: int
-
-
-def _read(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> _Exported | None:
-    """Find and prove; None where what looked like caches is state."""
-    graph = gs.import_onnx(_inferred(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
-    lower_mha(graph)
-    lower_presents(graph)
-    shift_zero_points(graph)
-    lower_contrib(graph)
-    graph.cleanup().toposort()
-    split_heads(graph, find_candidates(graph))
-    model = export_inferred(graph.cleanup().toposort())
-    held = find_held(graph)
-    if held:  # they state the shapes of their caches
-        model = export_inferred(graph)
-        held = find_held(graph)
-    candidates = find_candidates(graph)
-    caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
-    found = find_states(graph, caches)
-    states = [s for s in found if all(s.past != c.past.name or _may_be_state(c) for c in candidates)]
-    candidates = tuple(c for c in candidates if c.past.name not in {s.past for s in states})
-    if not candidates and not held:
-        return None
-    for candidate in candidates:
-        if candidate.reason:
-            raise resized(candidate) or candidate.refusal(candidate.reason)
-    interface = Interface(model, [*candidates, *held], options.config, states)
-    capacity = interface.capacity(options.capacity)
-    samples = Samples(Blueprint(model, weights), interface, capacity)
-    if any(is_cut(candidate) for candidate in candidates):
-        candidates = find_kept(candidates, samples)
-        kept = {t.name: c.kept for c in candidates if c.kept is not None for t in (c.past, c.present)}
-        interface = Interface(model, [*candidates, *held], options.config, states, kept)
-        samples = Samples(samples.blueprint, interface, capacity)
-        if short := find_short_masks(graph, interface, samples):
-            interface = Interface(model, [*candidates, *held], options.config, states, kept | short)
-            samples = Samples(samples.blueprint, interface, capacity)
-    if (folded := fold_fixed(samples)) is not None:
-        graph = gs.import_onnx(folded)
-        fold_identities(graph)
-        return _read(graph, weights, options)
-    if join_scattered(graph, samples):
-        return _read(graph, weights, options)
-    check_sizes(candidates, samples)
-    writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
-    samples.promises += [write.promise for write in writes if write.promise is not None]
-    for write in writes:
-        hold_even(write.operands, samples, f"what is written to the cache '{write.past.name}'")
-    computed = find_computed(graph, writes, samples)
-    cores = computed.find_cores(graph, writes, interface, samples)
-    rewrites = tuple(prove_held(graph, interface, samples))
-    check_promises(samples)
-    batch = batch_of(candidates[0].past if candidates else held[0].past)
-    return _Exported(model, graph, interface, samples, writes, cores, computed, rewrites, batch, capacity)
-
-
-def _rewrite(exported: _Exported, options: PlanOptions, wide: Mapping[str, str]) -> Normalized:
+def _rewrite(exported: Exported, options: PlanOptions, wide: Mapping[str, str]) -> Normalized:
     """Edit the graph as proven, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
     is_absorbed = options.latent_attention is LatentAttention.ABSORBED
@@ -235,17 +147,6 @@ def _own_masks(cores: Sequence[Core]) -> list[str]:
         "trained with one, is in this mask only"
         for name in names
     ]
-
-
-def _may_be_state(cache: Candidate) -> bool:
-    """Whether what looks like a cache may be state: `find_states` says.
-
-    Of a convolution, like a rolling cache whose next value nothing reads; of linear attention, like a cache written by
-    masked addition that cannot be one.
-    """
-    if cache.idiom == "rolling":
-        return not consumers(cache.present)
-    return bool(cache.reason) and cache.node is not None and is_op(cache.node, "Add")
 
 
 def _dequantized(model: onnx.ModelProto) -> onnx.ModelProto:

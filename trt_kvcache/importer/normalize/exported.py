@@ -1,0 +1,178 @@
+"""Read a model as exported: what its caches and states are, and proof of all that the canonical form will say of them.
+
+standard operators     the same model without operators and idioms that have an equal in plain ONNX
+caches and states      which inputs and outputs belong together
+samples                steps of it, evaluated as far as they follow from lengths and masks
+proof                  writes, what attention reads of them, operators that hold caches; at every length
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
+from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.canonical import batch_of
+from trt_kvcache.importer.normalize.computed import Computed, find_computed
+from trt_kvcache.importer.normalize.contrib import lower_contrib
+from trt_kvcache.importer.normalize.even import hold_even
+from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.fixed import fold_fixed
+from trt_kvcache.importer.normalize.held import HeldCache, Rewrite
+from trt_kvcache.importer.normalize.in_op import lower_presents
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.joined import join_scattered
+from trt_kvcache.importer.normalize.kept import find_kept, find_short_masks, is_cut
+from trt_kvcache.importer.normalize.lengths import check_promises
+from trt_kvcache.importer.normalize.merged_heads import split_heads
+from trt_kvcache.importer.normalize.mha import lower_mha
+from trt_kvcache.importer.normalize.operators import find_held, prove_held
+from trt_kvcache.importer.normalize.opset import raise_opset
+from trt_kvcache.importer.normalize.probe import Blueprint
+from trt_kvcache.importer.normalize.samples import Samples
+from trt_kvcache.importer.normalize.sizes import check_sizes
+from trt_kvcache.importer.normalize.states import find_states, resized
+from trt_kvcache.importer.normalize.writes import find_candidates, prove
+from trt_kvcache.importer.normalize.zero_points import shift_zero_points
+from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
+
+__all__ = ["Exported", "read_exported"]
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """A model as exported, with everything that is proven about it.
+
+    Attributes:
+        model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
+        held: rewrites of the operators that hold caches.
+        batch: the batch dimension of the caches.
+        capacity: tokens per sequence.
+    """
+
+    model: onnx.ModelProto
+    graph: gs.Graph
+    interface: Interface
+    samples: Samples
+    writes: tuple[Write, ...]
+    cores: tuple[Core, ...]
+    computed: Computed
+    held: tuple[Rewrite, ...]
+    batch: Dim
+    capacity: int
+
+
+def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> Exported | None:
+    """Find and prove.
+
+    Args:
+        graph: of the model; edited.
+        weights: the detached weights.
+        options: capacity and name patterns.
+
+    Returns:
+        None where what looked like caches is state.
+
+    Raises:
+        UnsupportedModelError: what was found cannot be proven to be what is supported.
+        OptionError: the capacity is missing or contradicts the model.
+    """
+    graph, model, held = _standard(graph)
+    candidates, states = _caches(graph, held)
+    if not candidates and not held:
+        return None
+    candidates, interface, samples = _sampled(graph, Blueprint(model, weights), candidates, held, states, options)
+    if (folded := fold_fixed(samples)) is not None:
+        graph = gs.import_onnx(folded)
+        fold_identities(graph)
+        return read_exported(graph, weights, options)
+    if join_scattered(graph, samples):
+        return read_exported(graph, weights, options)
+    check_sizes(candidates, samples)
+    writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
+    samples.promises += [write.promise for write in writes if write.promise is not None]
+    for write in writes:
+        hold_even(write.operands, samples, f"what is written to the cache '{write.past.name}'")
+    computed = find_computed(graph, writes, samples)
+    cores = computed.find_cores(graph, writes, interface, samples)
+    rewrites = tuple(prove_held(graph, interface, samples))
+    check_promises(samples)
+    batch = batch_of(candidates[0].past if candidates else held[0].past)
+    return Exported(model, graph, interface, samples, writes, cores, computed, rewrites, batch, samples.capacity)
+
+
+def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
+    """The same in standard operators of opset 24, as a graph and as a model; and the caches that operators hold."""
+    graph = gs.import_onnx(_inferred(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
+    lower_mha(graph)
+    lower_presents(graph)
+    shift_zero_points(graph)
+    lower_contrib(graph)
+    graph.cleanup().toposort()
+    split_heads(graph, find_candidates(graph))
+    model = export_inferred(graph.cleanup().toposort())
+    held = find_held(graph)
+    if held:  # they state the shapes of their caches
+        model = export_inferred(graph)
+        held = find_held(graph)
+    return graph, model, held
+
+
+def _caches(graph: gs.Graph, held: Sequence[HeldCache]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
+    """What may be caches outside of operators, and what is state."""
+    candidates = find_candidates(graph)
+    caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
+    found = find_states(graph, caches)
+    states = [s for s in found if all(s.past != c.past.name or _may_be_state(c) for c in candidates)]
+    candidates = tuple(c for c in candidates if c.past.name not in {s.past for s in states})
+    for candidate in candidates:
+        if candidate.reason:
+            raise resized(candidate) or candidate.refusal(candidate.reason)
+    return candidates, states
+
+
+def _sampled(
+    graph: gs.Graph,
+    blueprint: Blueprint,
+    candidates: tuple[Candidate, ...],
+    held: Sequence[HeldCache],
+    states: Sequence[StateUpdate],
+    options: PlanOptions,
+) -> tuple[tuple[Candidate, ...], Interface, Samples]:
+    """Interface and samples; and the caches again, where some are cut, with the rows that these keep."""
+
+    def read(shorter: Mapping[str, int]) -> Interface:
+        return Interface(blueprint.model, [*candidates, *held], options.config, states, shorter)
+
+    interface = read({})
+    capacity = interface.capacity(options.capacity)
+    samples = Samples(blueprint, interface, capacity)
+    if not any(is_cut(candidate) for candidate in candidates):
+        return candidates, interface, samples
+    candidates = find_kept(candidates, samples)
+    kept = {t.name: c.kept for c in candidates if c.kept is not None for t in (c.past, c.present)}
+    interface = read(kept)
+    samples = Samples(blueprint, interface, capacity)
+    if short := find_short_masks(graph, interface, samples):
+        interface = read(kept | short)
+        samples = Samples(blueprint, interface, capacity)
+    return candidates, interface, samples
+
+
+def _may_be_state(cache: Candidate) -> bool:
+    """Whether what looks like a cache may be state: `find_states` says.
+
+    Of a convolution, like a rolling cache whose next value nothing reads; of linear attention, like a cache written by
+    masked addition that cannot be one.
+    """
+    if cache.idiom == "rolling":
+        return not consumers(cache.present)
+    return bool(cache.reason) and cache.node is not None and is_op(cache.node, "Add")
+
+
+def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
+    return onnx.shape_inference.infer_shapes(model, data_prop=True)
