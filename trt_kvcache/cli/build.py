@@ -104,7 +104,10 @@ def build(
         typer.Option(help="auto: TensorRT with a GPU, else TensorRT for RTX.", rich_help_panel=_HOW),
     ] = BackendChoice.AUTO,
     compute_capabilities: Annotated[
-        str | None, typer.Option(metavar="sm80,sm89,...", help="GPUs to build for.", rich_help_panel=_HOW)
+        str | None,
+        typer.Option(
+            metavar="sm80,sm89,...", help="GPUs to build for; current: the one at hand.", rich_help_panel=_HOW
+        ),
     ] = None,
     workspace: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Most scratch memory, as 4GiB.", rich_help_panel=_HOW)
