@@ -74,6 +74,18 @@ def _head_norm(g: Build, tensor: str) -> str:
     return g.node("LayerNormalization", [tensor, g.weight(2 * g.decoder.size)], epsilon=1e-5)
 
 
+def _some_bent(g: Build, tensor: str) -> str:
+    """The last columns as they are, before what a function makes of the first ones."""
+    half = g.decoder.size // 2
+    bounds = [[0], [half], [2**63 - 1]]
+    first, last = (g.node("Slice", [tensor, *map(g.constant, (bounds[i], bounds[i + 1], [3]))]) for i in (0, 1))
+    return g.node("Concat", [last, g.node("Tanh", [first])], axis=3)
+
+
+def _reversed(g: Build, tensor: str) -> str:
+    return g.node("Gather", [tensor, g.constant(list(reversed(range(g.decoder.size))))], axis=3)
+
+
 ABSORBED: dict[str, tuple[Latent, dict[str, Any]]] = {
     "one product": (Latent(), {}),
     "keys beside values": (Latent(products="blocks"), {}),
@@ -90,6 +102,8 @@ ABSORBED: dict[str, tuple[Latent, dict[str, Any]]] = {
     "norm": (Latent(norm="operator"), {}),
     "no linear function before the weight": (Latent(latents=_unary("Tanh")), {}),
     "no linear function of what is rotated": (Latent(rotated=_unary("Tanh")), {}),
+    "latents in another order": (Latent(latents=_reversed), {}),
+    "a function of some of what is rotated": (Latent(rotated=_some_bent), {}),
     "two layers": (Latent(plain=6), {"layers": 2}),
     "scaled keys": (Latent(), {"scale": "k"}),
     "padding": (Latent(), {"mask": "padding", "positions": "padding"}),
@@ -117,6 +131,7 @@ EXPANDED: dict[str, tuple[Latent, dict[str, Any]]] = {
     "weights of 8 bits": (Quantized(), {}),
     "a weight that is computed": (Fused(), {}),
     "heads in another order": (Crossed(), {}),
+    "what is rotated in an order without slices": (Latent(rotated=_reversed), {}),
     "columns of a head apart": (Strided(), {}),
 }
 

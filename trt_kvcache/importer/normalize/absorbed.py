@@ -45,7 +45,7 @@ class _Weight:
 
     Attributes:
         tensor: ``[R, C]``, or ``[heads, R, C]`` where `apart`.
-        heads, rows: N and R.
+        heads, rows, columns: N, R and C.
         apart: heads have an axis of their own; else they lie side by side in the columns:
         first, step: from column `first` on, `step` for each head.
         start, count: of the columns of a head those that count.
@@ -54,6 +54,7 @@ class _Weight:
     tensor: gs.Tensor
     heads: int
     rows: int
+    columns: int
     apart: bool
     first: int
     step: int
@@ -78,14 +79,13 @@ class _Weight:
 
     def _emit(self, emit: Emitter, *, transposed: bool) -> gs.Tensor:
         """As ``[N, R, count]``, or `transposed` as ``[N, count, R]``."""
-        shape = [self.heads, self.rows, self.step]
-        tensor = self.tensor
+        tensor, shape = self.tensor, [self.heads, self.rows, self.step]
         if not self.apart:
-            tensor = _some(emit, emit.op("Reshape", [tensor, emit.ints([self.rows, -1])], "weight"), 1, self.first,
-                           self.first + self.heads * self.step)  # fmt: skip
+            tensor = emit.op("Reshape", [tensor, emit.ints([self.rows, self.columns])], "weight")
+            tensor = _some(emit, tensor, 1, self.first, self.heads * self.step, self.columns)
             shape = [self.rows, self.heads, self.step]
-        tensor = _some(emit, emit.op("Reshape", [tensor, emit.ints(shape)], "weight"), 2, self.start,
-                       self.start + self.count)  # fmt: skip
+        tensor = emit.op("Reshape", [tensor, emit.ints(shape)], "weight")
+        tensor = _some(emit, tensor, 2, self.start, self.count, self.step)
         perm = [0, 1, 2] if self.apart else [1, 0, 2]
         perm = [perm[0], perm[2], perm[1]] if transposed else perm
         return tensor if perm == [0, 1, 2] else emit.op("Transpose", [tensor], "weight", perm=perm)
@@ -161,7 +161,7 @@ class Absorbed:
             query = emit.op("Cast", [query], "query", kind, to=kind)
         parts: list[gs.Tensor] = []
         for part in self.keys:
-            some = query if part.size == core.head_size else _some(emit, query, 3, part.start, part.start + part.size)
+            some = _some(emit, query, 3, part.start, part.size, core.head_size)
             if part.weight is not None:
                 some = part.weight.multiply(some, kind, emit, transposed=True)
             parts.append(some)
@@ -178,7 +178,7 @@ class Absorbed:
             if (alone := f"{name} as one head") not in made:
                 made[alone] = emit.op("Reshape", [tensor, emit.ints([0, 1, -1, width])], "row", tensor.dtype)
             tensor = made[alone]
-        return tensor if part.count == width else _some(emit, tensor, 3, part.first, part.first + part.count)
+        return _some(emit, tensor, 3, part.first, part.count, width)
 
     @property
     def balance(self) -> int | None:
@@ -320,11 +320,11 @@ class _Finder:
             return None
         rows, width = shape[-2:]
         if prod(shape[:-2]) == heads and step == width and first + size <= width:
-            weight = _Weight(node.inputs[1], heads, rows, True, 0, step, first, size)
+            weight = _Weight(node.inputs[1], heads, rows, width, True, 0, step, first, size)
         elif prod(shape[:-2]) == 1 and (begin := min(first, width - heads * step)) >= 0:
             if first - begin + size > step:
                 return None
-            weight = _Weight(node.inputs[1], heads, rows, False, begin, step, first - begin, size)
+            weight = _Weight(node.inputs[1], heads, rows, width, False, begin, step, first - begin, size)
         else:
             return None
         return _Part(source, 0, rows, start, size, weight)
@@ -349,7 +349,9 @@ def _is_weight(tensor: gs.Tensor) -> bool:
     return True
 
 
-def _some(emit: Emitter, tensor: gs.Tensor, axis: int, start: int, end: int) -> gs.Tensor:
-    """Rows `start` to `end` of an axis."""
-    made: gs.Tensor = emit.op("Slice", [tensor, *(emit.ints([n]) for n in (start, end, axis))], "some")
+def _some(emit: Emitter, tensor: gs.Tensor, axis: int, start: int, count: int, whole: int) -> gs.Tensor:
+    """So many numbers of an axis from `start` on, of the `whole`."""
+    if count == whole:
+        return tensor
+    made: gs.Tensor = emit.op("Slice", [tensor, *(emit.ints([n]) for n in (start, start + count, axis))], "some")
     return made
