@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,13 @@ import numpy as np
 import onnx
 import pytest
 from cache_updates import along, count, index_copy, positions, prove_updates, update_model
-from concat_decode import normalized
+from concat_decode import normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
+from slope_graphs import added, distance
 
 import trt_kvcache.importer.normalize as stage
 from trt_kvcache.errors import UnsupportedModelError
@@ -101,6 +102,23 @@ def shifted(odd: Odd) -> onnx.ModelProto:
         return g.node("Add", [x, g.node("Cast", [column], to=TensorProto.FLOAT)])
 
     return make_decoder(Decoder(positions="none", after=after))
+
+
+@pytest.mark.parametrize(("scores", "heads"), [({}, 1), ({"scores": added(distance)}, 4)], ids=["mask", "bias"])
+def test_long_updates_are_as_long_as_all_heads_afford(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: dict[str, Any], heads: int
+) -> None:
+    """A bias of 32 heads for 4,096 tokens behind none has 2 GiB."""
+    areas: list[int] = []
+    affordable = lengths._affordable
+
+    def recording(steps: Iterable[lengths.Lengths], area: int) -> list[lengths.Lengths]:
+        areas.append(area)
+        return affordable(steps, area)
+
+    monkeypatch.setattr(lengths, "_affordable", recording)
+    rewritten(make_decoder(Decoder(heads=4, capacity=40, **scores)), tmp_path, 40)
+    assert min(areas) == min(lengths._SLOW_AREA, lengths._AREA // heads)
 
 
 @pytest.mark.parametrize("apply", ["add", "where"])
@@ -286,11 +304,8 @@ def test_counts_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> No
         _plan(make_decoder(Decoder(after=after)), capacity)
 
 
-@given(steps=odd_steps())
-@settings(max_examples=20, deadline=None)
-def test_shapes_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+def cut_shorter(odd: Odd) -> onnx.ModelProto:
     """A mask is made of the size of something that is cut shorter in odd steps."""
-    _, odd, capacity = steps
 
     def mask(g: Build) -> str:
         less = g.node("Sub", [g.length, g.node("Cast", [odd(g)], to=TensorProto.INT64)])
@@ -299,8 +314,25 @@ def test_shapes_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> No
         missing = g.node("Sub", [g.size_of(cut, 1), g.length])
         return g.to_scores(g.node("LessOrEqual", [g.key_rows, g.node("Add", [g.query_rows, missing])]))
 
+    return make_decoder(Decoder(mask=mask))
+
+
+@given(steps=odd_steps())
+@settings(max_examples=20, deadline=None)
+def test_shapes_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
+    _, odd, capacity = steps
     with pytest.raises(UnsupportedModelError, match="none of the supported ones"):
-        _plan(make_decoder(Decoder(mask=mask)), capacity)
+        _plan(cut_shorter(odd), capacity)
+
+
+@pytest.mark.parametrize("capacity", [24, 100])
+@pytest.mark.parametrize("length", [2, 3, 4, 5, 6])
+@pytest.mark.parametrize("past", [None, 4])
+def test_shapes_that_are_others_in_steps_that_are_learnt_from(capacity: int, length: int, past: int | None) -> None:
+    """Their sizes cannot be learnt, so that nothing else says where to look."""
+    odd = equal("length", length) if past is None else both(equal("past", past), equal("length", length))
+    with pytest.raises(UnsupportedModelError, match="none of the supported ones"):
+        _plan(cut_shorter(odd), capacity)
 
 
 @pytest.mark.parametrize("capacity", [12, 24, 700])

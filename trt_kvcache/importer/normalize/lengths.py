@@ -30,7 +30,7 @@ _EVERY = 8192  # positions; of those behind them, as many are looked at as have
 _FAR = 1 << 26  # keys in all
 _PROMPTS = 256
 _PAIRED = 12  # numbers that are tried as P or P + S together with each other as S
-_AREA = 1 << 24  # elements of the largest mask,
+_AREA = 1 << 24  # elements of the largest mask, or of a bias of all heads,
 _SLOW_AREA = 1 << 23  # by probes alone,
 _PADDED_AREA = 1 << 20  # and with padding
 
@@ -77,9 +77,19 @@ class _Check:
             else:
                 fast.setdefault((promise.key, slots), promise)
         turns = dict.fromkeys(_turns(capacity, fixed, program.integers() | set(self.samples.kept)))
-        self._by_probes(slow, _affordable(turns, _SLOW_AREA))
-        steps = dict.fromkeys((*_every(capacity, fixed), *_affordable(turns, _PADDED_AREA if self.padded else _AREA)))
+        # Shapes that are no sums of lengths may have been found so in the very steps that they are learnt from.
+        odd = dict.fromkeys((s.past, s.length) for s in self.samples.learning)
+        near = _every(capacity, fixed) if capacity <= _SMALL else odd
+        self._by_probes(slow, list(dict.fromkeys((*near, *_affordable(turns, _SLOW_AREA // self._heads(slow))))))
+        area = (_PADDED_AREA if self.padded else _AREA) // self._heads(list(fast.values()))
+        steps = dict.fromkeys((*_every(capacity, fixed), *_affordable(turns, area)))
         self._by_program(list(fast.values()), list(steps), program)
+
+    def _heads(self, promises: Sequence[Promise]) -> int:
+        """How many heads have numbers of their own for each query and key, as biases do."""
+        sample = self.samples.learning[0]
+        values = [sample.probe.given(p.given).value(name) for p in promises for name in p.names]
+        return max((value.shape[-3] for value in values if value is not None and value.ndim > 2), default=1) or 1
 
     def _step(self, past: int, length: int) -> Sample:
         return self.samples.step(self.batch, past, length, padded=self.padded)

@@ -70,6 +70,7 @@ class Program:
         self._inputs: dict[str, str] = {}
         self._nodes: list[onnx.NodeProto] = []
         self._sized: list[str] = []  # tensors whose shapes were learnt
+        self._uneven: list[str] = []  # and could not be learnt
         self._is_even = True
         self._checked = 0  # how many nodes were looked at for even growth
         for name in names:
@@ -98,7 +99,8 @@ class Program:
 
     def integers(self) -> set[int]:
         """The whole numbers that take part, but for those in large tensors."""
-        small = [v for v in self._constants.values() if v.nbytes <= _SMALL and v.dtype.kind in "iuf"]
+        known = (*self._constants.values(), *self._behind_unlearnt())
+        small = [v for v in known if v.nbytes <= _SMALL and v.dtype.kind in "iuf"]
         return {int(n) for value in small for n in value.reshape(-1).tolist() if abs(n) < 1 << 53 and n == int(n)}
 
     def run(self, past: int, length: int, inputs: Mapping[str, Array]) -> dict[str, Array]:
@@ -220,9 +222,10 @@ class Program:
     def _shape(self, name: str) -> str | None:
         """The slot of a shape, if it grows evenly with P and S."""
         learnt = self._learn(name)
-        if learnt is None:
-            return None
         node = self._blueprint.producers[name][0]
+        if learnt is None:
+            self._uneven.append(operands(node)[0])
+            return None
         self._sized.append(operands(node)[0])
         matrix = learnt if is_standard(node, "Shape") else learnt[0]
         if not matrix[..., 1:].any():
@@ -230,6 +233,17 @@ class Program:
         slot = self._slot(("shape", matrix.shape, matrix.tobytes()))
         self._shapes[slot] = matrix
         return slot
+
+    def _behind_unlearnt(self) -> list[Array]:
+        """Constants that take part in shapes that could not be learnt: they may say at which lengths these turn."""
+        pending, seen = list(self._uneven), set(self._uneven)
+        while pending:
+            made = self._blueprint.producers.get(pending.pop())
+            more = [n for n in (operands(made[0]) if made is not None else ()) if n and n not in seen]
+            seen.update(more)
+            pending += more
+        values = [self._blueprint.constant(name) for name in sorted(seen) if self._blueprint.is_constant(name)]
+        return [value for value in values if value is not None]
 
     def _learn(self, name: str) -> Array | None:
         """How each number of a tensor grows, int64 ``[numbers, 3 + kinds of past that is cut]``."""
