@@ -17,7 +17,7 @@ from graphs import Graph
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
-from slope_graphs import added, distance
+from slope_graphs import added, distance, table
 
 import trt_kvcache.importer.normalize as stage
 from trt_kvcache.errors import UnsupportedModelError
@@ -104,7 +104,11 @@ def shifted(odd: Odd) -> onnx.ModelProto:
     return make_decoder(Decoder(positions="none", after=after))
 
 
-@pytest.mark.parametrize(("scores", "heads"), [({}, 1), ({"scores": added(distance)}, 4)], ids=["mask", "bias"])
+@pytest.mark.parametrize(
+    ("scores", "heads"),
+    [({}, 1), ({"scores": added(distance)}, 4), ({"scores": added(table)}, 1)],
+    ids=["mask", "bias", "rows"],
+)
 def test_long_updates_are_as_long_as_all_heads_afford(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scores: dict[str, Any], heads: int
 ) -> None:

@@ -87,9 +87,10 @@ class _Check:
 
     def _heads(self, promises: Sequence[Promise]) -> int:
         """How many heads have numbers of their own for each query and key, as biases do."""
-        sample = self.samples.learning[0]
+        sample = max(self.samples.learning, key=lambda sample: sample.length)
         values = [sample.probe.given(p.given).value(name) for p in promises for name in p.names]
-        return max((value.shape[-3] for value in values if value is not None and value.ndim > 2), default=1) or 1
+        shapes = [value.shape for value in values if value is not None and value.ndim > 2]
+        return max((n for *_, n, s, t in shapes if s == sample.length and t >= sample.total), default=1) or 1
 
     def _step(self, past: int, length: int) -> Sample:
         return self.samples.step(self.batch, past, length, padded=self.padded)
