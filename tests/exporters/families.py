@@ -17,10 +17,13 @@ _KV = {"num_key_value_heads": 2}
 _LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS = _LOCAL | {"num_experts": 4, "moe_intermediate_size": 32}
 _GPT = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "n_positions": POSITIONS, "n_ctx": POSITIONS}
-_LATENT = {
+_RANKS = {
     "q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+_LATENT = _RANKS | {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 1,
-    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "num_key_value_heads": 4, "head_dim": 8,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "head_dim": 8,
 }  # fmt: skip
 _FALCON = {"ffn_hidden_size": 96, "tie_word_embeddings": True}
 _LONG = {"short_factor": [1.0 + 0.1 * i for i in range(8)], "long_factor": [2.0 + 0.3 * i for i in range(8)]}
@@ -70,6 +73,7 @@ FAMILIES = {
     "gemma": _text("Gemma", {"num_key_value_heads": 1, "head_dim": 32, "tie_word_embeddings": True}),
     "glm": _text("Glm", GROUPED | {"partial_rotary_factor": 0.5, "attention_bias": False}),
     "glm4": _text("Glm4", GROUPED | {"partial_rotary_factor": 0.5, "attention_bias": False}),
+    "glm4_moe_lite": _text("Glm4MoeLite", _LATENT),
     "gpt_bigcode": _text("GPTBigCode", _GPT | {"multi_query": True}),
     "gpt_neo": _text(
         "GPTNeo",
@@ -86,6 +90,8 @@ FAMILIES = {
         "Lfm2",
         _KV | {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "hidden_act": "silu"},
     ),
+    "minicpm3": _text("MiniCPM3", _RANKS),
+    "mistral4": _text("Mistral4", _LATENT),
     "mixtral": _text("Mixtral", GROUPED | _LOCAL | {"sliding_window": WINDOW}),
     "mpt": _text(
         "Mpt",
@@ -123,6 +129,7 @@ FAMILIES = {
     "starcoder2": _text("Starcoder2", _KV | {"sliding_window": WINDOW}),
     "vaultgemma": _text("VaultGemma", GEMMA | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 30.0}),
     "xglm": _text("XGLM", {"d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 4}),
+    "youtu": _text("Youtu", _RANKS),
     "bart": _pair("Bart", _PAIR),
     "blenderbot": _pair("Blenderbot", _PAIR),
     "longt5": _pair("LongT5", _T5 | {"encoder_attention_type": "local", "local_radius": 8}),
