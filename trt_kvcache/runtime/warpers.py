@@ -20,7 +20,7 @@ Scores = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 _HEAD = 1024
-_ROUNDS = 64
+_ROUNDS = 32
 
 
 @dataclass(frozen=True, eq=False)
