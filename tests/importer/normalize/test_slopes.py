@@ -166,6 +166,10 @@ LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
     "one key off at one length": ({"scores": added(_one_key_off)}, "(17 tokens in the cache|other than 0)"),
     "slopes of the length": ({"scores": added(_of_length)}, "other than 0 and the lowest"),
     "squares": ({"scores": added(_squares)}, "other than 0 and the lowest"),
+    "squares, scaled with the scores": (
+        {"scores": lambda g, scores: g.node("Mul", [added(_squares)(g, scores), g.number(0.5)])},
+        "scales its scores by 0.5 behind a bias",
+    ),
     "not even": ({"scores": added(_turned)}, "other than 0 and the lowest"),
     "of the tokens": ({"scores": added(_of_tokens)}, "weights or tokens take part"),
     "not causal": ({"scores": added(distance), "mask": "none"}, "is not causal"),

@@ -17,6 +17,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import BOOL, elem_type
 from trt_kvcache.importer.normalize.findings import Visibility
+from trt_kvcache.importer.normalize.mask_values import is_biased
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _LOWEST = -4e3  # scores of half precision are above it when scaled by 1 / sqrt(256)
@@ -61,6 +62,13 @@ def hold_hidden(node: str, hiders: Iterable[Hider], samples: Samples) -> None:
                 if not seen.size:
                     return
             shown = "unknown" if value is None else f"{float(np.max(seen)):g}"
+            if hider.added and value is not None and is_biased(value):
+                raise UnsupportedModelError(
+                    f"'{node}' scales its scores by {hider.factor:g} behind a bias, '{hider.tensor.name}', with numbers "
+                    f"such as {shown}; supported are slopes that grow by one number for each head with each key, at "
+                    "every length (ALiBi), and these do not with so many tokens, as when they are rounded to bfloat16: "
+                    "export the bias in the type of the scores, or take a smaller capacity"
+                )
             raise UnsupportedModelError(
                 f"'{node}' scales scores that are masked already, by {hider.factor:g}, and '{hider.tensor.name}', "
                 f"which masks them, is {shown}; supported are factors before the mask, or behind one that is 0 or at "
