@@ -82,7 +82,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a floor that comes up": ({"masked": lambda g, s: _times(0.25)(g, g.node("Max", [s, g.number(-1e4)]))}, MASKED),
     "a mask that is high for long texts": ({"masked": _late, "mask": "none"}, f"{MASKED}, by 0.5, and .* is -5000"),
-    "a bias": ({"masked": lambda g, s: _times(0.5)(g, g.node("Add", [s, g.number(-3.0)]))}, "behind a bias, .* such as -3"),
+    "a bias": (
+        {"masked": lambda g, s: _times(0.5)(g, g.node("Add", [s, g.number(-3.0)]))},
+        "behind a bias, .* such as -3",
+    ),
     "negative": ({"masked": _times(-0.5)}, "by -0.5; supported are factors above 0"),
     "own numbers": ({"mask": "own", "own_type": np.float32}, "own mask 'mask', and scales it by 0.5"),
     "capped behind": ({"masked": lambda g, s: g.node("Tanh", [_times(0.5)(g, s)])}, "caps scores that are masked"),
