@@ -65,9 +65,9 @@ def hold_hidden(node: str, hiders: Iterable[Hider], samples: Samples) -> None:
             if hider.added and value is not None and is_biased(value):
                 raise UnsupportedModelError(
                     f"'{node}' scales its scores by {hider.factor:g} behind a bias, '{hider.tensor.name}', with "
-                    f"numbers such as {shown}; supported are slopes that grow by one number for each head with each key, "
-                    "at every length (ALiBi), and these do not with so many tokens, as when they are rounded to bfloat16: "
-                    "export the bias in the type of the scores, or take a smaller capacity"
+                    f"numbers such as {shown}; supported are slopes that grow by one number for each head with each "
+                    "key, at every length (ALiBi), and these do not with so many tokens, as when they are rounded to "
+                    "bfloat16: export the bias in the type of the scores, or take a smaller capacity"
                 )
             raise UnsupportedModelError(
                 f"'{node}' scales scores that are masked already, by {hider.factor:g}, and '{hider.tensor.name}', "
