@@ -21,7 +21,7 @@ from slope_graphs import added, distance, table
 
 import trt_kvcache.importer.normalize as stage
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize import lengths
+from trt_kvcache.importer.normalize import exported, lengths
 from trt_kvcache.importer.normalize.program import Program, Step
 from trt_kvcache.importer.normalize.samples import Samples
 
@@ -435,7 +435,8 @@ def test_a_program_computes_what_probes_do(path: Path, monkeypatch: pytest.Monke
         _compare(samples)
         real(samples)
 
-    monkeypatch.setattr(stage, "check_promises", compared)
+    for module in (exported, stage):
+        monkeypatch.setattr(module, "check_promises", compared)
     model = onnx.load(path)
     try:
         _plan(model, 64)
@@ -485,7 +486,7 @@ def test_masks_of_layers_that_are_alike_are_one(
         program = Program(samples.blueprint, names, learnt, {})
         found.append(len({program.key(name) for name in names}))
 
-    monkeypatch.setattr(stage, "check_promises", counted)
+    monkeypatch.setattr(exported, "check_promises", counted)
     _plan(make_decoder(Decoder(layers=len(windows), mask="none", scores=scores)), 24)
     assert found[0] == kinds
 

@@ -3,7 +3,7 @@
     com.microsoft operators -> standard ones            contrib, rotary, nbits, zero_points
     opset 17..23 -> 24                                  opset
     what is read and proven, in which order             exported
-    what the inputs are, samples of a step              samples, probe, sizes
+    what the inputs are, samples of a step              samples, probe (blueprint), sizes
     constants in disguise                               fixed
     caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows),

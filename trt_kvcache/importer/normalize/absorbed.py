@@ -26,11 +26,11 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
+from trt_kvcache.importer.normalize.blueprint import Array
 from trt_kvcache.importer.normalize.cache_reads import elem_type_of, smallest
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.computed import MOVES, Computed
 from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.probe import Array
 from trt_kvcache.importer.normalize.row_functions import RowFunction
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast

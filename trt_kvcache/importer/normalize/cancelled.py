@@ -14,9 +14,10 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import dims
+from trt_kvcache.importer.normalize.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
+from trt_kvcache.importer.normalize.probe import Probe, Shape
 from trt_kvcache.importer.normalize.program import Program, Step
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole

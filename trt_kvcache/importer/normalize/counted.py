@@ -17,8 +17,8 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT32, INT64, elem_type, is_op, producer, small_constant
+from trt_kvcache.importer.normalize.blueprint import Array
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.probe import Array
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 NOTE = (

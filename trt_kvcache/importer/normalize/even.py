@@ -14,7 +14,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.probe import Array
+from trt_kvcache.importer.normalize.blueprint import Array
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _FAR = 1 << 40

@@ -15,6 +15,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
+from trt_kvcache.importer.normalize.blueprint import Blueprint
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
 from trt_kvcache.importer.normalize.computed import Computed, find_computed
@@ -32,7 +33,6 @@ from trt_kvcache.importer.normalize.merged_heads import split_heads
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.normalize.probe import Blueprint
 from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.normalize.sizes import check_sizes
 from trt_kvcache.importer.normalize.states import find_states, resized

@@ -22,8 +22,9 @@ from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.inline import splice_body
+from trt_kvcache.importer.normalize.blueprint import Array, Blueprint, is_standard
 from trt_kvcache.importer.normalize.lengths import check_promises
-from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, is_standard
+from trt_kvcache.importer.normalize.probe import Probe
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 
 _LARGEST = 1 << 16  # elements of a constant

@@ -18,11 +18,12 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import draw
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.probe import Array, Blueprint, Probe, Shape
+from trt_kvcache.importer.normalize.probe import Probe, Shape
 from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.plan import OriginalRole, Role, TensorRole
 from trt_kvcache.importer.planes import place_positions

@@ -22,9 +22,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, is_op
+from trt_kvcache.importer.normalize.blueprint import Array
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.probe import Array
 from trt_kvcache.importer.normalize.samples import Promise, Sample, Samples
 from trt_kvcache.importer.normalize.views import static_layout
 from trt_kvcache.importer.plan import OriginalRole

@@ -4,8 +4,7 @@ What a mask looks like, where a scatter writes, how a chain of operators moves d
 graph input and the value of some. From these follow the exact shape of every tensor, and the exact value of every one
 that no weight and no token reaches: shape arithmetic, positions, masks. Any tensor may be given a value, which then
 stands for what its producer would make; so a chain of operators can be fed numbers and its result compared with what it
-should be. Values come from ONNX's reference evaluator, shapes from ONNX shape inference, operator by operator, only for
-what is asked. Of large weights, only those are read that have the shape of a bias of scores.
+should be. Operators are evaluated by the `Blueprint` of the model, one by one, only for what is asked.
 
 The layers of a decoder do the same with tensors of the same shapes. So within a sample, what an operator makes of the
 same types and values is made once:
@@ -16,208 +15,22 @@ same types and values is made once:
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, cast
 
 import numpy as np
-import numpy.typing as npt
 import onnx
-from onnx import numpy_helper
-from onnx.reference.ops import load_op
 
-from trt_kvcache.importer.protos import may_be_bias
+from trt_kvcache.importer.normalize.blueprint import SIZES, Array, Blueprint, Maker
 
-Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
 _Type = bytes  # an onnx.TypeProto, serialized: hashable, and equal only where all of it is
 _Fact = tuple[str, bool]  # a tensor's value, or its type
 
-# Inputs whose values decide the shape of the output, by operator; every other operator's output shape follows from
-# shapes.
-_SHAPED_BY: dict[str, tuple[int, ...]] = {
-    "Reshape": (1,), "Expand": (1,), "Slice": (1, 2, 3, 4), "Tile": (1,), "Range": (0, 1, 2), "ConstantOfShape": (0,),
-    "Squeeze": (1,), "Unsqueeze": (1,), "Pad": (1, 3), "Split": (1,), "TopK": (1,), "OneHot": (1,), "Resize": (2, 3),
-    "ReduceSum": (1,), "ReduceMean": (1,), "ReduceMax": (1,), "ReduceMin": (1,), "ReduceProd": (1,), "ReduceL2": (1,),
-    "ReduceSumSquare": (1,), "CenterCropPad": (1,),
-}  # fmt: skip
-_LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
-_SMALL = 1 << 12  # bytes of a constant; larger ones are not compared
-_SIZES = ("Shape", "Size")
 COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
 FILLED = ("ScatterElements", "ScatterND")  # as large as their first input, whatever is written into it
-_RANDOM = ("RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial")
-_SPREAD = ("Expand", "ConstantOfShape", "Tile", "Range")  # make much of little
+_LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
 _VALUE, _TYPE = True, False
-_READABLE = {  # masks kept as buffers, and rows counted over a capacity
-    onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32,
-    onnx.TensorProto.INT64,
-}  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Maker:
-    """What makes a tensor: one output of a node that is no Constant. Protos are slow to read, so this is read once.
-
-    Attributes:
-        node: the node.
-        index: of the output.
-        op: its operator, with the domain where that is not ONNX's own.
-        form: equal for nodes that do the same to their inputs.
-        inputs: names; empty where one is left out.
-        operands: names of the tensors whose values count for its value,
-        likes: and of those whose types do;
-        shaped_by: and of those whose values count for its type.
-    """
-
-    node: onnx.NodeProto
-    index: int
-    op: str
-    form: int
-    inputs: tuple[str, ...]
-    operands: tuple[str, ...]
-    likes: tuple[str, ...]
-    shaped_by: tuple[str, ...]
-
-
-class Blueprint:
-    """A model as probes read it: made once, shared by all samples.
-
-    Args:
-        model: flat, with named tensors. Not kept in sync with later edits.
-        weights: large inline initializers that were detached from `model`, by name; only integers, masks and what has
-            the shape of a bias are read.
-    """
-
-    def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
-        self.model = model
-        self.opsets = {o.domain if o.domain != "ai.onnx" else "": o.version for o in model.opset_import}
-        self.producers: dict[str, tuple[onnx.NodeProto, int]] = {}
-        for node in model.graph.node:
-            for index, name in enumerate(node.output):
-                if name:
-                    self.producers[name] = (node, index)
-        self.initializers = {t.name: t for t in model.graph.initializer}
-        self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
-        self._weights = weights
-        self._makers: dict[str, Maker | None] = {}
-        self._forms: dict[Hashable, int] = {}
-        self._operators: dict[int, Callable[..., Any] | None] = {}
-        self._constants: dict[str, Array | None] = {}
-        self._contents: dict[Hashable, Array] = {}
-
-    def constant(self, name: str) -> Array | None:
-        """The value of a Constant, or of an initializer that is small or may be a mask; None for all other tensors.
-
-        Small ones of the same content are the same object.
-        """
-        if name not in self._constants:
-            value = self._constant(name) if self.is_constant(name) else None
-            if value is not None and value.nbytes <= _SMALL and not value.dtype.hasobject:
-                value = self._contents.setdefault((value.dtype, value.shape, value.tobytes()), value)
-            self._constants[name] = value
-        return self._constants[name]
-
-    def _constant(self, name: str) -> Array | None:
-        if name not in self.initializers:
-            node = self.producers[name][0]
-            return _run(node, self._operator(node), [])[0]
-        tensor = self.initializers[name]
-        external = tensor.data_location == onnx.TensorProto.EXTERNAL
-        if external and name in self._weights and (tensor.data_type in _READABLE or may_be_bias(tensor)):
-            tensor, external = self._weights[name], False
-        return None if external else np.asarray(numpy_helper.to_array(tensor))
-
-    def constant_tensor(self, name: str) -> onnx.TensorProto | None:
-        """The tensor that a Constant holds, which may have its data elsewhere; None for all other tensors."""
-        node = self.producers[name][0] if name in self.producers else None
-        if node is None or not is_standard(node, "Constant"):
-            return None
-        return next((a.t for a in node.attribute if a.name == "value"), None)
-
-    def is_constant(self, name: str) -> bool:
-        """Whether a tensor is an initializer or comes from a Constant."""
-        made = self.producers.get(name)
-        return name in self.initializers or (made is not None and is_standard(made[0], "Constant"))
-
-    def maker(self, name: str) -> Maker | None:
-        """What makes a tensor; None for constants and inputs of the graph."""
-        if name not in self._makers:
-            made = None if self.is_constant(name) else self.producers.get(name)
-            self._makers[name] = None if made is None else self._maker(*made)
-        return self._makers[name]
-
-    def _maker(self, node: onnx.NodeProto, index: int) -> Maker:
-        op = str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
-        inputs = tuple(node.input)
-        counted = tuple(operands(node)) if op not in _SIZES else ()
-        likes = (node.output[0],) if op in _SPREAD else inputs[len(counted) :]
-        shaped_by = tuple(inputs[i] for i in _SHAPED_BY.get(op, ()) if i < len(inputs) and inputs[i])
-        return Maker(node, index, op, self._form(node), inputs, counted, likes, shaped_by)
-
-    def _form(self, node: onnx.NodeProto) -> int:
-        inputs = list(node.input)
-        places = tuple(inputs.index(n) if n else -1 for n in inputs)
-        attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
-        content = (node.domain, node.op_type, attributes, places, tuple(map(bool, node.output)))
-        return self._forms.setdefault(content, len(self._forms))
-
-    def evaluate(self, node: onnx.NodeProto, inputs: Sequence[Array | None]) -> Sequence[Array | None]:
-        """The outputs of a node, by ONNX's reference implementation of its operator.
-
-        Args:
-            node: any of the model.
-            inputs: None where one is left out.
-
-        Returns:
-            One value for each output; None where they are unknown: no such implementation, a subgraph, chance, or
-            inputs that do not fit.
-        """
-        if is_standard(node, "Dropout") and any(np.any(value) for value in inputs[2:]):
-            return [None] * len(node.output)  # in training
-        form = self._form(node)
-        if form not in self._operators:
-            self._operators[form] = self._operator(node)
-        return _run(node, self._operators[form], inputs)
-
-    def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
-        """The reference implementation of a node, with its attributes."""
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or is_standard(node, *_RANDOM):
-            return None
-        try:
-            made = load_op(domain, node.op_type, self.opsets.get(domain, 1))
-            settings = {"log": lambda *_: None, "opsets": self.opsets, "verbose": 0, "new_ops": None}
-            return cast("Callable[..., Any]", made(node, settings).run)
-        except Exception:  # noqa: BLE001 - no such operator: its values are unknown
-            return None
-
-    def infer(
-        self, node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto], values: Mapping[str, Array]
-    ) -> Mapping[str, onnx.TypeProto]:
-        """The types of the outputs of a node, by ONNX's shape inference: those that it finds.
-
-        Args:
-            node: any of the model.
-            types: of its inputs.
-            values: of those that decide the shape of the output.
-        """
-        if node.domain == "com.microsoft":
-            return _contrib_outputs(node, types)
-        if node.op_type == "Range":
-            values = {name: value.reshape(()) if value.size == 1 else value for name, value in values.items()}
-        data = {name: numpy_helper.from_array(value) for name, value in values.items()}
-        domain = "" if node.domain == "ai.onnx" else node.domain
-        try:
-            schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
-            inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
-                schema, node, dict(types), data
-            )
-        except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
-            return {}
-        return inferred
 
 
 class Probe:
@@ -334,7 +147,7 @@ class Probe:
             types[name] = _type(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
             return ()
         maker = self._blueprint.maker(name)
-        if maker is None or maker.op in _SIZES:
+        if maker is None or maker.op in SIZES:
             if name in self._blueprint.producers and name not in values:
                 return [(name, _VALUE)]
             types[name] = self._stated(name)
@@ -382,31 +195,6 @@ class Probe:
         return None
 
 
-def _run(
-    node: onnx.NodeProto, operator: Callable[..., Any] | None, inputs: Sequence[Array | None]
-) -> Sequence[Array | None]:
-    if is_standard(node, "Range"):  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
-        inputs = [v.reshape(()) if v is not None and v.size == 1 else v for v in inputs]
-    try:
-        if operator is not None:
-            with warnings.catch_warnings(), np.errstate(all="ignore"):
-                warnings.simplefilter("ignore")
-                return [np.asarray(value) for value in operator(*inputs)]
-    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
-        return [None] * len(node.output)
-    return [None] * len(node.output)
-
-
-def is_standard(node: onnx.NodeProto, *op_types: str) -> bool:
-    """Whether a node is one of these operators of ONNX itself."""
-    return node.op_type in op_types and node.domain in ("", "ai.onnx")
-
-
-def operands(node: onnx.NodeProto) -> list[str]:
-    """The inputs whose values count: of what CastLike is like, it is the type."""
-    return list(node.input)[:1] if is_standard(node, "CastLike") else list(node.input)
-
-
 @lru_cache(1 << 16)
 def _type(elem_type: int, shape: Shape) -> _Type:
     kind: _Type = onnx.helper.make_tensor_type_proto(elem_type, list(shape)).SerializeToString(deterministic=True)
@@ -423,18 +211,3 @@ def _shape(kind: _Type) -> Shape | None:
 
 def _elem_type(kind: _Type) -> int:
     return int(onnx.TypeProto.FromString(kind).tensor_type.elem_type)
-
-
-def _contrib_outputs(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto]) -> dict[str, onnx.TypeProto]:
-    """The first output of the attention operators of com.microsoft: ``[B, S, heads * head size]``."""
-    if node.op_type not in ("GroupQueryAttention", "MultiHeadAttention"):
-        return {}
-    query = types[node.input[0]].tensor_type
-    dims = [d.dim_value for d in query.shape.dim]
-    attributes = {a.name: a.i for a in node.attribute}
-    if len(dims) != 3:
-        return {}
-    if len(node.input) < 2 or not node.input[1]:  # packed
-        heads, kv_heads = attributes.get("num_heads", 1), attributes.get("kv_num_heads", attributes.get("num_heads", 1))
-        dims[2] = dims[2] * heads // (heads + 2 * kv_heads)
-    return {node.output[0]: onnx.helper.make_tensor_type_proto(query.elem_type, dims)}

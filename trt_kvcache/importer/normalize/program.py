@@ -21,7 +21,8 @@ import onnx
 import onnxruntime as ort
 from onnx import helper, numpy_helper
 
-from trt_kvcache.importer.normalize.probe import COUNTS, FILLED, Array, Blueprint, Probe, is_standard, operands
+from trt_kvcache.importer.normalize.blueprint import Array, Blueprint, is_standard, operands
+from trt_kvcache.importer.normalize.probe import COUNTS, FILLED, Probe
 
 _SMALL = 1 << 12  # bytes; larger constants are told apart by their names
 _NO_MESSAGES = 4

@@ -12,8 +12,9 @@ import numpy.typing as npt
 import onnx
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize.blueprint import Blueprint
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.probe import Blueprint, Probe, Shape
+from trt_kvcache.importer.normalize.probe import Probe, Shape
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
 from trt_kvcache.importer.planes import place_positions
 
