@@ -150,7 +150,7 @@ class ContextFactory:
         how = self._config(graphs=graphs) if trt.rtx else trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
         context = trt.engine.create_execution_context(how)
         trt.check(context, "make an execution context")
-        context.error_recorder = trt.recorder
+        context.error_recorder = self._trt.recorder
         trt.check(context.set_optimization_profile_async(profile, self._cuda.stream), f"use profile {profile}")
         made = Context(trt, context, self._cuda.stream, (how, self.kernels))
         if self._activations:
