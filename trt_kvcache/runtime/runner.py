@@ -109,7 +109,8 @@ class Runner(Protocol):
         """Run one step to its end.
 
         Returns:
-            ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Valid until the next call.
+            ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Memory of the runner's:
+            valid until the next call, `close` included.
 
         Raises:
             SessionError: it failed. Cache rows below `starts` hold what they held.
