@@ -1,9 +1,15 @@
-"""Launches the cache-update kernels on a GPU, without TensorRT: for the kernel's tests and its benchmark."""
+"""Launches kernels on a GPU, without TensorRT: for their tests and benchmarks.
+
+Kernels are loaded as an engine carries them: PTX, which the driver compiles; ``cuda.core.ObjectCode`` (1.2.2) hands it
+to ``cuLibraryLoadData`` without options. A cubin is what NVRTC's own ptxas makes of the same source.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,15 +36,28 @@ class KernelDevice:
         self.arch = "sm_{}{}".format(*self._device.compute_capability)
         self.stream = self._device.create_stream()
         self._handle = int(self.stream.handle)
-        self._kernels: dict[str, Any] = {}
+        self._kernels: dict[tuple[str, bool], Any] = {}
         self._memory: list[int] = []
 
-    def kernel(self, config: KernelConfig) -> Any:
-        """The kernel, compiled for this GPU and loaded once."""
-        if config.name not in self._kernels:
-            code = self._core.ObjectCode.from_cubin(compile_kernel(config, self.arch).code, name=config.name)
-            self._kernels[config.name] = code.get_kernel(config.name)
-        return self._kernels[config.name]
+    def kernel(self, config: KernelConfig, *, cubin: bool = False) -> Any:
+        """The kernel, loaded once: from PTX, or from a cubin for this GPU."""
+        key = config.name, cubin
+        if key not in self._kernels:
+            made = compile_kernel(config, self.arch, ptx=not cubin)
+            load = self._core.ObjectCode.from_cubin if cubin else self._core.ObjectCode.from_ptx
+            self._kernels[key] = load(made.code, name=config.name).get_kernel(config.name)
+        return self._kernels[key]
+
+    def load(self, configs: Iterable[KernelConfig]) -> None:
+        """Load PTX, a fifth of a second each, several at a time. A kernel that fails says so when it is used."""
+
+        def one(config: KernelConfig) -> None:
+            self._device.set_current()  # in this thread
+            self.kernel(config)
+
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for config in configs:
+                pool.submit(one, config)
 
     def empty_kernel(self) -> Any:
         """A kernel that does nothing: what a launch costs by itself."""
@@ -58,9 +77,11 @@ class KernelDevice:
         inputs: Sequence[int],
         scalars: Sequence[int],
         outputs: Sequence[int],
+        *,
+        cubin: bool = False,
     ) -> None:
         """Put an update on the stream, its arguments in TensorRT's order."""
-        self.launch(self.kernel(config), grid, block, *inputs, *map(np.int32, scalars), *outputs)
+        self.launch(self.kernel(config, cubin=cubin), grid, block, *inputs, *map(np.int32, scalars), *outputs)
 
     def allocate(self, size: int, fill: int = 0) -> int:
         """Memory of `size` bytes, each `fill`."""

@@ -40,7 +40,7 @@ class FakeKernelDevice:
 
     def launch_update(
         self, config: KernelConfig, grid: int, block: int, inputs: Sequence[int], scalars: Sequence[int],
-        outputs: Sequence[int],
+        outputs: Sequence[int], *, cubin: bool = False,
     ) -> None:  # fmt: skip
         expected = arguments(config)
         given = (len(inputs), len(scalars), len(outputs))
