@@ -1,0 +1,85 @@
+"""What a caller may decide about a plan.
+
+Nothing here imports ONNX or TensorRT.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Target(str, Enum):
+    """The builder that a plan is for."""
+
+    TENSORRT = "tensorrt"
+    TENSORRT_RTX = "tensorrt-rtx"
+
+
+class CacheLayout(str, Enum):
+    """The option ``--cache-layout``: may a cache change its physical layout?"""
+
+    AUTO = "auto"
+    """Sequence-major caches that only attention reads become ``[B, N, S_max, H]``: no transpose before attention."""
+    PRESERVE = "preserve"
+    """Every cache keeps its byte order."""
+
+
+class Fallback(str, Enum):
+    """The option ``--fallback``: what to do where TensorRT's own layer does not know an update."""
+
+    AUTO = "auto"
+    """`Route.PLUGIN` on TensorRT. On TensorRT for RTX, which has no plugins: `CONTRACT` where that is possible, else
+    `FUNCTIONAL`."""
+    CONTRACT = "contract"
+    """Native with a modulo on the write index, under the contract that no update straddles the wrap."""
+    FUNCTIONAL = "functional"
+    """Plain operators, no contract, not in place."""
+
+
+class Sliding(str, Enum):
+    """The option ``--sliding``: how to hold a cache of which attention only sees a window."""
+
+    LINEAR = "linear"
+    """All tokens up to the capacity, as the model has it."""
+    CIRCULAR = "circular"
+    """A circular buffer of the window and one update: memory and step time stop growing with the text."""
+
+
+class LatentAttention(str, Enum):
+    """The option ``--latent-attention``: how to attend where caches hold latents, and weights make keys and values."""
+
+    ABSORBED = "absorbed"
+    """Queries go to the latents: no row is multiplied with a weight. Fast where a step has few tokens."""
+    EXPANDED = "expanded"
+    """Keys and values of all rows in use are computed in each step, as exported. Fast where a step has many tokens."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What a caller may decide about a plan.
+
+    Attributes:
+        target: which builder the plan is for; its package need not be installed.
+        capacity: tokens per sequence, for a model whose cache length is symbolic.
+        cache_layout: may caches be reordered physically?
+        attention_span: read only the active rows of the caches (adds an input, see `SpanInput`).
+        fallback: what to do where TensorRT's own layer does not know an update.
+        packed_native: the target knows packed updates natively (TensorRT from 11.0 on, TensorRT for RTX).
+        config: a YAML file with name patterns for roles, used before the shipped ones.
+        sliding: how to hold caches of which attention only sees a window.
+        window_chunk: the most tokens of one update, where `sliding` makes circular caches: they hold that many rows
+            beside the window.
+        latent_attention: how to attend over latents.
+    """
+
+    target: Target = Target.TENSORRT_RTX
+    capacity: int | None = None
+    cache_layout: CacheLayout = CacheLayout.AUTO
+    attention_span: bool = True
+    fallback: Fallback = Fallback.AUTO
+    packed_native: bool = True
+    config: str | None = None
+    sliding: Sliding = Sliding.LINEAR
+    window_chunk: int = 128
+    latent_attention: LatentAttention = LatentAttention.ABSORBED
