@@ -38,19 +38,13 @@ class IndexLimits:
 
 def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
     """Bounds of the token and position inputs of a flat model."""
-    constants = {t.name: t for t in model.graph.initializer}
-    for node in model.graph.node:
-        for attribute in node.attribute if node.op_type == "Constant" else ():
-            whole = list(attribute.ints) if attribute.type == AttributeProto.INTS else attribute.i
-            numbers = attribute.name in ("value_int", "value_ints")
-            constants[node.output[0]] = numpy_helper.from_array(np.array(whole)) if numbers else attribute.t
     logits = [t.shape[-1] for t in plan.tensors if t.role is Role.LOGITS and t.io == "output" and t.shape]
     vocabulary = min((n for n in logits if isinstance(n, int)), default=None)
     limits = IndexLimits({}, {})
     for tensor in plan.tensors:
         if tensor.io != "input" or tensor.role not in (Role.TOKENS, Role.POSITIONS):
             continue
-        rows = _rows(model, tensor.name, constants)
+        rows = table_rows(model, tensor.name)
         if tensor.role is Role.TOKENS:
             known = [n for n in (rows, vocabulary) if n is not None]
             if known:
@@ -60,11 +54,12 @@ def index_limits(model: ModelProto, plan: CachePlan) -> IndexLimits:
     return limits
 
 
-def _rows(model: ModelProto, name: str, constants: dict[str, TensorProto]) -> int | None:
+def table_rows(model: ModelProto, name: str) -> int | None:
     """Rows of the smallest table that is looked up with this input, through casts, reshapes and a constant beside it.
 
     Rows before that of a 0 do not count.
     """
+    constants = _constants(model)
     aliases, found = {name: 0}, []  # and what was added on the way
     for node in model.graph.node:  # in topological order
         if node.op_type in _PASSING and node.input and node.input[0] in aliases:
@@ -81,6 +76,16 @@ def _rows(model: ModelProto, name: str, constants: dict[str, TensorProto]) -> in
             if len(inputs) > positions and inputs[positions] in aliases and inputs[table] in constants:
                 found.append(constants[inputs[table]].dims[0] - aliases[inputs[positions]])
     return min(found, default=None)
+
+
+def _constants(model: ModelProto) -> dict[str, TensorProto]:
+    constants = {t.name: t for t in model.graph.initializer}
+    for node in model.graph.node:
+        for attribute in node.attribute if node.op_type == "Constant" else ():
+            whole = list(attribute.ints) if attribute.type == AttributeProto.INTS else attribute.i
+            numbers = attribute.name in ("value_int", "value_ints")
+            constants[node.output[0]] = numpy_helper.from_array(np.array(whole)) if numbers else attribute.t
+    return constants
 
 
 def _shift(node: NodeProto, aliases: dict[str, int], constants: dict[str, TensorProto]) -> None:

@@ -249,6 +249,11 @@ class TensorRole:
     found_by: str
     axes: tuple[str, ...]
 
+    @property
+    def embedded(self) -> bool:
+        """Whether these are the tokens as embeddings ``[..., H]``, not as ids."""
+        return self.role is Role.TOKENS and "int" not in self.dtype
+
 
 @dataclass(frozen=True)
 class CachePlan:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Dim, Role, TensorRole
 
-__all__ = ["fixed_length", "fixed_rows", "named_axes"]
+__all__ = ["axes_with_planes", "fixed_length", "fixed_rows", "named_axes"]
 
 _ORDER = {
     Role.TOKENS: ("batch", "sequence"),
@@ -46,11 +46,12 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
     """The tensor with names for its axes that are fixed at the plan's batch or update length, where those are not 1."""
     sizes: dict[str, Dim | None] = {"batch": fixed_rows(plan), "sequence": fixed_length(plan)}
     axes, rank = list(tensor.axes), len(tensor.shape)
+    indexed = rank - 1 if tensor.embedded else rank  # the last axis of embeddings is their width
     if tensor.role is Role.MASK:  # [B, 1, S, L], [B, S, L] or [B, L]
         places = {"batch": 0} | ({"sequence": rank - 2} if rank > 2 else {})
     else:
-        places = {name: i for i, name in enumerate(_ORDER.get(tensor.role, ()))}
-        if rank == 1 and tensor.role in (Role.TOKENS, Role.POSITIONS) and tensor.shape[0] == sizes["sequence"]:
+        places = {name: i for i, name in enumerate(_ORDER.get(tensor.role, ())[:indexed])}
+        if indexed == 1 and tensor.role in (Role.TOKENS, Role.POSITIONS) and tensor.shape[0] == sizes["sequence"]:
             places = {"sequence": 0}
         elif rank == 3 and tensor.role is Role.POSITIONS:  # [planes, B, S]; the plan names the batch
             places = {"sequence": 2}
@@ -60,3 +61,10 @@ def named_axes(tensor: TensorRole, plan: CachePlan) -> TensorRole:
         if axis < rank and not axes[axis] and tensor.shape[axis] == sizes[name] != 1:
             axes[axis] = name
     return replace(tensor, axes=tuple(axes))
+
+
+def axes_with_planes(tensor: TensorRole) -> tuple[str, ...]:
+    """The axes of positions ``[planes, B, S]`` or ``[B, planes, S]``, with that of the planes named."""
+    fixed = [i for i, axis in enumerate(tensor.axes[:-1]) if not axis]
+    planes = max(fixed, key=lambda i: int(tensor.shape[i]))  # beside a batch that is fixed at 1
+    return tuple("planes" if i == planes else axis for i, axis in enumerate(tensor.axes))

@@ -15,6 +15,7 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.requests import ReadPrompt
 
 __all__ = ["beam_events"]
 
@@ -55,9 +56,7 @@ class _SlotBeams:
         self._live = len(chosen)
 
 
-def beam_events(
-    session: _Updater, prompts: Sequence[list[int]], config: GenerationConfig, constants: Sequence[Constants] = ()
-) -> Iterator[TokenEvent]:
+def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: GenerationConfig) -> Iterator[TokenEvent]:
     """The best hypothesis for each prompt, one prompt after the other.
 
     Raises:
@@ -65,14 +64,14 @@ def beam_events(
         SessionError: a step failed.
     """
     for index, prompt in enumerate(prompts):
-        given = constants[index] if constants else None
         slots: list[int] = []
         try:
             for _ in range(config.num_beams):
-                slots.append(_acquire(session, config.num_beams, given))
-            logits = session.update({slots[0]: prompt})[slots[0]][-1]
+                slots.append(_acquire(session, config.num_beams, prompt.constants))
+            prompt.append_to(session.cache.slot(slots[0]))
+            logits = session.update({slots[0]: []})[slots[0]][-1]
             room = session.cache.room(slots[0])
-            ids = np.array(prompt, np.int64)
+            ids = np.array(prompt.tokens, np.int64)
             best = beam_search(ids, logits, _SlotBeams(session, slots), config, room=room)[0]
         finally:
             with suppress(SessionError):  # closed meanwhile
@@ -81,7 +80,7 @@ def beam_events(
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)
 
 
-def _acquire(session: _Updater, beams: int, given: Constants | None) -> int:
+def _acquire(session: _Updater, beams: int, given: Constants) -> int:
     try:
         return session.cache.acquire(constants=given)
     except SlotError as error:

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
-from trt_kvcache.importer.plan import CacheUpdate, UpdateMode
+from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.constants import ConstantInputs, Constants
+from trt_kvcache.runtime.crop import check_crop
 from trt_kvcache.runtime.guard import Guard
-from trt_kvcache.runtime.inputs import carried_caches, linear_capacity
+from trt_kvcache.runtime.inputs import carried_caches
+from trt_kvcache.runtime.limits import SequenceLimits
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 
@@ -29,6 +31,9 @@ class KVCache:
     Args:
         runner: owns the buffers.
         guard: of the session.
+
+    Attributes:
+        limits: how long a sequence may become.
     """
 
     def __init__(self, runner: Runner, guard: Guard | None = None) -> None:
@@ -36,8 +41,7 @@ class KVCache:
         self._guard = guard or Guard()
         self._caches = carried_caches(runner.plan)
         self._rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
-        bounds = [b for b in (linear_capacity(runner.plan), runner.max_positions) if b is not None]
-        self._capacity = min(bounds, default=None)
+        self.limits = SequenceLimits(runner)
         self._constants = ConstantInputs(runner.plan)
         self._slots: dict[int, Slot] = {}
         self._next = 0
@@ -62,12 +66,18 @@ class KVCache:
             return self._runner.max_batch - len(self._slots)
 
     @property
+    def rows(self) -> int:
+        """Of every buffer: most sequences at a time."""
+        return self._runner.max_batch
+
+    @property
     def capacity(self) -> int | None:
         """Most tokens of one sequence; None where nothing bounds them: circular caches keep the last ones.
 
-        The rows of the smallest linear cache, or of the model's position table where that is shorter.
+        The rows of the smallest linear cache, or of the model's position table where that is shorter: a sequence that
+        was given positions may need fewer of these than it has tokens.
         """
-        return self._capacity
+        return self.limits.capacity
 
     @property
     def window(self) -> int | None:
@@ -87,7 +97,7 @@ class KVCache:
     def room(self, slot: int) -> int | None:
         """Tokens that still fit behind those of a slot; None where nothing bounds them."""
         with self._guard:
-            return None if self._capacity is None else self._capacity - len(self.slot(slot).tokens)
+            return self.limits.room(self.slot(slot))
 
     def largest_update(self, slot: int) -> int:
         """Most tokens that one step may write to a slot with the same result as one by one.
@@ -208,7 +218,7 @@ class KVCache:
             found = self.idle(slot)
             if not 0 <= length <= len(found.tokens):
                 raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
-            self._check_crop(slot, found, length)
+            check_crop(self._runner.plan, slot, found, length)
             self.drop(slot, length)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
@@ -276,7 +286,7 @@ class KVCache:
     def drop(self, slot: int, length: int) -> None:
         """`crop` without its checks."""
         found = self._slots[slot]
-        del found.tokens[length:]
+        found.cut(length)
         if length >= found.length:
             return
         found.length = length
@@ -291,6 +301,7 @@ class KVCache:
         found = self._slots[slot]
         found.length += tokens
         found.written = max(found.written, found.length)
+        found.embeds = found.embeds.within(found.length)
         self._dirty[found.row] = max(self._dirty[found.row], found.length)
 
     def note_touched(self, slot: int, stop: int) -> None:
@@ -338,11 +349,11 @@ class KVCache:
             names: dict[int, int] = {}
             try:
                 for old, slot in saved.slots.items():
-                    names[old] = self.acquire(slot.tokens, slot.constants)
-                    found = self._slots[names[old]]
-                    self._dirty[found.row] = slot.written
-                    saved.read(old, found.row)
-                    found.length, found.written = slot.length, slot.written
+                    names[old] = self.acquire(constants=slot.constants)
+                    row = self._slots[names[old]].row
+                    self._dirty[row] = slot.written
+                    saved.read(old, row)
+                    self._slots[names[old]] = slot.copy(row)
             except BaseException:
                 for name in names.values():
                     self.release(name)
@@ -377,24 +388,3 @@ class KVCache:
         self._clean(row, held)
         self._dirty[row] = max(self._dirty[row], held)
         self._runner.copy_rows(source.row, row, held)
-
-    def _check_crop(self, slot: int, found: Slot, length: int) -> None:
-        if self._runner.plan.states and 0 < length < found.length:
-            name = self._runner.plan.states[0].past
-            raise CapacityError(
-                f"slot {slot} cannot be cropped to {length} tokens: the model keeps state ('{name}') that every step "
-                "replaces, and what it was at that length is gone; reset the slot, or fork it before it grows"
-            )
-        for cache in self._caches:
-            if cache.mode is not UpdateMode.CIRCULAR or length >= found.length:
-                continue
-            if found.written > cache.capacity and length < found.written - 1:
-                raise CapacityError(_lost(slot, found, length, cache))
-
-
-def _lost(slot: int, found: Slot, length: int, cache: CacheUpdate) -> str:
-    return (
-        f"slot {slot} cannot be cropped to {length} tokens: circular cache '{cache.past}' holds the last "
-        f"{cache.capacity} of {found.written}, and what a sequence of {length} sees was overwritten; crop to "
-        f"{found.written - 1} or more, or fork the slot before it grows"
-    )

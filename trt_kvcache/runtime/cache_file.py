@@ -1,7 +1,9 @@
 """Saved slots: a safetensors file with tokens, cache contents and the identity of the model that they belong to.
 
 Tensors are ``<slot>/tokens`` (int64) and ``<slot>/<past>``: the cache rows in use, in the engine's layout, or
-state as a whole, and ``<slot>/<input>``: what the sequence was given once.
+state as a whole, and ``<slot>/<input>``: what the sequence was given once. Format 2 adds, for slots that have any, what
+they were given for their tokens: ``<slot>/given_positions`` (int64 ``[planes, K]``), ``<slot>/given_embeds``
+``[K, H]`` and ``<slot>/given_embeds_at`` (int64 ``[K]``) of those that wait. Without any, a file is of format 1.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ from trt_kvcache.errors import CacheFileError, OutputError, PromptError
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.constants import NO_CONSTANTS, ConstantInputs, Constants
 from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.embeddings import embedded_input
+from trt_kvcache.runtime.given import Embeds, Positions
+from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 
 __all__ = ["SavedSlots", "open_slots", "save_slots"]
 
 _FORMAT = "trt_kvcache.cache.1"
+_GIVEN_FORMAT = "trt_kvcache.cache.2"
 _PLAIN = ("float16", "float32", "float64", "bfloat16", "int8", "uint8", "int32", "int64", "bool")
 
 
@@ -69,14 +75,20 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
     tensors: dict[str, Array] = {}
     for name, slot in slots.items():
         tensors[f"{name}/tokens"] = np.array(slot.tokens, np.int64)
-        for given, array in slot.constants.arrays.items():
-            tensors[f"{name}/{given}"] = np.ascontiguousarray(_plain(array))
+        for constant, array in slot.constants.arrays.items():
+            tensors[f"{name}/{constant}"] = np.ascontiguousarray(_plain(array))
         for buffer in carried_buffers(runner.plan):
             data = runner.read_row(buffer.past, slot.row, min(slot.written, buffer.capacity))
             tensors[f"{name}/{buffer.past}"] = np.ascontiguousarray(_plain(data))
+        if slot.positions:
+            tensors[f"{name}/given_positions"] = np.ascontiguousarray(slot.positions.given)
+        if len(slot.embeds.at):
+            tensors[f"{name}/given_embeds_at"] = np.ascontiguousarray(slot.embeds.at)
+            tensors[f"{name}/given_embeds"] = np.ascontiguousarray(_plain(slot.embeds.rows))
+    given = any(slot.positions or len(slot.embeds.at) for slot in slots.values())
     lengths = {str(name): (slot.length, slot.written) for name, slot in slots.items()}
     metadata = {
-        "format": _FORMAT,
+        "format": _GIVEN_FORMAT if given else _FORMAT,
         "model": runner.identity(),
         "caches": _layout(runner),
         "slots": msgspec.json.encode(lengths).decode(),
@@ -105,9 +117,10 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
         raise CacheFileError(f"{path}: not a saved cache: {error}") from error
     with file:
         metadata: dict[str, str] = file.metadata() or {}  # type: ignore[no-untyped-call]
-        if metadata.get("format") != _FORMAT:
+        if metadata.get("format") not in (_FORMAT, _GIVEN_FORMAT):
             raise CacheFileError(
-                f"{path}: not a cache that this version saved (format {metadata.get('format')!r}, known is {_FORMAT!r})"
+                f"{path}: not a cache that this version saved (format {metadata.get('format')!r}, known are "
+                f"{_FORMAT!r} and {_GIVEN_FORMAT!r})"
             )
         identity = runner.identity()
         if metadata.get("model") != identity:
@@ -135,7 +148,26 @@ def _slots(file: Any, metadata: dict[str, str], path: Path, runner: Runner) -> d
         if not 0 <= length <= min(written, len(tokens)):
             raise CacheFileError(f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}")
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, path, runner))
+        _read_given(file, slots[name], name, path, runner)
     return slots
+
+
+def _read_given(file: Any, slot: Slot, name: int, path: Path, runner: Runner) -> None:
+    """Positions and embeddings of the slot's tokens, where the file has any."""
+    stored = set(file.keys())
+    if f"{name}/given_positions" in stored:
+        given = _tensor(file, f"{name}/given_positions", path)
+        planes = PositionInput(runner.plan).planes
+        if given.dtype != np.int64 or given.ndim != 2 or len(given) != planes or given.shape[1] > len(slot.tokens):
+            raise CacheFileError(f"{path}: slot {name}: positions {given.dtype} {list(given.shape)} of {planes} planes")
+        slot.positions = Positions(given)
+    if f"{name}/given_embeds" in stored:
+        tensor = embedded_input(runner.plan)
+        at, rows = (_tensor(file, f"{name}/given_embeds{part}", path) for part in ("_at", ""))
+        waiting = set(range(slot.length, len(slot.tokens)))
+        if tensor is None or rows.shape != (len(at), tensor.shape[-1]) or not waiting >= set(at.tolist()):
+            raise CacheFileError(f"{path}: slot {name}: embeddings {list(rows.shape)} of {len(waiting)} tokens")
+        slot.embeds = Embeds(at, rows.view(array_dtype(tensor.dtype)))
 
 
 def _constants(file: Any, slot: int, path: Path, runner: Runner) -> Constants:

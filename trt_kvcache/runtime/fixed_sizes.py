@@ -42,7 +42,16 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
     constants = list(batch.constants[:1] * rows)
     constants[taking_part] = batch.constants
     keep = batch.keep if length == batch.length or not batch.keep else length
-    whole = replace(batch, first_row=first, tokens=tokens, starts=starts, constants=tuple(constants), keep=keep)
+    beside = (taking_part.start, rows - taking_part.stop), (0, length - batch.length)
+    embeds, positions = batch.embeds, batch.positions
+    if embeds is not None:
+        embeds = np.pad(embeds, (*beside, (0, 0)))
+    if positions is not None:  # of some token in the step: all rows agree where the model takes one for all
+        positions = np.pad(positions, (beside[0], (0, 0), beside[1]), "edge")
+    whole = replace(
+        batch, first_row=first, tokens=tokens, starts=starts, constants=tuple(constants), keep=keep, embeds=embeds,
+        positions=positions,
+    )  # fmt: skip
     idle = [row for row in range(first, first + rows) if not 0 <= row - batch.first_row < batch.rows]
     names = [buffer.past for buffer in carried_buffers(runner.plan)]
     kept = [

@@ -10,9 +10,9 @@ import numpy as np
 from blake3 import blake3
 
 from trt_kvcache.engine.files import FileIdentity
-from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
-from trt_kvcache.runtime.axes import fixed_length, fixed_rows, named_axes
+from trt_kvcache.runtime.axes import axes_with_planes, fixed_length, fixed_rows, named_axes
 from trt_kvcache.runtime.constants import ConstantInputs
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.logits import StepLogits
@@ -61,17 +61,17 @@ def model_identity(files: Iterable[FileIdentity]) -> str:
 class StepInputs:
     """Fills the inputs of a step.
 
-    Positions, write indices and valid lengths follow from how many tokens each row holds. Where a token has several
-    positions (M-RoPE: time, height, width), all are the same, as is right for text; images would need others. Write
-    indices are not wrapped
-    for circular caches: the rewritten graph applies the modulo. Valid lengths end at the capacity. Masks hide what is
-    not written yet and, within a step, what comes later.
+    Positions, write indices and valid lengths follow from how many tokens each row holds; positions unless the step
+    brings its own. Where a token has several (M-RoPE: time, height, width), all are the same then, as is right for
+    text. Write indices are not wrapped for circular caches: the rewritten graph applies the modulo. Valid lengths end
+    at the capacity. Masks hide what is not written yet and, within a step, what comes later.
 
     Attributes:
         uniform: an input has no batch axis where rows differ, so that all rows of a step must start at one position.
         max_rows: most rows in a step; None where the model leaves its batch open.
         fixed_rows: the only number of rows that the model computes, where it is more than one; else None.
         constants: what the model is given once per sequence.
+        embedded: the input of embeddings, of a model that takes these for tokens.
         fixed_length: the only number of tokens per row and step that the model takes, or None.
 
     Args:
@@ -95,9 +95,16 @@ class StepInputs:
         self._dtypes = {t.name: array_dtype(t.dtype) for t in self._inputs}
         self.uniform = any(_has_no_rows(t) for t in self._inputs)
         self.constants = ConstantInputs(plan)
+        self.embedded = next((t for t in self._inputs if t.embedded), None)
         self.max_rows = fixed_rows(plan)
         self.fixed_rows = self.max_rows if self.max_rows != 1 else None
         self.fixed_length = fixed_length(plan)
+
+    def no_embeds(self, tokens: Array) -> Array | None:
+        """Zeros that stand for tokens ``[R, S]`` where the model takes embeddings: for steps that compute nothing."""
+        if self.embedded is None:
+            return None
+        return np.zeros((*tokens.shape, self.embedded.shape[-1]), self._dtypes[self.embedded.name])
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -173,10 +180,15 @@ class StepInputs:
         """Values of one input in a shape that broadcasts to its own."""
         names: tuple[str, ...]
         match tensor.role:
+            case Role.TOKENS if tensor.embedded:
+                return _embeds(batch, tensor)
             case Role.TOKENS:
                 values, names = _by_token(batch.tokens, tensor)
+            case Role.POSITIONS if batch.positions is not None and len(tensor.shape) == 3:
+                return _positions(batch.positions, tensor)
             case Role.POSITIONS:
-                values, names = _by_token(np.add.outer(batch.starts, np.arange(batch.length)), tensor)
+                counted = np.add.outer(batch.starts, np.arange(batch.length))
+                values, names = _by_token(counted if batch.positions is None else batch.positions[:, 0], tensor)
             case Role.WRITE_INDICES:
                 values, names = batch.starts, ("batch",)
             case Role.VALID_LENGTHS:
@@ -275,10 +287,10 @@ class StepInputs:
         for size, axis in zip(tensor.shape, tensor.axes, strict=True):
             if isinstance(size, str) and axis not in _SIZES:
                 raise UnsupportedModelError(f"{what}: nothing says how large its size '{size}' is; fix it in the model")
-        if tensor.role is not Role.MASK and array_dtype(tensor.dtype).kind not in "iu":
+        if tensor.role is not Role.MASK and not tensor.embedded and array_dtype(tensor.dtype).kind not in "iu":
             raise UnsupportedModelError(
                 f"{what} is the model's {tensor.role.value}, and the runtime fills it with integers; export a model "
-                "that takes token ids, positions and lengths as integers"
+                "that takes positions and lengths as integers"
             )
 
     def _check_cache(self, cache: CacheUpdate) -> None:
@@ -320,8 +332,33 @@ def _lowest(dtype: np.dtype[Any]) -> float:
     return float(ml_dtypes.finfo(dtype).min)  # type: ignore[no-untyped-call]
 
 
+def _embeds(batch: StepBatch, tensor: TensorRole) -> Array:
+    """Embeddings of the step in a shape that broadcasts to the input's.
+
+    Raises:
+        SessionError: the step has none.
+    """
+    if batch.embeds is None:
+        raise SessionError(
+            f"the model takes embeddings (input '{tensor.name}'), and the step has token ids alone; a session looks "
+            "them up: DecodeSession(runner, embeddings=...)"
+        )
+    values, names = _by_token(batch.embeds, tensor)
+    return _place(values, (*names, "width"), (*tensor.axes[:-1], "width"), mask=False)
+
+
+def _positions(given: Array, tensor: TensorRole) -> Array:
+    """Positions ``[R, planes, S]`` in a shape that broadcasts to the input's, which has planes."""
+    names: tuple[str, ...] = "batch", "planes", "sequence"
+    if "tokens" in tensor.axes:
+        given, names = given.transpose(1, 0, 2).reshape(given.shape[1], -1), ("planes", "tokens")
+    return _place(given, names, axes_with_planes(tensor), mask=False)
+
+
 def _by_token(values: Array, tensor: TensorRole) -> tuple[Array, tuple[str, ...]]:
-    return (values.reshape(-1), ("tokens",)) if "tokens" in tensor.axes else (values, ("batch", "sequence"))
+    if "tokens" in tensor.axes:
+        return values.reshape(-1, *values.shape[2:]), ("tokens",)
+    return values, ("batch", "sequence")
 
 
 def _place(values: Array, names: tuple[str, ...], axes: Sequence[str], mask: bool) -> Array:

@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import CapacityError, TrtKvCacheError
+from trt_kvcache.errors import CapacityError, SessionError, TrtKvCacheError
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.embeddings import Embeddings, embed_step
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.given import stack_positions
 from trt_kvcache.runtime.inputs import StepInputs
+from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
 
 __all__ = ["DecodeLoop", "Outcome"]
@@ -61,10 +65,12 @@ class DecodeLoop:
     Args:
         runner: executes the steps.
         cache: over the same runner.
+        embeddings: of token ids; None for models that take the ids.
     """
 
-    def __init__(self, runner: Runner, cache: KVCache) -> None:
+    def __init__(self, runner: Runner, cache: KVCache, embeddings: Embeddings | None = None) -> None:
         self._runner = runner
+        self._embeddings = embeddings
         self._cache = cache
         self._runs: dict[int, _Run] = {}
         self._outcomes: list[tuple[int, Outcome]] = []
@@ -108,7 +114,7 @@ class DecodeLoop:
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
-    def update(self, tokens: Mapping[int, Sequence[int]], keep: int) -> dict[int, npt.NDArray[np.float32]]:
+    def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
         """Append tokens to slots that do not run and write them, in as many steps as that takes.
 
         Returns:
@@ -117,22 +123,23 @@ class DecodeLoop:
         Raises:
             TrtKvCacheError: a step failed. The slots are as they were, as far as their caches allow.
         """
-        before = {name: self._cache.slot(name).length for name in tokens}
+        before = {name: self._cache.slot(name).copy(-1) for name in tokens}
         found: dict[int, list[npt.NDArray[np.float32]]] = {name: [] for name in tokens}
         try:
             for name, more in tokens.items():
-                self._cache.slot(name).tokens.extend(more)
+                more.append_to(self._cache.slot(name))
             self._cache.compact()
             while pieces := [self._piece(name, keep) for name in tokens if self._cache.slot(name).pending]:
                 for group in self._groups(pieces):
                     for piece, scores in zip(group, self._write(group), strict=True):
                         found[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
         except BaseException:
-            for name, length in before.items():
+            for name, held in before.items():
                 slot = self._cache.slot(name)
-                del slot.tokens[slot.length :]
+                slot.cut(slot.length)
                 with suppress(CapacityError):  # a circular cache that has wrapped meanwhile cannot go back
-                    self._cache.crop(name, length)
+                    self._cache.crop(name, held.length)
+                    slot.tokens, slot.embeds, slot.positions = held.tokens, held.embeds, held.positions
             raise
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
@@ -146,6 +153,7 @@ class DecodeLoop:
             room = self._cache.room(run.slot)
             most = self._cache.largest_update(run.slot) - 1
             draft = run.continuation.draft(most if room is None else min(most, room)).tolist()
+            draft = list(takewhile(self._has_embedding, draft))  # ids under given embeddings may have none
         return _Piece(run.slot, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
 
     def _piece(self, name: int, keep: int) -> _Piece:
@@ -172,18 +180,32 @@ class DecodeLoop:
             piece.row == last.row + 1
             and len(piece.tokens) == len(last.tokens)
             and len(group) < self._max_rows
-            and (piece.start == last.start or not self._uniform)
+            and (not self._uniform or self._stand_alike(piece, last))
             and self._cache.slot(piece.slot).constants.fits(self._cache.slot(last.slot).constants)
         )
 
+    def _stand_alike(self, piece: _Piece, other: _Piece) -> bool:
+        """Whether two pieces of one length have the same positions."""
+        places = [self._cache.slot(p.slot).positions for p in (piece, other)]
+        stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
+        return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
+
     def _write(self, group: list[_Piece]) -> Logits:
         """One step: logits ``[R, most positions that a piece keeps, V]``."""
+        slots = [self._cache.slot(piece.slot) for piece in group]
+        tokens = np.array([piece.tokens for piece in group], np.int64)
+        starts = [piece.start for piece in group]
+        embeds = None
+        if self._embeddings is not None:
+            embeds = embed_step(self._embeddings, tokens, starts, [slot.embeds for slot in slots])
         batch = StepBatch(
             first_row=group[0].row,
-            tokens=np.array([piece.tokens for piece in group], np.int64),
-            starts=np.array([piece.start for piece in group], np.int64),
+            tokens=tokens,
+            starts=np.array(starts, np.int64),
             keep=max(piece.keep for piece in group),
-            constants=tuple(c for piece in group if (c := self._cache.slot(piece.slot).constants).arrays),
+            constants=tuple(slot.constants for slot in slots if slot.constants.arrays),
+            embeds=embeds,
+            positions=stack_positions([slot.positions for slot in slots], starts, tokens.shape[1]),
         )
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
@@ -213,8 +235,15 @@ class DecodeLoop:
             self._end(piece.slot, run.continuation.finish(FinishReason.CAPACITY))
         elif run.continuation.finish_reason is None:
             self._outcomes.append((piece.slot, events[-1]))
+            token = run.continuation.next_token
+            if not self._has_embedding(token):
+                self._end(piece.slot, SessionError(f"the model chose token {token}, which the embeddings do not have"))
         else:
             self._end(piece.slot, events[-1])
+
+    def _has_embedding(self, token: int) -> bool:
+        rows = None if self._embeddings is None else self._embeddings.rows
+        return rows is None or token < rows
 
     def _end(self, slot: int, outcome: Outcome) -> None:
         run = self._runs[slot]

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
-from onnx import helper
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from trt_kvcache.engine.files import identify
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
@@ -25,6 +23,7 @@ from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort_attention import OPERATOR, fuse_attention
+from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
@@ -32,10 +31,6 @@ __all__ = ["OnnxRuntimeRunner"]
 _DEFAULT_BATCH = 8  # zeroed memory that is never touched costs nothing
 _DEFAULT_CHUNK = 512
 _BINDINGS = 64  # kept, by shape: decode needs one per batch size and span bucket
-_ORT_ERRORS = (
-    ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
-)  # fmt: skip
 
 
 @dataclass
@@ -170,7 +165,7 @@ class OnnxRuntimeRunner:
         """Run one step; see `Runner.step`."""
         with whole_step(self, self._inputs, batch) as whole:
             several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
-            logits = np.concatenate([self._step(row) for row in _rows(whole)]) if several else self._step(whole)
+            logits = np.concatenate([self._step(row) for row in whole.split()]) if several else self._step(whole)
         return asked_logits(logits, batch, whole)
 
     def _step(self, batch: StepBatch) -> Logits:
@@ -182,8 +177,8 @@ class OnnxRuntimeRunner:
             self._inputs.fill(batch, bound.inputs)
             bound.give(batch.constants)
             session.run_with_iobinding(bound.binding, self._run_options)
-        except (*_ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
-            raise SessionError(f"{self.name} failed: {_one_line(error)}") from None
+        except (*ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
+            raise SessionError(f"{self.name} failed: {one_line(error)}") from None
         except MemoryError:
             raise SessionError(
                 f"out of memory for a step of {batch.rows} x {batch.length} tokens; lower max_chunk or max_batch"
@@ -235,15 +230,16 @@ class OnnxRuntimeRunner:
         """The last size of the logits of a step over empty caches, which stay empty."""
         rows = self._inputs.max_rows or 1
         length = self._inputs.fixed_length or 1
-        batch = StepBatch(0, np.zeros((rows, length), np.int64), np.zeros(rows, np.int64))
+        tokens = np.zeros((rows, length), np.int64)
+        batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self._inputs.no_embeds(tokens))
         if self._inputs.constants.tensors:
             return 0  # nothing to give it yet
         spans = {n: self._spans[n][:size] for n, size in self._inputs.span_sizes(batch).items()}
         feeds = self._inputs.arrays(batch) | spans | {n: a[:rows] for n, a in self._past.items()}
         try:
             (logits,) = self._session.run([self._logits.name], feeds)
-        except (*_ORT_ERRORS, RuntimeError) as error:
-            raise SessionError(f"{self.name} failed: {_one_line(error)}") from None
+        except (*ORT_ERRORS, RuntimeError) as error:
+            raise SessionError(f"{self.name} failed: {one_line(error)}") from None
         return int(logits.shape[-1])
 
     def _bound(self, batch: StepBatch) -> _Bound:
@@ -258,33 +254,19 @@ class OnnxRuntimeRunner:
         held = batch.constants[0].arrays if batch.constants else {}
         given = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in held.items()}
         for name, array in (inputs | given | {n: self._spans[n][:size] for n, size in spans.items()}).items():
-            _bind(binding.bind_input, name, array)
+            bind(binding.bind_input, name, array)
         rows = slice(batch.first_row, batch.first_row + batch.rows)
         for name, buffer in self._carried.items():
-            _bind(binding.bind_input, name, self._past[name][rows])
-            _bind(binding.bind_output, buffer.present, self._present[name][rows])
+            bind(binding.bind_input, name, self._past[name][rows])
+            bind(binding.bind_output, buffer.present, self._present[name][rows])
         logits = np.empty(self._logits.shape(batch), self._logits.dtype)
-        _bind(binding.bind_output, self._logits.name, logits)
+        bind(binding.bind_output, self._logits.name, logits)
         bound = _Bound(binding, inputs, given, logits)
         if batch.length == 1:  # prompts come in all lengths, and their logits are large
             self._bindings[key] = bound
             if len(self._bindings) > _BINDINGS:
                 self._bindings.popitem(last=False)
         return bound
-
-
-def _bind(bind: Any, name: str, array: Array) -> None:
-    bind(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
-
-
-def _rows(batch: StepBatch) -> Iterator[StepBatch]:
-    """The rows of a step, each as a step of its own."""
-    for i in range(batch.rows):
-        one = slice(i, i + 1)
-        yield replace(
-            batch, first_row=batch.first_row + i, tokens=batch.tokens[one], starts=batch.starts[one],
-            constants=batch.constants[one],
-        )  # fmt: skip
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
@@ -306,9 +288,9 @@ def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) 
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
     try:
         return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    except _ORT_ERRORS as error:
+    except ORT_ERRORS as error:
         raise UnsupportedModelError(
-            f"{imported.source.path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {_one_line(error)}; "
+            f"{imported.source.path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; "
             "build an engine and run that on a GPU, or export the model in float32 or float16"
         ) from None
 
@@ -351,9 +333,3 @@ def _admit(one: int, asked: int | None) -> int:
             f"machine has {memory / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
         )
     return batch
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
-    # ONNX Runtime names the node first, then its own source file and C++ signature, then what is wrong.
-    return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"

@@ -3,20 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import CapacityError, OptionError, PromptError
+from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.constants import Constants
+from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.embeddings import embedded_input, is_float
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.given import Array
+from trt_kvcache.runtime.positions import PositionInput
+from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.speculation import SpeculationStats
 
-__all__ = ["Generation", "Given", "GivenAll", "Prompt", "PromptReader", "check_config", "for_each"]
+__all__ = [
+    "EmbedsAll",
+    "Generation",
+    "Given",
+    "GivenAll",
+    "PositionsAll",
+    "Prompt",
+    "PromptReader",
+    "ReadPrompt",
+    "check_config",
+    "for_each",
+]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
 """A text, where the session has a tokenizer, or token ids."""
@@ -26,6 +44,12 @@ Given = Mapping[str, npt.NDArray[Any]] | Constants
 
 GivenAll = Sequence[Given] | None
 """That of each prompt, in order; None for models that read nothing else."""
+
+EmbedsAll = Sequence[npt.NDArray[Any] | None] | None
+"""Embeddings ``[S, H]`` for the tokens of each prompt, in order; None for prompts that are ids alone."""
+
+PositionsAll = Sequence[npt.ArrayLike | None] | None
+"""Positions ``[S]`` or ``[planes, S]`` of the tokens of each prompt, in order; None where they follow one another."""
 
 
 @dataclass
@@ -58,39 +82,93 @@ class Generation:
         self.finish_reason = event.finish_reason
 
 
+@dataclass(frozen=True, eq=False)
+class ReadPrompt:
+    """One prompt as the decode loop takes it.
+
+    Attributes:
+        tokens: ids.
+        embeds: ``[S, H]`` in the model's dtype: what stands for all of them; None: what the session makes of the ids.
+        positions: int64 ``[planes, S]``; None: they follow what comes before.
+        constants: what the model reads beside it.
+    """
+
+    tokens: list[int]
+    embeds: Array | None = None
+    positions: npt.NDArray[np.int64] | None = None
+    constants: Constants = NO_CONSTANTS
+
+    def append_to(self, slot: Slot) -> None:
+        """Let it wait in a slot."""
+        slot.append(self.tokens, self.embeds, self.positions)
+
+
 class PromptReader:
-    """Turns prompts into token ids that the model knows.
+    """Turns what callers give into what the model knows.
 
     Args:
-        vocab: token ids are 0 to ``vocab - 1``.
-        capacity: most tokens of a sequence, or None.
+        runner: of the model.
+        cache: over it.
+        rows: token ids that have an embedding are 0 to ``rows - 1``; None: all.
         tokenizer: for texts, or None.
     """
 
-    def __init__(self, vocab: int, capacity: int | None, tokenizer: Any) -> None:
-        self._vocab, self._capacity, self._tokenizer = vocab, capacity, tokenizer
+    def __init__(self, runner: Runner, cache: KVCache, rows: int | None, tokenizer: Any) -> None:
+        self._vocab, self._cache, self._tokenizer = runner.vocab, cache, tokenizer
+        self._embedded = self._vocab if rows is None else min(self._vocab, rows)
+        self._tensor = embedded_input(runner.plan)
+        self._positions = PositionInput(runner.plan)
 
-    def read_all(self, prompts: Sequence[Prompt]) -> list[list[int]]:
-        """Token ids of several prompts, none of them empty.
+    @property
+    def vocab(self) -> int:
+        """Token ids that may be written are 0 to ``vocab - 1``."""
+        return self._embedded
+
+    def read_all(
+        self, prompts: Sequence[Prompt], constants: GivenAll, inputs_embeds: EmbedsAll, positions: PositionsAll
+    ) -> list[ReadPrompt]:
+        """Several prompts, none of them empty, with what is given beside each.
 
         Raises:
-            PromptError, CapacityError: see `read` and `check_length`.
+            PromptError: see `read`; or there are more or fewer of the others than prompts.
+            CapacityError: see `after`.
         """
         if isinstance(prompts, str) or any(isinstance(p, (int, np.integer)) for p in prompts):
             raise PromptError("prompts is one prompt; give a list of prompts, each a text or a list of token ids")
-        checked = [self.read(prompt) for prompt in prompts]
-        for i, tokens in enumerate(checked):
-            if not tokens:
+        embeds = for_each(prompts, inputs_embeds, "inputs_embeds", "an array or None")
+        places = for_each(prompts, positions, "positions", "an array or None")
+        checked = [self.read(*given) for given in zip(prompts, embeds, places, strict=True)]
+        for i, prompt in enumerate(checked):
+            if not prompt.tokens:
                 raise PromptError(f"prompt {i} is empty; it needs at least one token")
-            self.check_length(tokens, f"prompt {i}")
-        return checked
+            self.after(Slot(-1), prompt, f"prompt {i}")
+        beside = [self._cache.read_constants(given) for given in for_each(checked, constants, "constants", "a mapping")]
+        return [replace(prompt, constants=given) for prompt, given in zip(checked, beside, strict=True)]
 
-    def read(self, prompt: Prompt) -> list[int]:
-        """Token ids of one prompt, which may be empty.
+    def after(self, held: Slot, prompt: ReadPrompt, what: str) -> Slot:
+        """What a slot will hold with a prompt behind what it holds now.
 
         Raises:
-            PromptError: a text without a tokenizer, no flat list of integers, or an id that the model does not know.
+            CapacityError: more than fits.
         """
+        after = held.copy(held.row)
+        prompt.append_to(after)
+        self._cache.limits.check(after, what)
+        return after
+
+    def read(self, prompt: Prompt, inputs_embeds: Any, positions: Any) -> ReadPrompt:
+        """One prompt, which may be empty.
+
+        Raises:
+            PromptError: a text without a tokenizer, no flat list of integers, or an id that the model does not know; or
+                embeddings or positions that are not one for each token, or that the model does not take.
+        """
+        tokens = self._ids(prompt, self._embedded if inputs_embeds is None else self._vocab)
+        embeds = None if inputs_embeds is None else self._embeds(inputs_embeds, len(tokens))
+        places = None if positions is None else self._positions.read(positions, len(tokens))
+        return ReadPrompt(tokens, embeds, places)
+
+    def _ids(self, prompt: Prompt, bound: int) -> list[int]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise PromptError("a prompt is text, and there is no tokenizer; open the session with one, or give ids")
@@ -103,23 +181,30 @@ class PromptReader:
             return []
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of integers")
-        wrong = array[(array < 0) | (array >= self._vocab)]
+        wrong = array[(array < 0) | (array >= bound)]
         if wrong.size:
-            raise PromptError(f"token id {int(wrong[0])} is out of range; the model has 0 to {self._vocab - 1}")
+            what = "the model has" if bound == self._vocab else "there are embeddings for"
+            raise PromptError(f"token id {int(wrong[0])} is out of range; {what} 0 to {bound - 1}")
         ids: list[int] = array.tolist()
         return ids
 
-    def check_length(self, tokens: Sequence[int], what: str) -> None:
-        """Refuse more tokens than a cache holds.
-
-        Raises:
-            CapacityError: see above.
-        """
-        if self._capacity is not None and len(tokens) > self._capacity:
-            raise CapacityError(
-                f"{what} has {len(tokens)} tokens, and a sequence may have {self._capacity}; shorten it, or use a "
-                "model with a larger capacity"
+    def _embeds(self, given: Any, count: int) -> Array:
+        if self._tensor is None:
+            raise PromptError("the prompt has inputs_embeds, and the model takes token ids; leave them out")
+        array, width = np.asarray(given), self._tensor.shape[-1]
+        array = array[0] if array.ndim == 3 and len(array) == 1 else array
+        if array.shape != (count, width) or not is_float(array.dtype):
+            raise PromptError(
+                f"inputs_embeds are {array.dtype} {list(array.shape)}; for a prompt of {count} ids the model takes "
+                f"{self._tensor.dtype} [{count}, {width}]: an embedding for each id, those of images included, whose "
+                "ids are placeholders"
             )
+        made = np.array(array, array_dtype(self._tensor.dtype), order="C")  # the caller may change his
+        if not np.isfinite(made).all():
+            raise PromptError(
+                f"inputs_embeds hold NaN or infinity as {made.dtype}; give numbers that the model can read"
+            )
+        return made
 
 
 def check_config(config: GenerationConfig, plan: CachePlan) -> None:
@@ -135,17 +220,15 @@ def check_config(config: GenerationConfig, plan: CachePlan) -> None:
         )
 
 
-def for_each(prompts: Sequence[Sequence[int]], constants: GivenAll) -> Sequence[Given | None]:
-    """The constants of each prompt.
+def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, entry: str) -> Sequence[Any]:
+    """What belongs to each prompt; None for each where nothing is given.
 
     Raises:
         PromptError: there are more or fewer than prompts.
     """
-    if constants is None:
+    if values is None:
         return [None] * len(prompts)
-    if isinstance(constants, Mapping) or len(constants) != len(prompts):
-        found = "one mapping" if isinstance(constants, Mapping) else f"{len(constants)} entries"
-        raise PromptError(
-            f"constants is {found} for {len(prompts)} prompt(s); give a list with a mapping for each prompt"
-        )
-    return constants
+    if isinstance(values, Mapping) or len(values) != len(prompts):
+        found = "one mapping" if isinstance(values, Mapping) else f"{len(values)} entries"
+        raise PromptError(f"{name} is {found} for {len(prompts)} prompt(s); give a list with {entry} for each prompt")
+    return values

@@ -8,7 +8,8 @@ update's contract) the session has checked: a runner may rely on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -35,6 +36,8 @@ class StepBatch:
         starts: int64 ``[R]``: tokens in each row before this step, in total: not wrapped for circular caches.
         keep: logits of how many of the last positions the caller wants: 0 to S.
         constants: of each row, all of equal sizes; empty where the model takes none.
+        embeds: ``[R, S, H]`` in the model's dtype: what stands for the tokens, of a model that takes embeddings.
+        positions: int64 ``[R, planes, S]``, or one plane for all; None: each token stands where its cache row is.
     """
 
     first_row: int
@@ -42,6 +45,8 @@ class StepBatch:
     starts: npt.NDArray[np.int64]
     keep: int = 1
     constants: tuple[Constants, ...] = ()
+    embeds: Array | None = None
+    positions: npt.NDArray[np.int64] | None = None
 
     @cached_property
     def rows(self) -> int:
@@ -63,6 +68,16 @@ class StepBatch:
     def longest(self) -> int:
         """Most tokens in a row after this step."""
         return int(self.starts.max()) + self.length
+
+    def split(self) -> Iterator[StepBatch]:
+        """Each row as a step of its own."""
+        for i in range(self.rows):
+            one = slice(i, i + 1)
+            yield replace(
+                self, first_row=self.first_row + i, tokens=self.tokens[one], starts=self.starts[one],
+                constants=self.constants[one], embeds=None if self.embeds is None else self.embeds[one],
+                positions=None if self.positions is None else self.positions[one],
+            )  # fmt: skip
 
 
 class Runner(Protocol):

@@ -4,28 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import OptionError, PromptError, SessionError, SlotError, TrtKvCacheError
+from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.beam_slots import beam_events
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.embedding_files import find_embeddings
+from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.guard import Guard
-from trt_kvcache.runtime.loop import DecodeLoop, Outcome
+from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.open import open_runner, open_tokenizer
-from trt_kvcache.runtime.requests import Generation, Given, GivenAll, Prompt, PromptReader, check_config, for_each
+from trt_kvcache.runtime.requests import (
+    EmbedsAll,
+    Generation,
+    Given,
+    GivenAll,
+    PositionsAll,
+    Prompt,
+    PromptReader,
+    ReadPrompt,
+    check_config,
+)
 from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.streams import Streams
 
 __all__ = ["DecodeSession", "Generation", "Prompt"]
 
@@ -45,21 +57,21 @@ class DecodeSession:
     Args:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.tokenizer`.
+        embeddings: of token ids, for a model that takes embeddings; see `open`.
 
     Attributes:
         cache: the caches, and what may be done to them.
     """
 
-    def __init__(self, runner: Runner, tokenizer: Any = None) -> None:
+    def __init__(self, runner: Runner, tokenizer: Any = None, embeddings: GivenEmbeddings = None) -> None:
         self._guard = Guard()
         self._runner = runner
         self._tokenizer = tokenizer
         self.cache = KVCache(runner, self._guard)
-        self._reader = PromptReader(runner.vocab, self.cache.capacity, tokenizer)
-        self._loop = DecodeLoop(runner, self.cache)
-        # Outcomes of sequences that a stream added wait for that stream, those of all others for step().
-        self._mailboxes: dict[int, deque[tuple[int, Outcome]]] = {}
-        self._outcomes: list[Outcome] = []
+        made = open_embeddings(embeddings, runner.plan)
+        self._reader = PromptReader(runner, self.cache, None if made is None else made.rows, tokenizer)
+        self._loop = DecodeLoop(runner, self.cache, made)
+        self._streams = Streams(self._guard, self.cache, self._loop)
 
     @classmethod
     def open(
@@ -68,6 +80,7 @@ class DecodeSession:
         *,
         device: str = "auto",
         tokenizer: str | os.PathLike[str] | Any = None,
+        embeddings: GivenEmbeddings = None,
         max_batch: int | None = None,
         max_chunk: int | None = None,
         **options: Any,
@@ -78,6 +91,9 @@ class DecodeSession:
             path: an engine that ``trt-kvcache build`` wrote, or an ``.onnx`` file, which runs on the CPU.
             device: ``"cpu"``, ``"cuda"``, or ``"auto"``: what the file is for.
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes; None: token ids only.
+            embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
+                the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a tensor
+                in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside `path`.
             max_batch: most sequences at a time; None: what the engine was built for, or what fits.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
             options: for the runner: ``capacity`` (of caches that grow or have a symbolic length), ``plan_options``,
@@ -88,7 +104,14 @@ class DecodeSession:
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
         """
         reader = open_tokenizer(tokenizer)
-        return cls(open_runner(path, device, {"max_batch": max_batch, "max_chunk": max_chunk, **options}), reader)
+        runner = open_runner(path, device, {"max_batch": max_batch, "max_chunk": max_chunk, **options})
+        try:
+            if embeddings is None and embedded_input(runner.plan) is not None:
+                embeddings = find_embeddings(Path(path))
+            return cls(runner, reader, embeddings)
+        except BaseException:
+            runner.close()
+            raise
 
     @property
     def name(self) -> str:
@@ -103,7 +126,7 @@ class DecodeSession:
     @property
     def vocab(self) -> int:
         """Token ids are 0 to ``vocab - 1``."""
-        return self._runner.vocab
+        return self._reader.vocab
 
     @property
     def max_batch(self) -> int:
@@ -123,7 +146,13 @@ class DecodeSession:
     # --- whole generations
 
     def generate(
-        self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY, constants: GivenAll = None
+        self,
+        prompts: Sequence[Prompt],
+        config: GenerationConfig = _GREEDY,
+        constants: GivenAll = None,
+        *,
+        inputs_embeds: EmbedsAll = None,
+        positions: PositionsAll = None,
     ) -> list[Generation]:
         """Continue every prompt to its end.
 
@@ -131,33 +160,41 @@ class DecodeSession:
             prompts: texts or token ids; more than fit at a time take turns.
             config: for all of them.
             constants: what the model reads beside each prompt, see `Given`.
+            inputs_embeds: of each prompt, see `add`.
+            positions: of each prompt, see `add`.
 
         Returns:
             One result per prompt, in order.
 
         Raises:
-            PromptError: a prompt is empty, or has token ids that the model does not know; or constants do not fit it.
-            CapacityError: a prompt is longer than the cache.
+            PromptError: a prompt is empty, or has token ids that the model does not know; or constants, embeddings or
+                positions do not fit it.
+            CapacityError: a prompt is longer than the cache, or stands at positions that the model does not have.
             OptionError: the config does not fit the model.
             SlotError: no row is free, and none will be.
             SessionError: the session is closed, or a step failed.
         """
-        with self._guard:  # a closed session says so at the call
-            checked, given = self._read(prompts, config, constants)
-        results = [Generation(prompt) for prompt in checked]
+        checked = self._read(prompts, config, constants, inputs_embeds, positions)
+        results = [Generation(prompt.tokens) for prompt in checked]
         if config.num_beams > 1:
-            for event in beam_events(self, checked, config, given):
+            for event in beam_events(self, checked, config):
                 results[event.sequence].take(event)
             return results
         continuations = self._continuations(checked, config)
-        for event in self._stream(continuations, checked, given):
+        for event in self._streams.stream(continuations, checked):
             results[event.sequence].take(event)
         for result, continuation in zip(results, continuations, strict=True):
             result.speculation = continuation.speculation
         return results
 
     def stream(
-        self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY, constants: GivenAll = None
+        self,
+        prompts: Sequence[Prompt],
+        config: GenerationConfig = _GREEDY,
+        constants: GivenAll = None,
+        *,
+        inputs_embeds: EmbedsAll = None,
+        positions: PositionsAll = None,
     ) -> Iterator[TokenEvent]:
         """Continue every prompt; events come as tokens do, `TokenEvent.sequence` is the index of the prompt.
 
@@ -167,17 +204,22 @@ class DecodeSession:
         Raises:
             See `generate`.
         """
-        with self._guard:  # a closed session says so at the call
-            checked, given = self._read(prompts, config, constants)
+        checked = self._read(prompts, config, constants, inputs_embeds, positions)
         if config.num_beams > 1:  # which knows its tokens only at the end
-            return beam_events(self, checked, config, given)
-        return self._stream(self._continuations(checked, config), checked, given)
+            return beam_events(self, checked, config)
+        return self._streams.stream(self._continuations(checked, config), checked)
 
     async def astream(
-        self, prompts: Sequence[Prompt], config: GenerationConfig = _GREEDY, constants: GivenAll = None
+        self,
+        prompts: Sequence[Prompt],
+        config: GenerationConfig = _GREEDY,
+        constants: GivenAll = None,
+        *,
+        inputs_embeds: EmbedsAll = None,
+        positions: PositionsAll = None,
     ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after that step."""
-        events = self.stream(prompts, config, constants)
+        events = self.stream(prompts, config, constants, inputs_embeds=inputs_embeds, positions=positions)
         step: asyncio.Task[TokenEvent | None] | None = None
         try:
             while True:
@@ -204,6 +246,8 @@ class DecodeSession:
         keep: bool = False,
         index: int = 0,
         constants: Given | None = None,
+        inputs_embeds: npt.NDArray[Any] | None = None,
+        positions: npt.ArrayLike | None = None,
     ) -> int:
         """Let a sequence join: `step` advances it from now on, and its slot is freed at its end.
 
@@ -214,6 +258,12 @@ class DecodeSession:
             keep: the slot stays when the sequence ends, with its tokens and caches.
             index: of its random stream among sequences of one seed.
             constants: what the model reads beside the text of a new slot, see `Given`; other slots have theirs.
+            inputs_embeds: float ``[S, H]``, of a model that takes embeddings: what stands for the tokens of the prompt,
+                images and sound included. The prompt has an id for each all the same: penalties, n-grams and prompt
+                lookup read the ids; those of an image's places are the model's placeholders, and say nothing else.
+            positions: ints ``[S]``, or ``[planes, S]`` for a model with several per token (M-RoPE: time, height,
+                width): where the tokens of the prompt stand. What follows stands behind the largest of them, one by one
+                in all planes. None: they follow what the slot holds.
 
         Returns:
             The slot; `TokenEvent.sequence` of its events.
@@ -227,19 +277,15 @@ class DecodeSession:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
         with self._guard:
             check_config(config, self.plan)
-            before = [] if slot is None else self.cache.idle(slot).tokens
-            new = self._reader.read(prompt)
-            waits = slot is not None and self.cache.slot(slot).pending > 0
-            if not new and not waits:
+            before = Slot(-1) if slot is None else self.cache.idle(slot)
+            new = self._reader.read(prompt, inputs_embeds, positions)
+            if not new.tokens and not before.pending:
                 raise PromptError("the prompt is empty; it needs at least one token")
-            tokens = [*before, *new]
-            self._reader.check_length(tokens, "the prompt" if slot is None else f"slot {slot} with the prompt")
-            continuation = Continuation(0 if slot is None else slot, tokens, config, self._tokenizer, index=index)
+            after = self._reader.after(before, new, "the prompt" if slot is None else f"slot {slot} with the prompt")
+            continuation = Continuation(0 if slot is None else slot, after.tokens, config, self._tokenizer, index=index)
             if slot is None:
-                slot = self.cache.acquire(tokens, constants)
-                continuation.sequence = slot
-            else:
-                self.cache.slot(slot).tokens.extend(new)
+                slot = continuation.sequence = self.cache.acquire(constants=constants)
+            new.append_to(self.cache.slot(slot))
             self._loop.add(slot, continuation, keep_slot=keep)
             return slot
 
@@ -251,13 +297,13 @@ class DecodeSession:
                 call gives the events of the others.
         """
         with self._guard:
-            if not any(isinstance(o, TrtKvCacheError) for o in self._outcomes):
-                self._advance()
-            for place, outcome in enumerate(self._outcomes):
+            if not any(isinstance(o, TrtKvCacheError) for o in self._streams.outcomes):
+                self._streams.advance()
+            for place, outcome in enumerate(self._streams.outcomes):
                 if isinstance(outcome, TrtKvCacheError):
-                    del self._outcomes[place]
+                    del self._streams.outcomes[place]
                     raise outcome
-            outcomes, self._outcomes = self._outcomes, []
+            outcomes, self._streams.outcomes = self._streams.outcomes, []
             return [outcome for outcome in outcomes if isinstance(outcome, TokenEvent)]
 
     @property
@@ -276,9 +322,16 @@ class DecodeSession:
             if self.cache.slot(slot).running:
                 self._loop.remove(slot)
             self.cache.release(slot)
-            self._mailboxes.pop(slot, None)
+            self._streams.forget(slot)
 
-    def update(self, tokens: Mapping[int, Sequence[int]], keep: int = 1) -> dict[int, npt.NDArray[np.float32]]:
+    def update(
+        self,
+        tokens: Mapping[int, Sequence[int]],
+        keep: int = 1,
+        *,
+        inputs_embeds: Mapping[int, npt.NDArray[Any]] | None = None,
+        positions: Mapping[int, npt.ArrayLike] | None = None,
+    ) -> dict[int, npt.NDArray[np.float32]]:
         """Write tokens to slots and return the model's scores: for callers that choose tokens themselves.
 
         Slots come from ``session.cache.acquire()`` or ``fork``. Long updates are split into steps.
@@ -286,6 +339,8 @@ class DecodeSession:
         Args:
             tokens: ids by slot, at least one each, or none where the slot has tokens that wait.
             keep: logits of how many of the last positions are returned.
+            inputs_embeds: by slot, see `add`.
+            positions: by slot, see `add`.
 
         Returns:
             float32 ``[min(keep, positions written), V]`` by slot.
@@ -294,13 +349,16 @@ class DecodeSession:
             PromptError, CapacityError, SlotError, SessionError: see `generate`; a refused update writes nothing.
         """
         with self._guard:
+            embeds, places = inputs_embeds or {}, positions or {}
+            if unknown := [slot for slot in (*embeds, *places) if slot not in tokens]:
+                raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
             checked = {}
             for slot, ids in tokens.items():
                 held = self.cache.idle(slot)
-                checked[slot] = self._reader.read(ids)
-                if not checked[slot] and not held.pending:
+                checked[slot] = self._reader.read(ids, embeds.get(slot), places.get(slot))
+                if not checked[slot].tokens and not held.pending:
                     raise PromptError(f"slot {slot}: no tokens to write; give at least one")
-                self._reader.check_length([*held.tokens, *checked[slot]], f"slot {slot}")
+                self._reader.after(held, checked[slot], f"slot {slot}")
             return self._loop.update(checked, keep)
 
     # --- the end
@@ -321,77 +379,11 @@ class DecodeSession:
 
     # --- inside
 
-    def _read(
-        self, prompts: Sequence[Prompt], config: GenerationConfig, constants: GivenAll
-    ) -> tuple[list[list[int]], list[Constants]]:
-        """Token ids and constants of every prompt."""
-        check_config(config, self.plan)
-        checked = self._reader.read_all(prompts)
-        return checked, [self.cache.read_constants(given) for given in for_each(checked, constants)]
+    def _read(self, prompts: Sequence[Prompt], config: GenerationConfig, *given: Any) -> list[ReadPrompt]:
+        """All that is given, checked."""
+        with self._guard:  # a closed session says so at the call
+            check_config(config, self.plan)
+            return self._reader.read_all(prompts, *given)
 
-    def _stream(
-        self, continuations: Sequence[Continuation], prompts: Sequence[list[int]], given: Sequence[Constants]
-    ) -> Iterator[TokenEvent]:
-        waiting = deque(zip(continuations, prompts, given, strict=True))
-        mailbox: deque[tuple[int, Outcome]] = deque()
-        mine: set[int] = set()
-        try:
-            while waiting or mine or mailbox:
-                if not mailbox:
-                    with self._guard:
-                        self._join(waiting, mine, mailbox)
-                        if not mailbox:  # another thread's step may have filled it meanwhile
-                            self._advance()
-                while mailbox:
-                    slot, outcome = mailbox.popleft()
-                    if isinstance(outcome, TrtKvCacheError):
-                        mine.discard(slot)
-                        raise outcome
-                    if outcome.finish_reason is not None:
-                        mine.discard(slot)
-                    yield outcome
-        finally:
-            self._leave(mine)
-
-    def _join(
-        self,
-        waiting: deque[tuple[Continuation, list[int], Constants]],
-        mine: set[int],
-        mailbox: deque[tuple[int, Outcome]],
-    ) -> None:
-        """Give free rows to the prompts that wait."""
-        while waiting and self.cache.free:
-            continuation, prompt, given = waiting.popleft()
-            slot = self.cache.acquire(prompt, given)
-            self._mailboxes[slot] = mailbox
-            mine.add(slot)
-            self._loop.add(slot, continuation, keep_slot=False)
-        if waiting and not self._loop.slots:
-            raise SlotError(
-                f"all {self.max_batch} rows hold sequences that do not run, so no row will ever be free for the "
-                f"{len(waiting)} prompt(s) that wait; remove some, or open the session with a larger max_batch"
-            )
-
-    def _leave(self, mine: set[int]) -> None:
-        """End what is left of a stream."""
-        if not mine:
-            return
-        with suppress(SessionError), self._guard:  # there is nothing to end in a session that was closed meanwhile
-            for slot in mine:
-                if self._mailboxes.pop(slot, None) is not None and slot in self._loop.slots:
-                    self._loop.remove(slot)
-                    self.cache.release(slot)
-
-    def _advance(self) -> None:
-        """One step of the loop; everybody's outcomes go to where they are waited for."""
-        for slot, outcome in self._loop.step():
-            mailbox = self._mailboxes.get(slot)
-            if mailbox is None:
-                self._outcomes.append(outcome)
-                continue
-            mailbox.append((slot, outcome))
-            if isinstance(outcome, TrtKvCacheError) or outcome.finish_reason is not None:
-                del self._mailboxes[slot]
-
-    def _continuations(self, prompts: Sequence[list[int]], config: GenerationConfig) -> list[Continuation]:
-        return [Continuation(i, prompt, config, self._tokenizer) for i, prompt in enumerate(prompts)]
+    def _continuations(self, prompts: Sequence[ReadPrompt], config: GenerationConfig) -> list[Continuation]:
+        return [Continuation(i, prompt.tokens, config, self._tokenizer) for i, prompt in enumerate(prompts)]

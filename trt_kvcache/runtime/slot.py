@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.given import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
 
 __all__ = ["Slot"]
 
@@ -21,6 +23,8 @@ class Slot:
             overwritten.
         running: the decode loop continues it: only the loop may change it.
         constants: what it was given beside its text.
+        embeds: of tokens that wait and were given as embeddings.
+        positions: where its tokens stand.
     """
 
     row: int
@@ -29,12 +33,43 @@ class Slot:
     written: int = 0
     running: bool = False
     constants: Constants = NO_CONSTANTS
+    embeds: Embeds = NO_EMBEDS
+    positions: Positions = IN_ORDER
 
     @property
     def pending(self) -> int:
         """Tokens that are not in the cache yet."""
         return len(self.tokens) - self.length
 
+    @property
+    def next_position(self) -> int:
+        """Where a token behind the last one stands."""
+        return self.positions.after(len(self.tokens))
+
+    def append(self, tokens: Iterable[int], embeds: Array | None = None, positions: Indices | None = None) -> None:
+        """Let tokens wait behind the others.
+
+        Args:
+            tokens: ids.
+            embeds: ``[S, H]`` in the model's dtype: what is written for them; None: what the session makes of the ids.
+            positions: int64 ``[planes, S]``; None: they follow.
+        """
+        start = len(self.tokens)
+        self.tokens.extend(tokens)
+        if embeds is not None:
+            self.embeds = self.embeds.followed(start, embeds)
+        if positions is not None:
+            self.positions = self.positions.followed(start, positions)
+
+    def cut(self, length: int) -> None:
+        """Forget the tokens from `length` on. What the caches hold stays."""
+        del self.tokens[length:]
+        self.embeds = self.embeds.within(0, length)
+        self.positions = self.positions.cut(length)
+
     def copy(self, row: int) -> Slot:
         """The same sequence in another row, which nobody continues yet."""
-        return Slot(row, list(self.tokens), self.length, self.written, constants=self.constants)
+        return Slot(
+            row, list(self.tokens), self.length, self.written, constants=self.constants, embeds=self.embeds,
+            positions=self.positions,
+        )  # fmt: skip

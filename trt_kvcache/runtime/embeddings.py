@@ -1,0 +1,208 @@
+"""How token ids become embeddings, for models that take these: a table, or an exporter's model beside the decoder."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.importer.plan import CachePlan, TensorRole
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.given import Array, Embeds, Indices
+
+__all__ = [
+    "Embeddings",
+    "GivenEmbeddings",
+    "TableEmbeddings",
+    "check_width",
+    "embed_step",
+    "embedded_input",
+    "is_float",
+    "open_embeddings",
+]
+
+GivenEmbeddings = str | os.PathLike[str] | Array | None
+"""What a caller gives for them: a path, an array ``[V, H]``, or nothing."""
+
+_WHAT = "an .onnx model (token ids in, embeddings out), a table [V, H] as .npy or .safetensors, or an array [V, H]"
+
+
+class Embeddings(Protocol):
+    """Gives the embeddings of token ids."""
+
+    @property
+    def rows(self) -> int | None:
+        """Token ids are 0 to ``rows - 1``; None where nothing says."""
+        ...
+
+    def look_up(self, tokens: Indices) -> Array:
+        """Embeddings ``[R, S, H]`` of int64 ``[R, S]``, in the dtype that the decoder takes.
+
+        Raises:
+            SessionError: there is none for a token.
+        """
+        ...
+
+
+class TableEmbeddings:
+    """A row of a table for each token.
+
+    Args:
+        table: ``[V, H]`` of any float type: as the decoder takes them, scaled where it wants them scaled.
+        tensor: the decoder's input.
+        name: of the table, for messages.
+
+    Raises:
+        OptionError: it is no such table.
+    """
+
+    def __init__(self, table: Array, tensor: TensorRole, name: str = "the table of embeddings") -> None:
+        if table.ndim != 2 or not is_float(table.dtype):
+            raise OptionError(f"{name} is {table.dtype} {list(table.shape)}; embeddings are a float table [V, H]")
+        check_width(table.shape[1], tensor, f"{name} {list(table.shape)}")
+        self._table, self._name, self._dtype = table, name, array_dtype(tensor.dtype)
+
+    @property
+    def rows(self) -> int:
+        """V."""
+        return int(self._table.shape[0])
+
+    def look_up(self, tokens: Indices) -> Array:
+        """See `Embeddings`."""
+        # NumPy would take a negative index from the end.
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.rows:
+            wrong = tokens[(tokens < 0) | (tokens >= self.rows)]
+            raise SessionError(f"token id {int(wrong[0])} has no row in {self._name}, which has {self.rows}")
+        found: Array = self._table[tokens].astype(self._dtype, copy=False)
+        return found
+
+
+def open_embeddings(given: GivenEmbeddings, plan: CachePlan) -> Embeddings | None:
+    """What makes embeddings of token ids; None for models that take ids.
+
+    Args:
+        given: a path, where a tensor of a ``.safetensors`` may be named as ``FILE:NAME``; or an array ``[V, H]``.
+        plan: of the decoder.
+
+    Raises:
+        OptionError: nothing is given and the model takes embeddings, or the other way round, or what is given does not
+            fit it.
+        ModelError: ``given`` is a model that cannot be used so.
+    """
+    tensor = embedded_input(plan)
+    if tensor is None:
+        if given is not None:
+            raise OptionError("embeddings are given, and the model takes token ids; leave them out")
+        return None
+    if given is None:
+        raise OptionError(
+            f"the model takes embeddings (input '{tensor.name}', {tensor.dtype} {list(tensor.shape)}), and nothing "
+            f"says how token ids become these: give embeddings, on the command line --embeddings: {_WHAT}"
+        )
+    if not isinstance(given, (str, os.PathLike)):
+        return TableEmbeddings(np.asarray(given), tensor)
+    path, name = _split(os.fspath(given))
+    suffix = path.suffix.lower()
+    if not path.is_file():
+        raise OptionError(f"{path}: there is no such file of embeddings")
+    if suffix == ".onnx":
+        from trt_kvcache.runtime.embedding_model import ModelEmbeddings
+
+        return ModelEmbeddings(path, tensor)
+    if suffix == ".npy":
+        return TableEmbeddings(_read_npy(path), tensor, str(path))
+    if suffix == ".safetensors":
+        return TableEmbeddings(*_read_safetensors(path, name, tensor))
+    raise OptionError(f"{path}: cannot be read as embeddings; supported: {_WHAT}")
+
+
+def embedded_input(plan: CachePlan) -> TensorRole | None:
+    """The input of embeddings, of a model that takes these for tokens."""
+    return next((t for t in plan.tensors if t.io == "input" and t.embedded), None)
+
+
+def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], waiting: Sequence[Embeds]) -> Array:
+    """Embeddings of a step ``[R, S, H]``: those that were given, and those that ids stand for.
+
+    Args:
+        embeddings: look ids up.
+        tokens: int64 ``[R, S]``.
+        starts: the place of the first of them in each sequence.
+        waiting: given, by sequence.
+    """
+    length = tokens.shape[1]
+    given = [held.within(start, start + length) for held, start in zip(waiting, starts, strict=True)]
+    if not any(len(held.at) for held in given):
+        return embeddings.look_up(tokens)
+    rows = []
+    for ids, start, held in zip(tokens, starts, given, strict=True):
+        if len(held.at) == length:
+            rows.append(held.rows)
+            continue
+        known = np.zeros(length, np.bool_)
+        known[held.at - start] = True
+        found = embeddings.look_up(ids[np.newaxis, ~known])[0]  # an id under a given embedding may mean nothing
+        row = np.empty((length, found.shape[1]), found.dtype)
+        row[~known] = found
+        row[known] = held.rows
+        rows.append(row)
+    return np.stack(rows)
+
+
+def check_width(width: int, tensor: TensorRole, what: str) -> None:
+    """Refuse embeddings of another width than the decoder takes.
+
+    Raises:
+        OptionError: see above.
+    """
+    if width != tensor.shape[-1]:
+        raise OptionError(
+            f"{what}: embeddings of width {width}, and the model's input '{tensor.name}' {list(tensor.shape)} takes "
+            f"{tensor.shape[-1]}; give those of this model"
+        )
+
+
+def is_float(dtype: np.dtype[Any]) -> bool:
+    """Whether it is a float type that embeddings come in."""
+    return dtype.kind == "f" or dtype == ml_dtypes.bfloat16
+
+
+def _split(given: str) -> tuple[Path, str]:
+    """A path, and behind a colon the name of a tensor in it."""
+    head, _, name = given.rpartition(":")
+    return (Path(head), name) if head.lower().endswith(".safetensors") else (Path(given), "")
+
+
+def _read_npy(path: Path) -> Array:
+    try:
+        table: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise OptionError(f"{path}: cannot be read as an .npy table: {error}") from None
+    return table
+
+
+def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array, TensorRole, str]:
+    """The table of that name; else the only one, or the one that checkpoints call ``embed_tokens.weight``."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="numpy") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
+            tables = [key for key, shape in shapes.items() if len(shape) == 2]
+            wanted = [name] if name else [k for k in tables if k.endswith("embed_tokens.weight")] or tables
+            if len(wanted) != 1 or wanted[0] not in shapes:
+                found = [k for k in tables if shapes[k][1] == tensor.shape[-1]] or tables
+                raise OptionError(
+                    f"{path}: "
+                    + (f"no tensor {name!r}" if name else f"{len(wanted)} tables, and nothing says which is meant")
+                    + f"; name one as {path.name}:NAME, such as {', '.join(found[:4]) or 'none here'}"
+                )
+            return file.get_tensor(wanted[0]), tensor, f"{path}:{wanted[0]}"
+    except (OSError, SafetensorError) as error:
+        raise OptionError(f"{path}: cannot be read as safetensors: {error}") from None

@@ -1,0 +1,102 @@
+"""What a sequence was given for its tokens beside their ids: embeddings until they are written, and positions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["IN_ORDER", "NO_EMBEDS", "Embeds", "Positions", "stack_positions"]
+
+Array = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Embeds:
+    """Embeddings of some tokens of a sequence, for those that are not in the cache yet.
+
+    Attributes:
+        at: int64 ``[K]``, ascending: which tokens.
+        rows: ``[K, H]``, in the model's dtype.
+    """
+
+    at: Indices
+    rows: Array
+
+    def within(self, start: int, stop: int | None = None) -> Embeds:
+        """Those of the tokens ``start .. stop - 1``, or of all from `start` on."""
+        if not len(self.at):
+            return self
+        first, last = np.searchsorted(self.at, [start, self.at[-1] + 1 if stop is None else stop])
+        return Embeds(self.at[first:last], self.rows[first:last])
+
+    def followed(self, start: int, rows: Array) -> Embeds:
+        """With those of the tokens from `start` on, which is behind all others."""
+        at = np.arange(start, start + len(rows), dtype=np.int64)
+        if not len(self.at):
+            return Embeds(at, rows)
+        return Embeds(np.concatenate([self.at, at]), np.concatenate([self.rows, rows]))
+
+
+NO_EMBEDS = Embeds(np.empty(0, np.int64), np.empty((0, 0)))
+"""Of every sequence whose tokens are all given as ids."""
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """Where the tokens of a sequence stand: as was given, and one after the other behind that.
+
+    A token that was given no position stands one behind the largest position before it, in every plane: what
+    transformers calls ``rope_deltas``. Positions say where a token stands, not what it sees: that is what comes before
+    it in the sequence.
+
+    Attributes:
+        given: int64 ``[planes, K]`` of the first K tokens; K is 0 where nothing was given.
+        next: of the first token behind them.
+    """
+
+    given: Indices
+    next: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "next", int(self.given.max(initial=-1)) + 1)
+
+    def __bool__(self) -> bool:
+        return bool(self.given.shape[1])
+
+    def of(self, start: int, stop: int) -> Indices:
+        """Of the tokens ``start .. stop - 1``, int64 ``[planes, stop - start]``."""
+        held = self.given.shape[1]
+        known = self.given[:, start:stop]
+        follow = np.arange(max(start, held), max(stop, held)) - held + self.next
+        return np.concatenate([known, np.broadcast_to(follow, (len(self.given), len(follow)))], axis=1)
+
+    def after(self, length: int) -> int:
+        """Of the token behind the first `length`, none of which is given beyond these."""
+        return self.next + length - int(self.given.shape[1])
+
+    def followed(self, length: int, given: Indices) -> Positions:
+        """With those of the tokens behind the first `length`, int64 ``[planes, S]``."""
+        held = np.broadcast_to(self.of(0, length), (len(given), length))
+        return Positions(np.concatenate([held, given], axis=1))
+
+    def cut(self, length: int) -> Positions:
+        """Of the first `length` tokens alone."""
+        return self if length >= self.given.shape[1] else Positions(self.given[:, :length])
+
+
+IN_ORDER = Positions(np.empty((1, 0), np.int64))
+"""Of every sequence that was given none: 0, 1, 2, ..."""
+
+
+def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
+    """Of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row was given any."""
+    if not any(rows):
+        return None
+    planes = max(len(row.given) for row in rows)
+    parts = [row.of(start, start + length) for row, start in zip(rows, starts, strict=True)]
+    return np.stack([np.broadcast_to(part, (planes, length)) for part in parts])

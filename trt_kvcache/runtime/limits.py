@@ -1,0 +1,54 @@
+"""How long a sequence may become."""
+
+from __future__ import annotations
+
+from trt_kvcache.errors import CapacityError
+from trt_kvcache.runtime.inputs import linear_capacity
+from trt_kvcache.runtime.runner import Runner
+from trt_kvcache.runtime.slot import Slot
+
+__all__ = ["SequenceLimits"]
+
+
+class SequenceLimits:
+    """The rows of the smallest linear cache, which bound the tokens, and those of the position table, if one is known.
+
+    Args:
+        runner: of the model.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._rows, self._positions = linear_capacity(runner.plan), runner.max_positions
+
+    @property
+    def capacity(self) -> int | None:
+        """Most tokens of a sequence that stand one behind the other; None where nothing bounds them."""
+        return min((bound for bound in (self._rows, self._positions) if bound is not None), default=None)
+
+    def room(self, slot: Slot) -> int | None:
+        """Tokens that still fit behind those of a slot; None where nothing bounds them."""
+        used = (self._rows, len(slot.tokens)), (self._positions, slot.next_position)
+        return min((bound - count for bound, count in used if bound is not None), default=None)
+
+    def check(self, slot: Slot, what: str) -> None:
+        """Refuse a sequence that is too long, or that stands where the model has no positions.
+
+        Args:
+            slot: that holds it, or would.
+            what: to call it.
+
+        Raises:
+            CapacityError: see above.
+        """
+        room, count = self.room(slot), len(slot.tokens)
+        if room is None or room >= 0:
+            return
+        if slot.positions and (self._rows is None or count <= self._rows):
+            raise CapacityError(
+                f"{what} stands at positions up to {slot.next_position - 1}, and the model knows {self._positions}, "
+                "from 0 on; give smaller ones, or use a model with more"
+            )
+        raise CapacityError(
+            f"{what} has {count} tokens, and a sequence may have {self.capacity}; shorten it, or use a model with a "
+            "larger capacity"
+        )
