@@ -30,6 +30,7 @@ from trt_kvcache.verify.caches import CacheTensor, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, numpy_dtype
 from trt_kvcache.verify.inputs import arrange
+from trt_kvcache.verify.record import written_rows
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.runnable import with_expanded_masks
 from trt_kvcache.verify.schedule import Limits, plan_schedule, read_limits
@@ -200,7 +201,9 @@ def test_negative_zero_in_a_stale_row_counts() -> None:
     written[:, :, 0] = 1
     changed = written.copy()
     changed[:, :, 3] = -0.0
-    comparison.cache(LAYOUTS[0], (past, past), (written, changed), 7, 16)
+    expected = written_rows(LAYOUTS[0], past, written)
+    assert expected is not None
+    comparison.cache(LAYOUTS[0], expected, past, changed, 7, 16)
     (found,) = comparison.results()
     assert (found.passed, found.stale_rows_changed, found.step, found.span) == (False, 1, 7, 16)
     assert found.max_absolute == 0

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trt_kvcache.verify.caches import CacheTensor
 from trt_kvcache.verify.dtypes import tolerance
+from trt_kvcache.verify.record import Written, same_bits
 from trt_kvcache.verify.report import OutputDifference
 
 Array = npt.NDArray[Any]
@@ -53,26 +54,32 @@ class Comparison:
         self._note(name, original, *difference(original, rewritten), 0, step, span)
 
     def cache(
-        self, cache: CacheTensor, past: tuple[Array, Array], present: tuple[Array, Array], step: int, span: int | None
+        self, cache: CacheTensor, expected: Written, past: Array, present: Array, step: int, span: int | None
     ) -> None:
         """Compares a cache: rows that the original wrote as numbers, rows that it left alone bit for bit.
 
         Args:
             cache: the cache.
-            past: the original's and the rewritten model's array before the step, both in the original's layout.
+            expected: what the original did to it.
+            past: the rewritten model's array before the step, in the original's layout.
             present: the same after the step.
             step: index of the step.
             span: of the rewritten model's run.
         """
         name = str(cache.output)
-        if past[0].shape != present[0].shape or present[0].shape != present[1].shape:
-            self._note(name, present[0], _BEYOND, _BEYOND, 0, step, span)
+        if expected.shape != present.shape or past.shape != present.shape:
+            self.differ(name, expected.values, step, span)
             return
-        before, after = ([cache.rows(a) for a in side] for side in (past, present))
-        written = ~_same_bits(before[0], after[0])
-        stale = ~written & ~_same_bits(before[1], after[1])
-        numbers = difference(after[0][written], after[1][written])
-        self._note(name, present[0], *numbers, int(stale.sum()), step, span)
+        before, after = cache.rows(past), cache.rows(present)
+        stale = ~expected.rows & ~same_bits(before, after)
+        if expected.free is not None:
+            stale &= ~expected.free
+        numbers = difference(expected.values, after[expected.rows])
+        self._note(name, expected.values, *numbers, int(stale.sum()), step, span)
+
+    def differ(self, name: str, like: Array, step: int, span: int | None) -> None:
+        """Notes an output that cannot be compared: it has another shape."""
+        self._note(name, like, _BEYOND, _BEYOND, 0, step, span)
 
     def _note(
         self, name: str, like: Array, absolute: float, relative: float, stale: int, step: int, span: int | None
@@ -131,15 +138,6 @@ def difference(original: Array, rewritten: Array) -> tuple[float, float]:
     if absolute == 0:
         return 0.0, 0.0
     return absolute, absolute / scale if scale else _BEYOND
-
-
-def _same_bits(a: Array, b: Array) -> npt.NDArray[np.bool_]:
-    """Per row ``[B, S_max]`` of ``[B, S_max, ...]``: do both arrays hold the same bytes?"""
-    as_bytes = np.dtype(f"u{a.dtype.itemsize}")
-    equal: npt.NDArray[np.bool_] = (
-        np.ascontiguousarray(a).view(as_bytes) == np.ascontiguousarray(b).view(as_bytes)
-    ).all(axis=-1)
-    return equal
 
 
 def _number(value: float) -> float | None:

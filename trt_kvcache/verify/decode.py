@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from trt_kvcache.verify.caches import CacheTensor, cache_bytes, find_caches, fin
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
+from trt_kvcache.verify.record import Expected, Tape, Written, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
@@ -29,6 +31,23 @@ Feeds = dict[str, Array]
 
 _SPAN_KINDS = ("tight", "bucketed", "full")
 _MEMORY_SHARE = 0.5  # of the machine's memory, for the caches of both models before and after a step
+
+
+@dataclass
+class _Ran:
+    """What the original ran, for the rewritten model to run it again.
+
+    Attributes:
+        engine: what ran it.
+        garbage: magnitude of what lies in rows that hold no token.
+        shared: inputs of the first step, drawn to try sessions with.
+        episodes: name, and the steps with the inputs that both models take.
+    """
+
+    engine: str
+    garbage: float
+    shared: Feeds
+    episodes: list[tuple[str, list[tuple[Step, Feeds]]]] = field(default_factory=list)
 
 
 class Verification:
@@ -96,7 +115,10 @@ class Verification:
         return replace(limits, batch=batch)
 
     def run(self) -> VerifyReport:
-        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`. Another run has the same tokens."""
+        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`. Another run has the same tokens.
+
+        First all of the original, then all of the rewritten model: only one of them lies in memory at a time.
+        """
         self.rng.bit_generator.state = self._drawn_from
         episodes = [e for e in plan_schedule(self.limits, self.verify) if e.steps]
         if not episodes:
@@ -105,50 +127,102 @@ class Verification:
                 "hold or what the circular ones take before the wrap; export it with a shorter or an open update length"
             )
         self._note_schedule(episodes)
-        first = episodes[0].steps[0]
-        trial = {**self.inputs.shared(first), **self._contents(first, 0.0, 0)}
-        original = self._open_original(trial)
-        garbage = self._fit_garbage(self._garbage(original, first, trial))
         comparison = Comparison(
             {o.name: self._role(o.name) for o in self.models[0].graph.output},
             self.verify.tolerance,
             twin=self.twin,
             half=any(c.role.dtype == "float16" for c in self.caches),
         )
-        failure = None
-        engine = "none"
-        try:
-            physical = self._to_physical({c.role.name: trial[c.role.name] for c in self.caches}, first, 0.0)
-            # A rewritten model must run wherever the original does, so only an original that ONNX Runtime refuses
-            # lets the reference evaluator run both.
-            rewritten, refusal = open_session(
-                self.models[1],
-                self.folders[1],
-                {**trial, **physical, **self.inputs.spans(first, "full")},
-                reference=original.engine != OrtSession.engine,
-            )
-            engine = rewritten.engine
-            if refusal:
-                self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {engine} did")
-            for number, episode in enumerate(episodes):
-                state = self._contents(episode.steps[0], garbage, number)
-                other = self._to_physical(state, episode.steps[0], garbage)
-                self._run_episode(episode, (state, other), (original, rewritten), comparison)
-        except EngineError as error:
-            failure = f"the rewritten model cannot be run where the original can: {error}"
+        with TemporaryFile(prefix="trt-kvcache-verify-") as file:
+            tape = Tape(file)
+            ran = self._run_original(episodes, tape)
+            engine, failure = self._run_rewritten(ran, tape, comparison)
         outputs = comparison.results()
         return VerifyReport(
             model=str(self.path),
             passed=failure is None and all(o.passed for o in outputs),
-            original_engine=original.engine,
+            original_engine=ran.engine,
             rewritten_engine=engine,
             float32_twin=self.twin,
-            garbage=garbage,
+            garbage=ran.garbage,
             outputs=outputs,
             steps=tuple(replace(s, difference=comparison.in_step(i)) for i, s in enumerate(self.steps)),
             notes=tuple(self.notes),
             failure=failure,
         )
+
+    def _run_original(self, episodes: Sequence[Episode], tape: Tape) -> _Ran:
+        """All steps of the original, what it gives on the tape."""
+        first = episodes[0].steps[0]
+        shared = self.inputs.shared(first)
+        trial = {**shared, **self._contents(first, 0.0, 0)}
+        original = self._open_original(trial)
+        garbage = self._fit_garbage(self._garbage(original, first, trial))
+        del trial
+        ran = _Ran(original.engine, garbage, shared)
+        for number, episode in enumerate(episodes):
+            state = self._contents(episode.steps[0], garbage, number)
+            steps: list[tuple[Step, Feeds]] = []
+            for step in episode.steps:
+                shared = self.inputs.shared(step)
+                try:
+                    outputs = original.run({**shared, **state})
+                except EngineError as error:
+                    if episode.name in ("short", "padded"):  # lengths that a model may not be made for
+                        self.notes.append(
+                            f"no '{episode.name}' step: {original.engine} refuses the original there ({error})"
+                        )
+                        break
+                    raise UnsupportedModelError(
+                        f"{self.path}: {original.engine} does not run the original model at {step.length} tokens from "
+                        f"{list(step.starts)}, valid {list(step.valid)}: {error}"
+                    ) from None
+                tape.write(self._expected(state, outputs, step))
+                steps.append((step, shared))
+                state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
+            ran.episodes.append((episode.name, steps))
+        return ran
+
+    def _expected(self, past: Feeds, outputs: Feeds, step: Step) -> Expected:
+        """What is compared of a step of the original."""
+        updated = {c.output: c for c in self.caches if c.update is not None}
+        return {
+            name: self._written(updated[name], past, value, step) if name in updated else value
+            for name, value in outputs.items()
+        }
+
+    def _written(self, cache: CacheTensor, past: Feeds, present: Array, step: Step) -> Written | None:
+        """What a step of the original did to a cache; `past`: all caches before it."""
+        return written_rows(cache, past[cache.role.name], present)
+
+    def _run_rewritten(self, ran: _Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
+        """The same steps with the rewritten model; returns its engine, and why it could not be run to the end."""
+        engine = "none"
+        first = ran.episodes[0][1][0][0]
+        try:
+            physical = self._to_physical(self._contents(first, 0.0, 0), first, 0.0)
+            # A rewritten model must run wherever the original does, so only an original that ONNX Runtime refuses
+            # lets the reference evaluator run both.
+            rewritten, refusal = open_session(
+                self.models[1],
+                self.folders[1],
+                {**ran.shared, **physical, **self.inputs.spans(first, "full")},
+                reference=ran.engine != OrtSession.engine,
+            )
+            del physical
+            engine = rewritten.engine
+            if refusal:
+                self.notes.append(f"ONNX Runtime does not run the rewritten model ({refusal}); {engine} did")
+            tape.rewind()
+            for number, (name, steps) in enumerate(ran.episodes):
+                if steps:
+                    state = self._to_physical(
+                        self._contents(steps[0][0], ran.garbage, number), steps[0][0], ran.garbage
+                    )
+                    self._run_episode(name, steps, state, rewritten, tape, comparison)
+        except EngineError as error:
+            return engine, f"the rewritten model cannot be run where the original can: {error}"
+        return engine, None
 
     def _open_original(self, trial: Feeds) -> Session:
         """A session of the original: as it is, or with masks or norms spelled out, or on the reference evaluator.
@@ -182,67 +256,51 @@ class Verification:
 
     def _run_episode(
         self,
-        episode: Episode,
-        states: tuple[Feeds, Feeds],
-        sessions: tuple[Session, Session],
+        name: str,
+        steps: Sequence[tuple[Step, Feeds]],
+        state: Feeds,
+        rewritten: Session,
+        tape: Tape,
         comparison: Comparison,
     ) -> None:
-        original, rewritten = sessions
-        state, other = states
-        for number, step in enumerate(episode.steps):
-            shared = self.inputs.shared(step)
-            try:
-                expected = original.run({**shared, **state})
-            except EngineError as error:
-                if episode.name in ("short", "padded"):  # lengths that a model may not be made for
-                    self.notes.append(
-                        f"no '{episode.name}' step: {original.engine} refuses the original there ({error})"
-                    )
-                    return
-                raise UnsupportedModelError(
-                    f"{self.path}: {original.engine} does not run the original model at {step.length} tokens from "
-                    f"{list(step.starts)}, valid {list(step.valid)}: {error}"
-                ) from None
+        for number, (step, shared) in enumerate(steps):
+            expected = tape.read()
             # One span per step in turn; all of them in the last step, which must not depend on the span.
-            last = number == len(episode.steps) - 1
+            last = number == len(steps) - 1
             kinds = self.kinds if last else (self.kinds[number % len(self.kinds)],)
             spans = [self.inputs.spans(step, kind) for kind in kinds]
             self.steps.append(
                 VerifyStep(
-                    episode.name,
+                    name,
                     step.length,
                     step.starts,
                     step.valid,
                     tuple(max(map(len, s.values())) for s in spans if s),
                 )
             )
+            found: Feeds = {}
             for span in spans:
-                found = rewritten.run({**shared, **other, **span})
-                self._compare(comparison, (state, other), (expected, found), max(map(len, span.values()), default=None))
-            for cache in self.caches:
-                if cache.output is not None:
-                    state[cache.role.name], other[cache.role.name] = expected[cache.output], found[cache.output]
+                found.clear()  # or the caches of the run before would lie in memory, too
+                found |= rewritten.run({**shared, **state, **span})
+                self._compare(comparison, expected, state, found, max(map(len, span.values()), default=None))
+            state |= {c.role.name: found[c.output] for c in self.caches if c.output is not None}
 
-    def _compare(
-        self, comparison: Comparison, past: tuple[Feeds, Feeds], outputs: tuple[Feeds, Feeds], span: int | None
-    ) -> None:
-        expected, found = outputs
+    def _compare(self, comparison: Comparison, expected: Expected, past: Feeds, found: Feeds, span: int | None) -> None:
         step = len(self.steps) - 1
         carried = {c.output: c for c in self.caches if c.output is not None}
         for name, value in expected.items():
             if name not in found:
                 raise EngineError(f"it has no output '{name}'")
-            if name not in carried:
-                comparison.plain(name, value, found[name], step, span)
-                continue
-            cache = carried[name]
-            before = (past[0][cache.role.name], cache.to_logical(past[1][cache.role.name]))
-            if cache.update is None:
-                comparison.plain(name, value, found[name], step, span)
-            elif found[name].shape == past[1][cache.role.name].shape:
-                comparison.cache(cache, before, (value, cache.to_logical(found[name])), step, span)
+            if value is None:
+                comparison.differ(name, found[name], step, span)
+            elif isinstance(value, Written):
+                cache = carried[name]
+                before, after = past[cache.role.name], found[name]
+                if after.shape == before.shape:
+                    after = cache.to_logical(after)
+                comparison.cache(cache, value, cache.to_logical(before), after, step, span)
             else:
-                comparison.cache(cache, before, (value, found[name]), step, span)
+                comparison.plain(name, value, found[name], step, span)
 
     def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
         """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`."""
@@ -262,7 +320,9 @@ class Verification:
         clean = {n: v for n, v in original.run(trial).items() if n not in carried}
         sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
         for magnitude in sizes:
-            found = original.run({**trial, **self._contents(step, magnitude, 0)})
+            outputs = original.run({**trial, **self._contents(step, magnitude, 0)})
+            found = {n: outputs[n] for n in clean}
+            del outputs
             if all(difference(v, found[n])[1] <= tolerance(v.dtype, twin=self.twin) for n, v in clean.items()):
                 return magnitude
         self.notes.append("the original reads cache rows that were never written: garbage there is kept small")

@@ -19,13 +19,15 @@ from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.original import OriginalInterface, OriginalSession, size_of
-from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
+from trt_kvcache.verify.record import Expected, Written, written_rows
+from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule
 from trt_kvcache.verify.sessions import Session
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
+_OTHER = 1e3  # magnitude of what stands for rows without a token; any that no model gives by chance
 _TIMES_PROMPT = 3  # single-token steps, where the caller does not say how many
 
 
@@ -138,27 +140,32 @@ class NormalizedVerification(Verification):
             made[name] = cache.to_physical(values)
         return made
 
-    def _compare(
-        self, comparison: Comparison, past: tuple[Feeds, Feeds], outputs: tuple[Feeds, Feeds], span: int | None
-    ) -> None:
-        step = self.steps[-1]
-        past, outputs = (dict(past[0]), past[1]), (dict(outputs[0]), outputs[1])
-        for cache in self.caches:
-            name, output = cache.role.name, cache.output
-            if output is None:
-                continue
-            if name in self.original_caches:
-                base = cache.to_logical(past[1][name])
-                ends = tuple(start + step.length for start in step.starts)
-                past[0][name] = _window(past[0][name], base, cache, ends)
-                outputs[0][output] = _window(outputs[0][output], base, cache, ends)
-            if (kept := self.interface.kept.get(name)) is not None and cache.update is not None:
-                found = cache.to_logical(outputs[1][output])
-                outputs[0][output] = _without(outputs[0][output], found, cache, step, kept)
-        super()._compare(comparison, past, outputs, span)
+    def _written(self, cache: CacheTensor, past: Feeds, present: Array, step: Step) -> Written | None:
+        name = cache.role.name
+        before, ends = past[name], tuple(start + step.length for start in step.starts)
+        if name in self.original_caches:
+            # Rows that no token goes to are the same before and after; a first token must change its row.
+            other = np.random.default_rng(self.verify.seed)
+            base = first_contents(cache, (0,) * len(ends), _OTHER, other, twin=self.twin)
+            before, present = (_window(a, base, cache, e) for a, e in ((before, step.starts), (present, ends)))
+        written = written_rows(cache, before, present)
+        kept = self.interface.kept.get(name)
+        if written is None or kept is None or cache.update is None:
+            return written
+        # New tokens that the original cuts off at once may be anything.
+        free = np.zeros_like(written.rows)
+        capacity = cache.update.capacity
+        for row, (start, end) in enumerate(zip(step.starts, ends, strict=True)):
+            free[row, np.arange(max(start, end - capacity), end - kept) % capacity] = True
+        rows = written.rows & ~free
+        return Written(written.shape, rows, written.values[rows[written.rows]], free)
+
+    def _compare(self, comparison: Comparison, expected: Expected, past: Feeds, found: Feeds, span: int | None) -> None:
+        super()._compare(comparison, expected, past, found, span)
         for tensor in self.plan.tensors:
-            if tensor.io == "output" and tensor.role is Role.LOGITS and tensor.name in outputs[0]:
-                self._count_greedy(outputs[0][tensor.name], outputs[1][tensor.name])
+            value = expected.get(tensor.name)
+            if tensor.io == "output" and tensor.role is Role.LOGITS and isinstance(value, np.ndarray):
+                self._count_greedy(value, found[tensor.name])
 
     def _count_greedy(self, expected: Array, found: Array) -> None:
         """Counts positions at which both sides choose the same token, where the best one is clear."""
@@ -194,18 +201,6 @@ def _linear(update: CacheUpdate, rows: int) -> CacheUpdate:
     shape = list(update.logical_shape)
     shape[update.sequence_axis] = rows
     return replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape))
-
-
-def _without(expected: Array, found: Array, cache: CacheTensor, step: VerifyStep, kept: int) -> Array:
-    """What is expected of a cache, but for new tokens that the original cuts off: those as they are found."""
-    assert cache.update is not None
-    made: Array = expected.copy()
-    axis, capacity = cache.update.sequence_axis, cache.update.capacity
-    target, source = np.moveaxis(made, axis, 1), np.moveaxis(found, axis, 1)
-    for row, start in enumerate(step.starts):
-        rows = np.arange(max(start, start + step.length - capacity), start + step.length - kept) % capacity
-        target[row, rows] = source[row, rows]
-    return made
 
 
 def _window(text: Array, base: Array, cache: CacheTensor, ends: Sequence[int]) -> Array:

@@ -1,0 +1,95 @@
+"""What the original gave, kept until the rewritten model has run: what is compared, and nothing else.
+
+Both models of a verification never lie in memory together. The original runs all steps first; of its caches the rows
+that a step wrote are kept, of its other outputs everything.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OutputError
+from trt_kvcache.verify.caches import CacheTensor
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a step did to a cache.
+
+    Attributes:
+        shape: of the cache, in the original's layout.
+        rows: bool ``[B, S_max]``: which rows the step changed.
+        values: ``[changed rows, everything else]``: what they hold now.
+        free: bool ``[B, S_max]``: rows that may hold anything, since the original does not have them; None: none.
+    """
+
+    shape: tuple[int, ...]
+    rows: npt.NDArray[np.bool_]
+    values: Array
+    free: npt.NDArray[np.bool_] | None = None
+
+
+Expected = dict[str, "Array | Written | None"]
+"""Outputs of a step by name; None: a cache that the step gave another shape, which compares with nothing."""
+
+
+def written_rows(cache: CacheTensor, past: Array, present: Array) -> Written | None:
+    """What a step did to a cache, from its contents before and after, both in the original's layout."""
+    if past.shape != present.shape:
+        return None
+    before, after = cache.rows(past), cache.rows(present)
+    rows = ~same_bits(before, after)
+    return Written(present.shape, rows, after[rows])
+
+
+def same_bits(a: Array, b: Array) -> npt.NDArray[np.bool_]:
+    """Per row ``[B, S_max]`` of ``[B, S_max, ...]``: do both arrays hold the same bytes?"""
+    as_bytes = np.dtype(f"u{a.dtype.itemsize}")
+    equal: npt.NDArray[np.bool_] = (
+        np.ascontiguousarray(a).view(as_bytes) == np.ascontiguousarray(b).view(as_bytes)
+    ).all(axis=-1)
+    return equal
+
+
+class Tape:
+    """Steps that are read in the order in which they were written.
+
+    Args:
+        file: open, empty and writable. One without a name (``tempfile.TemporaryFile``) is gone with the process,
+            however that ends.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+
+    def write(self, expected: Mapping[str, Array | Written | None]) -> None:
+        """Adds a step.
+
+        Raises:
+            OutputError: no room.
+        """
+        try:
+            pickle.dump(dict(expected), self._file, protocol=5)
+            self._file.flush()
+        except OSError as error:
+            raise OutputError(
+                f"what the original gives cannot be kept in the folder for temporary files ({error.strerror}): verify "
+                "fewer tokens, or set TMPDIR to a folder with room"
+            ) from None
+
+    def rewind(self) -> None:
+        """The next step read is the first one."""
+        self._file.seek(0)
+
+    def read(self) -> Expected:
+        """The next step."""
+        expected: Expected = pickle.load(self._file)
+        return expected
