@@ -96,13 +96,21 @@ class CompiledKernel:
 def compile_kernel(
     config: KernelConfig, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
 ) -> CompiledKernel:
+    """Compile a cache-update kernel: see `compile_source`."""
+    return compile_source(kernel_source(config), config.name, arch, ptx=ptx, driver=driver)
+
+
+def compile_source(
+    source: str, name: str, arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None
+) -> CompiledKernel:
     """Compile a kernel, or take it from the cache on disk.
 
     The cache's key is the source, the options, the architecture and NVRTC's version; files appear whole or not at all.
     A cache that cannot be written costs time and nothing else.
 
     Args:
-        config: which kernel.
+        source: CUDA C++.
+        name: of its entry function.
         arch: the GPU's architecture, such as ``"sm_90"``.
         ptx: compile to PTX, which later architectures take as well; otherwise to a cubin for this one.
         driver: the CUDA version of the driver that will load it, if known.
@@ -115,7 +123,6 @@ def compile_kernel(
     _check_arch(arch, version)
     if driver is not None:
         _check_driver(driver, version, ptx=ptx)
-    source = kernel_source(config)
     # A virtual architecture: PTX for this one and all later ones.
     target = arch.replace("sm_", "compute_") if ptx else arch
     options = (f"--gpu-architecture={target}", *_OPTIONS, *(() if ptx else ("--ptxas-options=-v",)))
@@ -124,8 +131,8 @@ def compile_kernel(
     kept = _read(path)
     if kept is not None:
         return kept
-    code, log = _compile(source, config.name, options, ptx=ptx)
-    made = CompiledKernel(config.name, arch, version, ptx, code, log)
+    code, log = _compile(source, name, options, ptx=ptx)
+    made = CompiledKernel(name, arch, version, ptx, code, log)
     _write(path, made)
     return made
 
@@ -169,7 +176,7 @@ def nvrtc_version() -> tuple[int, int]:
         major, minor = _handle_return(_nvrtc().nvrtcVersion())
     except DynamicLibNotFoundError as error:  # the bindings load the library with the first call
         raise BackendError(
-            "NVRTC, the compiler of the cache-update plugin, is not installed: pip install 'trt-kvcache[plugin]'"
+            "NVRTC, which compiles kernels, is not installed: pip install 'trt-kvcache[plugin]'"
         ) from error
     return int(major), int(minor)
 

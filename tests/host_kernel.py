@@ -62,12 +62,7 @@ class HostKernels:
         self.folder = folder
         self.configs = {config.name: config for config in configs}
         self.order = {name: i for i, name in enumerate(self.configs)}
-        source = folder / "kernels.cpp"
-        source.write_text(self._source())
-        command = [compiler(), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-        command += ["-Wno-comment", "-ffp-contract=off", *flags, str(source), "-o", str(folder / "kernels")]
-        done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr[:4000]
+        self._program = compile_for_host(folder, "kernels", self._source(), flags)
 
     def _source(self) -> str:
         parts = [f'#include "{HERE}/host_shim.h"', family_source()]
@@ -97,8 +92,7 @@ class HostKernels:
             content.append(struct.pack(f"{len(blocks) + 1}q", len(blocks), *blocks))
         cases, results = self.folder / "cases", self.folder / "results"
         cases.write_bytes(b"".join(content))
-        command = [str(self.folder / "kernels"), str(cases), str(results)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = subprocess.run([self._program, cases, results], capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[:4000]
         written = np.frombuffer(results.read_bytes(), np.uint8)
         sizes = [size for x in launches for _, size in x.seen]
@@ -109,6 +103,17 @@ class HostKernels:
 
 def _cast(name: str) -> str:
     return "int*" if name == "errors" else "const float*" if name.startswith("scale") else "void*"
+
+
+def compile_for_host(folder: Path, name: str, text: str, flags: Sequence[str]) -> Path:
+    """The program that the compiler makes of a C++ text; without a warning, and with products and sums as they are."""
+    source, program = folder / f"{name}.cpp", folder / name
+    source.write_text(text)
+    command = [str(compiler()), "-std=c++17", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
+    command += ["-Wno-comment", "-ffp-contract=off", *flags, str(source), "-o", str(program)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[:4000]
+    return program
 
 
 def compiler() -> str | None:

@@ -10,7 +10,7 @@
 
 #define __device__
 #define __global__
-#define __launch_bounds__(threads, blocks)
+#define __launch_bounds__(...)
 
 struct uint2 {
     alignas(8) unsigned int x;

@@ -1,0 +1,145 @@
+"""The kernel that finds the best token: on the host against the host's own choice, and compiled by NVRTC."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from host_choice import ChoiceCase, HostChoice
+from host_kernel import compiler, sanitizer_flags
+from numpy.typing import NDArray
+
+from trt_kvcache.errors import BackendError
+from trt_kvcache.plugins.choice import (
+    CHOICE_DTYPES,
+    blocks_per_row,
+    choice_name,
+    choice_source,
+    compile_choice,
+    read_keys,
+)
+from trt_kvcache.plugins.compile import compile_source, nvrtc_version
+from trt_kvcache.plugins.spec import BLOCK_BYTES
+from trt_kvcache.runtime.greedy import best
+
+BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
+
+
+def missing() -> str:
+    try:
+        nvrtc_version()
+    except BackendError as error:
+        return str(error)
+    return ""
+
+
+needs_nvrtc = pytest.mark.skipif(bool(missing()), reason=missing())
+ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> HostChoice:
+    if compiler() is None:
+        pytest.skip("needs a C++ compiler (g++ or clang++)")
+    folder = tmp_path_factory.mktemp("choice")
+    flags = sanitizer_flags(folder)
+    if flags is None:
+        pytest.skip(f"{compiler()} has no address and undefined-behavior sanitizers (libasan, libubsan)")
+    return HostChoice(folder, ["-O1", *flags])
+
+
+def check(host: HostChoice, cases: list[ChoiceCase]) -> None:
+    for case, keys in zip(cases, host.run(cases), strict=True):
+        dtype = case.logits.dtype.name
+        tokens, scores = read_keys(keys, dtype)
+        kept = case.logits[:, case.logits.shape[1] - case.keep :]
+        expected = [[best(position) for position in row] for row in kept]
+        about = f"{dtype} {case.logits.shape}, the last {case.keep}, {case.blocks} blocks, shift {case.shift}"
+        wanted = [[top for _, top in row] for row in expected]
+        np.testing.assert_array_equal(scores, np.array(wanted, np.float32), err_msg=about)
+        if not np.isnan(scores).any():
+            assert tokens.tolist() == [[token for token, _ in row] for row in expected], about
+        assert tokens.tolist() == kept.astype(np.float32).argmax(axis=-1).tolist(), about
+
+
+def some_logits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) -> NDArray[Any]:
+    """Any bits; or few values, so that most are ties; or subnormal numbers; or ordinary ones with a few odd ones."""
+    kind = CHOICE_DTYPES[dtype]
+    few = [0.0, -0.0, 1.0, -1.0, -np.inf, 6e-8, -6e-8]
+    way = rng.integers(5)
+    if way == 0:
+        limit = np.iinfo(BITS[dtype]).max
+        return rng.integers(0, limit, shape, BITS[dtype], endpoint=True).view(kind)
+    if way == 1:
+        return rng.choice(few[: rng.integers(1, len(few) + 1)], shape).astype(kind)
+    if way == 2:
+        small = rng.integers(0, 40, shape).astype(BITS[dtype]).view(kind)
+        return np.where(rng.random(shape) < 0.5, small, -small).astype(kind)
+    logits = rng.normal(0, 5, shape).astype(kind)
+    if way == 3:
+        logits[rng.random(shape) < 0.05] = rng.choice([np.inf, -np.inf, np.nan, -np.nan])
+    return logits
+
+
+def test_it_chooses_as_the_host_does(host: HostChoice) -> None:
+    rng = np.random.default_rng(0)
+    cases = []
+    for dtype in CHOICE_DTYPES:
+        size = np.dtype(CHOICE_DTYPES[dtype]).itemsize
+        for _ in range(200):
+            vocab = int(rng.choice([1, 2, 7, 8, 9, 31, 32, 33, 255, 257, 1000, 3001]))
+            logits = some_logits(rng, dtype, (int(rng.integers(1, 4)), int(rng.integers(1, 4)), vocab))
+            keep, blocks = int(rng.integers(1, logits.shape[1] + 1)), int(rng.integers(1, 4))
+            shift = size * int(rng.integers(0, 64 // size))
+            cases.append(ChoiceCase(logits, keep, blocks, shift, bool(rng.integers(2))))
+    check(host, cases)
+
+
+@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
+def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:
+    """At the ends of what an access, a warp and a block takes, and beside them."""
+    size = np.dtype(CHOICE_DTYPES[dtype]).itemsize
+    vocab = 2 * BLOCK_BYTES // size + 5
+    edges = {0, vocab - 1} | {e + i for e in (16 // size, 512 // size, 2048 // size, vocab // 2) for i in (-1, 0, 1)}
+    logits = np.full((len(edges), 1, vocab), -3, CHOICE_DTYPES[dtype])
+    for row, token in zip(logits[:, 0], sorted(edges), strict=True):
+        row[token:] = -2  # and equal ones after it
+    check(host, [ChoiceCase(logits, 1, blocks_per_row(vocab, size), shift) for shift in (0, size)])
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_every_number_against_its_neighbours(host: HostChoice, dtype: str) -> None:
+    """Of two that follow each other the higher one wins, from either place: some, and all around the edges."""
+    every = np.arange(65536, dtype=np.uint16).view(CHOICE_DTYPES[dtype])
+    numbers = every[~np.isnan(every.astype(np.float32))]
+    numbers = numbers[np.argsort(numbers.astype(np.float32), kind="stable")]
+    pairs = np.stack([numbers[1:], numbers[:-1]], axis=-1)
+    least = np.finfo(CHOICE_DTYPES[dtype]).tiny if dtype == "float16" else 2.0**-126
+    sizes = np.abs(pairs.astype(np.float32)).max(axis=1)
+    edges = (sizes < 4e-7) | (np.abs(sizes - least) < least / 100) | np.isinf(sizes)
+    some = np.concatenate([pairs[::41], pairs[edges][:200]])
+    check(host, [ChoiceCase(both[:, None], 1, 1) for both in (some, np.ascontiguousarray(some[:, ::-1]))])
+
+
+def test_blocks_cover_a_row() -> None:
+    assert [blocks_per_row(vocab, 2) for vocab in (1, BLOCK_BYTES // 2, BLOCK_BYTES // 2 + 1)] == [1, 1, 2]
+    assert blocks_per_row(128_256, 2) == 32
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("arch", ARCHS)
+def test_it_compiles_without_local_memory(arch: str) -> None:
+    for dtype in CHOICE_DTYPES:
+        use = compile_choice(dtype, arch).resources
+        assert (use.stack_bytes, use.spill_store_bytes, use.spill_load_bytes) == (0, 0, 0), (dtype, use)
+        assert use.registers <= 64, (dtype, use)
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
+def test_it_reads_16_bytes_at_a_time_and_computes_no_floats(dtype: str) -> None:
+    text = compile_source(choice_source(dtype), choice_name(dtype), "sm_80", ptx=True).code.decode()
+    assert text.count("ld.global.v4.u32") >= 4
+    assert "f32" not in text
+    assert ".local" not in text
