@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 from cuda.bindings import driver as real
+from runtime import fake_launch
 
 from trt_kvcache.runtime.cuda import CudaBindings
 
@@ -53,6 +54,10 @@ class Machine:
         fault: a fault that the next cuStreamSynchronize finds, and then every call: it does not go away.
         recordable, instantiable: whether graphs can be recorded at all, and made executable.
         templates, graphs: ``CUgraph`` and ``CUgraphExec`` that were not destroyed.
+        driver: the CUDA version of its driver, as the driver tells it.
+        launched: how often a kernel was launched.
+        no_launches: words with which every launch fails.
+        wrong_tokens: bits of tokens that kernels get wrong.
     """
 
     total: int = 1 << 30
@@ -67,6 +72,10 @@ class Machine:
     templates: int = 0
     graphs: int = 0
     launches: int = 0
+    driver: int = 13_050
+    launched: int = 0
+    no_launches: str = ""
+    wrong_tokens: int = 0
     device: dict[int, Any] = field(default_factory=dict)
     pinned: dict[int, Any] = field(default_factory=dict)
     freed: list[Any] = field(default_factory=list)
@@ -75,7 +84,10 @@ class Machine:
     def bindings(self) -> CudaBindings:
         """What the runner takes for cuda.core and cuda.bindings.driver."""
         view = SimpleNamespace(StridedMemoryView=StridedMemoryView)
-        core = SimpleNamespace(Device=lambda index=0: Device(self, index), Buffer=Buffer, utils=view)
+        core = SimpleNamespace(
+            Device=lambda index=0: Device(self, index), Buffer=Buffer, utils=view, ObjectCode=fake_launch.ObjectCode,
+            LaunchConfig=fake_launch.LaunchConfig, launch=fake_launch.launch,
+        )  # fmt: skip
         return CudaBindings(core, Driver(self))
 
     def is_current(self) -> bool:
@@ -108,6 +120,11 @@ class Machine:
                 return address
         raise BrokenRuleError(f"{what}: {size} bytes at {address:#x} are not within memory that is allocated")
 
+    def array(self, address: int, size: int, what: str) -> Any:
+        """GPU memory as bytes."""
+        self.within(address, size, self.device, what)
+        return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+
     def put(self, run: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
         """Append work to the stream, or to the graph that is being recorded."""
         (self.queue if self.recording is None else self.recording).append(Work(run, check))
@@ -132,6 +149,9 @@ class Driver:
 
     def cuInit(self, flags: int) -> tuple[Any]:
         return (SUCCESS,)
+
+    def cuDriverGetVersion(self) -> tuple[Any, int]:
+        return SUCCESS, self._machine.driver
 
     def cuDeviceGetCount(self) -> tuple[Any, int]:
         return SUCCESS, self._machine.devices

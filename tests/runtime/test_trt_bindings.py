@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorrt_rtx as trt
 from cuda.bindings import driver
-from runtime import fake_cuda, fake_tensorrt
+from runtime import fake_cuda, fake_launch, fake_tensorrt
 
 from trt_kvcache.runtime import cuda as ours
 
@@ -32,6 +32,8 @@ PAIRS = [
     (fake_cuda.Stream, cuda.core.Stream),
     (fake_cuda.Buffer, cuda.core.Buffer),
     (fake_cuda.StridedMemoryView, cuda.core.utils.StridedMemoryView),
+    (fake_launch.ObjectCode, cuda.core.ObjectCode),
+    (fake_launch.LaunchConfig, cuda.core.LaunchConfig),
 ]
 
 
@@ -75,6 +77,10 @@ def test_arguments_of_cuda_core() -> None:
     assert {"buffer", "shape", "dtype"} <= set(
         inspect.signature(cuda.core.utils.StridedMemoryView.from_buffer).parameters
     )
+    assert {"module", "name"} <= set(inspect.signature(cuda.core.ObjectCode.from_cubin).parameters)
+    assert "grid: int" in cuda.core.LaunchConfig.__doc__
+    assert "block: int" in cuda.core.LaunchConfig.__doc__
+    assert list(inspect.signature(cuda.core.launch).parameters) == ["stream", "config", "kernel", "kernel_args"]
 
 
 def test_signatures_of_tensorrt() -> None:

@@ -181,7 +181,7 @@ def test_allocates_nothing_after_opening(model: Path, open_engine: Open) -> None
     decode(pair, 20)
     assert (module.machine.allocations, runner.device_bytes) == (before, held)
     assert module.machine.used == held
-    assert len(module.machine.pinned) == 3  # inputs, logits, cache rows
+    assert len(module.machine.pinned) == 4  # inputs, logits, chosen tokens, cache rows
 
 
 def test_caches_start_at_zero(model: Path, open_engine: Open) -> None:

@@ -20,12 +20,14 @@ _PACKAGES = {
     "numpy": "verify, and decoding",
     "safetensors": "saving caches",
     "cuda-python": "GPU and driver",
+    "nvidia-cuda-nvrtc": "greedy tokens chosen on the GPU, plugin",
     "tokenizers": "generate with text",
     "jinja2": "generate --chat",
     "mobius-onnx": "exporting decoders with static caches",
 }
 _EXTRAS = {
     "text": (("tokenizers", "jinja2"), "prompts as text; token ids need neither"),
+    "plugin": (("nvidia-cuda-nvrtc",), "the compiler of what a GPU runs beside engines; without it, slower decoding"),
     "exporters": (("mobius-onnx",), "to export decoders with static caches"),
 }
 """Packages that only some uses need, and how they are installed."""

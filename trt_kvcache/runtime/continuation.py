@@ -78,11 +78,16 @@ class Continuation:
         """The last token: the next one to feed to the model."""
         return int(self._buffer[self._length - 1])
 
+    @property
+    def best_will_do(self) -> bool:
+        """Whether the next tokens are the best ones, whatever the scores of others are."""
+        return self._sampler.best_will_do(self._length - self._prompt_length)
+
     def advance(self, logits: Logits) -> TokenEvent:
         """Choose the next token.
 
         Args:
-            logits: ``[V]``, the model's scores after `tokens`. Not kept.
+            logits: ``[V]``, the model's scores after `tokens`; a `CHOICE` of them where the best will do. Not kept.
 
         Returns:
             The token's event; with a finish reason where it was the last.

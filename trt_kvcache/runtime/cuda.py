@@ -114,6 +114,12 @@ class Cuda:
         """Bytes of GPU memory that are held here."""
         return sum(self._memory.values())
 
+    @property
+    def driver_version(self) -> tuple[int, int]:
+        """The CUDA version that the driver is for."""
+        version = int(self._check("cuDriverGetVersion", self._driver.cuDriverGetVersion()))
+        return version // 1000, version % 1000 // 10
+
     def allocate(self, size: int) -> int:
         """Take `size` bytes of GPU memory, zeroed, and return their address."""
         size = max(size, 1)
@@ -191,6 +197,16 @@ class Cuda:
     def discard(self, graph: Any) -> None:
         """Free a recorded graph. Never fails, as `close`."""
         self._driver.cuGraphExecDestroy(graph)
+
+    def load_kernel(self, cubin: bytes, name: str) -> Any:
+        """Load the kernel of this name for `launch_kernel`; it lives as long as it is held."""
+        with self._core_errors(f"load kernel {name}"):
+            return self._core.ObjectCode.from_cubin(cubin, name=name).get_kernel(name)
+
+    def launch_kernel(self, kernel: Any, grid: int, block: int, *arguments: int | np.integer[Any]) -> None:
+        """Put a kernel on the stream: `grid` blocks of `block` threads; addresses are ints, numbers NumPy's."""
+        with self._core_errors("launch a kernel"):
+            self._core.launch(self._stream, self._core.LaunchConfig(grid=grid, block=block), kernel, *arguments)
 
     def view(self, address: int, shape: tuple[int, ...], dtype: np.dtype[Any], owner: object) -> Any:
         """GPU memory as an object with ``__dlpack__``; it keeps `owner` alive.

@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["as_scores", "best"]
+__all__ = ["CHOICE", "as_scores", "best"]
 
 Logits = npt.NDArray[Any]
+
+CHOICE = np.dtype([("token", np.int64), ("score", np.float32)])
+"""What stands for a position's scores where a runner has chosen already: the first of the best tokens, its score."""
 
 _LOWEST = -0x7C01  # the key of float16's -inf; below it there is only NaN
 
@@ -23,11 +26,13 @@ def best(logits: Logits) -> tuple[int, float]:
     """The first of the tokens with the highest score, and that score.
 
     Args:
-        logits: ``[V]``, V at least 1, of any float dtype.
+        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` of them.
 
     Returns:
         The token and its score, as of ``as_scores(logits)``. The score is NaN if any is.
     """
+    if logits.dtype == CHOICE:
+        return int(logits["token"]), float(logits["score"])
     if logits.dtype != np.float16:
         scores = as_scores(logits)
         token = int(scores.argmax())  # NaN counts as the highest

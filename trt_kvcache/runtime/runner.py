@@ -38,6 +38,7 @@ class StepBatch:
         constants: of each row, all of equal sizes; empty where the model takes none.
         embeds: ``[R, S, H]`` in the model's dtype: what stands for the tokens, of a model that takes embeddings.
         positions: int64 ``[R, planes, S]``, or one plane for all; None: each token stands where its cache row is.
+        best: of the logits, the caller wants nothing but the best token of each position.
     """
 
     first_row: int
@@ -47,6 +48,7 @@ class StepBatch:
     constants: tuple[Constants, ...] = ()
     embeds: Array | None = None
     positions: npt.NDArray[np.int64] | None = None
+    best: bool = False
 
     @cached_property
     def rows(self) -> int:
@@ -125,7 +127,8 @@ class Runner(Protocol):
 
         Returns:
             ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Memory of the runner's:
-            valid until the next call, `close` included.
+            valid until the next call, `close` included. A runner that can choose by itself may answer a step that asks
+            for the `best` with `trt_kvcache.runtime.greedy.CHOICE` ``[R, keep]``.
 
         Raises:
             SessionError: it failed. Cache rows below `starts` hold what they held.

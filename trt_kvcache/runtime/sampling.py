@@ -34,13 +34,19 @@ class Sampler:
         self._config = config
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(config.seed, spawn_key=(index,))))
 
+    def best_will_do(self, new_tokens: int) -> bool:
+        """Whether `choose` looks at nothing but the best token, now and ever after."""
+        config = self._config
+        return not (config.do_sample or config.output_logprobs or rules_apply(new_tokens, config))
+
     def choose(
         self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
     ) -> tuple[int, float | None]:
         """Choose the token after `tokens`. Draws exactly one random number where it samples, none where it does not.
 
         Args:
-            logits: ``[V]``, of the model, in its own float type. Neither written to nor kept.
+            logits: ``[V]``, of the model, in its own float type. Neither written to nor kept. A `CHOICE` of them where
+                the best will do.
             tokens: int64: the prompt and what was generated.
             new_tokens: how many of them were generated.
 

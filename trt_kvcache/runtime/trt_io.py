@@ -16,6 +16,7 @@ from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda, Pinned
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+from trt_kvcache.runtime.trt_choice import DeviceChoice, open_choice
 
 __all__ = ["StepBuffers"]
 
@@ -58,6 +59,7 @@ class StepBuffers:
         self.addresses: dict[str, int] = {}
         self._inputs: dict[str, _Input] = {}
         self._given: tuple[Constants, ...] = ()
+        self._choice: DeviceChoice | None = None
 
     @property
     def device_bytes(self) -> int:
@@ -81,6 +83,13 @@ class StepBuffers:
             _put(self._staging, 0, values)
             self._cuda.upload(self.addresses[name], self._staging.address, values.nbytes)
             self._cuda.sync()  # the next one goes through the same pinned memory
+
+    def choose(self) -> str:
+        """Let the GPU choose where a step asks for the best tokens alone; else say why the host does."""
+        address, size = self.addresses[self._logits.name], self._size(self._logits.name)
+        form = self._logits.dtype, self._logits.vocab, size // self._position_bytes
+        self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
+        return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
         """Copy the constants of the rows of a step to the GPU, unless they are there since the last one."""
@@ -111,7 +120,8 @@ class StepBuffers:
         """Wait for the step, and fetch the logits of its last `keep` positions.
 
         Returns:
-            ``[R, keep, V]``, valid until the next call: pinned memory itself where they fit into it.
+            ``[R, keep, V]``, valid until the next call: pinned memory itself where they fit into it. `CHOICE`
+            ``[R, keep]`` where `batch` asks for the best tokens alone, and the GPU chooses.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -121,6 +131,8 @@ class StepBuffers:
         if keep == 0:
             self._cuda.sync()
             return np.empty(shape, self._logits.dtype)
+        if batch.best and self._choice is not None:
+            return self._choice.best(start, pitch, rows, keep)
         if rows * width <= self._host_logits.data.size:
             return self._fetch(start, pitch, width, rows).reshape(shape)
         result = np.empty(shape, self._logits.dtype)

@@ -57,6 +57,7 @@ class TensorRTRunner:
 
     Attributes:
         graphs: the recorded steps.
+        host_choice: why the host chooses greedy tokens among the scores; empty where the GPU does.
 
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
@@ -136,6 +137,9 @@ class TensorRTRunner:
         self._buffers.allocate()
         self._factory.allocate(self._contexts)
         cuda.sync()
+        self.host_choice = self._buffers.choose()
+        if self.host_choice:
+            self._name += ", tokens chosen on the host"
         self.graphs = StepGraphs(cuda, native=self._trt.rtx) if cuda_graphs else None
 
     @property
