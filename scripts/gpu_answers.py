@@ -67,6 +67,12 @@ def graphs(engine: Path, name: str) -> Answer:
         return {"yes": len(runner.graphs) == 1 and could, "failure": runner.graphs.failure, "contexts": len(contexts)}
 
 
+def chooses(engine: Path, name: str) -> Answer:
+    """Is the kernel that chooses greedy tokens there, and right, so that sessions use it?"""
+    with Opened(engine) as runner:
+        return {"yes": not runner.host_choice, "why": runner.host_choice}
+
+
 def aliases(engine: Path, name: str) -> Answer:
     """Does the engine report the aliases of the plan, and are past and present one address in every context?"""
     with Opened(engine) as runner:
@@ -148,6 +154,7 @@ QUESTIONS: dict[str, Callable[[Path, str], Answer]] = {
     "runs_if_built_here": runs_if_built_here,
     "aliases": aliases,
     "decode_steps_become_cuda_graphs": graphs,
+    "greedy_tokens_are_chosen_on_the_gpu": chooses,
     "garbage_in_unused_rows_is_not_seen": unused_rows(1e4),
     "nan_in_unused_rows_is_not_seen": unused_rows(float("nan")),
     "writes_out_of_range_are_dropped": writes_out_of_range,

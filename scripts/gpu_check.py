@@ -15,12 +15,14 @@ first:
 
 - bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
   FlashInfer's append kernel (``bench_kernel.py``);
+- choice: greedy tokens chosen on the GPU against those of the host, and the time of both (``bench_choice.py``);
 - answers, for each backend: does it run here at all, in its own words; do engines that were built without a GPU, or
   elsewhere, open; aliases; garbage and NaN in unused rows; IAttention's masks and lengths (``gpu_answers.py``);
 - measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
   bandwidth (``gpu_measure.py``);
 - engine tests, for each backend: ``tests/gpu/test_engines.py`` and ``test_plugin_engines.py``;
-- compile, kernel tests: every kernel compiled for this GPU (registers, spills), and against numpy;
+- compile, kernel tests: every kernel compiled for this GPU (registers, spills), and against numpy: cache updates, and
+  the choice of tokens;
 - sanitizer: some kernels under compute-sanitizer, where there is one.
 
 Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table beside it (``.md``),
@@ -59,7 +61,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 CAPACITIES = {False: (8192, 1024, 32_768), True: (64, 128)}
 KERNEL = "kernel"
-SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two"
+SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two or float16-31"
 NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
 """What compute-sanitizer says where it cannot look at the GPU, as under some virtual machines."""
 
@@ -156,8 +158,10 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     tests = (python, "-m", "pytest", "-m", "gpu", "-v", "-W", "default", "--tb=short", "-p", "no:cacheprovider")
     tests += ("--junitxml={out}",)
     arch = "sm_" + capability.replace(".", "")
-    kernels = str(ROOT / "tests" / "gpu" / "test_kernel.py")
+    kernels = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("kernel", "choice")]
     found = [Step(KERNEL, "bench", (python, str(SCRIPTS / "bench_kernel.py"), "--output={out}"), 75)]
+    sizes = ("--vocab", "1001", "--repeats", "3") if options.small else ()
+    found.append(Step(KERNEL, "choice", (python, str(SCRIPTS / "bench_choice.py"), "--output={out}", *sizes), 60))
     for name in backends:
         given = [f"--engine={path.resolve()}" for path in options.engine]
         command = (python, str(SCRIPTS / "gpu_answers.py"), f"--backend={name}", "--output={out}", *given)
@@ -173,10 +177,10 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
     command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")
     found.append(Step(KERNEL, "compile", command, 75))
-    found.append(Step(KERNEL, "kernel tests", (*tests, kernels), 90))
+    found.append(Step(KERNEL, "kernel tests", (*tests, *kernels), 120))
     if sanitizer := shutil.which("compute-sanitizer") or _in_toolkit("compute-sanitizer"):
         guard = (sanitizer, "--error-exitcode", "9")
-        found.append(Step(KERNEL, "sanitizer", (*guard, *tests, kernels, "-k", SANITIZED), 90))
+        found.append(Step(KERNEL, "sanitizer", (*guard, *tests, *kernels, "-k", SANITIZED), 90))
     return found
 
 

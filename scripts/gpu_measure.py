@@ -7,7 +7,7 @@ with medians over repeated steps:
 
 - decode latency against position, and with and without CUDA graphs;
 - prefill latency against length;
-- tokens per second against batch;
+- tokens per second against batch, with all scores and with the best tokens alone on the host;
 - for a batch of one, decode with the weights of prefill against decode with weights of its own: time and engine size;
 - bytes that a decode step must read (weights, and cache rows up to the span) per second, against a copy within the GPU
   measured in the same process (its reads and writes both counted).
@@ -101,7 +101,8 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
             for length in sorted({1, chunk // 8, chunk // 2, chunk}):
                 keep("prefill", {"length": length} | _prefill(runner, length, repeats, settle))
             for rows in (1, 2, 4, 8):
-                keep("batches", {"batch": rows} | decode(runner, rows, capacity // 4, repeats, read))
+                best = decode(runner, rows, capacity // 4, repeats, read, best=True)["ms"]
+                keep("batches", {"batch": rows, "ms_best": best} | decode(runner, rows, capacity // 4, repeats, read))
         with Opened(engine, cuda_graphs=False) as runner:
             plain = decode(runner, 1, capacity // 2, repeats, read, settle)
             keep("decode", {"position": capacity // 2, "cuda_graphs": False} | plain)
@@ -115,17 +116,17 @@ def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str,
 
 
 def decode(
-    runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int, settle: float = 0
+    runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int, settle: float = 0, *, best: bool = False
 ) -> dict[str, Any]:
     """Decode steps from `position` on; the caches' content does not matter for the time.
 
-    `read` is what a step reads besides the caches, in bytes.
+    `read` is what a step reads besides the caches, in bytes; with `best`, the host gets the best tokens alone.
     """
     ids = np.ones((rows, 1), np.int64)
     steps = iter(range(position, position + repeats + 8))
 
     def step() -> None:
-        runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64)))
+        runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64), best=best))
 
     seconds, spread = _median(step, repeats, 6, settle)
     batch = StepBatch(0, ids, np.full(rows, position, np.int64))

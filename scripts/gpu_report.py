@@ -10,7 +10,7 @@ def table(part: dict[str, Any]) -> str:
     gpu = part["gpu"]
     title = f"{part['backend']} {part['version']}" if part["version"] else "cache-update kernel"
     lines = [f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {title}", ""]
-    lines += _answers(part) + _measured(part) + _kernels(part)
+    lines += _answers(part) + _measured(part) + _kernels(part) + _choice(part)
     for name in ("engine_tests", "kernel_tests", "sanitizer"):
         if name in part:
             counts = ", ".join(f"{part[name][k]} {k}" for k in ("passed", "failed", "skipped"))
@@ -73,9 +73,11 @@ def _measured(part: dict[str, Any]) -> list[str]:
         ]
         lines += [""]
     if part.get("batches"):
-        lines += ["| batch: capacity | sequences | ms per step | tokens/s |", "| ---: | ---: | ---: | ---: |"]
+        lines += ["| batch: capacity | sequences | ms per step | tokens/s | ms, best tokens alone |"]
+        lines += ["| ---: | ---: | ---: | ---: | ---: |"]
         lines += [
-            f"| {r['capacity']} | {r['batch']} | {r['ms']:.3f} | {r['tokens_per_s']:.0f} |" for r in part["batches"]
+            f"| {r['capacity']} | {r['batch']} | {r['ms']:.3f} | {r['tokens_per_s']:.0f} | {r['ms_best']:.3f} |"
+            for r in part["batches"]
         ]
         lines += [""]
     if part.get("weights"):
@@ -106,3 +108,19 @@ def _kernels(part: dict[str, Any]) -> list[str]:
         )  # fmt: skip
         lines += [f"| {k['name']} | {' | '.join(cells)} |"]
     return [*lines, "", f"Targets: {', '.join(f'{k} {v}' for k, v in bench['targets'].items())}.", ""]
+
+
+def _choice(part: dict[str, Any]) -> list[str]:
+    if "choice" not in part:
+        return []
+    lines = [
+        "| greedy tokens: scores | vocabulary | batch | host ms | GPU ms | |",
+        "| --- | ---: | ---: | ---: | ---: | --- |",
+    ]
+    for row in part["choice"]["rows"]:
+        cells = ("", "", "", "", row["error"]) if "error" in row else (
+            row["vocab"], row["batch"], f"{row['host_ms']:.3f}", f"{row['gpu_ms']:.3f}",
+            "the same tokens" if row["same"] else "other tokens",
+        )  # fmt: skip
+        lines += [f"| {row['logits']} | {' | '.join(map(str, cells))} |"]
+    return [*lines, ""]

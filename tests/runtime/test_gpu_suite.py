@@ -91,12 +91,13 @@ def statuses(result: Any) -> dict[str, str]:
 def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "other.onnx", DecoderConfig(dtype="float16"))
     engine = write_engine(model)
-    done = check(tmp_path, *only("bench", "answers", "measure"), f"--engine={engine}")
+    done = check(tmp_path, *only("bench", "choice", "answers", "measure"), f"--engine={engine}")
     assert done.returncode == 0, done.stderr + done.stdout
     result = result_of(tmp_path)
     assert statuses(result) == {"answers": "ok", "measure 64": "ok", "measure 128": "ok"}
     assert {r["capacity"] for r in result["decode"]} == {64, 128}
     assert {r["graphs"] for r in result["decode"]} == {"on", "off"}
+    assert all(r["ms_best"] > 0 for r in result["batches"])
     assert all(r["ms"] > 0 for kind in ("decode", "prefill", "batches", "weights") for r in result[kind])
     assert [(r["capacity"], r["decode_weights"]) for r in result["weights"]] == [
         (capacity, kind) for capacity in (64, 128) for kind in ("shared", "own")
@@ -104,7 +105,7 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     assert result["copy_gb_per_s"] > 0
     answers = {question: answer["yes"] for question, answer in result["answers"].items()}
     for question in ("builds", "runs", "runs_if_built_here", "aliases", "decode_steps_become_cuda_graphs",
-                     "garbage_in_unused_rows_is_not_seen"):  # fmt: skip
+                     "greedy_tokens_are_chosen_on_the_gpu", "garbage_in_unused_rows_is_not_seen"):  # fmt: skip
         assert answers[question], result["answers"][question]
     # A fake has no network to put IAttention into, and ONNX Runtime's attention is not proof against NaN: both are
     # answers, and neither stops the next question.
@@ -120,11 +121,16 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     assert "| 128 | own |" in table
     assert "Built elsewhere, other.engine: opens in" in table
     kernel = result_of(tmp_path, "kernel")
-    assert statuses(kernel) == {"bench": "ok"}
+    assert statuses(kernel) == {"bench": "ok", "choice": "ok"}
+    assert {(r["logits"], r["same"]) for r in kernel["choice"]["rows"]} == {
+        (dtype, True) for dtype in ("float16", "bfloat16", "float32")
+    }
     assert {k["name"] for k in kernel["bench"]["kernels"]} >= {"float16", "float16 circular", "float16 to int8"}
     assert [p["name"] for p in kernel["bench"]["peers"]] == ["torch index_copy_", "FlashInfer append"]
     assert "85 % of a copy" in kernel["bench"]["targets"]
-    assert "| float16 circular | 100.0 us |" in (tmp_path / f"{STEM}kernel.md").read_text()
+    table = (tmp_path / f"{STEM}kernel.md").read_text()
+    assert "| float16 circular | 100.0 us |" in table
+    assert "| bfloat16 | 1001 | 64 | " in table
     last = json.loads(done.stdout.splitlines()[-1])
     assert (last["ok"], last["backends"]) == (True, {"tensorrt-rtx": True})
 
@@ -161,7 +167,8 @@ def test_the_steps(tmp_path: Path) -> None:
     assert {part for part, _ in names} == {"kernel", "tensorrt", "tensorrt-rtx"}
     assert all(0 < step.limit <= 150 for step in steps)
     text = " ".join(word for step in steps for word in step.command)
-    for needed in ("bench_kernel.py", "test_kernel.py", "test_engines.py", "test_plugin_engines.py", "--arch=sm_90",
+    for needed in ("bench_kernel.py", "bench_choice.py", "test_kernel.py", "test_choice.py", "test_engines.py",
+                   "test_plugin_engines.py", "--arch=sm_90",
                    f"--engine={Path('a.engine').resolve()}"):  # fmt: skip
         assert needed in text
     dies = "import json, os; json.dump({'answers': {'runs': {'yes': True}}, 'asking': 'x'}, open('{out}', 'w'))"

@@ -1,0 +1,52 @@
+"""Greedy tokens chosen on a GPU against the host's choice. Nobody has run these tests on a GPU yet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trt_kvcache.plugins.choice import CHOICE_DTYPES
+from trt_kvcache.runtime import trt_runner
+from trt_kvcache.runtime.greedy import best
+from trt_kvcache.runtime.trt_choice import hard_scores, open_choice
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def cuda() -> Iterator[Any]:
+    opened = trt_runner.Cuda(0, trt_runner.cuda_bindings())
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 256, 50_257, 128_256])
+@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
+def test_the_gpu_chooses_as_the_host_does(cuda: Any, dtype: str, vocab: int) -> None:
+    kind, rows, positions = np.dtype(CHOICE_DTYPES[dtype]), 24, 3
+    size = rows * positions * vocab * kind.itemsize
+    address, pinned = cuda.allocate(size), cuda.allocate_pinned(size)
+    choice, reason = open_choice(cuda, kind, vocab, rows * positions, address, size, pinned)
+    assert choice is not None, reason
+    rng = np.random.default_rng(vocab)
+    given = [hard_scores(kind, rows, positions, vocab, seed) for seed in range(3)]
+    given.append(rng.normal(0, 3, (rows, positions, vocab)).astype(kind))
+    bits = np.dtype(f"u{kind.itemsize}")
+    given.append(rng.integers(0, 1 << 8 * kind.itemsize, (rows, positions, vocab), np.uint64).astype(bits).view(kind))
+    for logits in given:
+        pinned.data[:] = np.ascontiguousarray(logits).reshape(-1).view(np.uint8)
+        cuda.upload(address, pinned.address, size)
+        for keep in (1, 3):
+            start = address + (positions - keep) * vocab * kind.itemsize
+            chosen = choice.best(start, positions * vocab * kind.itemsize, rows, keep)
+            for i, j in np.ndindex(rows, keep):
+                row = logits[i, positions - keep + j]
+                here, there = best(chosen[i, j]), best(row)
+                if np.isnan(there[1]):
+                    assert np.isnan(here[1])
+                    assert here[0] == int(row.astype(np.float32).argmax())
+                else:
+                    assert here == there
