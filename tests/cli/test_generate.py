@@ -194,9 +194,9 @@ def test_interrupted_shows_what_was_made(
     real, seen = DecodeSession.stream, []
     before = signal.getsignal(signal.SIGINT)
 
-    def stream(*arguments: Any) -> Iterator[TokenEvent]:
+    def stream(*arguments: Any, **beside: Any) -> Iterator[TokenEvent]:
         try:
-            for at, event in enumerate(real(*arguments)):
+            for at, event in enumerate(real(*arguments, **beside)):
                 if at == 3:
                     os.kill(os.getpid(), signal.SIGINT)
                 seen.append(event)
@@ -223,7 +223,7 @@ def test_interrupted_shows_what_was_made(
 
 
 def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stream(*_: Any) -> Iterator[TokenEvent]:
+    def stream(*_: Any, **__: Any) -> Iterator[TokenEvent]:
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
         yield TokenEvent(0, 1)
@@ -236,7 +236,7 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to continue; give --prompt, --prompt-file or --tokens"),
+        ([], "nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds"),
         (["--prompt", "x", "--tokenizer", "none.json"], "none.json cannot be read"),
         (["--prompt-file", "none.txt"], "none.txt cannot be read"),
         (["--tokens", "1,x"], "'1,x' is not a list of token ids"),

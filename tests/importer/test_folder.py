@@ -37,6 +37,11 @@ def touch(folder: Path, *names: str) -> Path:
         (["decoder_model.onnx"], "decoder_model.onnx"),
         (["prefill.onnx", "decode.onnx"], "decode.onnx"),
         (["encoder.onnx", "decoder.onnx"], "decoder.onnx"),
+        (
+            ["vision_encoder.onnx", "audio_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"],
+            "decoder_model_merged.onnx",
+        ),
+        (["model.onnx", "embedding.onnx", "vision.onnx"], "model.onnx"),
     ],
 )
 def test_the_decoder_with_a_past_is_taken(tmp_path: Path, names: list[str], taken: str) -> None:

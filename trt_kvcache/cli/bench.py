@@ -11,6 +11,7 @@ from trt_kvcache.cli.generate import Device
 from trt_kvcache.cli.options import (
     WINDOW_CHUNK,
     CapacityOption,
+    EmbeddingsOption,
     JsonOption,
     LatentOption,
     SlidingOption,
@@ -35,6 +36,7 @@ def bench(
     device: Annotated[Device, typer.Option(help="auto: what the file is for.")] = Device.AUTO,
     max_batch: Annotated[int | None, typer.Option(metavar="N", help="Rows of the caches.")] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Of ONNX Runtime; default: one per core.")] = None,
+    embeddings: EmbeddingsOption = None,
     capacity: CapacityOption = None,
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
@@ -53,7 +55,9 @@ def bench(
     pyplot = None if plot is None else load_pyplot()  # asked for before anything is measured
     options = runner_options(model, capacity, sliding, window_chunk, latent_attention)
     sizes = [_numbers(name, text) for name, text in (("lengths", lengths), ("positions", positions))]
-    with DecodeSession.open(model, device=device.value, max_batch=max_batch, threads=threads, **options) as session:
+    with DecodeSession.open(
+        model, device=device.value, embeddings=embeddings, max_batch=max_batch, threads=threads, **options
+    ) as session:
         room = min(session.cache.capacity or 4096, 4096)
         measured = report(
             session,

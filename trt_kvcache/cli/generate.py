@@ -11,6 +11,7 @@ import typer
 from trt_kvcache.cli.options import (
     WINDOW_CHUNK,
     CapacityOption,
+    EmbeddingsOption,
     JsonOption,
     LatentOption,
     SlidingOption,
@@ -74,6 +75,16 @@ def generate(
             rich_help_panel=_PROMPTS,
         ),
     ] = None,
+    embeddings: EmbeddingsOption = None,
+    inputs_embeds: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="NPZ",
+            help="A prompt as embeddings, such as those of images: inputs_embeds [S, H], input_ids [S], and "
+            "position_ids [S] or [3, S] where the tokens do not stand in order.",
+            rich_help_panel=_PROMPTS,
+        ),
+    ] = None,
     do_sample: Annotated[
         bool | None,
         typer.Option(
@@ -131,10 +142,13 @@ def generate(
 ) -> None:
     """Continue prompts; text comes as it is made. Ctrl-C ends it with what there is, a second one at once."""
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run
+    from trt_kvcache.cli.given import read_prompt
     from trt_kvcache.runtime.session import DecodeSession
 
     reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat))
-    prompts = _prompts(prompt or [], prompt_file or [], tokens or [], reader, chat, system)
+    given = [read_prompt(file) for file in inputs_embeds or []]
+    prompts = _prompts(prompt or [], prompt_file or [], tokens or [], reader, chat, system, [g.ids for g in given])
+    before = [None] * (len(prompts) - len(given))
     config = _config(
         generation_config,
         reader,
@@ -164,12 +178,22 @@ def generate(
     view = (JsonView if json else LiveView)(text=reader is not None)
     if run(
         lambda: DecodeSession.open(
-            model, device=device.value, tokenizer=reader, max_batch=max_batch, max_chunk=max_chunk, **options
+            model,
+            device=device.value,
+            tokenizer=reader,
+            embeddings=embeddings,
+            max_batch=max_batch,
+            max_chunk=max_chunk,
+            **options,
         ),
         prompts,
         config,
         view,
-        _constants(constants or [], len(prompts)),
+        {
+            "constants": _constants(constants or [], len(prompts)),
+            "inputs_embeds": [*before, *(g.embeds for g in given)],
+            "positions": [*before, *(g.positions for g in given)],
+        },
     ):
         raise typer.Exit(130)
 
@@ -203,14 +227,20 @@ def _tokenizer(model: Path, given: Path | None, *, needed: bool) -> Tokenizer | 
 
 
 def _prompts(
-    texts: list[str], files: list[Path], ids: list[str], tokenizer: Tokenizer | None, chat: bool, system: str | None
+    texts: list[str],
+    files: list[Path],
+    ids: list[str],
+    tokenizer: Tokenizer | None,
+    chat: bool,
+    system: str | None,
+    embedded: list[list[int]],
 ) -> list[list[int]]:
-    """All prompts as token ids: texts, then files, then ids."""
+    """All prompts as token ids: texts, then files, then ids, then those of embeddings."""
     from trt_kvcache.errors import OptionError
 
     texts = [*texts, *(_read(file) for file in files)]
-    if not texts and not ids:
-        raise OptionError("nothing to continue; give --prompt, --prompt-file or --tokens")
+    if not texts and not ids and not embedded:
+        raise OptionError("nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds")
     if chat and ids:
         raise OptionError("--chat needs messages as text, and --tokens gives ids; use one of them")
     if system is not None and not chat:
@@ -225,7 +255,7 @@ def _prompts(
             prompts.append(tokenizer.encode(rendered, special_tokens=False))
         else:
             prompts.append(tokenizer.encode(text))
-    return prompts + [_ids(text) for text in ids]
+    return prompts + [_ids(text) for text in ids] + embedded
 
 
 def _read(file: Path) -> str:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from trt_kvcache.cli.output import print_json
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.requests import Generation, GivenAll
+from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.speculation import SpeculationStats
 
@@ -75,9 +75,16 @@ def run(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     view: View,
-    constants: GivenAll = None,
+    beside: Mapping[str, Any] | None = None,
 ) -> bool:
     """Continue the prompts.
+
+    Args:
+        open_session: opens what runs them.
+        prompts: token ids of each.
+        config: how to continue them.
+        view: what the user sees.
+        beside: what else `DecodeSession.stream` takes for each prompt.
 
     Returns:
         Whether Ctrl-C ended it early. What was made until then has been shown.
@@ -86,7 +93,7 @@ def run(
     with open_session() as session:
         opened = time.perf_counter()
         made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
-        with _interruptible() as interrupted, closing(_events(session, prompts, config, constants)) as events:
+        with _interruptible() as interrupted, closing(_events(session, prompts, config, beside or {})) as events:
             for event in events:
                 made.total = time.perf_counter() - opened
                 if made.first is None:
@@ -207,10 +214,10 @@ def _speculation(run: Run) -> dict[str, Any] | None:
 
 
 def _events(
-    session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig, constants: GivenAll
+    session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig, beside: Mapping[str, Any]
 ) -> Generator[TokenEvent]:
     """`DecodeSession.stream`, as a generator whatever it is, so that it can be closed."""
-    yield from session.stream(prompts, config, constants)
+    yield from session.stream(prompts, config, **beside)
 
 
 @contextmanager

@@ -48,6 +48,14 @@ _PLAN = "How the model is planned"
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.")
 ]
+EmbeddingsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Of token ids, for a model that takes embeddings: .onnx, .npy or .safetensors[:TENSOR]. Default: the "
+        "exporter's model beside it.",
+    ),
+]
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 CapacityOption = Annotated[

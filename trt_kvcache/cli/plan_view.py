@@ -213,6 +213,6 @@ def _print_tensors(out: Console, plan: CachePlan, group: Group, *, in_full: bool
 
 
 def _tensor_row(tensor: TensorRole, in_full: bool) -> tuple[str, ...]:
-    role = "" if tensor.role is Role.OTHER else tensor.role.value
+    role = "" if tensor.role is Role.OTHER else "embeddings" if tensor.embedded else tensor.role.value
     found_by = tensor.found_by if in_full else tensor.found_by.partition(":")[0]
     return tensor.name, found_by, role, tensor.dtype, shape_text(tensor.shape)

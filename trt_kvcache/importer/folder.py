@@ -4,6 +4,8 @@
     decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one
     decoder_model_merged.onnx       both, chosen by an input; see `trt_kvcache.importer.merged`
     decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
+    encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
+                                    what stands before the decoder
 
 The one with a past does all that the others do, so the others are never needed beside it.
 """
@@ -25,13 +27,14 @@ _INSTEAD_OF = {
     "decode.onnx": ("prefill.onnx",),
 }
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
+_BEFORE = ("encoder", "vision", "audio", "embed_tokens", "embedding")
 _WANTED = "give the path of an .onnx file"
 _CACHE_NAME = re.compile(r"present|past|cache|key|value", re.IGNORECASE)
 _CACHE_RANK = 4
 
 
 def find_model(folder: Path) -> Path:
-    """The decoder in a folder that an exporter wrote; encoders are passed over.
+    """The decoder in a folder that an exporter wrote; what stands before it is passed over.
 
     Raises:
         InvalidModelError: there is no model, or there are several and nothing says which one is meant.
@@ -42,7 +45,7 @@ def find_model(folder: Path) -> Path:
     if not files:
         raise InvalidModelError(f"{folder}: a directory without an .onnx file; {_WANTED}")
     superfluous = {name for better, others in _INSTEAD_OF.items() if better in files for name in others}
-    left = [p for name, p in files.items() if name not in superfluous and not name.startswith("encoder")]
+    left = [p for name, p in files.items() if name not in superfluous and not name.startswith(_BEFORE)]
     if len(left) == 1:
         return left[0]
     if not left:

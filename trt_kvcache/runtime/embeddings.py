@@ -138,21 +138,17 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
     """
     length = tokens.shape[1]
     given = [held.within(start, start + length) for held, start in zip(waiting, starts, strict=True)]
-    if not any(len(held.at) for held in given):
+    known = np.zeros(tokens.shape, np.bool_)
+    for row, held, start in zip(known, given, starts, strict=True):
+        row[held.at - start] = True
+    if not known.any():
         return embeddings.look_up(tokens)
-    rows = []
-    for ids, start, held in zip(tokens, starts, given, strict=True):
-        if len(held.at) == length:
-            rows.append(held.rows)
-            continue
-        known = np.zeros(length, np.bool_)
-        known[held.at - start] = True
-        found = embeddings.look_up(ids[np.newaxis, ~known])[0]  # an id under a given embedding may mean nothing
-        row = np.empty((length, found.shape[1]), found.dtype)
-        row[~known] = found
-        row[known] = held.rows
-        rows.append(row)
-    return np.stack(rows)
+    rows = np.concatenate([held.rows for held in given if len(held.at)])
+    embeds = np.empty((*tokens.shape, rows.shape[1]), rows.dtype)
+    embeds[known] = rows
+    if not known.all():  # an id under a given embedding may have none
+        embeds[~known] = embeddings.look_up(tokens[~known][np.newaxis])[0]
+    return embeds
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:

@@ -199,7 +199,8 @@ class PromptReader:
                 f"{self._tensor.dtype} [{count}, {width}]: an embedding for each id, those of images included, whose "
                 "ids are placeholders"
             )
-        made = np.array(array, array_dtype(self._tensor.dtype), order="C")  # the caller may change his
+        with np.errstate(over="ignore"):  # and is found below
+            made = np.array(array, array_dtype(self._tensor.dtype), order="C")  # the caller may change his
         if not np.isfinite(made).all():
             raise PromptError(
                 f"inputs_embeds hold NaN or infinity as {made.dtype}; give numbers that the model can read"

@@ -1,0 +1,102 @@
+"""`generate`, `bench` and `plan` of models that take embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime.embedded_models import MODELS, Forms, cut, embedding_model
+from typer.testing import CliRunner
+
+from trt_kvcache.cli.app import app
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.session import DecodeSession
+
+CAPACITY = ["--capacity", "64"]
+
+
+@pytest.fixture
+def forms(tmp_path: Path) -> Forms:
+    """A decoder with three planes of positions, and its embedding model beside it."""
+    (tmp_path / "export").mkdir()
+    made = cut(MODELS / "ort-genai" / "qwen3vl_cpu_fp32" / "model.onnx", tmp_path)
+    (tmp_path / "export" / "model.onnx").write_bytes(made.embeds.read_bytes())
+    embedding_model(made.table, tmp_path / "export" / "embedding.onnx")
+    return Forms(made.ids, tmp_path / "export", made.table)
+
+
+def call(*arguments: str, code: int = 0) -> Any:
+    result = CliRunner().invoke(app, [*arguments, *CAPACITY])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def tokens(*arguments: str) -> list[list[int]]:
+    return [s["tokens"] for s in json.loads(call("generate", *arguments, "--json").stdout)["sequences"]]
+
+
+def test_ids_and_embeddings(forms: Forms, tmp_path: Path) -> None:
+    """The model beside it, or a table; prompts of ids before those of embeddings, each with its own positions."""
+    rng = np.random.default_rng(2)
+    embeds, places = rng.normal(size=(3, forms.table.shape[1])), np.array([[0, 9, 40], [0, 30, 20], [0, 21, 11]])
+    np.savez(tmp_path / "a.npz", input_ids=[[7, 7, 7]], inputs_embeds=embeds[None], position_ids=places[:, None])
+    np.savez(tmp_path / "b.npz", input_ids=[7, 7, 7], inputs_embeds=embeds.astype(np.float32))
+    np.save(tmp_path / "table.npy", forms.table)
+    given = ["--tokens", "1,2", *(f"--inputs-embeds={tmp_path / name}" for name in ("a.npz", "b.npz"))]
+    found = tokens(str(forms.embeds), *given, "--max-new-tokens", "5")
+    again = tokens(str(forms.embeds), *given, "--max-new-tokens=5", f"--embeddings={tmp_path / 'table.npy'}")
+    with DecodeSession.open(forms.embeds, capacity=64) as session:
+        expected = session.generate(
+            [[1, 2], [7] * 3, [7] * 3],
+            GenerationConfig(max_new_tokens=5),
+            inputs_embeds=[None, embeds, embeds],
+            positions=[None, places, None],
+        )
+    assert found == again == [result.tokens for result in expected]
+    assert found[1] != found[2]
+    assert found[:1] == tokens(str(forms.ids), "--tokens", "1,2", "--max-new-tokens", "5")
+
+
+def test_files_that_do_not_fit(forms: Forms, tmp_path: Path) -> None:
+    width = forms.table.shape[1]
+    ids, embeds = np.array([7]), np.zeros((1, width))
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({"input_ids": ids}, "lacks inputs_embeds; it holds input_ids, inputs_embeds and maybe position_ids"),
+        ({"inputs_embeds": embeds}, "lacks input_ids"),
+        ({"input_ids": ids, "inputs_embeds": embeds, "mask": ids}, "has mask; it holds"),
+        ({"input_ids": ids * 1.0, "inputs_embeds": embeds}, "input_ids are float64 [1]; give integers [S]"),
+        ({"input_ids": np.zeros((2, 1), int), "inputs_embeds": embeds}, "input_ids are int64 [2, 1]"),
+        ({"input_ids": ids, "inputs_embeds": embeds[:, 1:]}, f"the model takes float [1, {width}]"),
+    ]
+    for arrays, words in cases:
+        np.savez(tmp_path / "a.npz", **arrays)
+        result = call("generate", str(forms.embeds), "--inputs-embeds", str(tmp_path / "a.npz"), code=1)
+        assert words in result.output
+    (tmp_path / "a.npz").write_bytes(b"nothing")
+    result = call("generate", str(forms.embeds), "--inputs-embeds", str(tmp_path / "a.npz"), code=1)
+    assert "cannot be read as an .npz file" in result.output
+    assert "--tokens or --inputs-embeds" in call("generate", str(forms.embeds), code=1).output
+    (forms.embeds / "embedding.onnx").unlink()
+    for command in (["generate", "--tokens", "1"], ["bench"]):
+        assert (
+            "takes embeddings (input 'inputs_embeds'"
+            in call(command[0], str(forms.embeds), *command[1:], code=1).output
+        )
+
+
+def test_bench(forms: Forms, tmp_path: Path) -> None:
+    np.save(tmp_path / "table.npy", forms.table)
+    sizes = ["--lengths", "4", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1", "--json"]
+    for more in ([], ["--embeddings", str(tmp_path / "table.npy")]):
+        timings = json.loads(call("bench", str(forms.embeds), *sizes, *more).stdout)["timings"]
+        assert [t["batch"] for t in timings] == [1, 1, 2]
+
+
+def test_plan_calls_them_embeddings(forms: Forms) -> None:
+    lines = [line.split() for line in call("plan", str(forms.embeds)).stdout.splitlines()]
+    assert next(line for line in lines if line[:1] == ["inputs_embeds"])[1] == "embeddings"
+    lines = [line.split() for line in call("plan", str(forms.ids)).stdout.splitlines()]
+    assert next(line for line in lines if line[:1] == ["input_ids"])[1] == "tokens"

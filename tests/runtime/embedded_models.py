@@ -1,0 +1,165 @@
+"""Decoders in two forms: token ids in, as exported, and the same without its embedding, which the caller computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+from onnx import TensorProto, helper, numpy_helper
+from runtime.fake_cuda import Machine
+from runtime.fake_engines import write_engine
+from runtime.fake_tensorrt import fake_module
+
+from trt_kvcache import DecodeSession, PlanOptions
+from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+
+MODELS = Path(__file__).parents[1] / "models"
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class Forms:
+    """One decoder.
+
+    Attributes:
+        ids, embeds: the model file of each form.
+        table: ``[V, H]``.
+    """
+
+    ids: Path
+    embeds: Path
+    table: Array
+
+
+def cut(source: Path, folder: Path) -> Forms:
+    """Write both forms of a model whose token ids go into one Gather."""
+    model = onnx.load(source)
+    ids, embeds = folder / "ids.onnx", folder / "embeds.onnx"
+    onnx.save(model, ids)
+    (gather,) = [n for n in model.graph.node if "input_ids" in n.input]
+    assert gather.op_type == "Gather"
+    table = next(t for t in model.graph.initializer if t.name == gather.input[0])
+    tokens = next(v for v in model.graph.input if v.name == "input_ids")
+    sizes = [d.dim_param or d.dim_value for d in tokens.type.tensor_type.shape.dim]
+    given = helper.make_tensor_value_info("inputs_embeds", table.data_type, [*sizes, table.dims[1]])
+    model.graph.node.remove(gather)
+    model.graph.input.remove(tokens)
+    model.graph.input.insert(0, given)
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name == gather.output[0]:
+                node.input[i] = "inputs_embeds"
+    kept = [v for v in model.graph.value_info if v.name != gather.output[0]]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(kept)
+    found = numpy_helper.to_array(table).copy()
+    model.graph.initializer.remove(table)
+    onnx.save(model, embeds)
+    return Forms(ids, embeds, found)
+
+
+def opened(model: Path, device: str, **more: Any) -> DecodeSession:
+    """A session on ONNX Runtime, or on a fake GPU with TensorRT's rules: 3 rows, 8 tokens per step."""
+    options = PlanOptions(capacity=64)
+    if device == "cpu":
+        return DecodeSession(OnnxRuntimeRunner(model, options, max_batch=3, max_chunk=8), **more)
+    machine = Machine()
+    module = fake_module(machine, rtx=True, version="1.7.1.116")
+    engine = write_engine(model, options=options)
+    return DecodeSession(TensorRTRunner(engine, bindings=Bindings(module, machine.bindings())), **more)
+
+
+class Recomputed:
+    """The model as exported, caches that grow, in ONNX Runtime: the whole text again for every token, and no cache.
+
+    Args:
+        model: that takes embeddings, positions ``[planes, B, S]`` or ``[B, S]``, and a padding mask.
+    """
+
+    def __init__(self, model: Path) -> None:
+        self._session = ort.InferenceSession(str(model), providers=["CPUExecutionProvider"])
+        self._inputs = self._session.get_inputs()
+
+    def logits(self, embeds: Array, places: Array) -> Array:
+        """``[V]`` after tokens with embeddings ``[S, H]`` at positions ``[3, S]``."""
+        feeds = {}
+        for value in self._inputs:
+            if value.name == "inputs_embeds":
+                feeds[value.name] = embeds[np.newaxis]
+            elif value.name == "attention_mask":
+                feeds[value.name] = np.ones((1, len(embeds)), np.int64)
+            elif value.name == "position_ids":
+                feeds[value.name] = places[:, np.newaxis].astype(np.int64)
+            else:
+                shape = [0 if axis == 2 else 1 if axis == 0 else size for axis, size in enumerate(value.shape)]
+                shape = [16 if isinstance(size, str) else size for size in shape]
+                feeds[value.name] = np.zeros(shape, embeds.dtype)
+        found: Array = self._session.run(["logits"], feeds)[0][0, -1]
+        return found.astype(np.float64)
+
+    def greedy(self, embeds: Array, places: Array, table: Array, count: int) -> list[int]:
+        """The likeliest tokens after a prompt; each stands behind the largest position before it."""
+        tokens: list[int] = []
+        for _ in range(count):
+            tokens.append(int(self.logits(embeds, places).argmax()))
+            embeds = np.concatenate([embeds, table[tokens[-1:]]])
+            places = np.concatenate([places, np.full((3, 1), places.max() + 1)], axis=1)
+        return tokens
+
+
+def embedding_model(
+    table: Array, path: Path, *, features: Sequence[int | str] = ("images", 0), place: bool = False
+) -> Path:
+    """Write what exporters write beside a decoder: token ids, and the features of images instead of token 7.
+
+    Args:
+        table: ``[V, H]``.
+        path: of the file.
+        features: the shape of the features of images; 0: the width.
+        place: also add to each embedding how many tokens stand before it, as no decoder's embedding should.
+    """
+    width = table.shape[1]
+    kind = helper.np_dtype_to_tensor_dtype(table.dtype)
+    constants = {
+        "table": table, "image": np.array(7), "one": np.array(1), "axis": np.array([-1]),
+        "none": np.zeros((1, width), table.dtype), "zero": np.array(0), "step": np.array([[0.01]]).astype(table.dtype),
+    }  # fmt: skip
+    nodes = [
+        helper.make_node("Gather", ["table", "input_ids"], ["text"]),
+        helper.make_node("Equal", ["input_ids", "image"], ["here"]),
+        helper.make_node("Cast", ["here"], ["ones"], to=TensorProto.INT64),
+        helper.make_node("CumSum", ["ones", "one"], ["counted"]),
+        helper.make_node("Concat", ["none", "image_features"], ["rows"], axis=0),
+        helper.make_node("Shape", ["rows"], ["sizes"]),
+        helper.make_node("Gather", ["sizes", "zero"], ["size"]),
+        helper.make_node("Sub", ["size", "one"], ["last"]),
+        helper.make_node("Min", ["counted", "last"], ["which"]),
+        helper.make_node("Gather", ["rows", "which"], ["seen"]),
+        helper.make_node("Unsqueeze", ["here", "axis"], ["mask"]),
+        helper.make_node("Where", ["mask", "seen", "text"], ["mixed" if place else "inputs_embeds"]),
+    ]
+    if place:
+        nodes += [
+            helper.make_node("CumSum", ["mixed", "one"], ["summed"]),
+            helper.make_node("Mul", ["summed", "step"], ["moved"]),
+            helper.make_node("Add", ["mixed", "moved"], ["inputs_embeds"]),
+        ]
+    graph = helper.make_graph(
+        nodes,
+        "embedding",
+        [
+            helper.make_tensor_value_info("input_ids", TensorProto.INT64, ["batch", "length"]),
+            helper.make_tensor_value_info("image_features", kind, [size or width for size in features]),
+        ],
+        [helper.make_tensor_value_info("inputs_embeds", kind, ["batch", "length", width])],
+        [numpy_helper.from_array(np.asarray(value), name) for name, value in constants.items()],
+    )
+    path.parent.mkdir(exist_ok=True)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path

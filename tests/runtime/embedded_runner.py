@@ -1,0 +1,108 @@
+"""`HashRunner` for a model that takes embeddings and three positions per token: what it holds is a hash of both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from runtime.hash_runner import VOCAB, HashRunner, next_token
+
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateMode
+from trt_kvcache.runtime.runner import StepBatch
+
+WIDTH = 2
+TABLE = np.stack([(np.arange(VOCAB) * 5 + 3) % 101, np.arange(VOCAB)], axis=1).astype(np.float32)
+"""Embeddings of the token ids: the first number is what counts."""
+
+
+def code(number: int, place: Sequence[int]) -> int:
+    """What a cache row holds of a token: a hash of its embedding and its positions."""
+    time, height, width = place
+    return number + 211 * ((time * 7 + height * 11 + width * 13) % 1009)
+
+
+class EmbeddedRunner(HashRunner):
+    """See the module."""
+
+    def __init__(
+        self, kinds: Sequence[tuple[str, int]] = (("linear", 64),), max_batch: int = 4, max_chunk: int = 8,
+        *, per_row: bool = True,
+    ) -> None:  # fmt: skip
+        super().__init__(kinds, max_batch, max_chunk, per_row=per_row)
+        self.plan = embedded_plan(self.plan)
+        self.given: list[StepBatch] = []
+
+    def step(self, batch: StepBatch) -> NDArray[np.float32]:
+        assert batch.embeds is not None
+        assert batch.embeds.shape == (batch.rows, batch.length, WIDTH)
+        assert batch.embeds.dtype == np.float32
+        self.given.append(batch)
+        places = batch.positions
+        if places is None:
+            counted = np.add.outer(batch.starts, np.arange(batch.length))
+            places = np.repeat(counted[:, None], 3, axis=1)
+        assert places.shape == (batch.rows, 3, batch.length)
+        codes = [
+            [code(int(e[0]), p) for e, p in zip(row, place.T.tolist(), strict=True)]
+            for row, place in zip(batch.embeds, places, strict=True)
+        ]
+        return super().step(replace(batch, tokens=np.array(codes, np.int64)))
+
+
+def embedded_plan(plan: CachePlan) -> CachePlan:
+    """With `inputs_embeds` for token ids, and three planes of positions."""
+    kept = [t for t in plan.tensors if t.role not in (Role.TOKENS, Role.POSITIONS)]
+    embeds = TensorRole(
+        "inputs_embeds", "input", Role.TOKENS, "float", ("batch", "seq", WIDTH), "test", ("batch", "sequence", "")
+    )
+    places = TensorRole(
+        "position_ids", "input", Role.POSITIONS, "int64", (3, "batch", "seq"), "test", ("", "batch", "sequence")
+    )
+    return replace(plan, tensors=(embeds, places, *kept))
+
+
+@dataclass
+class Alone:
+    """What a sequence holds and gives, from what it was given alone.
+
+    Attributes:
+        windows: of the caches.
+        codes: of its tokens.
+        places: their positions.
+    """
+
+    windows: list[int | None]
+    codes: list[int] = field(default_factory=list)
+    places: list[tuple[int, ...]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, runner: HashRunner) -> Alone:
+        """An empty one."""
+        return cls([None if c.mode is UpdateMode.LINEAR else c.capacity for c in runner.plan.caches])
+
+    def copy(self) -> Alone:
+        return Alone(self.windows, list(self.codes), list(self.places))
+
+    def cut(self, length: int) -> None:
+        del self.codes[length:], self.places[length:]
+
+    def extend(self, numbers: Sequence[float], places: Sequence[Sequence[int]] | None = None) -> None:
+        """Take tokens, as the first numbers of their embeddings, and their positions if they have any."""
+        for i, number in enumerate(numbers):
+            after = max((max(place) for place in self.places), default=-1) + 1
+            self.places.append(tuple(places[i]) if places is not None else (after,) * 3)
+            self.codes.append(code(int(number), self.places[-1]))
+
+    def next(self) -> int:
+        """The token that the model chooses now."""
+        return sum(next_token(self.codes, window) for window in self.windows) % VOCAB
+
+    def continued(self, count: int) -> list[int]:
+        """The next tokens, without the changes."""
+        ahead, tokens = self.copy(), []
+        for _ in range(count):
+            tokens.append(ahead.next())
+            ahead.extend([TABLE[tokens[-1], 0]])
+        return tokens

@@ -1,0 +1,305 @@
+"""Models that take embeddings: the tokens of the same model with token ids, whatever gives the embeddings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper
+from runtime.embedded_models import MODELS, Forms, Recomputed, cut, embedding_model, opened
+from safetensors.numpy import save_file
+
+from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.errors import ModelError, OptionError, PromptError, UnsupportedModelError
+from trt_kvcache.runtime.embedding_files import find_embeddings
+
+PROMPTS = ([5, 9, 3], list(range(10, 29)), [60], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [7, 7, 200, 7, 7, 200, 7, 7])
+CONFIGS = {
+    "greedy": GenerationConfig(max_new_tokens=20),
+    "sampled": GenerationConfig(max_new_tokens=20, do_sample=True, seed=3, top_k=20),
+    "looked up": GenerationConfig(max_new_tokens=20, prompt_lookup_num_tokens=4),
+    "penalized": GenerationConfig(max_new_tokens=20, repetition_penalty=1.4, no_repeat_ngram_size=2),
+    "beams": GenerationConfig(max_new_tokens=10, num_beams=3),
+}
+DEVICES = ("cpu", "gpu")
+STORED = {
+    "static": MODELS / "mobius" / "llama_static_f32" / "model.onnx",
+    "planes": MODELS / "ort-genai" / "qwen3vl_cpu_fp32" / "model.onnx",
+    "half": MODELS / "torch" / "qwen25vl_dynamic_float16_eager" / "model.onnx",
+}
+
+
+@pytest.fixture(scope="module")
+def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Forms]:
+    """Each stored model with token ids, and with embeddings."""
+    return {name: cut(path, tmp_path_factory.mktemp(name)) for name, path in STORED.items()}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["static", "planes"])
+def test_the_same_tokens_as_with_ids(forms: dict[str, Forms], name: str, device: str) -> None:
+    """Ragged prompts, more than rows, in chunks; ids, embeddings, and both beside each other."""
+    form = forms[name]
+    embeds = [form.table[prompt] for prompt in PROMPTS]
+    some = [array if i % 2 else None for i, array in enumerate(embeds)]
+    with opened(form.ids, device) as session:
+        wanted = {kind: [r.tokens for r in session.generate(PROMPTS, c)] for kind, c in CONFIGS.items()}
+    with opened(form.embeds, device, embeddings=form.table) as session:
+        for kind, config in CONFIGS.items():
+            assert [r.tokens for r in session.generate(PROMPTS, config)] == wanted[kind], kind
+            for given in (embeds, some):
+                found = session.generate(PROMPTS, config, inputs_embeds=given)
+                assert [r.tokens for r in found] == wanted[kind], kind
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_caches_by_hand(forms: dict[str, Forms], device: str, tmp_path: Path) -> None:
+    """Fork, crop, reorder, save and load: scores as those of the model with token ids, bit for bit."""
+
+    def scores(session: DecodeSession, beside: Any) -> list[Any]:
+        cache = session.cache
+        a, b = cache.acquire(), cache.acquire()
+        found = [session.update({a: PROMPTS[1], b: PROMPTS[0]}, keep=3, **beside({a: PROMPTS[1], b: PROMPTS[0]}))]
+        c = cache.fork(a)
+        cache.crop(c, 4)
+        cache.reorder([1, 0], [a, b])
+        found.append(session.update({a: [8], b: [9, 7], c: [5]}, keep=2, **beside({b: [9, 7]})))
+        cache.save(tmp_path / "saved", [c])
+        session.remove(c)
+        (d,) = cache.load(tmp_path / "saved").values()
+        found.append(session.update({d: [4]}))
+        return [array for by_slot in found for array in by_slot.values()]
+
+    form = forms["static"]
+    with opened(form.ids, device) as session:
+        wanted = scores(session, lambda _: {})
+    for beside in (
+        lambda _: {},
+        lambda tokens: {"inputs_embeds": {slot: form.table[ids] for slot, ids in tokens.items()}},
+    ):
+        with opened(form.embeds, device, embeddings=form.table) as session:
+            for one, other in zip(scores(session, beside), wanted, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+def image(rng: np.random.Generator, width: int, dtype: Any) -> tuple[list[int], Any, Any]:
+    """A prompt of text, an image of 3 x 4 patches, text: ids, embeddings of the image, positions."""
+    ids = [5, 9, 3, 1, *[7] * 12, 2, 30, 40]
+    patches = np.stack(np.meshgrid(0, range(3), range(4), indexing="ij")).reshape(3, -1) + 4
+    places = np.concatenate([np.tile(np.arange(4), (3, 1)), patches, np.tile(np.arange(8, 11), (3, 1))], axis=1)
+    return ids, rng.standard_normal((12, width)).astype(dtype), places
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["planes", "half"])
+def test_images_against_a_full_recomputation(forms: dict[str, Forms], name: str, device: str) -> None:
+    """M-RoPE: rows of time, height and width, behind which text goes on; the original in ONNX Runtime, no cache."""
+    form = forms[name]
+    original = Recomputed(form.embeds)
+    ids, patches, places = image(np.random.default_rng(4), form.table.shape[1], form.table.dtype)
+    embeds = form.table[ids].copy()
+    embeds[4:16] = patches
+    text = form.table[PROMPTS[3]]
+    counted = np.tile(np.arange(len(text)), (3, 1))
+    wanted = original.greedy(embeds, places, form.table, 16)
+    prompts = [ids, PROMPTS[3], ids]
+    given = [embeds, None, embeds]
+    with opened(form.embeds, device, embeddings=form.table) as session:
+        config = GenerationConfig(max_new_tokens=16)
+        results = session.generate(prompts, config, inputs_embeds=given, positions=[places, None, None])
+        assert results[0].tokens == wanted
+        assert results[1].tokens == original.greedy(text, counted, form.table, 16)
+        plain = np.tile(np.arange(len(ids)), (3, 1))
+        assert results[2].tokens == original.greedy(embeds, plain, form.table, 16)
+        look = GenerationConfig(max_new_tokens=16, prompt_lookup_num_tokens=3)
+        again = session.generate([ids], look, inputs_embeds=[embeds], positions=[places])
+        assert again[0].tokens == wanted
+
+        slot = session.cache.acquire()  # scores of the whole prompt, then one token by hand behind a crop
+        session.update({slot: [*ids, 1]}, inputs_embeds={slot: [*embeds, embeds[0]]},
+                       positions={slot: np.concatenate([places, [[50]] * 3], axis=1)})  # fmt: skip
+        session.cache.crop(slot, 10)
+        found = session.update({slot: [11]})[slot][-1]
+        behind = np.concatenate([places[:, :10], np.full((3, 1), places[:, :10].max() + 1)], axis=1)
+        expected = original.logits(np.concatenate([embeds[:10], form.table[[11]]]), behind)
+        tolerance = 1e-4 if name == "planes" else 2e-2
+        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+        moved = original.logits(
+            np.concatenate([embeds[:10], form.table[[11]]]), np.concatenate([places[:, :10], [[10]] * 3], axis=1)
+        )
+        assert (
+            np.abs(moved - expected).max() > 2 * tolerance * np.abs(expected).max()
+        )  # where it stands makes a difference
+
+
+def test_positions_beside_token_ids(forms: dict[str, Forms]) -> None:
+    """Models that take ids take positions, too."""
+    form = forms["planes"]
+    places = np.array([[0, 1, 1, 4], [0, 2, 3, 4], [0, 1, 2, 4]])
+    wanted = Recomputed(form.embeds).greedy(form.table[[5, 9, 3, 8]], places, form.table, 8)
+    with opened(form.ids, "cpu") as session:
+        found = session.generate([[5, 9, 3, 8]], GenerationConfig(max_new_tokens=8), positions=[places])
+    assert found[0].tokens == wanted
+
+
+def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> None:
+    """A model, tables in files and in memory, of other float types than the decoder's."""
+    form = forms["static"]
+    table, config = form.table, GenerationConfig(max_new_tokens=12)
+    np.save(tmp_path / "table.npy", table)
+    weights = {"head": table[:100] * 2, "norm": np.ones(4, np.float32), "model.embed_tokens.weight": table}
+    save_file(weights, tmp_path / "model.safetensors")
+    save_file({"wte": table, "bias": np.ones(4, np.float32)}, tmp_path / "only.safetensors")
+    kinds: list[Any] = [
+        tmp_path / "table.npy",
+        str(tmp_path / "model.safetensors"),
+        f"{tmp_path / 'model.safetensors'}:model.embed_tokens.weight",
+        tmp_path / "only.safetensors",
+        embedding_model(table, tmp_path / "embedding.onnx"),
+        table.astype(np.float64),
+        table.tolist(),
+    ]
+    with opened(form.ids, "cpu") as session:
+        wanted = [r.tokens for r in session.generate(PROMPTS[:3], config)]
+        (exact,) = session.update({session.cache.acquire(): PROMPTS[0]}).values()
+    for given in kinds:
+        with opened(form.embeds, "cpu", embeddings=given) as session:
+            assert session.vocab == len(table)
+            assert [r.tokens for r in session.generate(PROMPTS[:3], config)] == wanted, given
+    for dtype in (np.float16, ml_dtypes.bfloat16):
+        small = embedding_model(table.astype(dtype), tmp_path / "half.onnx") if dtype is np.float16 else None
+        for given in filter(lambda g: g is not None, (table.astype(dtype), small)):
+            with opened(form.embeds, "cpu", embeddings=given) as session:
+                (found,) = session.update({session.cache.acquire(): PROMPTS[0]}).values()
+            np.testing.assert_allclose(found, exact, rtol=0, atol=0.03 * np.abs(exact).max())
+
+
+def test_images_through_the_exporters_embedding_model(forms: dict[str, Forms], tmp_path: Path) -> None:
+    """Its features are empty for text, and the caller's own run of it fills images in."""
+    form = forms["planes"]
+    path = embedding_model(form.table, tmp_path / "embedding.onnx")
+    ids, patches, places = image(np.random.default_rng(5), form.table.shape[1], np.float32)
+    (embeds,) = ort.InferenceSession(str(path)).run(None, {"input_ids": np.array([ids]), "image_features": patches})
+    with opened(form.embeds, "cpu", embeddings=path) as session:
+        found = session.generate([ids], GenerationConfig(max_new_tokens=9), inputs_embeds=[embeds], positions=[places])
+    assert found[0].tokens == Recomputed(form.embeds).greedy(embeds[0], places, form.table, 9)
+
+
+LAYOUTS = {
+    "mobius": ("decoder/model.onnx", "embedding/model.onnx", ""),
+    "mobius' folder": ("decoder/model.onnx", "embedding/model.onnx", "."),
+    "optimum": ("decoder_model_merged.onnx", "embed_tokens.onnx", ""),
+    "a suffix": ("decoder_model_merged_fp16.onnx", "embed_tokens_fp16.onnx", ""),
+    "no suffix there": ("decoder_model_merged_q4.onnx", "embed_tokens.onnx", ""),
+    "genai": ("model.onnx", "my-embedding.onnx", ""),
+    "genai without a config": ("model.onnx", "embeddings.onnx", ""),
+    "a folder": ("model.onnx", "embedding.onnx", "."),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_exporters_write_beside_the_decoder(forms: dict[str, Forms], layout: str, tmp_path: Path) -> None:
+    model, embedding, opened_as = LAYOUTS[layout]
+    form = forms["static"]
+    (tmp_path / model).parent.mkdir(exist_ok=True)
+    (tmp_path / model).write_bytes(form.embeds.read_bytes())
+    embedding_model(form.table, tmp_path / embedding)
+    if "suffix" in layout:  # of another variant: not the one
+        (tmp_path / "embed_tokens_int8.onnx").write_bytes(b"broken")
+    if layout == "genai":
+        config = {"model": {"embedding": {"filename": embedding}}}
+        (tmp_path / "genai_config.json").write_text(json.dumps(config))
+        (tmp_path / "embedding.onnx").write_bytes(b"broken")
+    with DecodeSession.open(tmp_path / (opened_as or model), capacity=64) as session:
+        found = session.generate([[1, 2]], GenerationConfig(max_new_tokens=4))[0].tokens
+    with opened(form.ids, "cpu") as session:
+        assert found == session.generate([[1, 2]], GenerationConfig(max_new_tokens=4))[0].tokens
+    elsewhere = find_embeddings(Path(model))
+    assert elsewhere is None
+
+
+def test_the_suffix_of_the_decoder_comes_first(tmp_path: Path) -> None:
+    for name in ("embed_tokens.onnx", "embed_tokens_fp16.onnx"):
+        (tmp_path / name).touch()
+    assert find_embeddings(tmp_path / "decoder_model_merged_fp16.onnx") == tmp_path / "embed_tokens_fp16.onnx"
+    assert find_embeddings(tmp_path / "decoder_model_merged.onnx") == tmp_path / "embed_tokens.onnx"
+    (tmp_path / "genai_config.json").write_text("[]")
+    assert find_embeddings(tmp_path / "model.onnx") == tmp_path / "embed_tokens.onnx"
+
+
+def identity(path: Path, name: str, kind: int, shape: list[int | str]) -> Path:
+    """Write a model that gives what it takes."""
+    graph = helper.make_graph(
+        [helper.make_node("Identity", ["x"], [name])],
+        "identity",
+        [helper.make_tensor_value_info("x", kind, shape)],
+        [helper.make_tensor_value_info(name, kind, shape)],
+    )
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
+    return path
+
+
+def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> None:
+    form = forms["static"]
+    table = form.table
+    width = table.shape[1]
+    two = {"a": table, "b": table[:9], "c": table[:, :3], "norm": np.ones(4, np.float32)}
+    save_file(two, tmp_path / "two.safetensors")
+    np.save(tmp_path / "narrow.npy", table[:, :8])
+    (tmp_path / "broken.npy").write_bytes(b"no table")
+    (tmp_path / "broken.safetensors").write_bytes(b"no table")
+    (tmp_path / "broken.onnx").write_bytes(b"no model")
+    (tmp_path / "weights.bin").touch()
+    fixed = embedding_model(table, tmp_path / "fixed.onnx", features=(4, 0))
+    shared = embedding_model(table, tmp_path / "shared.onnx", features=("length", 0))
+    placed = embedding_model(table, tmp_path / "placed.onnx", place=True)
+    headless = identity(tmp_path / "headless.onnx", "pixels", TensorProto.FLOAT, ["n", 4])
+    mute = identity(tmp_path / "mute.onnx", "ids", TensorProto.INT64, ["batch", "length"])
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (None, OptionError, r"takes embeddings \(input 'inputs_embeds', float .* --embeddings: an .onnx model"),
+        (tmp_path / "none.npy", OptionError, "none.npy: there is no such file of embeddings"),
+        (tmp_path / "weights.bin", OptionError, "weights.bin: cannot be read as embeddings; supported: an .onnx"),
+        (tmp_path / "broken.npy", OptionError, "cannot be read as an .npy table"),
+        (tmp_path / "broken.safetensors", OptionError, "cannot be read as safetensors"),
+        (tmp_path / "broken.onnx", ModelError, "broken.onnx: text, not a binary ONNX model"),
+        (tmp_path / "narrow.npy", OptionError, rf"narrow.npy .*: embeddings of width 8, and .* takes {width}"),
+        (
+            tmp_path / "two.safetensors",
+            OptionError,
+            "3 tables, and nothing says which .*two.safetensors:NAME, such as a, b",
+        ),
+        (f"{tmp_path / 'two.safetensors'}:x", OptionError, "no tensor 'x'; name one as two.safetensors:NAME"),
+        (f"{tmp_path / 'two.safetensors'}:norm", OptionError, r"norm is float32 \[4\]; embeddings are a float table"),
+        (table[0], OptionError, r"the table of embeddings is float32 \[\d+\]; embeddings are a float table \[V, H\]"),
+        (table.astype(np.int64), OptionError, "the table of embeddings is int64"),
+        (form.ids, UnsupportedModelError, "cannot be left empty"),
+        (form.embeds, UnsupportedModelError, "input 'inputs_embeds' .* cannot be left empty"),
+        (headless, UnsupportedModelError, r"one input of token ids, .* this one takes 'x' \(float \['n', 4\]\)"),
+        (mute, UnsupportedModelError, r"gives float \[batch, sequence, width\]; this one gives 'ids' \(int64"),
+        (fixed, UnsupportedModelError, r"input 'image_features' \(float \[4, \d+\]\) of .* cannot be left empty"),
+        (shared, UnsupportedModelError, "input 'image_features' .* cannot be left empty"),
+        (placed, UnsupportedModelError, "a token's embedding depends on the others or on its place"),
+    ]
+    for given, kind, message in cases:
+        with pytest.raises(kind, match=message):
+            opened(form.embeds, "cpu", embeddings=given)
+    with pytest.raises(OptionError, match="the model takes token ids; leave them out"):
+        opened(form.ids, "cpu", embeddings=table)
+    session = opened(form.embeds, "cpu", embeddings=table)
+    with session, pytest.raises(PromptError, match="positions are int64"):
+        session.add([1], positions=[[1], [2], [3]])
+    with pytest.raises(OptionError, match="takes embeddings"):
+        DecodeSession.open(form.embeds)
+
+
+def test_positions_of_models_without_them() -> None:
+    model = MODELS / "ort-genai" / "llama_cpu_fp32" / "model.onnx"
+    session = DecodeSession.open(model, capacity=32)
+    with session, pytest.raises(PromptError, match="positions are given, and the model has no input of positions"):
+        session.add([1], positions=[0])
