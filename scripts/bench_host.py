@@ -4,7 +4,8 @@
 
 A GPU waits for the host between two steps, because the next one needs the tokens of the last. So this is measured by
 itself: a session over a runner that fills a step's inputs and then hands out logits that were made before, by batch, by
-the logits' type, greedy and sampled. What TensorRT and CUDA take to launch a step is not in it.
+the logits' type, greedy and sampled; or the best tokens, where a GPU would choose them. What TensorRT and CUDA take to
+launch a step is not in it.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from decoders import DecoderConfig, write_decoder
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.plugins.choice import read_keys
+from trt_kvcache.runtime.greedy import CHOICE
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Logits, StepBatch
 
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
+ON_GPU = "greedy, GPU"
 WAYS = {
     "greedy": GenerationConfig(max_new_tokens=1 << 20),
+    ON_GPU: GenerationConfig(max_new_tokens=1 << 20),
     "top-k 50": GenerationConfig(max_new_tokens=1 << 20, do_sample=True, top_k=50, seed=0),
     "top-p 0.9": GenerationConfig(max_new_tokens=1 << 20, do_sample=True, top_k=0, top_p=0.9, seed=0),
 }
@@ -42,15 +47,21 @@ class Canned:
     max_positions = None
     max_chunk = 16
 
-    def __init__(self, plan: CachePlan, batch: int, vocab: int, dtype: Any) -> None:
+    def __init__(self, plan: CachePlan, batch: int, vocab: int, dtype: Any, *, chooses: bool) -> None:
         self.plan, self.max_batch, self.vocab = plan, batch, vocab
         self._inputs = StepInputs(plan)
         self._logits = _logits(batch, vocab).astype(dtype)
+        self._chooses = chooses
 
     def step(self, batch: StepBatch) -> Logits:
         """Fill the inputs as a real runner does; the same logits each time."""
         self._inputs.signature(batch)
         self._inputs.arrays(batch)
+        if self._chooses:
+            tokens, scores = read_keys(np.full((batch.rows, batch.keep), 0xC000 << 32, np.uint64), "float16")
+            chosen = np.empty(tokens.shape, CHOICE)
+            chosen["token"], chosen["score"] = tokens & 1, scores
+            return chosen
         return self._logits[: batch.rows]
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
@@ -94,17 +105,19 @@ def main() -> None:
         plan = import_model(path).plan
     found = {
         (way, dtype, batch): measure(
-            Canned(plan, batch, given.vocab, DTYPES[dtype]), config, given.steps if way == "greedy" else 5
+            Canned(plan, batch, given.vocab, DTYPES[dtype], chooses=way == ON_GPU),
+            config,
+            given.steps if way.startswith("greedy") else 5,
         )
         for way, config in WAYS.items()
         for dtype in DTYPES
         for batch in given.batch
     }
     print(f"vocabulary of {given.vocab}, microseconds of the host for each step, medians")
-    print(f"{'':10}{'logits':10}" + "".join(f"{f'batch {b}':>12}" for b in given.batch))
+    print(f"{'':13}{'logits':10}" + "".join(f"{f'batch {b}':>12}" for b in given.batch))
     for way in WAYS:
         for dtype in DTYPES:
-            print(f"{way:10}{dtype:10}" + "".join(f"{found[way, dtype, b]:12.0f}" for b in given.batch))
+            print(f"{way:13}{dtype:10}" + "".join(f"{found[way, dtype, b]:12.0f}" for b in given.batch))
     rows = [{"way": w, "logits": d, "batch": b, "us": round(us, 1)} for (w, d, b), us in found.items()]
     print(json.dumps({"benchmark": "host", "vocab": given.vocab, "steps": rows}))
 

@@ -1,7 +1,8 @@
 """Compiles kernels with the NVRTC in a folder: ``compile_kernels.py FOLDER`` prints its version, and their names.
 
 All of them where TRT_KVCACHE_EVERY_KERNEL is set, a quarter of a second each. Else those that hold every template of
-the family (the largest kernel of each), and every way in which an entry function calls it.
+the family (the largest kernel of each), and every way in which an entry function calls it. Always those that choose
+tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from trt_kvcache.plugins.choice import CHOICE_DTYPES, compile_choice
 from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
 from trt_kvcache.plugins.family import all_kernels
 from trt_kvcache.plugins.spec import KernelConfig
@@ -35,7 +37,7 @@ def main(folder: Path) -> None:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     with ThreadPoolExecutor(2) as pool:
         made = pool.map(lambda config: compile_kernel(config, ARCH, ptx=True), chosen())
-        names = [kernel.name for kernel in made]
+        names = [kernel.name for kernel in (*made, *(compile_choice(dtype, ARCH) for dtype in CHOICE_DTYPES))]
     sys.stdout.write("\n".join(["NVRTC {}.{}".format(*nvrtc_version()), *names]))
 
 
