@@ -20,7 +20,7 @@ from trt_kvcache.plugins.choice import (
     read_keys,
 )
 from trt_kvcache.plugins.compile import compile_source, nvrtc_version
-from trt_kvcache.plugins.spec import BLOCK_BYTES
+from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
 from trt_kvcache.runtime.greedy import best
 
 BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
@@ -98,14 +98,15 @@ def test_it_chooses_as_the_host_does(host: HostChoice) -> None:
 
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
 def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:
-    """At the ends of what an access, a warp and a block takes, and beside them."""
+    """In every access of every thread, of one block and of several that come around three times."""
     size = np.dtype(CHOICE_DTYPES[dtype]).itemsize
-    vocab = 2 * BLOCK_BYTES // size + 5
-    edges = {0, vocab - 1} | {e + i for e in (16 // size, 512 // size, 2048 // size, vocab // 2) for i in (-1, 0, 1)}
-    logits = np.full((len(edges), 1, vocab), -3, CHOICE_DTYPES[dtype])
-    for row, token in zip(logits[:, 0], sorted(edges), strict=True):
-        row[token:] = -2  # and equal ones after it
-    check(host, [ChoiceCase(logits, 1, blocks_per_row(vocab, size), shift) for shift in (0, size)])
+    for blocks, shift in ((1, 0), (2, size)):
+        vocab = 3 * blocks * THREADS * 16 // size - 5
+        places = sorted({*range(0, vocab, 16 // size - 1), vocab - 1})
+        logits = np.full((len(places), 1, vocab), -3, CHOICE_DTYPES[dtype])
+        for row, token in zip(logits[:, 0], places, strict=True):
+            row[token:] = -2  # and equal ones after it
+        check(host, [ChoiceCase(logits, 1, blocks, shift)])
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
