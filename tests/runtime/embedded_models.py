@@ -114,7 +114,7 @@ class Recomputed:
 
 
 def embedding_model(
-    table: Array, path: Path, *, features: Sequence[int | str] = ("images", 0), place: bool = False
+    table: Array, path: Path, *, features: Sequence[int | str] = ("images", 0), place: bool = False, merge: str = "take"
 ) -> Path:
     """Write what exporters write beside a decoder: token ids, and the features of images instead of token 7.
 
@@ -122,6 +122,8 @@ def embedding_model(
         table: ``[V, H]``.
         path: of the file.
         features: the shape of the features of images; 0: the width.
+        merge: how features come into their places: "take" gives zeros where there are too few of them, "scatter" takes
+            exactly as many as there are places, "mix" adds their sum, times 0 elsewhere.
         place: also add to each embedding how many tokens stand before it, as no decoder's embedding should.
     """
     width = table.shape[1]
@@ -142,8 +144,21 @@ def embedding_model(
         helper.make_node("Min", ["counted", "last"], ["which"]),
         helper.make_node("Gather", ["rows", "which"], ["seen"]),
         helper.make_node("Unsqueeze", ["here", "axis"], ["mask"]),
-        helper.make_node("Where", ["mask", "seen", "text"], ["mixed" if place else "inputs_embeds"]),
+        helper.make_node("Where", ["mask", "seen", "text"], ["taken"]),
+        helper.make_node("NonZero", ["here"], ["columns"]),
+        helper.make_node("Transpose", ["columns"], ["indices"], perm=[1, 0]),
+        helper.make_node("Cast", ["mask"], ["weight"], to=kind),
+        helper.make_node("ReduceSum", ["rows", "zero"], ["all"], keepdims=1),
+        helper.make_node("Mul", ["all", "weight"], ["weighted"]),
     ]
+    mixed = "mixed" if place else "inputs_embeds"
+    nodes.append(
+        {
+            "take": helper.make_node("Identity", ["taken"], [mixed]),
+            "scatter": helper.make_node("ScatterND", ["text", "indices", "image_features"], [mixed]),
+            "mix": helper.make_node("Add", ["text", "weighted"], [mixed]),
+        }[merge]
+    )
     if place:
         nodes += [
             helper.make_node("CumSum", ["mixed", "one"], ["summed"]),

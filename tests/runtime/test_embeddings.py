@@ -16,7 +16,7 @@ from runtime.embedded_models import MODELS, Forms, Recomputed, cut, embedding_mo
 from safetensors.numpy import save_file
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.errors import ModelError, OptionError, PromptError, UnsupportedModelError
+from trt_kvcache.errors import ModelError, OptionError, PromptError, SessionError, UnsupportedModelError
 from trt_kvcache.runtime.embedding_files import find_embeddings
 
 PROMPTS = ([5, 9, 3], list(range(10, 29)), [60], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [7, 7, 200, 7, 7, 200, 7, 7])
@@ -180,6 +180,26 @@ def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> No
             np.testing.assert_allclose(found, exact, rtol=0, atol=0.03 * np.abs(exact).max())
 
 
+@pytest.mark.parametrize("merge", ["take", "scatter"])
+def test_ids_of_images_have_no_embedding_of_their_own(forms: dict[str, Forms], merge: str, tmp_path: Path) -> None:
+    """Zeros, or an error from deep within: refused by name where a prompt has one, or the model chooses one."""
+    form = forms["static"]
+    path = embedding_model(form.table, tmp_path / "embedding.onnx", merge=merge)
+    seven = GenerationConfig(max_new_tokens=3, sequence_bias={7: 1e6})
+    with opened(form.embeds, "cpu", embeddings=path) as session:
+        with pytest.raises(PromptError, match=r"token id 7 has no embedding of its own: .* give inputs_embeds"):
+            session.generate([[1, 2], [3, 7]])
+        with pytest.raises(PromptError, match="token id 7 has no embedding of its own"):
+            session.update({session.cache.acquire(): [7]})
+        (found,) = session.generate([[3, 7]], GenerationConfig(max_new_tokens=3), inputs_embeds=[form.table[[3, 7]]])
+        with pytest.raises(SessionError, match=r"the model chose token 7, which has no embedding; .*sequence_bias"):
+            session.generate([[3]], seven)
+    with opened(form.ids, "cpu") as session:
+        assert session.generate([[3, 7]], GenerationConfig(max_new_tokens=3))[0].tokens == found.tokens
+    with opened(form.embeds, "cpu", embeddings=form.table) as session:
+        assert session.generate([[3]], seven)[0].tokens == [7, 7, 7]
+
+
 def test_images_through_the_exporters_embedding_model(forms: dict[str, Forms], tmp_path: Path) -> None:
     """Its features are empty for text, and the caller's own run of it fills images in."""
     form = forms["planes"]
@@ -259,6 +279,7 @@ def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> 
     fixed = embedding_model(table, tmp_path / "fixed.onnx", features=(4, 0))
     shared = embedding_model(table, tmp_path / "shared.onnx", features=("length", 0))
     placed = embedding_model(table, tmp_path / "placed.onnx", place=True)
+    mixed = embedding_model(table, tmp_path / "mixed.onnx", merge="mix")
     headless = identity(tmp_path / "headless.onnx", "pixels", TensorProto.FLOAT, ["n", 4])
     mute = identity(tmp_path / "mute.onnx", "ids", TensorProto.INT64, ["batch", "length"])
     cases: list[tuple[Any, type[Exception], str]] = [
@@ -284,6 +305,7 @@ def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> 
         (mute, UnsupportedModelError, r"gives float \[batch, sequence, width\]; this one gives 'ids' \(int64"),
         (fixed, UnsupportedModelError, r"input 'image_features' \(float \[4, \d+\]\) of .* cannot be left empty"),
         (shared, UnsupportedModelError, "input 'image_features' .* cannot be left empty"),
+        (mixed, UnsupportedModelError, "mixed.onnx: no token id has an embedding of its own"),
         (placed, UnsupportedModelError, "a token's embedding depends on the others or on its place"),
     ]
     for given, kind, message in cases:

@@ -343,7 +343,7 @@ def test_a_token_without_an_embedding_ends_its_sequence_alone() -> None:
     good = next(p for p in prompts if lasts(p))
     with DecodeSession(runner, embeddings=TABLE[:50]) as session:
         ended, other = session.add(bad, config(5)), session.add(good, config(2))
-        with pytest.raises(SessionError, match=f"the model chose token {first(bad)}, which the embeddings do not have"):
+        with pytest.raises(SessionError, match=f"the model chose token {first(bad)}, which has no embedding"):
             session.step()
         events = []
         while session.running:

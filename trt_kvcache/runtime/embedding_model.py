@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,8 @@ _SAME = 1e-3  # of the scale: a normalization of rows may round otherwise in ano
 class ModelEmbeddings:
     """A model run by ONNX Runtime.
 
-    Inputs beside the token ids, such as the features of images, are given empty: their places in a prompt are for its
-    caller to fill.
+    Inputs beside the token ids, such as the features of images, are given empty. Some exporters' models have zeros for
+    the ids in whose places these belong; such ids have no embedding here, and a caller who means them gives it.
 
     Args:
         path: of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
@@ -51,7 +52,11 @@ class ModelEmbeddings:
         constants = {t.name for t in model.graph.initializer}
         inputs = [v for v in model.graph.input if v.name not in constants]
         self._ids = self._find_ids(inputs)
-        self._empty = {v.name: self._empty_like(v) for v in inputs if v.name != self._ids.name}
+        others = [v for v in inputs if v.name != self._ids.name]
+        self._empty = {v.name: self._features(v, 0) for v in others}
+        self._others = others
+        self._own: set[int] = set()  # ids that were looked at, and have an embedding of their own
+        self._places: set[int] = set()  # and those that have none
         output = self._find_output(model, tensor)
         self._output, self._made = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
         self._width = int(tensor.shape[-1])
@@ -73,11 +78,51 @@ class ModelEmbeddings:
         """See `Embeddings`."""
         return self._rows
 
+    def missing(self, tokens: Sequence[int]) -> int | None:
+        """See `Embeddings`."""
+        if self._rows is not None:
+            outside = next((token for token in tokens if not 0 <= token < self._rows), None)
+            if outside is not None or not self._others:
+                return outside
+        if new := sorted({*tokens} - self._own - self._places):
+            self._look_at(new)
+        return next((token for token in tokens if token in self._places), None)
+
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""
+        return self._run(tokens, self._empty).astype(self._dtype, copy=False)
+
+    def _look_at(self, tokens: Sequence[int]) -> None:
+        """Find out which ids have an embedding of their own: features that are no numbers show where they go."""
+        try:
+            found = self._run(np.array([tokens]), self._filled(len(tokens)))[0]
+            bare = np.isnan(found.astype(np.float32)).any(axis=1).tolist()
+        except SessionError:  # a model that takes as many features as there are places for them
+            bare = [self._is_place(token) for token in tokens]
+        self._places.update(token for token, place in zip(tokens, bare, strict=True) if place)
+        self._own.update(token for token, place in zip(tokens, bare, strict=True) if not place)
+
+    def _is_place(self, token: int) -> bool:
+        ids = np.array([[token]])
+        with suppress(SessionError):
+            return bool(np.isnan(self._run(ids, self._filled(1)).astype(np.float32)).any())
+        with suppress(SessionError):
+            self._run(ids, self._empty)
+            return False
+        return True
+
+    def _filled(self, count: int) -> dict[str, Array]:
+        return {v.name: self._features(v, count) for v in self._others}
+
+    def _run(self, tokens: Indices, others: Mapping[str, Array]) -> Array:
+        """Embeddings as the model gives them.
+
+        Raises:
+            SessionError: it failed.
+        """
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
         binding = self._session.io_binding()
-        for name, array in ((self._ids.name, ids), *self._empty.items()):
+        for name, array in ((self._ids.name, ids), *others.items()):
             bind(binding.bind_input, name, array)
         made = np.empty((*ids.shape, self._width), self._made)
         bind(binding.bind_output, self._output, made)
@@ -85,7 +130,7 @@ class ModelEmbeddings:
             self._session.run_with_iobinding(binding)
         except (*ORT_ERRORS, RuntimeError) as error:
             raise SessionError(f"{self._path} failed: {one_line(error)}") from None
-        return made.astype(self._dtype, copy=False)
+        return made
 
     def _find_ids(self, inputs: Sequence[onnx.ValueInfoProto]) -> onnx.ValueInfoProto:
         """The input of token ids: the only one of integers ``[B, S]``, or the one that is called so."""
@@ -99,8 +144,8 @@ class ModelEmbeddings:
         ids: onnx.ValueInfoProto = named[0]
         return ids
 
-    def _empty_like(self, value: onnx.ValueInfoProto) -> Array:
-        """Nothing, in the shape of an input beside the token ids.
+    def _features(self, value: onnx.ValueInfoProto, count: int) -> Array:
+        """For an input beside the token ids: NaN for so many places; for none of them, nothing.
 
         Raises:
             UnsupportedModelError: it cannot be empty.
@@ -111,8 +156,11 @@ class ModelEmbeddings:
                 f"{self._path}: input {_describe(value)} of the embedding model cannot be left empty, and there is "
                 "nothing to give it; supported are token ids, and inputs such as the features of any number of images"
             )
-        dtype = helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
-        return np.zeros([size if isinstance(size, int) else 0 for size in shape], dtype)
+        dtype = helper.tensor_dtype_to_np_dtype(elem_type_of(value))
+        free = [axis for axis, size in enumerate(shape) if not isinstance(size, int)]
+        sizes = [size if isinstance(size, int) else min(count, 1) for size in shape]
+        sizes[free[0]] = count
+        return np.full(sizes, np.nan if elem_type_of(value) in _FLOATS else 0, dtype)
 
     def _find_output(self, model: onnx.ModelProto, tensor: TensorRole) -> onnx.ValueInfoProto:
         """The embeddings: the only float output ``[B, S, H]``."""
@@ -135,12 +183,17 @@ class ModelEmbeddings:
         Raises:
             UnsupportedModelError: see above.
         """
-        ids = np.arange(min(self._rows or 2, _PROBED))
+        ids = np.array([token for token in range(min(self._rows or 2, _PROBED)) if self.missing([token]) is None])
+        if not ids.size:
+            raise UnsupportedModelError(
+                f"{self._path}: no token id has an embedding of its own: what the model's other inputs hold is in all "
+                "of them; give the table of embeddings instead"
+            )
         try:
             alone = self.look_up(ids[:, None])[:, 0].astype(np.float64)
             beside = self.look_up(np.stack([ids, ids[::-1]])).astype(np.float64)
         except SessionError as error:
-            raise UnsupportedModelError(f"{error}; it must embed token ids of any number, and no images") from None
+            raise UnsupportedModelError(f"{error}; it must embed any number of token ids") from None
         scale = np.abs(alone).max(initial=0.0)
         if not np.abs(beside - np.stack([alone, alone[::-1]])).max() <= _SAME * scale:
             raise UnsupportedModelError(

@@ -41,6 +41,10 @@ class Embeddings(Protocol):
         """Token ids are 0 to ``rows - 1``; None where nothing says."""
         ...
 
+    def missing(self, tokens: Sequence[int]) -> int | None:
+        """The first of these that has no embedding of its own: unknown, or the place of an image or of sound."""
+        ...
+
     def look_up(self, tokens: Indices) -> Array:
         """Embeddings ``[R, S, H]`` of int64 ``[R, S]``, in the dtype that the decoder takes.
 
@@ -72,6 +76,10 @@ class TableEmbeddings:
     def rows(self) -> int:
         """V."""
         return int(self._table.shape[0])
+
+    def missing(self, tokens: Sequence[int]) -> int | None:
+        """See `Embeddings`."""
+        return next((token for token in tokens if not 0 <= token < self.rows), None)
 
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""

@@ -242,13 +242,12 @@ class DecodeLoop:
             self._outcomes.append((piece.slot, events[-1]))
             token = run.continuation.next_token
             if not self._has_embedding(token):
-                self._end(piece.slot, SessionError(f"the model chose token {token}, which the embeddings do not have"))
+                self._end(piece.slot, _without_embedding(token))
         else:
             self._end(piece.slot, events[-1])
 
     def _has_embedding(self, token: int) -> bool:
-        rows = None if self._embeddings is None else self._embeddings.rows
-        return rows is None or token < rows
+        return self._embeddings is None or self._embeddings.missing([token]) is None
 
     def _end(self, slot: int, outcome: Outcome) -> None:
         run = self._runs[slot]
@@ -256,3 +255,10 @@ class DecodeLoop:
         if not run.keep_slot:
             self._cache.release(slot)
         self._outcomes.append((slot, outcome))
+
+
+def _without_embedding(token: int) -> SessionError:
+    return SessionError(
+        f"the model chose token {token}, which has no embedding; forbid it (sequence_bias), or give embeddings that "
+        "have one, such as the checkpoint's table"
+    )

@@ -22,6 +22,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateMode
+from trt_kvcache.importer.prepare import attach_weights, detach_weights, infer_shapes
 
 __all__ = ["DOMAIN", "OPERATOR", "fuse_attention"]
 
@@ -62,7 +63,8 @@ def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
     Returns:
         A model with the same inputs and outputs; the same object where no attention fits.
     """
-    graph = gs.import_onnx(model)
+    light, weights = detach_weights(model)
+    graph = gs.import_onnx(infer_shapes(light))
     nodes = {node.name: node for node in graph.nodes}
     masks = {mask.name: mask for mask in plan.masks}
     matches = []
@@ -80,6 +82,8 @@ def fuse_attention(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
     graph.import_domains.append(onnx.helper.make_opsetid(DOMAIN, 1))
     fused: onnx.ModelProto = gs.export_onnx(graph)
     fused.ir_version = model.ir_version
+    del fused.graph.value_info[:]
+    attach_weights(fused, weights)
     return fused
 
 
@@ -151,8 +155,8 @@ def _fuse(emitter: Emitter, match: _Match) -> None:
         ("longest", lengths.name), lambda: _int32(emitter, "ReduceMax", [lengths], "longest", keepdims=0)
     )
     inputs = [
-        _by_token(emitter, match.node.inputs[0], heads * size),
-        *(_by_token(emitter, update.inputs[1], kv_heads * size) for update in (key, value)),
+        _by_token(emitter, match.node.inputs[0], heads, size),
+        *(_by_token(emitter, update.inputs[1], kv_heads, size) for update in (key, value)),
         key.inputs[0], value.inputs[0], last, longest,
     ]  # fmt: skip
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": match.node.attrs.get("scale", size**-0.5)}
@@ -179,18 +183,25 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
     return emitter.op("Cast", [emitter.op(op, inputs, f"{hint}_64", **attributes)], hint, INT32, to=INT32)
 
 
-def _by_token(emitter: Emitter, tensor: gs.Tensor, width: int) -> gs.Tensor:
+def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
     """``[B, N, S, H]`` as ``[B, S, N*H]``: what it was made from, where it was that."""
-    node = producer(tensor)
+    node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
     if node is None or not is_op(node, "Transpose") or list(node.attrs.get("perm", ())) != _SWAPPED:
         turned = emitter.op("Transpose", [tensor], "by_token", perm=_SWAPPED)
-        return emitter.op("Reshape", [turned, emitter.ints([0, 0, width])], "rows")
+        return emitter.op("Reshape", [turned, merged], "rows")
     split = producer(node.inputs[0])
-    if split is not None and is_op(split, "Reshape"):
-        shape = dims(split.inputs[0])
-        if shape is not None and len(shape) == 3 and shape[2] == width:
-            return split.inputs[0]
-    return emitter.op("Reshape", [node.inputs[0], emitter.ints([0, 0, width])], "rows")
+    if split is not None and is_op(split, "Reshape") and _splits_heads(split, heads, size):
+        return split.inputs[0]
+    return emitter.op("Reshape", [node.inputs[0], merged], "rows")
+
+
+def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
+    """Whether this is ``[B, S, N*H]`` to ``[B, S, N, H]`` for every B and S."""
+    source, shape = dims(reshape.inputs[0]), small_constant(reshape.inputs[1])
+    if source is None or len(source) != 3 or source[2] != heads * size or shape is None:
+        return False
+    known = ([0, 0, heads, size], [0, 0, heads, -1], [0, 0, -1, size], [0, -1, heads, size], [-1, 0, heads, size])
+    return shape.tolist() in known and not reshape.attrs.get("allowzero", 0)
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:

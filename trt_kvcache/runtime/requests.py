@@ -15,7 +15,7 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.dtypes import array_dtype
-from trt_kvcache.runtime.embeddings import embedded_input, is_float
+from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.given import Array
 from trt_kvcache.runtime.positions import PositionInput
@@ -109,20 +109,21 @@ class PromptReader:
     Args:
         runner: of the model.
         cache: over it.
-        rows: token ids that have an embedding are 0 to ``rows - 1``; None: all.
+        embeddings: of token ids; None for models that take the ids.
         tokenizer: for texts, or None.
     """
 
-    def __init__(self, runner: Runner, cache: KVCache, rows: int | None, tokenizer: Any) -> None:
+    def __init__(self, runner: Runner, cache: KVCache, embeddings: Embeddings | None, tokenizer: Any) -> None:
         self._vocab, self._cache, self._tokenizer = runner.vocab, cache, tokenizer
-        self._embedded = self._vocab if rows is None else min(self._vocab, rows)
+        self._embeddings = embeddings
         self._tensor = embedded_input(runner.plan)
         self._positions = PositionInput(runner.plan)
 
     @property
     def vocab(self) -> int:
         """Token ids that may be written are 0 to ``vocab - 1``."""
-        return self._embedded
+        rows = None if self._embeddings is None else self._embeddings.rows
+        return self._vocab if rows is None else min(self._vocab, rows)
 
     def read_all(
         self, prompts: Sequence[Prompt], constants: GivenAll, inputs_embeds: EmbedsAll, positions: PositionsAll
@@ -163,12 +164,25 @@ class PromptReader:
             PromptError: a text without a tokenizer, no flat list of integers, or an id that the model does not know; or
                 embeddings or positions that are not one for each token, or that the model does not take.
         """
-        tokens = self._ids(prompt, self._embedded if inputs_embeds is None else self._vocab)
+        tokens = self._ids(prompt)
+        if inputs_embeds is None:
+            self._check_embeddings(tokens)
         embeds = None if inputs_embeds is None else self._embeds(inputs_embeds, len(tokens))
         places = None if positions is None else self._positions.read(positions, len(tokens))
         return ReadPrompt(tokens, embeds, places)
 
-    def _ids(self, prompt: Prompt, bound: int) -> list[int]:
+    def _check_embeddings(self, tokens: Sequence[int]) -> None:
+        missing = None if self._embeddings is None else self._embeddings.missing(tokens)
+        if missing is None:
+            return
+        if missing >= self.vocab:
+            raise PromptError(f"token id {missing} is out of range; there are embeddings for 0 to {self.vocab - 1}")
+        raise PromptError(
+            f"token id {missing} has no embedding of its own: an image or sound stands in its place; give "
+            "inputs_embeds, with what the model's encoders make of these"
+        )
+
+    def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise PromptError("a prompt is text, and there is no tokenizer; open the session with one, or give ids")
@@ -181,10 +195,9 @@ class PromptReader:
             return []
         if array.ndim != 1 or array.dtype.kind not in "iu":
             raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of integers")
-        wrong = array[(array < 0) | (array >= bound)]
+        wrong = array[(array < 0) | (array >= self._vocab)]
         if wrong.size:
-            what = "the model has" if bound == self._vocab else "there are embeddings for"
-            raise PromptError(f"token id {int(wrong[0])} is out of range; {what} 0 to {bound - 1}")
+            raise PromptError(f"token id {int(wrong[0])} is out of range; the model has 0 to {self._vocab - 1}")
         ids: list[int] = array.tolist()
         return ids
 

@@ -69,7 +69,7 @@ class DecodeSession:
         self._tokenizer = tokenizer
         self.cache = KVCache(runner, self._guard)
         made = open_embeddings(embeddings, runner.plan)
-        self._reader = PromptReader(runner, self.cache, None if made is None else made.rows, tokenizer)
+        self._reader = PromptReader(runner, self.cache, made, tokenizer)
         self._loop = DecodeLoop(runner, self.cache, made)
         self._streams = Streams(self._guard, self.cache, self._loop)
 
