@@ -130,7 +130,8 @@ def embedding_model(
     kind = helper.np_dtype_to_tensor_dtype(table.dtype)
     constants = {
         "table": table, "image": np.array(7), "one": np.array(1), "axis": np.array([-1]),
-        "none": np.zeros((1, width), table.dtype), "zero": np.array(0), "step": np.array([[0.01]]).astype(table.dtype),
+        "none": np.zeros((1, width), table.dtype), "zero": np.array(0), "first": np.array([0]),
+        "step": np.array([[0.01]]).astype(table.dtype),
     }  # fmt: skip
     nodes = [
         helper.make_node("Gather", ["table", "input_ids"], ["text"]),
@@ -148,7 +149,7 @@ def embedding_model(
         helper.make_node("NonZero", ["here"], ["columns"]),
         helper.make_node("Transpose", ["columns"], ["indices"], perm=[1, 0]),
         helper.make_node("Cast", ["mask"], ["weight"], to=kind),
-        helper.make_node("ReduceSum", ["rows", "zero"], ["all"], keepdims=1),
+        helper.make_node("ReduceSum", ["rows", "first"], ["all"], keepdims=1),
         helper.make_node("Mul", ["all", "weight"], ["weighted"]),
     ]
     mixed = "mixed" if place else "inputs_embeds"
