@@ -88,6 +88,20 @@ def test_caches_by_hand(forms: dict[str, Forms], device: str, tmp_path: Path) ->
                 np.testing.assert_array_equal(one, other)
 
 
+def test_nothing_is_allocated_after_opening(forms: dict[str, Forms]) -> None:
+    form = forms["planes"]
+    with opened(form.embeds, "gpu", embeddings=form.table) as session:
+        runner: Any = session._runner
+        machine = runner._trt.module.machine
+        before = machine.allocations, runner.device_bytes
+        ids, patches, places = image(np.random.default_rng(4), form.table.shape[1], form.table.dtype)
+        embeds = [np.concatenate([form.table[ids[:4]], patches, form.table[ids[16:]]]), None]
+        session.generate(
+            [ids, [1, 2]], GenerationConfig(max_new_tokens=9), inputs_embeds=embeds, positions=[places, None]
+        )
+        assert (machine.allocations, runner.device_bytes) == before
+
+
 def image(rng: np.random.Generator, width: int, dtype: Any) -> tuple[list[int], Any, Any]:
     """A prompt of text, an image of 3 x 4 patches, text: ids, embeddings of the image, positions."""
     ids = [5, 9, 3, 1, *[7] * 12, 2, 30, 40]

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
+from runtime.embedded_models import cut
 from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
@@ -194,3 +195,31 @@ def test_exports_of_fixed_sizes(name: str, sizes: dict[str, int], tmp_path: Path
         with DecodeSession.open(path, device="cpu", plan_options=plan) as session:
             found.append([list(g.tokens) for g in session.generate(prompts, config)])
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("kind", FIXED)
+def test_embeddings_and_positions_of_the_callers(kind: str, device: str, tmp_path: Path) -> None:
+    """What fills a step up has some, too. Each sequence as alone in the model of open sizes that takes token ids."""
+    config, open_ = GenerationConfig(max_new_tokens=10), open_twin(FIXED[kind])
+    places = [[2 * i + 1 for i in range(len(prompt))] for prompt in PROMPTS]
+    expected = []
+    with DecodeSession(runner(open_, tmp_path, "cpu", max_batch=1)) as session:
+        for prompt, place in zip(PROMPTS, places, strict=True):
+            expected.append(session.generate([prompt], config, positions=[place])[0].tokens)
+        plain = session.generate(PROMPTS, config)
+        assert [g.tokens for g in plain] != expected
+    (tmp_path / "cut").mkdir()
+    forms = cut(write_decoder(tmp_path / "fixed.onnx", FIXED[kind]), tmp_path / "cut")
+    opened: Runner
+    if device == "cpu":
+        opened = OnnxRuntimeRunner(forms.embeds, CONTRACT, max_batch=None if "atch" in kind else 3)
+    else:
+        machine = Machine()
+        chunk = FIXED[kind].sequence if isinstance(FIXED[kind].sequence, int) else 8
+        engine = write_engine(forms.embeds, options=CONTRACT, max_batch=3, max_chunk=chunk)
+        opened = TensorRTRunner(engine, bindings=Bindings(fake_module(machine), machine.bindings()))
+    embeds = [forms.table[prompt] if i % 2 else None for i, prompt in enumerate(PROMPTS)]
+    with DecodeSession(opened, embeddings=forms.table) as session:
+        found = session.generate(PROMPTS, config, inputs_embeds=embeds, positions=places)
+    assert [g.tokens for g in found] == expected

@@ -10,10 +10,11 @@ import sample_plans
 from numpy.testing import assert_array_equal
 
 from trt_kvcache.engine.manifest import FileIdentity
-from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError, PromptError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateContract, UpdateForm, UpdateMode
 from trt_kvcache.runtime.inputs import StepInputs, array_dtype, linear_capacity, model_identity
 from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import StepBatch
 
 STEP = StepBatch(0, np.array([[5, 6], [7, 8]]), np.array([3, 9]))
@@ -65,6 +66,72 @@ def test_positions() -> None:
     assert_array_equal(value(shared), [3, 4])
     assert StepInputs(plan(shared)).uniform
     assert not StepInputs(plan(by_row)).uniform
+
+
+def test_positions_of_the_callers() -> None:
+    """In planes that differ, wherever the model has the axis; a model with one plane takes the first."""
+    given = np.array([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]])  # [R, planes, S]
+    step = replace(STEP, positions=given)
+    planes_first = given.transpose(1, 0, 2)
+    kinds = tensor("p", Role.POSITIONS, (3, "batch", "seq"), ("", "batch", "sequence"))
+    assert_array_equal(value(kinds, step), planes_first)
+    rows_first = tensor("p", Role.POSITIONS, ("batch", 3, "seq"), ("batch", "", "sequence"))
+    assert_array_equal(value(rows_first, step), given)
+    packed = tensor("p", Role.POSITIONS, (3, 1, "t"), ("", "", "tokens"))
+    assert_array_equal(value(packed, step), planes_first.reshape(3, 1, 4))
+    one_row = tensor("p", Role.POSITIONS, (3, 1, "seq"), ("", "", "sequence"))
+    alone = StepBatch(0, np.array([[5, 6]]), np.array([3]), positions=given[:1])
+    assert_array_equal(value(one_row, alone), planes_first[:, :1])
+    by_row = tensor("p", Role.POSITIONS, ("batch", "seq"), ("batch", "sequence"), "int32")
+    assert_array_equal(value(by_row, step), given[:, 0])
+    flat = tensor("p", Role.POSITIONS, ("t",), ("tokens",))
+    assert_array_equal(value(flat, step), given[:, 0].reshape(-1))
+    one_plane = replace(STEP, positions=given[:, :1])
+    assert_array_equal(value(kinds, one_plane), np.repeat(planes_first[:1], 3, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("roles", "planes", "refusal"),
+    [
+        ([(("batch", "seq"), ("batch", "sequence"))], 1, ""),
+        ([((3, "batch", "seq"), ("", "batch", "sequence"))], 3, ""),
+        ([(("batch", 4, "seq"), ("batch", "", "sequence"))], 4, ""),
+        ([((3, 1, "t"), ("", "", "tokens"))], 3, ""),
+        ([], 0, "the model has no input of positions"),
+        ([(("batch",), ("batch",))], 0, r"where a whole step stands \('p0' \['batch'\]\), not each of its tokens"),
+        ([(("seq",), ("sequence",)), (("batch", "seq"), ("batch", "sequence"))], 0, "several inputs of positions"),
+    ],
+)
+def test_which_positions_a_caller_may_give(
+    roles: list[tuple[tuple[int | str, ...], tuple[str, ...]]], planes: int, refusal: str
+) -> None:
+    found = PositionInput(plan(*(tensor(f"p{i}", Role.POSITIONS, *role) for i, role in enumerate(roles))))
+    assert found.planes == planes
+    if refusal:
+        with pytest.raises(PromptError, match=f"positions are given, and .*{refusal}"):
+            found.read([1], 1)
+    else:
+        assert_array_equal(found.read([4, 7], 2), [[4, 7]] * planes)
+
+
+def test_embeddings() -> None:
+    values = np.arange(12).reshape(2, 2, 3) + 0.5
+    step = replace(STEP, embeds=values)
+    wide = TensorRole("x", "input", Role.TOKENS, "float16", ("batch", "seq", 3), "test", ("batch", "sequence", ""))
+    flat = TensorRole("x", "input", Role.TOKENS, "bfloat16", ("t", 3), "test", ("tokens", ""))
+    for role in (wide, flat):
+        base = plan()
+        others = tuple(t for t in base.tensors if t.role is not Role.TOKENS)
+        inputs = StepInputs(replace(base, tensors=(role, *others)))
+        found = inputs.arrays(step)["x"]
+        assert found.dtype == array_dtype(role.dtype)
+        assert_array_equal(found.astype(float), values if role is wide else values.reshape(4, 3))
+        assert found.shape == inputs.shapes(step)["x"]
+        with pytest.raises(SessionError, match=r"takes embeddings \(input 'x'\), and the step has token ids alone"):
+            inputs.arrays(STEP)
+    open_width = replace(wide, shape=("batch", "seq", "h"), axes=("batch", "sequence", "?"))
+    with pytest.raises(UnsupportedModelError, match="nothing says how large its size 'h' is"):
+        StepInputs(replace(base, tensors=(open_width, *others)))
 
 
 def test_valid_lengths_end_at_the_capacity() -> None:
