@@ -207,6 +207,8 @@ def _run(
 ) -> Sequence[Array | None]:
     if is_standard(node, "Range"):  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
         inputs = [v.reshape(()) if v is not None and v.size == 1 else v for v in inputs]
+    if is_standard(node, "Pad"):
+        inputs = _without_negative_pads(inputs)
     try:
         if operator is not None:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
@@ -215,6 +217,20 @@ def _run(
     except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
         return [None] * len(node.output)
     return [None] * len(node.output)
+
+
+def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
+    """The same inputs of Pad with what negative pads take away already gone: the reference implementation fails there.
+
+    torch.onnx writes them where it cuts a padding mask to the length of a window.
+    """
+    data, pads, value, axes = (*inputs, *[None] * 4)[:4]
+    if data is None or pads is None or pads.min(initial=0) >= 0:
+        return inputs
+    kept = [slice(None)] * data.ndim
+    for axis, begin, end in zip(range(data.ndim) if axes is None else axes, *np.split(pads, 2), strict=True):
+        kept[axis] = slice(max(-begin, 0), data.shape[axis] + min(end, 0))
+    return [data[tuple(kept)], np.maximum(pads, 0), value, *([] if axes is None else [axes])]
 
 
 def is_standard(node: onnx.NodeProto, *op_types: str) -> bool:
