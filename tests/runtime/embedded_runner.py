@@ -33,6 +33,7 @@ class EmbeddedRunner(HashRunner):
         super().__init__(kinds, max_batch, max_chunk, per_row=per_row)
         self.plan = embedded_plan(self.plan)
         self.given: list[StepBatch] = []
+        self.written: list[NDArray[np.int64]] = []  # the positions of each step
 
     def step(self, batch: StepBatch) -> NDArray[np.float32]:
         assert batch.embeds is not None
@@ -41,9 +42,9 @@ class EmbeddedRunner(HashRunner):
         self.given.append(batch)
         places = batch.positions
         if places is None:
-            counted = np.add.outer(batch.starts, np.arange(batch.length))
-            places = np.repeat(counted[:, None], 3, axis=1)
-        assert places.shape == (batch.rows, 3, batch.length)
+            places = np.add.outer(batch.starts, np.arange(batch.length))[:, None]
+        places = np.broadcast_to(places, (batch.rows, 3, batch.length))
+        self.written.append(places)
         codes = [
             [code(int(e[0]), p) for e, p in zip(row, place.T.tolist(), strict=True)]
             for row, place in zip(batch.embeds, places, strict=True)

@@ -189,14 +189,13 @@ def test_tokens_behind_an_image_stand_behind_its_largest_position() -> None:
         slot = session.add([1] * 10, config(3), positions=places, keep=True)
         while session.running:
             session.step()
-        written = [b.positions for b in runner.given]
-        np.testing.assert_array_equal(np.concatenate(written, axis=2)[0], [[*p, 7, 8] for p in places])
+        np.testing.assert_array_equal(np.concatenate(runner.written, axis=2)[0], [[*p, 7, 8] for p in places])
         session.cache.crop(slot, 5)
         session.update({slot: [3]})
-        np.testing.assert_array_equal(runner.given[-1].positions, [[[5]] * 3])  # behind the 4 of the row that is left
+        np.testing.assert_array_equal(runner.written[-1], [[[5]] * 3])  # behind the 4 of the row that is left
         session.update({slot: [3, 4]}, positions={slot: [0, 9]})
         session.update({slot: [3]})
-        np.testing.assert_array_equal(runner.given[-1].positions, [[[10]] * 3])
+        np.testing.assert_array_equal(runner.written[-1], [[[10]] * 3])
         session.cache.reset(slot)
         session.update({slot: [3]})
         assert runner.given[-1].positions is None
@@ -386,7 +385,7 @@ def test_what_does_not_fit_is_refused() -> None:
         assert session.cache.slots == ()
         three = session.cache.acquire()
         session.update({three: [1]}, inputs_embeds={three: one[None]}, positions={three: [[[4]]] * 3})  # as models do
-        np.testing.assert_array_equal(session._runner.given[-1].positions, [[[4]] * 3])  # type: ignore[attr-defined]
+        np.testing.assert_array_equal(session._runner.written[-1], [[[4]] * 3])  # type: ignore[attr-defined]
     session = DecodeSession(HashRunner())
     with session, pytest.raises(PromptError, match="the prompt has inputs_embeds, and the model takes token ids"):
         session.add([1], inputs_embeds=one)

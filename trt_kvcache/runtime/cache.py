@@ -209,6 +209,8 @@ class KVCache:
     def crop(self, slot: int, length: int) -> None:
         """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
 
+        The others keep the positions that they were given: what follows stands behind these.
+
         Raises:
             SlotError: see `idle`.
             CapacityError: `length` is more than the slot holds; or a circular cache no longer has what the sequence

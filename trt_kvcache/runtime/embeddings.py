@@ -144,6 +144,8 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
         starts: the place of the first of them in each sequence.
         waiting: given, by sequence.
     """
+    if not any(len(held.at) for held in waiting):
+        return embeddings.look_up(tokens)
     length = tokens.shape[1]
     given = [held.within(start, start + length) for held, start in zip(waiting, starts, strict=True)]
     known = np.zeros(tokens.shape, np.bool_)

@@ -32,7 +32,8 @@ class Embeds:
         if not len(self.at):
             return self
         first, last = np.searchsorted(self.at, [start, self.at[-1] + 1 if stop is None else stop])
-        return Embeds(self.at[first:last], self.rows[first:last])
+        # A view of no rows would hold on to the memory of all.
+        return Embeds(self.at[first:last], self.rows[first:last]) if first < last else NO_EMBEDS
 
     def followed(self, start: int, rows: Array) -> Embeds:
         """With those of the tokens from `start` on, which is behind all others."""
@@ -76,7 +77,7 @@ class Positions:
         return np.concatenate([known, np.broadcast_to(follow, (len(self.given), len(follow)))], axis=1)
 
     def after(self, length: int) -> int:
-        """Of the token behind the first `length`, none of which is given beyond these."""
+        """Of the token behind the first `length`, at least as many as were given positions."""
         return self.next + length - int(self.given.shape[1])
 
     def followed(self, length: int, given: Indices) -> Positions:
@@ -94,9 +95,15 @@ IN_ORDER = Positions(np.empty((1, 0), np.int64))
 
 
 def stack_positions(rows: Sequence[Positions], starts: Sequence[int], length: int) -> npt.NDArray[np.int64] | None:
-    """Of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row was given any."""
+    """Of `length` tokens in each row, int64 ``[R, planes, length]``; None where no row was given any.
+
+    Where all stand behind what was given, as in decoding, one plane for all.
+    """
     if not any(rows):
         return None
+    if all(start >= row.given.shape[1] for row, start in zip(rows, starts, strict=True)):
+        first = np.array([row.after(start) for row, start in zip(rows, starts, strict=True)], np.int64)
+        return first[:, np.newaxis, np.newaxis] + np.arange(length)
     planes = max(len(row.given) for row in rows)
     parts = [row.of(start, start + length) for row, start in zip(rows, starts, strict=True)]
     return np.stack([np.broadcast_to(part, (planes, length)) for part in parts])
