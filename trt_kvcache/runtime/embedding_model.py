@@ -1,4 +1,8 @@
-"""An exporter's embedding model: token ids in, embeddings out, on the CPU."""
+"""An exporter's embedding model: token ids in, embeddings out, on the CPU.
+
+It runs once for each id that comes up: what a token becomes depends on nothing else, so that a step is a look into a
+table of those that are known.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ __all__ = ["ModelEmbeddings"]
 
 _IDS = (TensorProto.INT64, TensorProto.INT32)
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+_NEW, _OWN, _PLACE = np.arange(3, dtype=np.int8)  # an id: not looked at; with an embedding of its own; without
 _PROBED = 8
 _SAME = 1e-3  # of the scale: a normalization of rows may round otherwise in another batch
 
@@ -39,6 +44,7 @@ class ModelEmbeddings:
     Args:
         path: of the model: int ``[B, S]`` in, float ``[B, S, H]`` out.
         tensor: the decoder's input.
+        vocab: no token id is larger than ``vocab - 1``.
 
     Raises:
         InvalidModelError, UnsupportedModelError: it cannot be read, has other inputs or outputs, or does not embed each
@@ -46,8 +52,8 @@ class ModelEmbeddings:
         OptionError: its embeddings have another width than the decoder takes.
     """
 
-    def __init__(self, path: Path, tensor: TensorRole) -> None:
-        self._path, self._dtype = path, array_dtype(tensor.dtype)
+    def __init__(self, path: Path, tensor: TensorRole, vocab: int) -> None:
+        self._path = path
         model = load_source(path).proto
         constants = {t.name for t in model.graph.initializer}
         inputs = [v for v in model.graph.input if v.name not in constants]
@@ -55,12 +61,11 @@ class ModelEmbeddings:
         others = [v for v in inputs if v.name != self._ids.name]
         self._empty = {v.name: self._features(v, 0) for v in others}
         self._others = others
-        self._own: set[int] = set()  # ids that were looked at, and have an embedding of their own
-        self._places: set[int] = set()  # and those that have none
         output = self._find_output(model, tensor)
         self._output, self._made = output.name, helper.tensor_dtype_to_np_dtype(elem_type_of(output))
-        self._width = int(tensor.shape[-1])
-        self._rows = table_rows(model, self._ids.name)
+        self._rows = min(table_rows(model, self._ids.name) or vocab, vocab)
+        self._table = np.empty((self._rows, int(tensor.shape[-1])), array_dtype(tensor.dtype))  # memory once written
+        self._known = np.full(self._rows, _NEW)
         options = ort.SessionOptions()
         options.log_severity_level = 4  # errors arrive as exceptions
         options.intra_op_num_threads = 1  # a row is too little for several, which would spin beside the decoder's
@@ -74,33 +79,42 @@ class ModelEmbeddings:
         self._probe()
 
     @property
-    def rows(self) -> int | None:
+    def rows(self) -> int:
         """See `Embeddings`."""
         return self._rows
 
     def missing(self, tokens: Sequence[int]) -> int | None:
         """See `Embeddings`."""
-        if self._rows is not None:
-            outside = next((token for token in tokens if not 0 <= token < self._rows), None)
-            if outside is not None or not self._others:
-                return outside
-        if new := sorted({*tokens} - self._own - self._places):
-            self._look_at(new)
-        return next((token for token in tokens if token in self._places), None)
+        outside = next((token for token in tokens if not 0 <= token < self._rows), None)
+        if outside is not None or not len(tokens):
+            return outside
+        ids = np.array(tokens, np.int64)
+        self._look_at(ids)
+        found = ids[self._known[ids] == _PLACE]
+        return int(found[0]) if found.size else None
 
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""
-        return self._run(tokens, self._empty).astype(self._dtype, copy=False)
+        self._look_at(tokens)
+        found: Array = self._table[tokens]
+        return found
 
-    def _look_at(self, tokens: Sequence[int]) -> None:
-        """Find out which ids have an embedding of their own: features that are no numbers show where they go."""
+    def _look_at(self, tokens: Indices) -> None:
+        """Fetch the embeddings of ids that are new; features that are no numbers show which ids have none of their own.
+
+        Raises:
+            SessionError: the model failed.
+        """
+        new = np.unique(tokens[self._known[tokens] == _NEW])
+        if not new.size:
+            return
         try:
-            found = self._run(np.array([tokens]), self._filled(len(tokens)))[0]
-            bare = np.isnan(found.astype(np.float32)).any(axis=1).tolist()
+            bare = np.isnan(self._run(new[np.newaxis], self._filled(len(new)))[0].astype(np.float32)).any(axis=1)
         except SessionError:  # a model that takes as many features as there are places for them
-            bare = [self._is_place(token) for token in tokens]
-        self._places.update(token for token, place in zip(tokens, bare, strict=True) if place)
-        self._own.update(token for token, place in zip(tokens, bare, strict=True) if not place)
+            bare = np.array([self._is_place(token) for token in new.tolist()])
+        if not bare.all():
+            self._table[new[~bare]] = self._run(new[np.newaxis, ~bare], self._empty)[0]
+        self._known[new] = np.where(bare, _PLACE, _OWN)
 
     def _is_place(self, token: int) -> bool:
         ids = np.array([[token]])
@@ -124,7 +138,7 @@ class ModelEmbeddings:
         binding = self._session.io_binding()
         for name, array in ((self._ids.name, ids), *others.items()):
             bind(binding.bind_input, name, array)
-        made = np.empty((*ids.shape, self._width), self._made)
+        made = np.empty((*ids.shape, self._table.shape[1]), self._made)
         bind(binding.bind_output, self._output, made)
         try:
             self._session.run_with_iobinding(binding)
@@ -183,15 +197,17 @@ class ModelEmbeddings:
         Raises:
             UnsupportedModelError: see above.
         """
-        ids = np.array([token for token in range(min(self._rows or 2, _PROBED)) if self.missing([token]) is None])
+        ids = np.arange(min(self._rows, _PROBED))
+        self._look_at(ids)
+        ids = ids[self._known[ids] == _OWN]
         if not ids.size:
             raise UnsupportedModelError(
                 f"{self._path}: no token id has an embedding of its own: what the model's other inputs hold is in all "
                 "of them; give the table of embeddings instead"
             )
         try:
-            alone = self.look_up(ids[:, None])[:, 0].astype(np.float64)
-            beside = self.look_up(np.stack([ids, ids[::-1]])).astype(np.float64)
+            alone = self._run(ids[:, np.newaxis], self._empty)[:, 0].astype(np.float64)
+            beside = self._run(np.stack([ids, ids[::-1]]), self._empty).astype(np.float64)
         except SessionError as error:
             raise UnsupportedModelError(f"{error}; it must embed any number of token ids") from None
         scale = np.abs(alone).max(initial=0.0)

@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.given import Array, Embeds, Indices
@@ -37,8 +37,8 @@ class Embeddings(Protocol):
     """Gives the embeddings of token ids."""
 
     @property
-    def rows(self) -> int | None:
-        """Token ids are 0 to ``rows - 1``; None where nothing says."""
+    def rows(self) -> int:
+        """Token ids are 0 to ``rows - 1``."""
         ...
 
     def missing(self, tokens: Sequence[int]) -> int | None:
@@ -46,10 +46,10 @@ class Embeddings(Protocol):
         ...
 
     def look_up(self, tokens: Indices) -> Array:
-        """Embeddings ``[R, S, H]`` of int64 ``[R, S]``, in the dtype that the decoder takes.
+        """Embeddings ``[R, S, H]`` of int64 ``[R, S]``, none of them `missing`, in the dtype that the decoder takes.
 
         Raises:
-            SessionError: there is none for a token.
+            SessionError: whatever makes them failed.
         """
         ...
 
@@ -70,7 +70,7 @@ class TableEmbeddings:
         if table.ndim != 2 or not is_float(table.dtype):
             raise OptionError(f"{name} is {table.dtype} {list(table.shape)}; embeddings are a float table [V, H]")
         check_width(table.shape[1], tensor, f"{name} {list(table.shape)}")
-        self._table, self._name, self._dtype = table, name, array_dtype(tensor.dtype)
+        self._table, self._dtype = table, array_dtype(tensor.dtype)
 
     @property
     def rows(self) -> int:
@@ -83,20 +83,17 @@ class TableEmbeddings:
 
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""
-        # NumPy would take a negative index from the end.
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < self.rows:
-            wrong = tokens[(tokens < 0) | (tokens >= self.rows)]
-            raise SessionError(f"token id {int(wrong[0])} has no row in {self._name}, which has {self.rows}")
         found: Array = self._table[tokens].astype(self._dtype, copy=False)
         return found
 
 
-def open_embeddings(given: GivenEmbeddings, plan: CachePlan) -> Embeddings | None:
+def open_embeddings(given: GivenEmbeddings, plan: CachePlan, vocab: int) -> Embeddings | None:
     """What makes embeddings of token ids; None for models that take ids.
 
     Args:
         given: a path, where a tensor of a ``.safetensors`` may be named as ``FILE:NAME``; or an array ``[V, H]``.
         plan: of the decoder.
+        vocab: its token ids are 0 to ``vocab - 1``.
 
     Raises:
         OptionError: nothing is given and the model takes embeddings, or the other way round, or what is given does not
@@ -122,7 +119,7 @@ def open_embeddings(given: GivenEmbeddings, plan: CachePlan) -> Embeddings | Non
     if suffix == ".onnx":
         from trt_kvcache.runtime.embedding_model import ModelEmbeddings
 
-        return ModelEmbeddings(path, tensor)
+        return ModelEmbeddings(path, tensor, vocab)
     if suffix == ".npy":
         return TableEmbeddings(_read_npy(path), tensor, str(path))
     if suffix == ".safetensors":

@@ -122,8 +122,7 @@ class PromptReader:
     @property
     def vocab(self) -> int:
         """Token ids that may be written are 0 to ``vocab - 1``."""
-        rows = None if self._embeddings is None else self._embeddings.rows
-        return self._vocab if rows is None else min(self._vocab, rows)
+        return self._vocab if self._embeddings is None else min(self._vocab, self._embeddings.rows)
 
     def read_all(
         self, prompts: Sequence[Prompt], constants: GivenAll, inputs_embeds: EmbedsAll, positions: PositionsAll

@@ -68,7 +68,7 @@ class DecodeSession:
         self._runner = runner
         self._tokenizer = tokenizer
         self.cache = KVCache(runner, self._guard)
-        made = open_embeddings(embeddings, runner.plan)
+        made = open_embeddings(embeddings, runner.plan, runner.vocab)
         self._reader = PromptReader(runner, self.cache, made, tokenizer)
         self._loop = DecodeLoop(runner, self.cache, made)
         self._streams = Streams(self._guard, self.cache, self._loop)
