@@ -22,6 +22,7 @@ from trt_kvcache.runtime.runner import StepBatch
 
 BASE = DecoderConfig(capacity=32, vocab=64)
 MODELS = Path(__file__).parents[1] / "models"
+Shape = list[int | str]
 
 
 def write(path: Path, config: DecoderConfig, window: int | None = None) -> Path:
@@ -42,11 +43,21 @@ def operators(path: Path, options: PlanOptions | None = None) -> Counter[str]:
     return Counter(node.op_type for node in fuse_attention(imported.model, imported.plan).graph.node)
 
 
-def plain(path: Path, rows: int) -> OnnxRuntimeRunner:
+def plain(path: Path, rows: int, options: PlanOptions | None = None) -> OnnxRuntimeRunner:
     """A runner that keeps Attention."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ort_runner, "fuse_attention", lambda model, plan: model)
-        return OnnxRuntimeRunner(path, max_batch=rows)
+        return OnnxRuntimeRunner(path, options, max_batch=rows)
+
+
+def agree(runner: OnnxRuntimeRunner, reference: OnnxRuntimeRunner, lengths: list[int]) -> None:
+    """Run steps of so many tokens on two rows; the logits must be the same."""
+    random, written = np.random.default_rng(0), 0
+    for length in lengths:
+        tokens = random.integers(0, runner.vocab, (2, length))
+        batch = StepBatch(0, tokens, np.array([written, written]), keep=length)
+        np.testing.assert_allclose(runner.step(batch), reference.step(batch), atol=2e-5)
+        written += length
 
 
 def poison(runner: OnnxRuntimeRunner, lengths: list[int], value: float) -> None:
@@ -91,6 +102,7 @@ def test_the_same_numbers(
     path = write(tmp_path_factory.mktemp("fused") / "model.onnx", config, window)
     found = operators(path)
     assert (found["GroupQueryAttention"], found["Attention"], found["TensorScatter"], found["Slice"]) == (2, 0, 0, 0)
+    assert (found["RotaryEmbedding"], found["Transpose"], found["Reshape"]) == (4, 0, 0)  # heads stay where they are
     fused, reference = OnnxRuntimeRunner(path, max_batch=3), plain(path, 3)
     lengths, random = [0, 0, 0], np.random.default_rng(0)
     for first, rows, length in taken:
@@ -112,9 +124,65 @@ def test_the_same_numbers(
 @pytest.mark.parametrize("name", ["mobius/llama_static_f32", "mobius/llama_dynamic_f32", "optimum/llama",
                                   "ort-genai/llama_cpu_fp32", "ort-genai/llama_cpu_int4"])  # fmt: skip
 def test_what_exporters_write(name: str) -> None:
-    options = PlanOptions(capacity=None if "static" in name else 64)
-    found = operators(MODELS / name / "model.onnx", options)
+    path, options = MODELS / name / "model.onnx", PlanOptions(capacity=None if "static" in name else 64)
+    found = operators(path, options)
     assert (found["GroupQueryAttention"], found["Attention"], found["TensorScatter"]) == (2, 0, 0)
+    if name.endswith(("f32", "fp32")):
+        assert (found["RotaryEmbedding"], found["Transpose"], found["Reshape"]) == (4, 0, 0)
+    agree(OnnxRuntimeRunner(path, options, max_batch=2), plain(path, 2, options), [1, 5, 1, 7])
+
+
+SPLIT: dict[str, tuple[Shape | None, Shape | None, bool]] = {
+    "by both numbers": (None, [0, 0, "N", "H"], True),
+    "by size": (None, [0, 0, -1, "H"], True),
+    "by count": (None, [0, 0, "N", -1], True),
+    "tokens left over": (None, [0, -1, "N", "H"], True),
+    "by a computed shape": (None, None, False),
+    "out of all rows as one": ([1, -1, "W"], None, False),
+    "out of four axes": ([0, 0, 2, -1], [0, 0, "N", "H"], False),
+}
+"""How heads are split: rows before that, the shape (None: of the tokens), whether it is ``[B, S, N*H]`` for sure."""
+
+
+@pytest.mark.parametrize("how", SPLIT)
+def test_heads_that_are_split(how: str, tmp_path: Path) -> None:
+    rows, shape, sure = SPLIT[how]
+    path = tmp_path / "model.onnx"
+    onnx.save(split_heads(make_decoder(replace(BASE, form="heads-major")), rows, shape), path)
+    found = operators(path)
+    assert (found["GroupQueryAttention"], found["Transpose"]) == (2, 0)
+    assert (found["Reshape"] == 0) == sure
+    agree(OnnxRuntimeRunner(path, max_batch=2), plain(path, 2), [1, 5, 1, 7])
+
+
+def split_heads(proto: onnx.ModelProto, rows: Shape | None, shape: Shape | None) -> onnx.ModelProto:
+    """A decoder whose queries, keys and values get their heads in another way."""
+    make, nodes = onnx.helper.make_node, [onnx.helper.make_node("Shape", ["input_ids"], ["tokens"])]
+
+    def constant(name: str, values: Shape, heads: int) -> str:
+        known = {"N": heads, "H": BASE.head_size, "W": heads * BASE.head_size}
+        numbers = [known[v] if isinstance(v, str) else v for v in values]
+        proto.graph.initializer.append(onnx.numpy_helper.from_array(np.array(numbers), name))
+        return name
+
+    for node in proto.graph.node:
+        product = node.input[0]
+        if node.op_type == "Reshape" and product.endswith((".q", ".k", ".v")):
+            heads = BASE.query_heads if product.endswith(".q") else BASE.kv_heads
+            if rows is not None:
+                nodes.append(make("Reshape", [product, constant(f"{product}.rows", rows, heads)], [f"{product}.other"]))
+                node.input[0] = f"{product}.other"
+            if shape is not None:
+                node.input[1] = constant(f"{product}.shape", shape, heads)
+            else:
+                split = constant(f"{product}.split", ["N", "H"], heads)
+                nodes.append(make("Concat", ["tokens", split], [f"{product}.shape"], axis=0))
+                node.input[1] = f"{product}.shape"
+        nodes.append(node)
+    nodes = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del proto.graph.node[:]
+    proto.graph.node.extend(nodes)
+    return proto
 
 
 KEPT = {

@@ -8,6 +8,8 @@ y, present_k, present_v = com.microsoft.GroupQueryAttention(q, k, v, past_k, pas
 The same numbers, but for the order of sums; it writes in place where past and present are one buffer, and reads the
 rows in use where they lie, where Slice copies them. It takes updates of several tokens for one sequence at a time,
 unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given").
+Q, K and V go to it as they came from their projections, [B, S, N*H], rotated in that form where they are rotated. Its
+own rotation is not for sessions: it counts positions itself, and callers may give others.
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; that rows beyond a sequence's
 length are never read, whatever they hold, tests/runtime/test_ort_attention.py sees.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -184,15 +187,25 @@ def _int32(emitter: Emitter, op: str, inputs: list[gs.Tensor], hint: str, **attr
 
 
 def _by_token(emitter: Emitter, tensor: gs.Tensor, heads: int, size: int) -> gs.Tensor:
-    """``[B, N, S, H]`` as ``[B, S, N*H]``: what it was made from, where it was that."""
+    """``[B, N, S, H]`` as ``[B, S, N*H]``: what it was made from, where it was that; what rotates it, rotates that."""
     node, merged = producer(tensor), emitter.ints([0, 0, heads * size])
-    if node is None or not is_op(node, "Transpose") or list(node.attrs.get("perm", ())) != _SWAPPED:
+    if node is not None and is_op(node, "RotaryEmbedding"):
+        rows = _by_token(emitter, node.inputs[0], heads, size)
+        return emitter.op("RotaryEmbedding", [rows, *node.inputs[1:]], "rotated", **{**node.attrs, "num_heads": heads})
+    if not _swaps(node):
         turned = emitter.op("Transpose", [tensor], "by_token", perm=_SWAPPED)
         return emitter.op("Reshape", [turned, merged], "rows")
-    split = producer(node.inputs[0])
-    if split is not None and is_op(split, "Reshape") and _splits_heads(split, heads, size):
-        return split.inputs[0]
-    return emitter.op("Reshape", [node.inputs[0], merged], "rows")
+    source = node.inputs[0]
+    maker = producer(source)
+    if _swaps(maker):
+        return _by_token(emitter, maker.inputs[0], heads, size)
+    if maker is not None and is_op(maker, "Reshape") and _splits_heads(maker, heads, size):
+        return maker.inputs[0]
+    return emitter.op("Reshape", [source, merged], "rows")
+
+
+def _swaps(node: gs.Node | None) -> TypeGuard[gs.Node]:
+    return node is not None and is_op(node, "Transpose") and list(node.attrs.get("perm", ())) == _SWAPPED
 
 
 def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
@@ -200,14 +213,14 @@ def _splits_heads(reshape: gs.Node, heads: int, size: int) -> bool:
     source, shape = dims(reshape.inputs[0]), small_constant(reshape.inputs[1])
     if source is None or len(source) != 3 or source[2] != heads * size or shape is None:
         return False
-    known = ([0, 0, heads, size], [0, 0, heads, -1], [0, 0, -1, size], [0, -1, heads, size], [-1, 0, heads, size])
+    known = ([0, 0, heads, size], [0, 0, heads, -1], [0, 0, -1, size], [0, -1, heads, size])
     return shape.tolist() in known and not reshape.attrs.get("allowzero", 0)
 
 
 def _whole(result: gs.Tensor, width: int) -> tuple[gs.Tensor, bool]:
     """Where GroupQueryAttention's ``[B, S, N*H]`` can go to: what the result becomes, where it becomes that alone."""
     turned = _only(result, "Transpose")
-    if turned is None or list(turned.attrs.get("perm", ())) != _SWAPPED:
+    if not _swaps(turned):
         return result, False
     merged = _only(turned.outputs[0], "Reshape")
     shape = small_constant(merged.inputs[1]) if merged is not None else None
