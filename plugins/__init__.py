@@ -1,11 +1,11 @@
-"""The cache-update kernel, its registration as a TensorRT plugin, and the kernel that chooses greedy tokens.
+"""The cache-update kernel, its registration as a TensorRT plugin, and the kernels that choose tokens.
 
 Importing this imports neither CUDA nor TensorRT.
 
     spec.py       which kernel an update needs, its arguments and its launch: plain data
     source.py     the kernel's text: the shared files and one entry function for a configuration
     compile.py    NVRTC: PTX and cubin, resource use, the cache on disk
-    choice.py     the best token of each row of logits, for the runtime
+    choice.py     the best token of each row of logits, or its highest scores, for the runtime
 
 In a source tree this folder lies beside the package, which reaches it by a symbolic link; in a wheel it lies inside.
 """

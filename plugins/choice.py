@@ -1,6 +1,6 @@
-"""The kernel that finds the best token of each row of logits: its text, its launch, and what it writes.
+"""The kernels that find what a host needs of logits to choose tokens: their text, their launch, and what they write.
 
-TensorRT knows nothing of it: the runtime launches it behind an engine. See ``best_token.cu``.
+TensorRT knows nothing of them: the runtime launches them behind an engine. See ``choice.cu``.
 """
 
 from __future__ import annotations
@@ -20,37 +20,53 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
 }
-"""Types of logits that there is a kernel for."""
+"""Types of logits that there are kernels for."""
+
+KERNELS = ("best_token", "set_maxima", "candidates")
+"""Entry functions: two addresses (`candidates` three), int32 keep, vocab and blocks, int64 pitch."""
 
 MOST_TOKENS = 1 << 30
 """Tokens of a vocabulary, below which places of 32 bits do not overflow."""
 
+SETS = 8
+"""Sets of scores for each warp of `set_maxima`."""
+
+CANDIDATES = 1023
+"""Keys that `candidates` writes for a row, behind their number."""
+
 _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 
 
-def choice_name(dtype: str) -> str:
-    """The entry function for logits of this type."""
-    return f"best_token_{dtype}"
-
-
 def choice_source(dtype: str) -> str:
-    """One CUDA C++ translation unit, without includes, whose entry function is ``choice_name(dtype)``."""
-    return f"{choice_family()}\n{choice_entry(dtype)}"
+    """One CUDA C++ translation unit, without includes, with all kernels for logits of this type."""
+    return f"{choice_family()}\n{choice_entries(dtype)}"
 
 
 def choice_family() -> str:
     """The text that all entry functions share."""
-    text = (resource_dir("plugins") / "best_token.cu").read_text(encoding="utf-8")
-    return f'constexpr int THREADS = {THREADS};\n#line 1 "best_token.cu"\n{text}'
+    constants = {"THREADS": THREADS, "SETS": SETS, "CANDIDATES": CANDIDATES}
+    lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
+    text = (resource_dir("plugins") / "choice.cu").read_text(encoding="utf-8")
+    return "\n".join([*lines, '#line 1 "choice.cu"', text])
 
 
-def choice_entry(dtype: str) -> str:
-    """The entry function for logits of this type: addresses, int32 sizes, and the pitch as int64."""
-    return f"""#line 1 "{choice_name(dtype)}.cu"
-extern "C" __global__ void __launch_bounds__(THREADS) {choice_name(dtype)}(
-    const void* logits, void* best, int keep, int vocab, int blocks, long long pitch) {{
-    best_token<{_NUMBERS[dtype]}>(
-        static_cast<const char*>(logits), static_cast<Key*>(best), keep, vocab, blocks, pitch);
+def choice_entries(dtype: str, suffix: str = "") -> str:
+    """The entry functions for logits of this type, their names with a suffix."""
+    scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, keep, vocab, blocks, pitch);"
+    begin = 'extern "C" __global__ void __launch_bounds__(THREADS)'
+    sizes = "int keep, int vocab, int blocks, long long pitch"
+    return f"""#line 1 "choice_{dtype}.cu"
+{begin} best_token{suffix}(const void* logits, void* best, {sizes}) {{
+    {scores}
+    best_token(scores, static_cast<Key*>(best));
+}}
+{begin} set_maxima{suffix}(const void* logits, void* maxima, {sizes}) {{
+    {scores}
+    set_maxima(scores, static_cast<unsigned*>(maxima), blocks);
+}}
+{begin} candidates{suffix}(const void* logits, const void* least, void* lists, {sizes}) {{
+    {scores}
+    candidates(scores, static_cast<const unsigned*>(least), static_cast<Key*>(lists));
 }}
 """
 
@@ -61,7 +77,7 @@ def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = No
     Raises:
         OptionError, BackendError: as of `compile_source`.
     """
-    return compile_source(choice_source(dtype), choice_name(dtype), arch, driver=driver)
+    return compile_source(choice_source(dtype), f"choice_{dtype}", arch, driver=driver)
 
 
 def blocks_per_row(vocab: int, itemsize: int) -> int:
@@ -69,11 +85,50 @@ def blocks_per_row(vocab: int, itemsize: int) -> int:
     return max(1, -(-vocab * itemsize // BLOCK_BYTES))
 
 
+def sets_per_row(vocab: int, itemsize: int) -> int:
+    """Numbers that `set_maxima` writes for each row."""
+    return blocks_per_row(vocab, itemsize) * (THREADS // 32) * SETS
+
+
+def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
+    """Numbers that are in the order of the scores, as the kernels have them."""
+    kind = np.dtype(f"u{logits.itemsize}").type
+    bits = logits.view(kind)
+    sign, infinite = kind(1 << 8 * logits.itemsize - 1), np.array(np.inf, logits.dtype).view(kind)
+    size = bits & (sign - kind(1))
+    order: npt.NDArray[Any] = np.where(bits == size, sign + size, sign - size)
+    order[size > infinite] = np.iinfo(kind).max
+    return order.astype(np.uint32)
+
+
+def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.float32]:
+    """The inverse of `ordered`, as float32; NaN is some NaN, and 0 may have had a sign."""
+    bits = np.dtype(f"u{np.dtype(CHOICE_DTYPES[dtype]).itemsize}")
+    sign = 1 << 8 * bits.itemsize - 1
+    distance = order.astype(np.int64) - sign
+    scores: npt.NDArray[Any] = (np.abs(distance) | np.where(distance < 0, sign, 0)).astype(bits)
+    return scores.view(CHOICE_DTYPES[dtype]).astype(np.float32)
+
+
 def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens and their scores, of what the kernel wrote; a score of NaN is some NaN, one of 0 may have had a sign."""
-    bits: npt.DTypeLike = np.dtype(f"u{np.dtype(CHOICE_DTYPES[dtype]).itemsize}")
-    sign = 1 << 8 * np.dtype(bits).itemsize - 1
+    """Tokens and their scores."""
     tokens = (~keys & 0xFFFFFFFF).astype(np.int64)
-    ordered = (keys >> np.uint64(32)).astype(np.int64) - sign
-    scores: npt.NDArray[Any] = (np.abs(ordered) | np.where(ordered < 0, sign, 0)).astype(bits)
-    return tokens, scores.view(CHOICE_DTYPES[dtype]).astype(np.float32)
+    return tokens, read_scores((keys >> np.uint64(32)).astype(np.uint32), dtype)
+
+
+def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
+    """Tokens ``[n, N]``, ascending, and their scores, of what `candidates` wrote, complete: ``[n, 1 + CANDIDATES]``.
+
+    N is that of the longest list; behind the last token of a shorter one are tokens of -1 with scores of ``-inf``.
+    """
+    counts = lists[:, 0]
+    most = int(counts.max())
+    keys = lists[:, 1 : 1 + most]
+    # Tokens above scores, to sort them; what lies behind a list comes last.
+    keys = ((~keys & 0xFFFFFFFF) << 32 | keys >> 32).astype(np.uint64)
+    missing = np.arange(most) >= counts[:, None]
+    keys[missing] = np.iinfo(np.uint64).max
+    keys.sort(axis=1)
+    tokens = np.where(missing, -1, (keys >> 32).astype(np.int64))
+    scores = np.where(missing, np.float32(-np.inf), read_scores(keys.astype(np.uint32), dtype))
+    return tokens, scores

@@ -77,19 +77,19 @@ class CompiledKernel:
 
     @property
     def resources(self) -> ResourceUse:
-        """What ptxas says of a cubin.
+        """What ptxas says of a cubin; the most of each where it holds several kernels.
 
         Raises:
             OptionError: this is PTX, which ptxas has not seen.
         """
         if self.ptx:
             raise OptionError(f"kernel {self.name} is PTX, whose registers are not known yet: compile a cubin")
-        found = re.search(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
-        used = re.search(r"Used (\d+) registers", self.log)
-        if found is None or used is None:
+        found = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", self.log)
+        used = re.findall(r"Used (\d+) registers", self.log)
+        if not found or not used:
             raise BackendError(f"NVRTC {_text(self.nvrtc)} gave no account of kernel {self.name}: {self.log.strip()!r}")
-        registers = int(used[1])
-        stack, stores, loads = (int(count) for count in found.groups())
+        registers = max(map(int, used))
+        stack, stores, loads = (max(map(int, counts)) for counts in zip(*found, strict=True))
         return ResourceUse(registers, stack, stores, loads, _occupancy(registers, self.arch))
 
 

@@ -4,7 +4,7 @@
 
 A GPU waits for the host between two steps, because the next one needs the tokens of the last. So this is measured by
 itself: a session over a runner that fills a step's inputs and then hands out logits that were made before, by batch, by
-the logits' type, greedy and sampled; or the best tokens, where a GPU would choose them. What TensorRT and CUDA take to
+the logits' type, greedy and sampled; or what a GPU would find of them. What TensorRT and CUDA take to
 launch a step is not in it.
 """
 
@@ -25,17 +25,18 @@ from decoders import DecoderConfig, write_decoder
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.plugins.choice import read_keys
+from trt_kvcache.plugins.choice import CANDIDATES, ordered, read_keys, read_lists, sets_per_row
 from trt_kvcache.runtime.greedy import CHOICE
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.runner import Logits, StepBatch
 
 DTYPES: dict[str, Any] = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16, "float32": np.float32}
-ON_GPU = "greedy, GPU"
+ON_GPU = ", GPU"
 WAYS = {
     "greedy": GenerationConfig(max_new_tokens=1 << 20),
-    ON_GPU: GenerationConfig(max_new_tokens=1 << 20),
+    "greedy" + ON_GPU: GenerationConfig(max_new_tokens=1 << 20),
     "top-k 50": GenerationConfig(max_new_tokens=1 << 20, do_sample=True, top_k=50, seed=0),
+    "top-k 50" + ON_GPU: GenerationConfig(max_new_tokens=1 << 20, do_sample=True, top_k=50, seed=0),
     "top-p 0.9": GenerationConfig(max_new_tokens=1 << 20, do_sample=True, top_k=0, top_p=0.9, seed=0),
 }
 
@@ -51,18 +52,30 @@ class Canned:
         self.plan, self.max_batch, self.vocab = plan, batch, vocab
         self._inputs = StepInputs(plan)
         self._logits = _logits(batch, vocab).astype(dtype)
-        self._chooses = chooses
+        self._chooses, self._dtype = chooses, np.dtype(dtype).name
+        order = ordered(self._logits[:, 0])
+        self._keys = order[:, :CANDIDATES].astype(np.uint64) << 32 | ~np.arange(CANDIDATES, dtype=np.uint32)
+        self._maxima = order[:, : sets_per_row(vocab, self._logits.itemsize)]
+        self._lists = np.concatenate([np.full((batch, 1), 56, np.uint64), self._keys], axis=1)
 
     def step(self, batch: StepBatch) -> Logits:
         """Fill the inputs as a real runner does; the same logits each time."""
         self._inputs.signature(batch)
         self._inputs.arrays(batch)
         if self._chooses:
-            tokens, scores = read_keys(np.full((batch.rows, batch.keep), 0xC000 << 32, np.uint64), "float16")
-            chosen = np.empty(tokens.shape, CHOICE)
-            chosen["token"], chosen["score"] = tokens & 1, scores
-            return chosen
+            return self._found(batch)
         return self._logits[: batch.rows]
+
+    def _found(self, batch: StepBatch) -> Logits:
+        """What a GPU would find, read as from a GPU."""
+        if batch.highest == 1:
+            tokens, scores = read_keys(self._keys[: batch.rows].max(axis=1, keepdims=True), self._dtype)
+        else:
+            np.partition(self._maxima[: batch.rows], -batch.highest, axis=1)
+            tokens, scores = read_lists(self._lists[: batch.rows], self._dtype)
+        chosen = np.empty((batch.rows, 1, tokens.shape[1]), CHOICE)
+        chosen["token"], chosen["score"] = tokens[:, None], scores[:, None]
+        return chosen
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
         """There are no caches."""
@@ -105,7 +118,7 @@ def main() -> None:
         plan = import_model(path).plan
     found = {
         (way, dtype, batch): measure(
-            Canned(plan, batch, given.vocab, DTYPES[dtype], chooses=way == ON_GPU),
+            Canned(plan, batch, given.vocab, DTYPES[dtype], chooses=way.endswith(ON_GPU)),
             config,
             given.steps if way.startswith("greedy") else 5,
         )
@@ -114,10 +127,10 @@ def main() -> None:
         for batch in given.batch
     }
     print(f"vocabulary of {given.vocab}, microseconds of the host for each step, medians")
-    print(f"{'':13}{'logits':10}" + "".join(f"{f'batch {b}':>12}" for b in given.batch))
+    print(f"{'':15}{'logits':10}" + "".join(f"{f'batch {b}':>12}" for b in given.batch))
     for way in WAYS:
         for dtype in DTYPES:
-            print(f"{way:13}{dtype:10}" + "".join(f"{found[way, dtype, b]:12.0f}" for b in given.batch))
+            print(f"{way:15}{dtype:10}" + "".join(f"{found[way, dtype, b]:12.0f}" for b in given.batch))
     rows = [{"way": w, "logits": d, "batch": b, "us": round(us, 1)} for (w, d, b), us in found.items()]
     print(json.dumps({"benchmark": "host", "vocab": given.vocab, "steps": rows}))
 

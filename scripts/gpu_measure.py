@@ -126,7 +126,7 @@ def decode(
     steps = iter(range(position, position + repeats + 8))
 
     def step() -> None:
-        runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64), best=best))
+        runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64), highest=int(best)))
 
     seconds, spread = _median(step, repeats, 6, settle)
     batch = StepBatch(0, ids, np.full(rows, position, np.int64))

@@ -113,13 +113,11 @@ def _kernels(part: dict[str, Any]) -> list[str]:
 def _choice(part: dict[str, Any]) -> list[str]:
     if "choice" not in part:
         return []
-    lines = [
-        "| greedy tokens: scores | vocabulary | batch | host ms | GPU ms | |",
-        "| --- | ---: | ---: | ---: | ---: | --- |",
-    ]
+    lines = ["| choice of tokens: scores | | vocabulary | batch | host ms | GPU ms | |"]
+    lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
     for row in part["choice"]["rows"]:
-        cells = ("", "", "", "", row["error"]) if "error" in row else (
-            row["vocab"], row["batch"], f"{row['host_ms']:.3f}", f"{row['gpu_ms']:.3f}",
+        cells = ("", "", "", "", "", row["error"]) if "error" in row else (
+            row["way"], row["vocab"], row["batch"], f"{row['host_ms']:.3f}", f"{row['gpu_ms']:.3f}",
             "the same tokens" if row["same"] else "other tokens",
         )  # fmt: skip
         lines += [f"| {row['logits']} | {' | '.join(map(str, cells))} |"]

@@ -68,6 +68,12 @@ inline Key64 __shfl_xor_sync(unsigned mask, Key64 value, int lanes) {
     return Warp::shuffle(value, lanes);
 }
 
+inline Key64 atomicAdd(Key64* place, Key64 value) {
+    const Key64 old = *place;
+    *place += value;
+    return old;
+}
+
 inline Key64 atomicMax(Key64* place, Key64 value) {
     const Key64 old = *place;
     if (value > old) *place = value;

@@ -1,7 +1,8 @@
-"""The kernel that finds the best token: on the host against the host's own choice, and compiled by NVRTC."""
+"""The kernels that choose tokens: on the host against the host's own choice, and compiled by NVRTC."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,15 @@ from numpy.typing import NDArray
 
 from trt_kvcache.errors import BackendError
 from trt_kvcache.plugins.choice import (
+    CANDIDATES,
     CHOICE_DTYPES,
     blocks_per_row,
-    choice_name,
     choice_source,
     compile_choice,
+    ordered,
     read_keys,
+    read_scores,
+    sets_per_row,
 )
 from trt_kvcache.plugins.compile import compile_source, nvrtc_version
 from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
@@ -52,7 +56,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> HostChoice:
 def check(host: HostChoice, cases: list[ChoiceCase]) -> None:
     for case, keys in zip(cases, host.run(cases), strict=True):
         dtype = case.logits.dtype.name
-        tokens, scores = read_keys(keys, dtype)
+        tokens, scores = read_keys(keys[..., 0], dtype)
         kept = case.logits[:, case.logits.shape[1] - case.keep :]
         expected = [[best(position) for position in row] for row in kept]
         about = f"{dtype} {case.logits.shape}, the last {case.keep}, {case.blocks} blocks, shift {case.shift}"
@@ -84,16 +88,7 @@ def some_logits(rng: np.random.Generator, dtype: str, shape: tuple[int, ...]) ->
 
 def test_it_chooses_as_the_host_does(host: HostChoice) -> None:
     rng = np.random.default_rng(0)
-    cases = []
-    for dtype in CHOICE_DTYPES:
-        size = np.dtype(CHOICE_DTYPES[dtype]).itemsize
-        for _ in range(200):
-            vocab = int(rng.choice([1, 2, 7, 8, 9, 31, 32, 33, 255, 257, 1000, 3001]))
-            logits = some_logits(rng, dtype, (int(rng.integers(1, 4)), int(rng.integers(1, 4)), vocab))
-            keep, blocks = int(rng.integers(1, logits.shape[1] + 1)), int(rng.integers(1, 4))
-            shift = size * int(rng.integers(0, 64 // size))
-            cases.append(ChoiceCase(logits, keep, blocks, shift, bool(rng.integers(2))))
-    check(host, cases)
+    check(host, [case for dtype in CHOICE_DTYPES for case in some_cases(rng, dtype, 200)])
 
 
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
@@ -123,9 +118,59 @@ def test_every_number_against_its_neighbours(host: HostChoice, dtype: str) -> No
     check(host, [ChoiceCase(both[:, None], 1, 1) for both in (some, np.ascontiguousarray(some[:, ::-1]))])
 
 
+def some_cases(rng: np.random.Generator, dtype: str, count: int) -> list[ChoiceCase]:
+    size, cases = np.dtype(CHOICE_DTYPES[dtype]).itemsize, []
+    for _ in range(count):
+        vocab = int(rng.choice([1, 2, 7, 8, 9, 31, 32, 33, 255, 257, 1000, 3001]))
+        logits = some_logits(rng, dtype, (int(rng.integers(1, 4)), int(rng.integers(1, 4)), vocab))
+        keep, blocks = int(rng.integers(1, logits.shape[1] + 1)), int(rng.integers(1, 4))
+        cases.append(ChoiceCase(logits, keep, blocks, size * int(rng.integers(0, 64 // size)), bool(rng.integers(2))))
+    return cases
+
+
+@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
+def test_candidates_are_the_highest_scores(host: HostChoice, dtype: str) -> None:
+    """The n-th highest of the sets' maxima is reached by n scores, if there are as many; they are what comes back."""
+    rng = np.random.default_rng(1)
+    cases = some_cases(rng, dtype, 60)
+    found = host.run([replace(case, kernel="set_maxima") for case in cases])
+    asked = [int(rng.integers(1, 20)) for _ in cases]
+    least = [np.sort(sets, axis=-1)[..., -count] for sets, count in zip(found, asked, strict=True)]
+    lists = host.run([replace(c, kernel="candidates", least=x) for c, x in zip(cases, least, strict=True)])
+    complete = 0
+    for case, sets, thresholds, keys, count in zip(cases, found, least, lists, asked, strict=True):
+        kept = ordered(case.logits)[:, case.logits.shape[1] - case.keep :]
+        np.testing.assert_array_equal(sets.max(axis=-1), kept.max(axis=-1))
+        for place in np.ndindex(kept.shape[:2]):
+            wanted = np.flatnonzero(kept[place] >= thresholds[place])
+            assert wanted.size >= min(count, kept.shape[2])
+            assert keys[place][0] == wanted.size
+            if wanted.size <= CANDIDATES:
+                tokens, scores = read_keys(keys[place][1 : 1 + wanted.size], dtype)
+                order = np.argsort(tokens)
+                np.testing.assert_array_equal(tokens[order], wanted)
+                np.testing.assert_array_equal(scores[order], read_scores(kept[place][wanted], dtype))
+                complete += 1
+            else:
+                tokens, _ = read_keys(keys[place][1:], dtype)
+                assert set(tokens.tolist()) <= set(wanted.tolist())
+    assert complete > 100
+
+
+@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
+def test_numbers_in_the_order_of_scores(dtype: str) -> None:
+    scores = some_logits(np.random.default_rng(2), dtype, (5, 4000)).reshape(-1)
+    order, values = ordered(scores), scores.astype(np.float32)
+    np.testing.assert_array_equal(read_scores(order, dtype), values)
+    known = ~np.isnan(values)
+    assert (order[~known] == order.max()).all()
+    np.testing.assert_array_equal(np.argsort(order[known], kind="stable"), np.argsort(values[known], kind="stable"))
+
+
 def test_blocks_cover_a_row() -> None:
     assert [blocks_per_row(vocab, 2) for vocab in (1, BLOCK_BYTES // 2, BLOCK_BYTES // 2 + 1)] == [1, 1, 2]
     assert blocks_per_row(128_256, 2) == 32
+    assert [sets_per_row(vocab, 2) for vocab in (1, 32_000, 128_256)] == [32, 256, 1024]
 
 
 @needs_nvrtc
@@ -140,7 +185,7 @@ def test_it_compiles_without_local_memory(arch: str) -> None:
 @needs_nvrtc
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
 def test_it_reads_16_bytes_at_a_time_and_computes_no_floats(dtype: str) -> None:
-    text = compile_source(choice_source(dtype), choice_name(dtype), "sm_80", ptx=True).code.decode()
+    text = compile_source(choice_source(dtype), "choice", "sm_80", ptx=True).code.decode()
     assert text.count("ld.global.v4.u32") >= 4
     assert "f32" not in text
     assert ".local" not in text

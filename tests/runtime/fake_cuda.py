@@ -58,6 +58,7 @@ class Machine:
         launched: how often a kernel was launched.
         no_launches: words with which every launch fails.
         wrong_tokens: bits of tokens that kernels get wrong.
+        missing_candidates: how many they leave out.
     """
 
     total: int = 1 << 30
@@ -76,6 +77,7 @@ class Machine:
     launched: int = 0
     no_launches: str = ""
     wrong_tokens: int = 0
+    missing_candidates: int = 0
     device: dict[int, Any] = field(default_factory=dict)
     pinned: dict[int, Any] = field(default_factory=dict)
     freed: list[Any] = field(default_factory=list)

@@ -130,7 +130,7 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     assert "85 % of a copy" in kernel["bench"]["targets"]
     table = (tmp_path / f"{STEM}kernel.md").read_text()
     assert "| float16 circular | 100.0 us |" in table
-    assert "| bfloat16 | 1001 | 64 | " in table
+    assert "| bfloat16 | top-k 50 | 1001 | 64 | " in table
     last = json.loads(done.stdout.splitlines()[-1])
     assert (last["ok"], last["backends"]) == (True, {"tensorrt-rtx": True})
 

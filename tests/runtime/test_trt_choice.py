@@ -19,15 +19,18 @@ from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
 from trt_kvcache.runtime import trt_choice
 from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.cuda import Cuda
 from trt_kvcache.runtime.greedy import CHOICE, best
 from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.sampling import Sampler
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt_choice import DeviceChoice, hard_scores, open_choice
 from trt_kvcache.runtime.trt_io import StepBuffers
 from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
+PROMPT = np.array([1, 2, 3])
 GREEDY = GenerationConfig(max_new_tokens=12)
 SAMPLED = GenerationConfig(max_new_tokens=12, do_sample=True, top_k=5, seed=3)
 
@@ -81,6 +84,18 @@ def test_greedy_decoding_fetches_no_scores(engine: Path, fetched: list[int]) -> 
     assert tokens == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), GREEDY)
 
 
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"top_k": 1}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.3, "top_p": 0.9, "min_p": 0.02}],
+    ids=str,
+)
+def test_sampling_fetches_the_highest_scores(engine: Path, more: dict[str, Any], fetched: list[int]) -> None:
+    config = GenerationConfig(**{"max_new_tokens": 20, "do_sample": True, "top_k": 9, "seed": 5, **more})
+    runner, _ = opened(engine)
+    assert generated(runner, config) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), config)
+    assert fetched == []
+
+
 def test_drafts_are_verified_on_the_gpu(engine: Path, fetched: list[int]) -> None:
     config = GenerationConfig(max_new_tokens=30, prompt_lookup_num_tokens=3)
     runner, _ = opened(engine)
@@ -91,11 +106,13 @@ def test_drafts_are_verified_on_the_gpu(engine: Path, fetched: list[int]) -> Non
 
 @pytest.mark.parametrize(
     "config",
-    [SAMPLED, GenerationConfig(max_new_tokens=6, output_logprobs=True),
+    [GenerationConfig(max_new_tokens=6, do_sample=True, top_k=0, top_p=0.9, seed=1),
+     GenerationConfig(max_new_tokens=6, do_sample=True, top_k=200, seed=1),
+     GenerationConfig(max_new_tokens=6, output_logprobs=True),
      GenerationConfig(max_new_tokens=6, repetition_penalty=1.3),
      GenerationConfig(max_new_tokens=6, no_repeat_ngram_size=2),
      GenerationConfig(max_new_tokens=6, sequence_bias={(3,): 2.0})],
-    ids=["sampled", "log-probabilities", "penalty", "n-grams", "bias"],
+    ids=["top-p", "most of all", "log-probabilities", "penalty", "n-grams", "bias"],
 )  # fmt: skip
 def test_who_looks_at_other_scores_gets_them(engine: Path, config: GenerationConfig, fetched: list[int]) -> None:
     runner, gpu = opened(engine)
@@ -117,20 +134,21 @@ def test_min_new_tokens_needs_scores_at_first_only(engine: Path, fetched: list[i
 
 
 def test_sequences_of_one_step_may_want_different_things(engine: Path) -> None:
-    mixed = [GREEDY, SAMPLED, GenerationConfig(max_new_tokens=5)]
-    runner, _ = opened(engine)
-    assert generated(runner, mixed) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), mixed)
+    for third in (GenerationConfig(max_new_tokens=5), GenerationConfig(max_new_tokens=5, output_logprobs=True)):
+        mixed = [GREEDY, SAMPLED, third]
+        runner, _ = opened(engine)
+        assert generated(runner, mixed) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), mixed)
 
 
 def test_a_step_says_what_it_wants(engine: Path) -> None:
     runner, _ = opened(engine)
     tokens, starts = np.array([[1, 2, 3, 4], [5, 6, 7, 8]]), np.zeros(2, np.int64)
     scores = runner.step(StepBatch(0, tokens, starts, keep=3)).copy()
-    chosen = runner.step(StepBatch(0, tokens, starts, keep=3, best=True))
-    assert (chosen.shape, chosen.dtype) == ((2, 3), CHOICE)
+    chosen = runner.step(StepBatch(0, tokens, starts, keep=3, highest=1))
+    assert (chosen.shape, chosen.dtype) == ((2, 3, 1), CHOICE)
     for i, j in np.ndindex(2, 3):
         assert best(chosen[i, j]) == best(scores[i, j])
-    nothing = runner.step(StepBatch(0, tokens, starts, keep=0, best=True))
+    nothing = runner.step(StepBatch(0, tokens, starts, keep=0, highest=1))
     assert nothing.shape[:2] == (2, 0)
     runner.close()
 
@@ -188,9 +206,10 @@ def test_without_the_kernel_the_host_chooses(
 
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [({"wrong_tokens": 1}, "of 256 scores in float(32|16) the GPU finds token .*, and the host token"),
+    [({"missing_candidates": 1}, "the GPU finds others to be the highest"),
+     ({"wrong_tokens": 1}, "of 256 scores in float(32|16) the GPU finds token .*, and the host token"),
      ({"no_launches": "CUDA_ERROR_INVALID_IMAGE"}, "cannot launch a kernel: CUDA_ERROR_INVALID_IMAGE")],
-    ids=["wrong", "refused"],
+    ids=["incomplete", "wrong", "refused"],
 )  # fmt: skip
 def test_a_kernel_that_fails_its_trial_is_never_used(engine: Path, fault: dict[str, Any], words: str) -> None:
     with pytest.warns(RuntimeWarning, match=f"the host chooses tokens, because the GPU does not: .*{words}"):
@@ -205,11 +224,9 @@ def test_a_kernel_that_fails_its_trial_is_never_used(engine: Path, fault: dict[s
 
 
 def choice_on(gpu: Machine, dtype: Any, vocab: int, positions: int) -> tuple[DeviceChoice | None, str]:
-    from trt_kvcache.runtime.cuda import Cuda
-
     cuda = Cuda(0, gpu.bindings())
     size = positions * vocab * np.dtype(dtype).itemsize
-    return open_choice(cuda, np.dtype(dtype), vocab, positions, cuda.allocate(size), size, cuda.allocate_pinned(size))
+    return open_choice(cuda, np.dtype(dtype), vocab, 1, cuda.allocate(size), size, cuda.allocate_pinned(size))
 
 
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
@@ -219,19 +236,78 @@ def test_every_size_can_be_tried(dtype: str, vocab: int, positions: int) -> None
     assert choice is not None, reason
 
 
+@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
+def test_the_same_tokens_are_drawn_from_few_scores_as_from_all(dtype: str) -> None:
+    """Generated scores, with ties at the last place, and settings; the same seeds."""
+    rng, vocab, rows, kind = np.random.default_rng(0), 2500, 3, np.dtype(CHOICE_DTYPES[dtype])
+    gpu = Machine()
+    cuda = Cuda(0, gpu.bindings())
+    size = 4 * rows * vocab * kind.itemsize
+    address, pinned = cuda.allocate(size), cuda.allocate_pinned(size)
+    choice, _ = open_choice(cuda, kind, vocab, 4 * rows, address, size, pinned)
+    assert choice is not None
+    few = 0
+    for _ in range(100):
+        positions = int(rng.integers(1, 5))
+        logits = rng.normal(0, rng.choice([0.5, 3, 20]), (rows, positions, vocab)).astype(kind)
+        if rng.random() < 0.3:
+            logits = np.round(logits.astype(np.float32)).astype(kind)  # many ties
+        if rng.random() < 0.3:
+            logits[rng.random(logits.shape) < 0.9] = -np.inf
+        pinned.data[: logits.nbytes] = logits.reshape(-1).view(np.uint8)
+        cuda.upload(address, pinned.address, logits.nbytes)
+        config = GenerationConfig(
+            do_sample=True, top_k=int(rng.integers(1, 30)), seed=int(rng.integers(1000)),
+            temperature=float(rng.choice([1.0, 0.2, 1.7])), top_p=float(rng.choice([1.0, 0.8, 0.3])),
+            min_p=float(rng.choice([0, 0.05])),
+        )  # fmt: skip
+        looks_at, keep = Sampler(config).looks_at(0), int(rng.integers(1, positions + 1))
+        start = address + (positions - keep) * vocab * kind.itemsize
+        chosen = choice.choose(start, positions * vocab * kind.itemsize, rows, keep, looks_at)
+        if chosen is None:
+            continue
+        for i, j in np.ndindex(rows, keep):
+            row = logits[i, positions - keep + j]
+            assert Sampler(GREEDY).choose(chosen[i, j], PROMPT, 0) == Sampler(GREEDY).choose(row, PROMPT, 0)
+            one, other = Sampler(config, i), Sampler(config, i)
+            for _ in range(3):
+                assert one.choose(chosen[i, j], PROMPT, 0) == other.choose(row, PROMPT, 0), config
+            few += 1
+    assert few > 200
+    cuda.close()
+
+
+def test_too_many_are_fetched_with_all() -> None:
+    gpu = Machine()
+    cuda = Cuda(0, gpu.bindings())
+    size = 2 * 5000 * 4
+    address, pinned = cuda.allocate(size), cuda.allocate_pinned(size)
+    choice, _ = open_choice(cuda, np.dtype(np.float32), 5000, 2, address, size, pinned)
+    assert choice is not None
+    pinned.data.view(np.float32)[:] = 1.0  # all equal
+    cuda.upload(address, pinned.address, size)
+    assert choice.choose(address, 20_000, 2, 1, 5) is None
+    assert choice.choose(address, 20_000, 2, 1, 1)["token"].tolist() == [[[0]], [[0]]]  # type: ignore[index]
+    launched = gpu.launched
+    assert choice.choose(address, 20_000, 2, 1, 60) is None  # of 96 sets
+    assert choice.choose(address, 20_000, 2, 5, 5) is None  # positions
+    assert gpu.launched == launched
+    cuda.close()
+
+
 @pytest.mark.parametrize("dtype", [np.float64, ml_dtypes.float8_e4m3fn])
 def test_other_types_stay_on_the_host(dtype: Any) -> None:
     choice, reason = choice_on(Machine(), dtype, 100, 2)
     assert choice is None
-    assert reason == f"the kernel takes float16, bfloat16, float32, and these logits are {np.dtype(dtype).name}"
+    assert reason == f"the kernels take float16, bfloat16, float32, and these logits are {np.dtype(dtype).name}"
 
 
 def test_sizes_beyond_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_choice, "MOST_TOKENS", 99)
-    assert "2 positions of 100 tokens are more" in choice_on(Machine(), np.float32, 100, 2)[1]
+    assert "2 positions of 100 tokens are more than the kernels take" in choice_on(Machine(), np.float32, 100, 2)[1]
     monkeypatch.undo()
     monkeypatch.setattr(trt_choice, "_MOST_BLOCKS", 1)
-    assert "2 positions of 100 tokens are more" in choice_on(Machine(), np.float32, 100, 2)[1]
+    assert "2 positions of 100 tokens are more than the kernels take" in choice_on(Machine(), np.float32, 100, 2)[1]
 
 
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)

@@ -20,7 +20,7 @@ _PACKAGES = {
     "numpy": "verify, and decoding",
     "safetensors": "saving caches",
     "cuda-python": "GPU and driver",
-    "nvidia-cuda-nvrtc": "greedy tokens chosen on the GPU, plugin",
+    "nvidia-cuda-nvrtc": "choosing tokens on the GPU, plugin",
     "tokenizers": "generate with text",
     "jinja2": "generate --chat",
     "mobius-onnx": "exporting decoders with static caches",

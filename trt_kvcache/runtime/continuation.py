@@ -79,15 +79,15 @@ class Continuation:
         return int(self._buffer[self._length - 1])
 
     @property
-    def best_will_do(self) -> bool:
-        """Whether the next tokens are the best ones, whatever the scores of others are."""
-        return self._sampler.best_will_do(self._length - self._prompt_length)
+    def looks_at(self) -> int:
+        """How many of the highest scores the next tokens are chosen from, see `StepBatch.highest`."""
+        return self._sampler.looks_at(self._length - self._prompt_length)
 
     def advance(self, logits: Logits) -> TokenEvent:
         """Choose the next token.
 
         Args:
-            logits: ``[V]``, the model's scores after `tokens`; a `CHOICE` of them where the best will do. Not kept.
+            logits: ``[V]``, the model's scores after `tokens`; or a `CHOICE` of those it looks at. Not kept.
 
         Returns:
             The token's event; with a finish reason where it was the last.

@@ -10,7 +10,7 @@ pool keeps what is freed, so that the free memory the driver reports would be le
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
@@ -198,10 +198,11 @@ class Cuda:
         """Free a recorded graph. Never fails, as `close`."""
         self._driver.cuGraphExecDestroy(graph)
 
-    def load_kernel(self, cubin: bytes, name: str) -> Any:
-        """Load the kernel of this name for `launch_kernel`; it lives as long as it is held."""
-        with self._core_errors(f"load kernel {name}"):
-            return self._core.ObjectCode.from_cubin(cubin, name=name).get_kernel(name)
+    def load_kernels(self, cubin: bytes, name: str, kernels: Iterable[str]) -> dict[str, Any]:
+        """Load kernels for `launch_kernel`, by name; they live as long as they are held. `name` is the cubin's."""
+        with self._core_errors(f"load kernels of {name}"):
+            code = self._core.ObjectCode.from_cubin(cubin, name=name)
+            return {kernel: code.get_kernel(kernel) for kernel in kernels}
 
     def launch_kernel(self, kernel: Any, grid: int, block: int, *arguments: int | np.integer[Any]) -> None:
         """Put a kernel on the stream: `grid` blocks of `block` threads; addresses are ints, numbers NumPy's."""

@@ -17,7 +17,7 @@ __all__ = ["CHOICE", "as_scores", "best"]
 Logits = npt.NDArray[Any]
 
 CHOICE = np.dtype([("token", np.int64), ("score", np.float32)])
-"""What stands for a position's scores where a runner has chosen already: the first of the best tokens, its score."""
+"""One of the scores of a position, where a runner gives the highest of them alone; ``[N]`` stands for ``[V]``."""
 
 _LOWEST = -0x7C01  # the key of float16's -inf; below it there is only NaN
 
@@ -26,13 +26,14 @@ def best(logits: Logits) -> tuple[int, float]:
     """The first of the tokens with the highest score, and that score.
 
     Args:
-        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` of them.
+        logits: ``[V]``, V at least 1, of any float dtype; or a `CHOICE` of them, ascending.
 
     Returns:
         The token and its score, as of ``as_scores(logits)``. The score is NaN if any is.
     """
     if logits.dtype == CHOICE:
-        return int(logits["token"]), float(logits["score"])
+        at = int(logits["score"].argmax()) if logits.size > 1 else 0
+        return int(logits["token"][at]), float(logits["score"][at])
     if logits.dtype != np.float16:
         scores = as_scores(logits)
         token = int(scores.argmax())  # NaN counts as the highest

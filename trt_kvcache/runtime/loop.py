@@ -103,7 +103,7 @@ class DecodeLoop:
         self._cache.compact()
         for group in self._groups([self._next_piece(run) for run in self._runs.values()]):
             try:
-                logits = self._write(group, best=self._best_will_do(group))
+                logits = self._write(group, highest=self._looks_at(group))
             except TrtKvCacheError as error:
                 for piece in group:
                     self._end(piece.slot, error)
@@ -190,12 +190,13 @@ class DecodeLoop:
         stacked = stack_positions(places, [piece.start, other.start], len(piece.tokens))
         return piece.start == other.start and (stacked is None or bool((stacked[0] == stacked[1]).all()))
 
-    def _best_will_do(self, group: list[_Piece]) -> bool:
-        """Whether nobody looks at the scores of other tokens."""
-        return all(self._runs[piece.slot].continuation.best_will_do for piece in group if piece.keep)
+    def _looks_at(self, group: list[_Piece]) -> int:
+        """How many of the highest scores are looked at: the most of all sequences; 0 where one looks at all."""
+        counts = [self._runs[piece.slot].continuation.looks_at for piece in group if piece.keep]
+        return 0 if 0 in counts else max(counts, default=0)
 
-    def _write(self, group: list[_Piece], *, best: bool = False) -> Logits:
-        """One step: logits ``[R, most positions that a piece keeps, V]``, or the best token of each alone."""
+    def _write(self, group: list[_Piece], *, highest: int = 0) -> Logits:
+        """One step: logits ``[R, most positions that a piece keeps, V]``, or so many of the highest of each."""
         slots = [self._cache.slot(piece.slot) for piece in group]
         tokens = np.array([piece.tokens for piece in group], np.int64)
         starts = [piece.start for piece in group]
@@ -210,7 +211,7 @@ class DecodeLoop:
             constants=tuple(slot.constants for slot in slots if slot.constants.arrays),
             embeds=embeds,
             positions=stack_positions([slot.positions for slot in slots], starts, tokens.shape[1]),
-            best=best,
+            highest=highest,
         )
         for piece in group:
             self._cache.note_touched(piece.slot, piece.start + batch.length)

@@ -38,7 +38,8 @@ class StepBatch:
         constants: of each row, all of equal sizes; empty where the model takes none.
         embeds: ``[R, S, H]`` in the model's dtype: what stands for the tokens, of a model that takes embeddings.
         positions: int64 ``[R, planes, S]``, or one plane for all; None: each token stands where its cache row is.
-        best: of the logits, the caller wants nothing but the best token of each position.
+        highest: the caller looks at so many of the highest scores of each position, and at those that equal the last of
+            them; of 1 at the first alone; of 0 at all scores.
     """
 
     first_row: int
@@ -48,7 +49,7 @@ class StepBatch:
     constants: tuple[Constants, ...] = ()
     embeds: Array | None = None
     positions: npt.NDArray[np.int64] | None = None
-    best: bool = False
+    highest: int = 0
 
     @cached_property
     def rows(self) -> int:
@@ -127,8 +128,8 @@ class Runner(Protocol):
 
         Returns:
             ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Memory of the runner's:
-            valid until the next call, `close` included. A runner that can choose by itself may answer a step that asks
-            for the `best` with `trt_kvcache.runtime.greedy.CHOICE` ``[R, keep]``.
+            valid until the next call, `close` included. A runner that can choose by itself may answer a step that looks
+            at few scores with `trt_kvcache.runtime.greedy.CHOICE` ``[R, keep, N]``: those at least, tokens ascending.
 
         Raises:
             SessionError: it failed. Cache rows below `starts` hold what they held.

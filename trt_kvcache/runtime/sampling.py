@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.greedy import as_scores, best
+from trt_kvcache.runtime.greedy import CHOICE, as_scores, best
 from trt_kvcache.runtime.processors import process, rules_apply
 from trt_kvcache.runtime.warpers import Candidates, warp
 
@@ -34,10 +34,14 @@ class Sampler:
         self._config = config
         self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(config.seed, spawn_key=(index,))))
 
-    def best_will_do(self, new_tokens: int) -> bool:
-        """Whether `choose` looks at nothing but the best token, now and ever after."""
+    def looks_at(self, new_tokens: int) -> int:
+        """How many of the highest scores `choose` looks at, now and ever after; see `StepBatch.highest`."""
         config = self._config
-        return not (config.do_sample or config.output_logprobs or rules_apply(new_tokens, config))
+        if config.output_logprobs or rules_apply(new_tokens, config):
+            return 0
+        if not config.do_sample:
+            return 1
+        return max(config.top_k, 2) if config.top_k else 0  # of 1, its equals would be missing
 
     def choose(
         self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
@@ -45,8 +49,8 @@ class Sampler:
         """Choose the token after `tokens`. Draws exactly one random number where it samples, none where it does not.
 
         Args:
-            logits: ``[V]``, of the model, in its own float type. Neither written to nor kept. A `CHOICE` of them where
-                the best will do.
+            logits: ``[V]``, of the model, in its own float type, or a `CHOICE` of those that it looks at. Neither
+                written to nor kept.
             tokens: int64: the prompt and what was generated.
             new_tokens: how many of them were generated.
 
@@ -61,6 +65,11 @@ class Sampler:
         token, top = best(logits)
         if not math.isfinite(top):
             raise SessionError(f"the model's logits hold {top}: it overflowed, or its weights or caches are damaged")
+        if logits.dtype == CHOICE:
+            if config.do_sample:
+                known = logits[logits["token"] >= 0]
+                token = self._draw(warp(Candidates(known["score"], known["token"]), config))
+            return token, None
         ruled = rules_apply(new_tokens, config)
         if ruled or config.do_sample:
             scores = process(as_scores(logits), tokens, new_tokens, config)

@@ -1,8 +1,9 @@
-"""The best token of each position, chosen on the GPU: a few bytes of each come to the host instead of all scores.
+"""Logits that stay on the GPU: the best token of each position, or its highest scores, come to the host instead of all.
 
-Greedy decoding needs nothing else. The kernel (``plugins/best_token.cu``) is compiled by NVRTC, an optional package.
-Before a session relies on it, it has to choose as the host does, on this GPU, from scores that are hard to choose from;
-wherever it cannot be had, or is wrong, the host goes on choosing.
+Greedy decoding looks at nothing but the best token, sampling with `top_k` at nothing but so many of the highest scores.
+The kernels (``plugins/choice.cu``) are compiled by NVRTC, an optional package. Before a session relies on them, they
+have to find what the host does, on this GPU, among scores that make it hard; wherever they cannot be had, or are wrong,
+the host goes on choosing among all scores.
 """
 
 from __future__ import annotations
@@ -12,15 +13,20 @@ import warnings
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from trt_kvcache.errors import BackendError, OptionError
 from trt_kvcache.plugins.choice import (
+    CANDIDATES,
     CHOICE_DTYPES,
+    KERNELS,
     MOST_TOKENS,
     blocks_per_row,
-    choice_name,
     compile_choice,
+    ordered,
     read_keys,
+    read_lists,
+    sets_per_row,
 )
 from trt_kvcache.plugins.spec import THREADS
 from trt_kvcache.runtime.cuda import Cuda, Pinned
@@ -29,7 +35,8 @@ from trt_kvcache.runtime.runner import Array
 
 __all__ = ["DeviceChoice", "open_choice"]
 
-_KEY_BYTES = 8
+_KEY_BYTES, _ORDER_BYTES = 8, 4
+_LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)
 _MOST_BLOCKS = 2**31 - 1
 _PROVED = 8  # positions at once, at most, and kinds of hard scores
 
@@ -41,49 +48,93 @@ class DeviceChoice:
         cuda: where they are.
         dtype: of the logits, one of `CHOICE_DTYPES`.
         vocab: V.
+        rows: sequences in one step.
         most: positions in one step.
 
     Raises:
-        BackendError, OptionError: there is no kernel for this GPU, driver or size; the message says what to do.
+        BackendError, OptionError: there are no kernels for this GPU, driver or size; the message says what to do.
     """
 
-    def __init__(self, cuda: Cuda, dtype: np.dtype[Any], vocab: int, most: int) -> None:
+    def __init__(self, cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> None:
         self._cuda, self._dtype, self._vocab = cuda, dtype, vocab
         if dtype.name not in CHOICE_DTYPES:
-            raise OptionError(f"the kernel takes {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
+            raise OptionError(f"the kernels take {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
         if vocab > MOST_TOKENS or most * blocks_per_row(vocab, dtype.itemsize) > _MOST_BLOCKS:
-            raise OptionError(f"{most} positions of {vocab} tokens are more than the kernel takes")
+            raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels take")
         arch = "sm_" + cuda.compute_capability.replace(".", "")
         made = compile_choice(dtype.name, arch, driver=cuda.driver_version)
-        self._kernel = cuda.load_kernel(made.code, choice_name(dtype.name))
-        most = max(most, _PROVED)
-        self._keys = cuda.allocate(_KEY_BYTES * most)
-        self._host_keys = cuda.allocate_pinned(_KEY_BYTES * most)
+        self._kernels = cuda.load_kernels(made.code, made.name, KERNELS)
+        # Positions of which the highest scores can be asked for at once: those of a decode step.
+        self._most_lists = max(rows, _PROVED)
+        each = max(_LIST_BYTES, _ORDER_BYTES * sets_per_row(vocab, dtype.itemsize))
+        size = max(_KEY_BYTES * most, each * self._most_lists)
+        self._found, self._least = cuda.allocate(size), cuda.allocate(_ORDER_BYTES * self._most_lists)
+        self._host = cuda.allocate_pinned(size)
 
-    def best(self, start: int, pitch: int, rows: int, keep: int, vocab: int = 0) -> Array:
-        """Wait for the step, and choose.
+    def choose(self, start: int, pitch: int, rows: int, keep: int, highest: int, vocab: int = 0) -> Array | None:
+        """Wait for the step, and fetch what is looked at.
 
         Args:
             start: address of the first position of the first row.
             pitch: bytes from one row to the next.
             rows: R.
             keep: positions of each row, which follow each other.
+            highest: how many of the highest scores of each position, see `StepBatch.highest`.
             vocab: V, if it is another than the model's.
 
         Returns:
-            `CHOICE` ``[R, keep]``.
+            `CHOICE` ``[R, keep, N]``, tokens ascending; behind the last one tokens of -1 with scores of ``-inf``. None
+            where so many scores, or scores of so many positions, are better looked for among all.
         """
-        cuda, vocab, count = self._cuda, vocab or self._vocab, rows * keep
-        size, blocks = _KEY_BYTES * count, blocks_per_row(vocab, self._dtype.itemsize)
-        cuda.zero_rows(self._keys, size, size, 1)
+        vocab = vocab or self._vocab
+        if highest == 1:
+            read = read_keys(self._best(start, pitch, rows, keep, vocab)[:, None], self._dtype.name)
+        elif rows * keep > self._most_lists or 2 * highest > sets_per_row(vocab, self._dtype.itemsize):
+            return None
+        else:
+            lists, _ = self._lists(start, pitch, rows, keep, highest, vocab)
+            if lists[:, 0].max() > CANDIDATES:
+                return None
+            read = read_lists(lists, self._dtype.name)
+        chosen = np.empty(read[0].shape, CHOICE)
+        chosen["token"], chosen["score"] = read
+        return chosen.reshape(rows, keep, -1)
+
+    def _best(self, start: int, pitch: int, rows: int, keep: int, vocab: int) -> npt.NDArray[np.uint64]:
+        """The best key of each position ``[R * keep]``."""
+        size = _KEY_BYTES * rows * keep
+        self._cuda.zero_rows(self._found, size, size, 1)
+        self._launch("best_token", (start, self._found), pitch, rows, keep, vocab)
+        return self._fetch(size).view(np.uint64)
+
+    def _lists(
+        self, start: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+        """What `candidates` writes, ``[R * keep, 1 + CANDIDATES]``, and the least score that it looked for.
+
+        At least `highest` scores reach the `highest`-th of the maxima of disjoint sets, and few others do.
+        """
+        count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
+        self._launch("set_maxima", (start, self._found), pitch, rows, keep, vocab)
+        maxima = self._fetch(_ORDER_BYTES * count * sets).view(np.uint32).reshape(count, sets)
+        least = np.partition(maxima, sets - highest, axis=1)[:, sets - highest].copy()
+        self._host.data[: least.nbytes] = least.view(np.uint8)
+        self._cuda.upload(self._least, self._host.address, least.nbytes)
+        self._cuda.zero_rows(self._found, _LIST_BYTES, _KEY_BYTES, count)
+        self._launch("candidates", (start, self._least, self._found), pitch, rows, keep, vocab)
+        lists = self._fetch(_LIST_BYTES * count).view(np.uint64).reshape(count, 1 + CANDIDATES)
+        return lists, least
+
+    def _launch(self, name: str, addresses: tuple[int, ...], pitch: int, rows: int, keep: int, vocab: int) -> None:
+        blocks = blocks_per_row(vocab, self._dtype.itemsize)
         sizes = (np.int32(keep), np.int32(vocab), np.int32(blocks), np.int64(pitch))
-        cuda.launch_kernel(self._kernel, count * blocks, THREADS, start, self._keys, *sizes)
-        cuda.download_rows(self._host_keys.address, self._keys, size, size, 1)
-        cuda.sync()
-        chosen = np.empty((rows, keep), CHOICE)
-        keys = self._host_keys.data[:size].view(np.uint64).reshape(rows, keep)
-        chosen["token"], chosen["score"] = read_keys(keys, self._dtype.name)
-        return chosen
+        self._cuda.launch_kernel(self._kernels[name], rows * keep * blocks, THREADS, *addresses, *sizes)
+
+    def _fetch(self, size: int) -> npt.NDArray[np.uint8]:
+        """What was found, as it lies in pinned memory."""
+        self._cuda.download_rows(self._host.address, self._found, size, size, 1)
+        self._cuda.sync()
+        return self._host.data[:size]
 
     def prove(self, memory: int, size: int, staging: Pinned) -> None:
         """Choose among scores that are hard to choose from.
@@ -111,23 +162,34 @@ class DeviceChoice:
         width = vocab * logits.itemsize
         staging.data[: logits.nbytes] = logits.reshape(-1).view(np.uint8)
         self._cuda.upload(memory + shift, staging.address, logits.nbytes)
-        start = memory + shift + (positions - keep) * width
-        chosen = self.best(start, positions * width, rows, keep, vocab)
-        for i, j in np.ndindex(rows, keep):
-            here, there = best(chosen[i, j]), best(logits[i, positions - keep + j])
-            if here != there and not (math.isnan(here[1]) and math.isnan(there[1])):  # no token is taken of NaN
+        where = memory + shift + (positions - keep) * width, positions * width, rows, keep
+        looked_at = logits[:, positions - keep :].reshape(rows * keep, vocab)
+        tokens, scores = read_keys(self._best(*where, vocab), self._dtype.name)
+        for token, score, row in zip(tokens.tolist(), scores.tolist(), looked_at, strict=True):
+            here, there = (token, score), best(row)
+            if here != there and not (math.isnan(score) and math.isnan(there[1])):  # no token is taken of NaN
                 raise BackendError(
-                    f"of {vocab} scores in {self._dtype.name} the GPU finds token {here[0]} with {here[1]}, and the "
-                    f"host token {there[0]} with {there[1]}"
+                    f"of {vocab} scores in {self._dtype.name} the GPU finds token {token} with {score}, and the host "
+                    f"token {there[0]} with {there[1]}"
                 )
+        highest = min(7, vocab)
+        for row, found, least in zip(ordered(looked_at), *self._lists(*where, highest, vocab), strict=True):
+            count = np.count_nonzero(row >= least)
+            same = found[0] == count >= highest
+            if same and count <= CANDIDATES:
+                tokens = np.flatnonzero(row >= least)
+                keys = row[tokens].astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
+                same = np.array_equal(np.sort(found[1 : 1 + count]), np.sort(keys))
+            if not same:
+                raise BackendError(f"of {vocab} scores in {self._dtype.name} the GPU finds others to be the highest")
 
 
 def open_choice(
-    cuda: Cuda, dtype: np.dtype[Any], vocab: int, most: int, memory: int, size: int, staging: Pinned
+    cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
 ) -> tuple[DeviceChoice | None, str]:
-    """A choice on the GPU that was tried there, or why there is none; see `DeviceChoice` and its `prove`."""
+    """A choice on the GPU that was tried there, in the memory of the logits; or why there is none."""
     try:
-        choice = DeviceChoice(cuda, dtype, vocab, most)
+        choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
     except (BackendError, OptionError) as error:
         return None, str(error)
     try:

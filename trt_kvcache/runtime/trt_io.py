@@ -85,9 +85,9 @@ class StepBuffers:
             self._cuda.sync()  # the next one goes through the same pinned memory
 
     def choose(self) -> str:
-        """Let the GPU choose where a step asks for the best tokens alone; else say why the host does."""
+        """Let the GPU choose where a step asks for few scores of each position; else say why the host does."""
         address, size = self.addresses[self._logits.name], self._size(self._logits.name)
-        form = self._logits.dtype, self._logits.vocab, size // self._position_bytes
+        form = self._logits.dtype, self._logits.vocab, self._rows
         self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
         return reason
 
@@ -121,7 +121,7 @@ class StepBuffers:
 
         Returns:
             ``[R, keep, V]``, valid until the next call: pinned memory itself where they fit into it. `CHOICE`
-            ``[R, keep]`` where `batch` asks for the best tokens alone, and the GPU chooses.
+            ``[R, keep, N]`` where `batch` asks for few scores of each position, and the GPU finds them.
         """
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
@@ -131,8 +131,10 @@ class StepBuffers:
         if keep == 0:
             self._cuda.sync()
             return np.empty(shape, self._logits.dtype)
-        if batch.best and self._choice is not None:
-            return self._choice.best(start, pitch, rows, keep)
+        if batch.highest and self._choice is not None:
+            chosen = self._choice.choose(start, pitch, rows, keep, batch.highest)
+            if chosen is not None:
+                return chosen
         if rows * width <= self._host_logits.data.size:
             return self._fetch(start, pitch, width, rows).reshape(shape)
         result = np.empty(shape, self._logits.dtype)

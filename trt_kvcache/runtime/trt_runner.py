@@ -57,7 +57,7 @@ class TensorRTRunner:
 
     Attributes:
         graphs: the recorded steps.
-        host_choice: why the host chooses greedy tokens among the scores; empty where the GPU does.
+        host_choice: why the host chooses tokens among all scores; empty where the GPU finds the best and the highest.
 
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.

@@ -40,19 +40,20 @@ class Candidates:
         return Candidates(self.scores[places], places if self.ids is None else self.ids[places])
 
 
-def warp(scores: Scores, config: GenerationConfig) -> Candidates:
+def warp(scores: Scores | Candidates, config: GenerationConfig) -> Candidates:
     """Shape the distribution to sample from.
 
     Args:
-        scores: float32 ``[V]``, the highest of them finite. Not written to.
+        scores: float32 ``[V]``, the highest of them finite; or those that `top_k` keeps, and maybe others. Not written
+            to.
         config: the settings.
 
     Returns:
         The tokens that may be drawn, at least one.
     """
-    left = Candidates(scores)
+    left = scores if isinstance(scores, Candidates) else Candidates(scores)
     # A temperature keeps the order of the scores, so that it can come second, where few are left.
-    if 0 < config.top_k < scores.size:
+    if 0 < config.top_k < left.scores.size:
         left = keep_top_k(left, config.top_k)
     if config.temperature != 1:
         left = Candidates(apply_temperature(left.scores, config.temperature), left.ids)

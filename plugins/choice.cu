@@ -1,0 +1,132 @@
+// What a host needs of rows of scores to choose tokens: the best token of each, or its highest scores.
+//
+// Scores are compared as integers, so that nothing rounds, and subnormal numbers are what they are. As NumPy has it, NaN of
+// either sign is higher than everything, and -0 equals 0. A key holds a score and, below it, the complement of its token:
+// of equal scores, the first token has the highest key. No block waits for another: rows are shared out over blocks, and
+// what they find does not depend on their order.
+
+using Int64 = long long;
+using Key = unsigned long long;
+
+struct Float16 {
+    using Bits = unsigned short;
+    static constexpr unsigned SIGN = 0x8000u, INFINITE = 0x7c00u;
+};
+struct Bfloat16 {
+    using Bits = unsigned short;
+    static constexpr unsigned SIGN = 0x8000u, INFINITE = 0x7f80u;
+};
+struct Float32 {
+    using Bits = unsigned int;
+    static constexpr unsigned SIGN = 0x80000000u, INFINITE = 0x7f800000u;
+};
+
+// Larger for higher scores, never 0: SIGN is 0, and the distance from it the number's own bits without the sign.
+template <class Number>
+__device__ inline unsigned ordered(unsigned bits) {
+    const unsigned size = bits & (Number::SIGN - 1);
+    if (size > Number::INFINITE) return Number::SIGN + (Number::SIGN - 1);
+    return (bits & Number::SIGN) != 0 ? Number::SIGN - size : Number::SIGN + size;
+}
+
+__device__ inline Key key_of(unsigned score, int token) {
+    return static_cast<Key>(score) << 32 | ~static_cast<unsigned>(token);
+}
+
+// Rows of scores, and the part of a row that is this thread's. Row i is position i % keep of the sequence i / keep;
+// sequences begin `pitch` bytes apart, positions of one follow each other. Every row has `blocks` blocks in a sequence.
+template <class Number>
+class Scores {
+public:
+    using Bits = typename Number::Bits;
+
+    __device__ Scores(const void* logits, int keep, int vocab, int blocks, Int64 pitch) : vocab_(vocab) {
+        const int at = static_cast<int>(blockIdx.x);
+        row = at / blocks;
+        thread = at % blocks * THREADS + static_cast<int>(threadIdx.x);
+        threads_ = blocks * THREADS;
+        const char* sequence = static_cast<const char*>(logits) + row / keep * pitch;
+        scores_ = reinterpret_cast<const Bits*>(sequence) + static_cast<Int64>(row % keep) * vocab;
+    }
+
+    int row, thread;  // the thread's number among those of the row
+
+    // take(score, token) for this thread's part, tokens ascending. A thread has every so many of the aligned 16 bytes that
+    // memory consists of; the row may hold but a part of the first and the last of these.
+    template <class Take>
+    __device__ void each(const Take& take) const {
+        constexpr int EACH = 16 / static_cast<int>(sizeof(Bits));
+        const int before = static_cast<int>(reinterpret_cast<unsigned long long>(scores_) % 16 / sizeof(Bits));
+        const int pieces = (before + vocab_ + EACH - 1) / EACH;
+#pragma unroll 2
+        for (int piece = thread; piece < pieces; piece += threads_) {
+            const int start = piece * EACH - before;
+            if (start >= 0 && start + EACH <= vocab_) {
+                const uint4 loaded = *reinterpret_cast<const uint4*>(scores_ + start);
+                Bits bits[EACH];
+                memcpy(bits, &loaded, sizeof(bits));
+#pragma unroll
+                for (int i = 0; i < EACH; ++i) take(ordered<Number>(bits[i]), start + i);
+            } else {
+                for (int i = start < 0 ? 0 : start; i < start + EACH && i < vocab_; ++i) {
+                    take(ordered<Number>(scores_[i]), i);
+                }
+            }
+        }
+    }
+
+    __device__ Key highest() const {
+        unsigned score = 0;
+        int token = 0;
+        each([&](unsigned found, int at) {
+            if (found > score) {
+                score = found;
+                token = at;
+            }
+        });
+        return key_of(score, token);
+    }
+
+private:
+    const Bits* scores_;
+    int vocab_, threads_;
+};
+
+// The highest key of the lanes that differ from this one in the places from `last` to 16.
+__device__ inline Key highest_of_lanes(Key top, int last) {
+    for (int lanes = 16; lanes >= last; lanes /= 2) {
+        const Key other = __shfl_xor_sync(0xffffffffu, top, lanes);
+        if (other > top) top = other;
+    }
+    return top;
+}
+
+// The highest key of each row goes to best[row], which is 0 before.
+template <class Number>
+__device__ inline void best_token(const Scores<Number>& scores, Key* best) {
+    const Key mine = scores.highest(), top = highest_of_lanes(mine, 1);
+    if (mine == top) atomicMax(best + scores.row, mine);
+}
+
+// The highest score of each of the sets into which the threads divide a row, SETS to a warp; 0 of an empty one. Whatever
+// reaches the n-th highest of them is reached by n scores of the row at least.
+template <class Number>
+__device__ inline void set_maxima(const Scores<Number>& scores, unsigned* maxima, int blocks) {
+    const Key top = highest_of_lanes(scores.highest(), SETS);
+    const int warp = scores.thread / 32, lane = scores.thread % 32, warps = blocks * (THREADS / 32);
+    unsigned* row = maxima + static_cast<Int64>(scores.row) * warps * SETS;
+    if (lane < SETS) row[warp * SETS + lane] = static_cast<unsigned>(top >> 32);
+}
+
+// All keys of a row whose score is at least least[row], in any order, behind their number, which is 0 before. Where there
+// are more than CANDIDATES, only their number is right.
+template <class Number>
+__device__ inline void candidates(const Scores<Number>& scores, const unsigned* least, Key* lists) {
+    const unsigned threshold = least[scores.row];
+    Key* list = lists + static_cast<Int64>(scores.row) * (1 + CANDIDATES);
+    scores.each([&](unsigned score, int token) {
+        if (score < threshold) return;
+        const Key place = atomicAdd(list, 1);
+        if (place < CANDIDATES) list[1 + place] = key_of(score, token);
+    });
+}
