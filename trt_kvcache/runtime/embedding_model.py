@@ -22,7 +22,7 @@ from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.importer.protos import elem_type_of, shape_of
 from trt_kvcache.importer.source import load_source
 from trt_kvcache.runtime.dtypes import array_dtype
-from trt_kvcache.runtime.embeddings import check_width
+from trt_kvcache.runtime.embeddings import check_range, check_width
 from trt_kvcache.runtime.given import Array, Indices
 from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line
 
@@ -95,7 +95,11 @@ class ModelEmbeddings:
 
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""
+        check_range(tokens, self._rows)
         self._look_at(tokens)
+        places = tokens[self._known[tokens] == _PLACE]
+        if places.size:
+            raise SessionError(f"token id {int(places[0])} has no embedding of its own in {self._path}")
         found: Array = self._table[tokens]
         return found
 

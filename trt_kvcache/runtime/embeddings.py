@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.given import Array, Embeds, Indices
@@ -20,6 +20,7 @@ __all__ = [
     "Embeddings",
     "GivenEmbeddings",
     "TableEmbeddings",
+    "check_range",
     "check_width",
     "embed_step",
     "embedded_input",
@@ -46,10 +47,10 @@ class Embeddings(Protocol):
         ...
 
     def look_up(self, tokens: Indices) -> Array:
-        """Embeddings ``[R, S, H]`` of int64 ``[R, S]``, none of them `missing`, in the dtype that the decoder takes.
+        """Embeddings ``[R, S, H]`` of int64 ``[R, S]``, in the dtype that the decoder takes.
 
         Raises:
-            SessionError: whatever makes them failed.
+            SessionError: one is `missing`, or what makes them failed.
         """
         ...
 
@@ -83,6 +84,7 @@ class TableEmbeddings:
 
     def look_up(self, tokens: Indices) -> Array:
         """See `Embeddings`."""
+        check_range(tokens, self.rows)
         found: Array = self._table[tokens].astype(self._dtype, copy=False)
         return found
 
@@ -156,6 +158,17 @@ def embed_step(embeddings: Embeddings, tokens: Indices, starts: Sequence[int], w
     if not known.all():  # an id under a given embedding may have none
         embeds[~known] = embeddings.look_up(tokens[~known][np.newaxis])[0]
     return embeds
+
+
+def check_range(tokens: Indices, rows: int) -> None:
+    """Refuse ids outside of 0 to ``rows - 1``: NumPy would take a negative one from the end.
+
+    Raises:
+        SessionError: see above.
+    """
+    if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < rows:
+        wrong = tokens[(tokens < 0) | (tokens >= rows)]
+        raise SessionError(f"token id {int(wrong[0])} has no embedding; there are those of 0 to {rows - 1}")
 
 
 def check_width(width: int, tensor: TensorRole, what: str) -> None:
