@@ -71,7 +71,7 @@ class DeviceChoice:
         self._found, self._least = cuda.allocate(size), cuda.allocate(_ORDER_BYTES * self._most_lists)
         self._host = cuda.allocate_pinned(size)
 
-    def choose(self, start: int, pitch: int, rows: int, keep: int, highest: int, vocab: int = 0) -> Array | None:
+    def choose(self, start: int, pitch: int, rows: int, keep: int, highest: int) -> Array | None:
         """Wait for the step, and fetch what is looked at.
 
         Args:
@@ -80,19 +80,18 @@ class DeviceChoice:
             rows: R.
             keep: positions of each row, which follow each other.
             highest: how many of the highest scores of each position, see `StepBatch.highest`.
-            vocab: V, if it is another than the model's.
 
         Returns:
             `CHOICE` ``[R, keep, N]``, tokens ascending; behind the last one tokens of -1 with scores of ``-inf``. None
             where so many scores, or scores of so many positions, are better looked for among all.
         """
-        vocab = vocab or self._vocab
+        where = start, pitch, rows, keep
         if highest == 1:
-            read = read_keys(self._best(start, pitch, rows, keep, vocab)[:, None], self._dtype.name)
-        elif rows * keep > self._most_lists or 2 * highest > sets_per_row(vocab, self._dtype.itemsize):
+            read = read_keys(self._best(*where, self._vocab)[:, None], self._dtype.name)
+        elif rows * keep > self._most_lists or 2 * highest > sets_per_row(self._vocab, self._dtype.itemsize):
             return None
         else:
-            lists, _ = self._lists(start, pitch, rows, keep, highest, vocab)
+            lists, _ = self._lists(*where, highest, self._vocab)
             if lists[:, 0].max() > CANDIDATES:
                 return None
             read = read_lists(lists, self._dtype.name)
@@ -190,7 +189,7 @@ def open_choice(
     """A choice on the GPU that was tried there, in the memory of the logits; or why there is none."""
     try:
         choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
-    except (BackendError, OptionError) as error:
+    except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder, where kernels are kept
         return None, str(error)
     try:
         choice.prove(memory, size, staging)
