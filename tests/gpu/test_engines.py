@@ -216,3 +216,23 @@ def test_sessions_write_the_same_tokens(workshop: Any) -> None:
     with DecodeSession(workshop.reference(config, options)) as session:
         expected = [list(g.tokens) for g in session.generate(prompts, greedy)]
     assert actual == expected
+
+
+def test_tokens_are_those_that_the_host_chooses(workshop: Any) -> None:
+    """The best and the highest scores found on the GPU, against the same engine with all scores on the host."""
+    from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.session import DecodeSession
+
+    config, options = CASES["float32"]
+    chooses = workshop.engine(config, options)
+    if chooses.host_choice:
+        pytest.skip(f"the host chooses: {chooses.host_choice}")
+    fetches = workshop.open(workshop.built[config, options])
+    fetches._buffers._choice = None
+    for settings in ({}, {"do_sample": True, "top_k": 9, "top_p": 0.9, "seed": 1}):
+        found = []
+        for runner in (chooses, fetches):
+            session = DecodeSession(runner)
+            generated = session.generate([[1, 2, 3], list(range(20))], GenerationConfig(max_new_tokens=12, **settings))
+            found.append([list(g.tokens) for g in generated])
+        assert found[0] == found[1]
