@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,21 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.verify.caches import CacheTensor, cache_bytes, find_caches, find_states, first_contents
+from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
-from trt_kvcache.verify.record import Expected, Tape, Written, written_rows
+from trt_kvcache.verify.memory import give_back, memory, needs, spare, weigh
+from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
-from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, memory, open_session
+from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_session
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _SPAN_KINDS = ("tight", "bucketed", "full")
-_MEMORY_SHARE = 0.5  # of the machine's memory, for the caches of both models before and after a step
 
 
 @dataclass
@@ -99,19 +98,36 @@ class Verification:
         return (*find_caches(self.plan), *find_states(self.plan))
 
     def _fit(self, limits: Limits) -> Limits:
-        """Fewer rows where the caches of all rows would not fit into memory."""
-        one = 4 * cache_bytes(self.caches, 1, twin=self.twin)
-        batch = min(limits.batch, int(_MEMORY_SHARE * memory()) // max(one, 1))
-        if batch == limits.batch:
-            return limits
+        """Fewer rows where all of them would not fit into memory.
+
+        Raises:
+            OptionError: not even one row fits.
+        """
+        lengths = [s.length for e in plan_schedule(limits, self.verify) for s in e.steps]
+        weights = [weigh(model) for model in self.models]
+        need = needs(self.plan, self.caches, weights, max(lengths, default=1), twin=self.twin)
+        free = spare()
         fixed = any(isinstance(c.logical_shape[0], int) for c in self.plan.caches)
-        if batch < 1 or fixed:
-            rows = limits.batch if fixed else 1
+        least = limits.batch if fixed else 1
+        if need.rows(free) < least:
             raise OptionError(
-                f"verification holds the caches of both models before and after a step: {rows * one / 1e9:.1f} GB for "
-                f"{rows} sequence(s), and this machine has {memory() / 1e9:.1f} GB; verify with a smaller capacity"
+                f"verification takes {need.total(least) / 1e9:.1f} GB of memory beside weights that stay in files "
+                f"({least * need.caches / 1e9:.1f} GB for the caches of {least} sequence(s), "
+                f"{least * need.step / 1e9:.1f} GB for a step, {need.fixed / 1e9:.1f} GB for the engine and what it "
+                f"converts), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are to be had; verify with "
+                "a smaller capacity or shorter chunks, or free memory that other programs hold"
             )
-        self.notes.append(f"batch {batch} instead of {limits.batch}: more caches would not fit into memory")
+        batch = min(limits.batch, need.rows(free))
+        self.room = free - need.total(batch)
+        if max(w.converted for w in weights) > self.room:
+            self.notes.append(
+                f"each step converts the 16-bit weights anew: {max(w.converted for w in weights) / 1e9:.1f} GB for all "
+                "of them at once would not fit into memory"
+            )
+        if max(w.size for w in weights) > self.room:
+            self.notes.append("weights do not fit into memory beside the rest: steps read them from their files")
+        if batch < limits.batch:
+            self.notes.append(f"batch {batch} instead of {limits.batch}: more caches would not fit into memory")
         return replace(limits, batch=batch)
 
     def run(self) -> VerifyReport:
@@ -133,8 +149,7 @@ class Verification:
             twin=self.twin,
             half=any(c.role.dtype == "float16" for c in self.caches),
         )
-        with TemporaryFile(prefix="trt-kvcache-verify-") as file:
-            tape = Tape(file)
+        with open_tape() as tape:
             ran = self._run_original(episodes, tape)
             engine, failure = self._run_rewritten(ran, tape, comparison)
         outputs = comparison.results()
@@ -161,27 +176,34 @@ class Verification:
         del trial
         ran = _Ran(original.engine, garbage, shared)
         for number, episode in enumerate(episodes):
-            state = self._contents(episode.steps[0], garbage, number)
-            steps: list[tuple[Step, Feeds]] = []
-            for step in episode.steps:
-                shared = self.inputs.shared(step)
-                try:
-                    outputs = original.run({**shared, **state})
-                except EngineError as error:
-                    if episode.name in ("short", "padded"):  # lengths that a model may not be made for
-                        self.notes.append(
-                            f"no '{episode.name}' step: {original.engine} refuses the original there ({error})"
-                        )
-                        break
-                    raise UnsupportedModelError(
-                        f"{self.path}: {original.engine} does not run the original model at {step.length} tokens from "
-                        f"{list(step.starts)}, valid {list(step.valid)}: {error}"
-                    ) from None
-                tape.write(self._expected(state, outputs, step))
-                steps.append((step, shared))
-                state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
-            ran.episodes.append((episode.name, steps))
+            ran.episodes.append((episode.name, self._record(number, episode, garbage, original, tape)))
         return ran
+
+    def _record(
+        self, number: int, episode: Episode, garbage: float, original: Session, tape: Tape
+    ) -> list[tuple[Step, Feeds]]:
+        """The steps of an episode that the original ran, and their inputs."""
+        give_back()
+        steps: list[tuple[Step, Feeds]] = []
+        state = self._contents(episode.steps[0], garbage, number)
+        for step in episode.steps:
+            shared = self.inputs.shared(step)
+            try:
+                outputs = original.run({**shared, **state})
+            except EngineError as error:
+                if episode.name in ("short", "padded"):  # lengths that a model may not be made for
+                    self.notes.append(
+                        f"no '{episode.name}' step: {original.engine} refuses the original there ({error})"
+                    )
+                    break
+                raise UnsupportedModelError(
+                    f"{self.path}: {original.engine} does not run the original model at {step.length} tokens from "
+                    f"{list(step.starts)}, valid {list(step.valid)}: {error}"
+                ) from None
+            tape.write(self._expected(state, outputs, step))
+            steps.append((step, shared))
+            state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
+        return steps
 
     def _expected(self, past: Feeds, outputs: Feeds, step: Step) -> Expected:
         """What is compared of a step of the original."""
@@ -197,6 +219,7 @@ class Verification:
 
     def _run_rewritten(self, ran: _Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
         """The same steps with the rewritten model; returns its engine, and why it could not be run to the end."""
+        give_back()
         engine = "none"
         first = ran.episodes[0][1][0][0]
         try:
@@ -207,6 +230,7 @@ class Verification:
                 self.models[1],
                 self.folders[1],
                 {**ran.shared, **physical, **self.inputs.spans(first, "full")},
+                self.room,
                 reference=ran.engine != OrtSession.engine,
             )
             del physical
@@ -216,10 +240,7 @@ class Verification:
             tape.rewind()
             for number, (name, steps) in enumerate(ran.episodes):
                 if steps:
-                    state = self._to_physical(
-                        self._contents(steps[0][0], ran.garbage, number), steps[0][0], ran.garbage
-                    )
-                    self._run_episode(name, steps, state, rewritten, tape, comparison)
+                    self._run_episode(number, name, steps, ran.garbage, rewritten, tape, comparison)
         except EngineError as error:
             return engine, f"the rewritten model cannot be run where the original can: {error}"
         return engine, None
@@ -231,15 +252,15 @@ class Verification:
             UnsupportedModelError: no engine runs it.
         """
         model = self.models[0]
-        path = self.path if model is self.source.proto else None
+        path = self.path if model is self.source.proto and self.folders[0] == self.path.parent else None
         try:
-            return open_session(model, self.folders[0], trial, path=path, reference=False)[0]
+            return open_session(model, self.folders[0], trial, self.room, path=path, reference=False)[0]
         except EngineError as error:
             refusal = error
         normed = with_norms_in_front(model)
         expanded = with_expanded_masks(normed)
         try:
-            session = open_session(expanded, self.folders[0], trial)[0]
+            session = open_session(expanded, self.folders[0], trial, self.room)[0]
         except EngineError as error:
             refusal = refusal if expanded is model else error
             raise UnsupportedModelError(f"{self.path}: no engine here runs the original model: {refusal}") from None
@@ -256,13 +277,17 @@ class Verification:
 
     def _run_episode(
         self,
+        episode: int,
         name: str,
         steps: Sequence[tuple[Step, Feeds]],
-        state: Feeds,
+        garbage: float,
         rewritten: Session,
         tape: Tape,
         comparison: Comparison,
     ) -> None:
+        give_back()
+        first = steps[0][0]
+        state = self._to_physical(self._contents(first, garbage, episode), first, garbage)
         for number, (step, shared) in enumerate(steps):
             expected = tape.read()
             # One span per step in turn; all of them in the last step, which must not depend on the span.

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from onnx import ModelProto
-
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.verify.decode import Verification
+from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.rounding import Side, judge_rounding
@@ -28,24 +27,22 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
         )
     check_runnable(imported.model)
     kind = NormalizedVerification if imported.plan.original else Verification
-    with _both_sides(imported) as (original, rewritten, folder, twin):
+    with moved_out(imported) as (imported, folder), _both_sides(imported, folder) as (original, rewritten, twin):
 
         def run(left: Side, right: Side) -> VerifyReport:
             return kind(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin).run()
 
-        sides = (original, folder), (rewritten, folder)
-        report = run(*sides)
-        return report if twin or verify.tolerance is not None else judge_rounding(report, run, *sides)
+        report = run(original, rewritten)
+        return report if twin or verify.tolerance is not None else judge_rounding(report, run, original, rewritten)
 
 
 @contextmanager
-def _both_sides(imported: ImportedModel) -> Iterator[tuple[ModelProto, ModelProto, Path, bool]]:
-    """Original and rewritten model, the folder of their external data, and whether they are float32 twins."""
-    source = imported.source
-    original = with_exact_products(with_plugin_functions(with_packed_function(source.proto)))
+def _both_sides(imported: ImportedModel, folder: Path) -> Iterator[tuple[Side, Side, bool]]:
+    """Original and rewritten model, and whether they are float32 twins; `folder`: of their external data."""
+    original = with_exact_products(with_plugin_functions(with_packed_function(imported.source.proto)))
     if not has_bfloat16(original) and not has_bfloat16(imported.model):
-        yield original, imported.model, source.path.parent, False
+        yield (original, folder), (imported.model, folder), False
         return
     with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
-        twins = TwinFolder(Path(name), source.path.parent)
-        yield twins.twin(original), twins.twin(imported.model), twins.folder, True
+        twins = TwinFolder(Path(name), folder)
+        yield (twins.twin(original), twins.folder), (twins.twin(imported.model), twins.folder), True

@@ -16,7 +16,7 @@ a batch of another size than one: then all rows must start together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -107,7 +107,7 @@ class OriginalInterface:
             rows: which rows.
             past: tokens that these rows hold before the step.
         """
-        length = feeds[self._tokens.name].shape[self._token_axis]
+        length = self._length(feeds)
         sizes = {"batch": rows.stop - rows.start, "sequence": length, "past": past, "total": past + length}
         return {t.name: self._input(t, feeds, rows, sizes) for t in self._inputs}
 
@@ -175,46 +175,44 @@ class OriginalInterface:
             shape.append(size)
         return tuple(shape)
 
-    def outputs(self, feeds: Mapping[str, Array], ran: Sequence[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
+    def outputs(self, feeds: Mapping[str, Array], ran: Iterable[tuple[slice, int, Mapping[str, Array]]]) -> Feeds:
         """The rewritten model's outputs, caches in the shape of the feeds.
 
         Args:
             feeds: of the step, as in `feeds`.
-            ran: rows, tokens before the step, and the original's outputs.
+            ran: rows, tokens before the step, and the original's outputs, taken one after the other.
         """
-        made: Feeds = {}
-        for name, tensor in self._outputs.items():
-            if name in self.unseen:
-                continue
-            values = [outputs[name] for _, _, outputs in ran]
-            if tensor.role in _CACHES and name in self._past_of:
-                made[name] = self._present(tensor, feeds, ran)
-            elif "batch" in tensor.axes:
-                made[name] = np.concatenate(values, tensor.axes.index("batch"))
-            else:
-                made[name] = values[0]
-        return made
-
-    def _present(
-        self, tensor: OriginalTensor, feeds: Mapping[str, Array], ran: Sequence[tuple[slice, int, Mapping[str, Array]]]
-    ) -> Array:
-        """A cache with the rows that hold tokens in the original's caches.
-
-        Rows beyond mean nothing there: operators that make a new cache leave them as the memory was. Circular caches
-        have no such rows once they are full.
-        """
-        past = self._past_of[tensor.name]
-        present: Array = feeds[past].copy()
-        axis = next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
+        seen = {name: tensor for name, tensor in self._outputs.items() if name not in self.unseen}
+        caches = {name for name, tensor in seen.items() if tensor.role in _CACHES and name in self._past_of}
+        # Rows beyond the tokens mean nothing in a cache: operators that make a new one leave them as the memory was.
+        made = {name: feeds[self._past_of[name]].copy() for name in seen if name in caches}
+        parts: dict[str, list[Array]] = {name: [] for name in seen if name not in caches}
         for rows, before, outputs in ran:
-            held = outputs[tensor.name]
-            tokens = before + feeds[self._tokens.name].shape[self._token_axis]
-            if past not in self._circular or tensor.kept is not None:
-                held = np.moveaxis(np.moveaxis(held, axis, 0)[:tokens], 0, axis)
-            first = 0 if tensor.kept is None else tokens - held.shape[axis]
-            place = [rows, *[slice(None)] * (axis - 1), slice(first, first + held.shape[axis])]
-            present[tuple(place)] = held
-        return present
+            for name, tensor in seen.items():
+                if name in caches:
+                    self._place(tensor, made[name], outputs[name], rows, before + self._length(feeds))
+                else:
+                    parts[name].append(outputs[name])
+        for name, values in parts.items():
+            axes = seen[name].axes
+            made[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
+        return {name: made[name] for name in seen}
+
+    def _length(self, feeds: Mapping[str, Array]) -> int:
+        """Tokens of a step."""
+        return int(feeds[self._tokens.name].shape[self._token_axis])
+
+    def _place(self, tensor: OriginalTensor, present: Array, held: Array, rows: slice, tokens: int) -> None:
+        """Puts the rows of the original's cache that hold tokens into that of the rewritten model.
+
+        Circular caches have no other rows once they are full.
+        """
+        axis = next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
+        if self._past_of[tensor.name] not in self._circular or tensor.kept is not None:
+            held = np.moveaxis(np.moveaxis(held, axis, 0)[:tokens], 0, axis)
+        first = 0 if tensor.kept is None else tokens - held.shape[axis]
+        place = [rows, *[slice(None)] * (axis - 1), slice(first, first + held.shape[axis])]
+        present[tuple(place)] = held
 
 
 class OriginalSession:
@@ -239,10 +237,10 @@ class OriginalSession:
         Raises:
             EngineError: the engine cannot run the step.
         """
-        ran = [
+        ran = (
             (rows, past, self._session.run(self._interface.feeds(feeds, rows, past)))
             for rows, past in self._interface.groups(feeds)
-        ]
+        )
         return self._interface.outputs(feeds, ran)
 
 

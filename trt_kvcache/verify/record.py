@@ -7,8 +7,10 @@ that a step wrote are kept, of its other outputs everything.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from tempfile import TemporaryFile
 from typing import IO, Any
 
 import numpy as np
@@ -59,13 +61,19 @@ def same_bits(a: Array, b: Array) -> npt.NDArray[np.bool_]:
     return equal
 
 
-class Tape:
-    """Steps that are read in the order in which they were written.
+@contextmanager
+def open_tape() -> Iterator[Tape]:
+    """An empty tape, in a file without a name: the operating system removes it with the process, however that ends."""
+    file = TemporaryFile(prefix="trt-kvcache-verify-")  # noqa: SIM115  (closing it may fail)
+    try:
+        yield Tape(file)
+    finally:
+        with suppress(OSError):  # of a full disk, which `Tape.write` has named
+            file.close()
 
-    Args:
-        file: open, empty and writable. One without a name (``tempfile.TemporaryFile``) is gone with the process,
-            however that ends.
-    """
+
+class Tape:
+    """Steps in a file, which are read in the order in which they were written."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file

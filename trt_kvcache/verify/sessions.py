@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,12 +12,11 @@ import onnxruntime as ort
 from onnx import ModelProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-from trt_kvcache.importer.protos import byte_size, iter_tensors
+from trt_kvcache.verify.memory import Weights, weigh
 
 Array = npt.NDArray[Any]
 
 _REFERENCE_LIMIT = 64 << 20  # bytes of weights; the reference evaluator is plain numpy and holds them all
-_COPIES = 6  # of the weights, in bytes: both sessions convert float16 to float32 and pack it, beside the mapped files
 _ORT_ERRORS = (
     ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
     ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
@@ -56,22 +54,26 @@ class OrtSession:
     Args:
         model: path of a model, or a model whose external data are in `folder`.
         folder: of the external data.
-        weights: bytes of all weights.
+        weights: its weights.
+        room: bytes that converted weights may take.
     """
 
     engine = f"ONNX Runtime {ort.__version__}"
 
-    def __init__(self, model: Path | ModelProto, folder: Path, weights: int) -> None:
+    def __init__(self, model: Path | ModelProto, folder: Path, weights: Weights, room: int) -> None:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # TensorScatter warns per node and step that past and present are two buffers
         # Where ONNX Runtime fuses a product with a DequantizeLinear, it rounds the other side to 8 bits by default.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-        if _COPIES * weights > memory() // 2:
-            # Measured on 1.31.1 with 1.4 GB of float16: optimization packs and converts all weights once (12 s, 3.5 GB)
-            # and halves the time of a step. Without it the session opens in 0.02 s on mapped files, and the arena would
-            # keep what each step converts (4.9 GB after a step, 1.4 GB without it).
+        # Caches are large and come in many sizes, which an arena would all keep.
+        options.enable_cpu_mem_arena = False
+        if not weights.packed:
+            # Packed copies of weights take as much memory again and 1.4 s of processor time for a GB; a product with
+            # the 1 to 15 rows of a step takes as long without them.
+            options.add_session_config_entry("session.disable_prepacking", "1")
+        if weights.converted > room:
+            # What constant folding would convert once is converted at each step then; the session opens at once.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            options.enable_cpu_mem_arena = False
         source: str | bytes = str(model)
         if isinstance(model, ModelProto):
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
@@ -119,7 +121,13 @@ class ReferenceSession:
 
 
 def open_session(
-    model: ModelProto, folder: Path, trial: Mapping[str, Array], *, path: Path | None = None, reference: bool = True
+    model: ModelProto,
+    folder: Path,
+    trial: Mapping[str, Array],
+    room: int,
+    *,
+    path: Path | None = None,
+    reference: bool = True,
 ) -> tuple[Session, str | None]:
     """The first engine that runs the trial step, and why ONNX Runtime was not it.
 
@@ -127,18 +135,19 @@ def open_session(
         model: the model.
         folder: of its external data.
         trial: feeds of one step.
+        room: bytes that weights which ONNX Runtime converts may take.
         path: of the same model as a file, which ONNX Runtime then reads by itself.
         reference: the reference evaluator may run it.
 
     Raises:
         EngineError: no engine runs it; the text is ONNX Runtime's.
     """
-    weights = sum(byte_size(t) or 0 for t in iter_tensors(model))
+    weights = weigh(model)
     try:
-        session = OrtSession(path or model, folder, weights)
+        session = OrtSession(path or model, folder, weights, room)
         session.run(trial)
     except EngineError as error:
-        if not reference or weights > _REFERENCE_LIMIT:
+        if not reference or weights.size > _REFERENCE_LIMIT:
             raise
         refusal = error
     else:
@@ -149,11 +158,6 @@ def open_session(
     except EngineError as error:
         raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None
     return evaluator, str(refusal)
-
-
-def memory() -> int:
-    """Bytes of the machine's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def one_line(error: Exception) -> str:

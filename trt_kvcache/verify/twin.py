@@ -8,11 +8,9 @@ kernels for MatMul, Add or Softmax on the CPU; of float16 models the twin shows 
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, TypeProto, external_data_helper, numpy_helper
@@ -35,6 +33,46 @@ def has_bfloat16(model: ModelProto) -> bool:
     )
 
 
+class Data:
+    """A file of weights, each written once.
+
+    Args:
+        path: where it is or will be.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: dict[Hashable, tuple[int, int]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._written)
+
+    def add(self, key: Hashable, blocks: Iterable[bytes]) -> tuple[int, int]:
+        """Where a tensor lies, offset and length; its bytes are written if `key` is new."""
+        if key not in self._written:
+            with self._path.open("ab") as data:
+                data.write(bytes(-data.tell() % 4096))  # page-aligned, so that ONNX Runtime maps it
+                offset = data.tell()
+                data.writelines(blocks)
+                self._written[key] = offset, data.tell() - offset
+        return self._written[key]
+
+
+def refer(tensor: TensorProto, dtype: int, location: str, place: tuple[int, int]) -> None:
+    """Makes a tensor of another type, perhaps, whose data lie elsewhere.
+
+    Args:
+        tensor: keeps its name and its shape.
+        dtype: its new type.
+        location: file, relative to the model's folder.
+        place: offset and length.
+    """
+    made = TensorProto(name=tensor.name, dims=tensor.dims, data_type=dtype, data_location=TensorProto.EXTERNAL)
+    for key, value in (("location", location), ("offset", str(place[0])), ("length", str(place[1]))):
+        made.external_data.add(key=key, value=value)
+    tensor.CopyFrom(made)
+
+
 class TwinFolder:
     """Makes twins of models that share their weights; each weight is converted once, block by block, into one file.
 
@@ -52,7 +90,7 @@ class TwinFolder:
         self._source = source
         self._dtype = dtype
         self._moved = moved
-        self._written: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._data = Data(folder / _DATA)
 
     def twin(self, model: ModelProto) -> ModelProto:
         """The float32 twin; its external data are in `folder`.
@@ -69,13 +107,12 @@ class TwinFolder:
             if kind.tensor_type.elem_type == self._dtype:
                 kind.tensor_type.elem_type = TensorProto.FLOAT
         initializers = {t.name for s in iter_scopes(twin) if isinstance(s, GraphProto) for t in s.initializer}
-        with (self.folder / _DATA).open("ab") as data:
-            for tensor in iter_tensors(twin):
-                self._convert(tensor, data, tensor.name in initializers)
+        for tensor in iter_tensors(twin):
+            self._convert(tensor, tensor.name in initializers)
         return twin
 
     def _check_room(self, model: ModelProto) -> None:
-        needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(model)) if not self._written else 0
+        needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(model)) if not self._data else 0
         free = shutil.disk_usage(self.folder).free
         if needed > free:
             name = "bfloat16" if self._dtype == TensorProto.BFLOAT16 else "float16"
@@ -84,7 +121,7 @@ class TwinFolder:
                 f"{free / 1e9:.1f} GB free: set TMPDIR to a folder with room"
             )
 
-    def _convert(self, tensor: TensorProto, data: BinaryIO, initializer: bool) -> None:
+    def _convert(self, tensor: TensorProto, initializer: bool) -> None:
         external = tensor.data_location == TensorProto.EXTERNAL
         half = tensor.data_type == self._dtype
         if not external and not half:
@@ -95,16 +132,8 @@ class TwinFolder:
             tensor.CopyFrom(numpy_helper.from_array(values, name))
             return
         key, blocks = self._blocks(tensor, external)
-        if key not in self._written:
-            self._written[key] = _append(data, map(self._widened, blocks) if half else blocks)
-        offset, length = self._written[key]
-        twin = TensorProto(
-            name=tensor.name, dims=tensor.dims, data_type=TensorProto.FLOAT if half else tensor.data_type
-        )
-        twin.data_location = TensorProto.EXTERNAL
-        for entry, value in (("location", _DATA), ("offset", str(offset)), ("length", str(length))):
-            twin.external_data.add(key=entry, value=value)
-        tensor.CopyFrom(twin)
+        place = self._data.add(key, map(self._widened, blocks) if half else blocks)
+        refer(tensor, TensorProto.FLOAT if half else tensor.data_type, _DATA, place)
 
     def _widened(self, block: bytes) -> bytes:
         if self._dtype == TensorProto.BFLOAT16:
@@ -131,16 +160,6 @@ def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
             block = file.read(min(length, _BLOCK))
             yield block
             length -= len(block)
-
-
-def _append(data: BinaryIO, blocks: Iterable[bytes]) -> tuple[int, int]:
-    """Appends one tensor to the file; returns offset and length."""
-    data.seek(0, os.SEEK_END)
-    data.write(bytes(-data.tell() % 4096))  # page-aligned, so that ONNX Runtime maps it instead of reading it
-    offset = data.tell()
-    for block in blocks:
-        data.write(block)
-    return offset, data.tell() - offset
 
 
 def _dtype_attributes(model: ModelProto, dtype: int) -> Iterator[AttributeProto]:

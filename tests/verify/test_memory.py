@@ -1,0 +1,234 @@
+"""How much memory a verification takes, what it does where there is little, and that nothing is left on the disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from decoders import DecoderConfig, make_decoder, write_decoder
+from foreign_decoders import make_foreign
+from verify.test_catches import swap_keys_and_values, verify_mutated
+
+from trt_kvcache.errors import OptionError, OutputError
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.verify import decode as decode_module
+from trt_kvcache.verify import memory as memory_module
+from trt_kvcache.verify import verify_model
+from trt_kvcache.verify.caches import find_caches
+from trt_kvcache.verify.memory import Needs, needs, spare, weigh
+from trt_kvcache.verify.record import Tape, Written
+from trt_kvcache.verify.sessions import OrtSession
+
+LARGE = {
+    "layers": 4,
+    "hidden": 1024,
+    "query_heads": 16,
+    "kv_heads": 4,
+    "head_size": 64,
+    "vocab": 24000,
+    "capacity": 256,
+}
+"""Of some hundred MB: what Python and ONNX Runtime take on their own matters little."""
+
+_PEAK = """
+import resource, sys
+from trt_kvcache import VerifyOptions, verify_model
+verify_model(sys.argv[1], verify=VerifyOptions(batch=2, chunks=(3,), tokens=2)).check()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "external", "factor"),
+    [("float32", 1024, 1.3), ("float16", 1024, 2.8), ("bfloat16", 1024, 2.5), ("float16", None, 5.5)],
+)
+def test_the_peak_is_a_small_multiple_of_the_model(
+    dtype: str, external: int | None, factor: float, tmp_path: Path
+) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(**LARGE, dtype=dtype), external_threshold=external)
+    size = sum(file.stat().st_size for file in tmp_path.iterdir())
+    done = subprocess.run([sys.executable, "-c", _PEAK, path], capture_output=True, text=True, check=True)
+    assert int(done.stdout) * 1024 < factor * size + (200 << 20), f"{int(done.stdout) * 1024 / size:.1f} x"
+
+
+@pytest.mark.parametrize("foreign", [False, True])
+def test_one_model_at_a_time(foreign: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: weakref.WeakSet[OrtSession] = weakref.WeakSet()
+    opened = []
+    unwatched = OrtSession.__init__
+
+    def watched(self: OrtSession, *given: Any) -> None:
+        assert not alive
+        unwatched(self, *given)
+        alive.add(self)
+        opened.append(1)
+
+    monkeypatch.setattr(OrtSession, "__init__", watched)
+    onnx.save(
+        make_foreign("concat", DecoderConfig()) if foreign else make_decoder(DecoderConfig()), tmp_path / "m.onnx"
+    )
+    verify_model(tmp_path / "m.onnx", PlanOptions(capacity=64) if foreign else PlanOptions()).check()
+    assert len(opened) == 2
+
+
+def test_weights_are_weighed() -> None:
+    for dtype, share in (("float32", 0), ("float16", 1), ("bfloat16", 1)):
+        model = make_decoder(DecoderConfig(dtype=dtype))
+        found = weigh(model)
+        stored = [len(t.raw_data) or 8 * len(t.int64_data) for t in model.graph.initializer]
+        assert found.size == sum(stored)
+        assert found.half == pytest.approx(share * found.size, rel=0.01)
+        assert found.largest == share * max(stored)
+        assert not found.packed
+
+
+def test_rows_that_fit() -> None:
+    need = Needs(caches=100, step=20, fixed=1000)
+    assert need.total(3) == 1360
+    assert [need.rows(free) for free in (0, 1119, 1120, 1359, 1360)] == [0, 0, 1, 2, 3]
+
+
+def little(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(decode_module, "spare", lambda: free)
+
+
+def needed(path: Path) -> Needs:
+    imported = import_model(path)
+    return needs(imported.plan, find_caches(imported.plan), [weigh(imported.model)], 5, twin=False)
+
+
+def test_fewer_rows_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(capacity=4096))
+    little(monkeypatch, needed(path).total(2))
+    report = verify_model(path)
+    report.check()
+    assert len(report.steps[0].starts) == 2
+    assert "batch 2 instead of 3: more caches would not fit into memory" in report.notes
+
+
+@pytest.mark.parametrize("batch", ["batch", 3])
+def test_too_little_memory_is_refused_before_anything_is_opened(
+    batch: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(capacity=4096, batch=batch))
+    little(monkeypatch, 200 << 20)
+    monkeypatch.setattr(OrtSession, "__init__", None)
+    with pytest.raises(
+        OptionError,
+        match=r"verification takes 0\.3 GB of memory beside weights.*caches of \d sequence\(s\).*and 0\.2 of this "
+        r"machine's .* are to be had; verify with a smaller capacity or shorter chunks, or free memory",
+    ):
+        verify_model(path)
+
+
+def test_weights_are_converted_step_by_step_where_memory_is_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(dtype="float16", vocab=20000))
+    plenty = verify_model(path)
+    assert not any("16-bit" in note for note in plenty.notes)
+    little(monkeypatch, needed(path).total(3))
+    report = verify_model(path)
+    report.check()
+    assert any(note.startswith("each step converts the 16-bit weights anew") for note in report.notes)
+    assert [s.starts for s in report.steps] == [s.starts for s in plenty.steps]
+
+
+def test_weights_larger_than_memory_are_read_from_their_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(vocab=60000, capacity=8), external_threshold=1024)
+    little(monkeypatch, needed(path).total(3) + (1 << 20))
+    report = verify_model(path)
+    report.check()
+    assert "weights do not fit into memory beside the rest: steps read them from their files" in report.notes
+
+
+def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {
+        "/proc/meminfo": ["MemTotal: 99 kB", "MemAvailable: 1000 kB"],
+        "/sys/fs/cgroup/memory.max": ["500000"],
+        "/sys/fs/cgroup/memory.stat": ["anon 100000", "file 300000"],
+    }
+    monkeypatch.setattr(memory_module, "_lines", lambda path: files.get(path, []))
+    assert (spare(), memory_module.memory()) == (320000, 500000)
+    files["/sys/fs/cgroup/memory.max"] = ["max"]
+    assert spare() == 819200
+    del files["/proc/meminfo"]
+    assert 0 < spare() < memory_module.memory()
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder for temporary files."""
+    folder = tmp_path / "scratch"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inline_weights_are_moved_out_and_compared_all_the_same(
+    dtype: str, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(dtype=dtype))
+    before = verify_model(path)
+    monkeypatch.setattr("trt_kvcache.verify.inline._MANY", 0)
+    assert verify_model(path) == before
+    assert not verify_mutated(tmp_path, DecoderConfig(dtype=dtype), swap_keys_and_values, original=False).passed
+    assert not list(scratch.iterdir())
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, OptionError])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_nothing_is_left_on_the_disk(
+    dtype: str, error: type[BaseException], tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(dtype=dtype))
+    monkeypatch.setattr("trt_kvcache.verify.inline._MANY", 0)
+    seen = []
+
+    def fail(*_: object) -> None:
+        seen.extend(file.name for file in scratch.rglob("*.data"))
+        raise error
+
+    monkeypatch.setattr(Tape, "read", fail)
+    with pytest.raises(error):
+        verify_model(path)
+    assert seen
+    assert not list(scratch.iterdir())
+
+
+def test_a_full_disk_is_named(tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig())
+    monkeypatch.setattr("trt_kvcache.verify.inline._MANY", 0)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    with pytest.raises(OutputError, match=r"GB as a file, and .* has 0\.0 GB free: set TMPDIR to a folder with room"):
+        verify_model(path)
+    assert not list(scratch.iterdir())
+    monkeypatch.setattr("trt_kvcache.verify.inline._MANY", 1 << 40)
+    monkeypatch.setattr("trt_kvcache.verify.record.TemporaryFile", lambda **_: Path("/dev/full").open("wb"))  # noqa: SIM115
+    with pytest.raises(
+        OutputError, match=r"temporary files \(No space left on device\): verify fewer tokens, or set TMP"
+    ):
+        verify_model(path)
+
+
+def test_steps_are_read_as_they_were_written(tmp_path: Path) -> None:
+    rows = np.array([[True, False]])
+    with (tmp_path / "tape").open("w+b") as file:
+        tape = Tape(file)
+        for number in range(3):
+            tape.write({"logits": np.full(3, number), "c": Written((1, 2, 4), rows, np.ones((1, 4))), "d": None})
+        tape.rewind()
+        for number in range(3):
+            step = tape.read()
+            np.testing.assert_array_equal(step["logits"], np.full(3, number))
+            assert step["c"].shape == (1, 2, 4)
+            assert step["d"] is None

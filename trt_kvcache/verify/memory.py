@@ -1,0 +1,154 @@
+"""What a verification takes of the machine's memory, asked before anything is opened.
+
+Weights of float32 and integers stay in their files, which the operating system maps: they take no memory that it could
+not take back. What ONNX Runtime 1.31.1 does with others was measured on decoders of 0.6 to 1.7 GB:
+
+    float16, bfloat16     no kernels on the CPU: converted to float32 once, which takes 2.2 times their size, or at each
+                          step, one weight at a time, which makes a step 2 to 3 times as long
+    MatMulNBits           packs its weights into as many bytes; without that a step takes 40 times as long
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from onnx import ModelProto, TensorProto
+
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+from trt_kvcache.verify.caches import CacheTensor, cache_bytes
+
+_HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+_CONVERTED = 2.3  # of the bytes of 16-bit weights
+_SHARE = 0.8  # of the memory that is free: other programs want some, too
+_RESERVE = 256 << 20  # bytes, for engines and graphs
+_COPIES = 2  # of all caches: before and after a step
+_WORKING = 6  # copies of the largest cache in float32 that ONNX Runtime and the comparison have at a time
+_LOGITS = 32  # bytes for each number of a step's logits: those of both models, and as float64
+_SCORES = 12  # bytes for each attention score: three in float32
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a model, in bytes.
+
+    Attributes:
+        size: of all.
+        half: of those of 16-bit floating point.
+        largest: of the largest of these.
+        packed: engines need a copy, packed for products.
+    """
+
+    size: int
+    half: int
+    largest: int
+    packed: bool
+
+    @property
+    def converted(self) -> int:
+        """What converting all 16-bit weights once takes."""
+        return int(_CONVERTED * self.half)
+
+    @property
+    def least(self) -> int:
+        """What a session takes at least: a packed copy; the largest weight in float32, and transposed."""
+        return (self.size if self.packed else 0) + 4 * self.largest
+
+
+def weigh(model: ModelProto) -> Weights:
+    """The weights of a model."""
+    sizes = [(byte_size(t) or 0, t.data_type in _HALF) for t in iter_tensors(model)]
+    halves = [size for size, half in sizes if half]
+    packed = any(node.op_type == "MatMulNBits" for scope in iter_scopes(model) for node in scope.node)
+    return Weights(sum(size for size, _ in sizes), sum(halves), max(halves, default=0), packed)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes that a verification takes beside weights.
+
+    Attributes:
+        caches: per row of the batch.
+        step: per row of the batch, for logits, scores and what else a step computes.
+        fixed: whatever the batch.
+    """
+
+    caches: int
+    step: int
+    fixed: int
+
+    def total(self, batch: int) -> int:
+        """For `batch` rows."""
+        return batch * (self.caches + self.step) + self.fixed
+
+    def rows(self, free: int) -> int:
+        """Rows that `free` bytes are enough for."""
+        return max(0, (free - self.fixed) // max(self.caches + self.step, 1))
+
+
+def needs(
+    plan: CachePlan, caches: Sequence[CacheTensor], weights: Sequence[Weights], longest: int, *, twin: bool
+) -> Needs:
+    """What is needed, from sizes alone.
+
+    Args:
+        plan: of the model.
+        caches: what is carried from step to step.
+        weights: of the two models, of which one is open at a time.
+        longest: tokens of the longest step.
+        twin: bfloat16 is held as float32.
+    """
+    one = cache_bytes(caches, 1, twin=twin)
+    largest = max((cache_bytes([c], 1, twin=True) for c in caches), default=0)
+    vocabulary = max((_last(t.shape) for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS), default=0)
+    heads = max((a.query_heads for a in plan.attention if isinstance(a.query_heads, int)), default=0)
+    capacity = max(c.capacity for c in plan.caches)
+    step = _WORKING * largest + longest * (_LOGITS * vocabulary + _SCORES * heads * capacity)
+    # An original whose interface changed runs row by row, on copies of what a row holds.
+    fixed = _RESERVE + max(w.least for w in weights) + (_COPIES * one if plan.original else 0)
+    return Needs(_COPIES * one, step, fixed)
+
+
+def _last(shape: Sequence[int | str]) -> int:
+    return shape[-1] if shape and isinstance(shape[-1], int) else 0
+
+
+def memory() -> int:
+    """Bytes of the machine's memory, or of the container's."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_container()[:1]])
+
+
+def spare() -> int:
+    """Bytes that may be taken: a share of what is free or can be freed, as mapped files can."""
+    lines = (line.split() for line in _lines("/proc/meminfo"))
+    free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), memory() // 2)
+    return int(_SHARE * min([free, *_container()[1:]]))
+
+
+def give_back() -> None:
+    """Returns what is free in the heap to the system: arrays of less than 32 MiB lie there, between others."""
+    with suppress(AttributeError, OSError):  # of glibc alone
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _container() -> tuple[int, ...]:
+    """Limit of this process' control group (version 2), and what of it is free, or nothing."""
+    folder = "/sys/fs/cgroup"
+    limit = "".join(_lines(f"{folder}/memory.max"))
+    if not limit.isdecimal():
+        return ()
+    stat = (line.split() for line in _lines(f"{folder}/memory.stat"))
+    taken = next((int(words[1]) for words in stat if words[0] == "anon"), 0)
+    return int(limit), max(int(limit) - taken, 0)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
