@@ -201,6 +201,7 @@ def test_ids_of_images_have_no_embedding_of_their_own(forms: dict[str, Forms], m
     path = embedding_model(form.table, tmp_path / "embedding.onnx", merge=merge)
     seven = GenerationConfig(max_new_tokens=3, sequence_bias={7: 1e6})
     with opened(form.embeds, "cpu", embeddings=path) as session:
+        assert [session.takes(token) for token in (6, 7, 8, 255, 256, -1)] == [True, False, True, True, False, False]
         with pytest.raises(PromptError, match=r"token id 7 has no embedding of its own: .* give inputs_embeds"):
             session.generate([[1, 2], [3, 7]])
         with pytest.raises(PromptError, match="token id 7 has no embedding of its own"):

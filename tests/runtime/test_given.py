@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from runtime.hash_runner import VOCAB, HashRunner
 
 from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.events import FinishReason
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
 
@@ -147,6 +148,10 @@ def test_any_schedule(
             assert int(session.update({slot: [5]})[slot][0].argmax()) == alone.next()
 
 
+async def collected(events: AsyncIterator[TokenEvent]) -> list[TokenEvent]:
+    return [event async for event in events]
+
+
 @pytest.mark.parametrize("beams", [1, 3])
 def test_whole_generations(beams: int) -> None:
     """`generate`, `stream` and beam search take one of each for each prompt, and prompts that have none."""
@@ -164,8 +169,10 @@ def test_whole_generations(beams: int) -> None:
         settings_ = config(7, num_beams=beams)
         results = session.generate(prompts, settings_, inputs_embeds=embeds, positions=places)
         streamed = list(session.stream(prompts, settings_, inputs_embeds=embeds, positions=places))
+        later = asyncio.run(collected(session.astream(prompts, settings_, inputs_embeds=embeds, positions=places)))
     assert [r.tokens for r in results] == expected
     assert [[e.token for e in streamed if e.sequence == i] for i in range(3)] == expected
+    assert [[e.token for e in later if e.sequence == i] for i in range(3)] == expected
     assert [r.prompt for r in results] == prompts
 
 

@@ -102,10 +102,11 @@ def bench_session(
     if max(batches) > session.cache.free:
         raise OptionError(f"batch {max(batches)} is more than the {session.cache.free} rows that are free")
     rng = np.random.default_rng(0)
+    first = next(token for token in range(session.vocab) if session.takes(token))
 
     def tokens(count: int) -> list[int]:
         drawn: list[int] = rng.integers(0, session.vocab, count).tolist()
-        return drawn
+        return [token if session.takes(token) else first for token in drawn]
 
     for length in lengths:
         yield _timing("prefill", 1, length, _prefill(session, tokens, length, repeats, warmup), length)

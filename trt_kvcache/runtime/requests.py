@@ -124,6 +124,10 @@ class PromptReader:
         """Token ids that may be written are 0 to ``vocab - 1``."""
         return self._vocab if self._embeddings is None else min(self._vocab, self._embeddings.rows)
 
+    def takes(self, token: int) -> bool:
+        """Whether prompts may have this id without an embedding of the caller's."""
+        return 0 <= token < self.vocab and (self._embeddings is None or self._embeddings.missing([token]) is None)
+
     def read_all(
         self, prompts: Sequence[Prompt], constants: GivenAll, inputs_embeds: EmbedsAll, positions: PositionsAll
     ) -> list[ReadPrompt]:

@@ -128,6 +128,11 @@ class DecodeSession:
         """Token ids are 0 to ``vocab - 1``."""
         return self._reader.vocab
 
+    def takes(self, token: int) -> bool:
+        """Whether prompts may have this token id: it has an embedding, where the model takes these."""
+        with self._guard:
+            return self._reader.takes(token)
+
     @property
     def max_batch(self) -> int:
         """Most sequences at a time."""

@@ -1,0 +1,35 @@
+"""Engines of models that take embeddings: the tokens of the same model with token ids on ONNX Runtime."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+from gpu_measure import built_for
+from runtime.embedded_models import cut
+
+from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.session import DecodeSession
+
+pytestmark = pytest.mark.gpu
+
+
+def test_sessions_write_the_same_tokens(workshop: Any, tmp_path: Path) -> None:
+    """Prompts as ids and as embeddings, longer than a step, in order and at positions of their own."""
+    forms = cut(write_decoder(tmp_path / "model.onnx", DecoderConfig()), tmp_path)
+    engine = tmp_path / "embeds.engine"
+    options = BuildOptions(backend=workshop.backend, max_batch=3, max_chunk=16, **built_for())
+    build_engine(forms.embeds, engine, build=options)
+    greedy, prompts = GenerationConfig(max_new_tokens=12), [[1, 2, 3], [4, 5, 6, 7, 8], [9], list(range(20))]
+    places = [None, [3, 3, 9, 4, 5], None, [i // 2 for i in range(20)]]
+    with DecodeSession(OnnxRuntimeRunner(forms.ids, max_batch=3)) as session:
+        expected = [g.tokens for g in session.generate(prompts, greedy, positions=places)]
+    embeds = [None, forms.table[prompts[1]], None, forms.table[prompts[3]]]
+    with DecodeSession(workshop.open(engine), embeddings=forms.table) as session:
+        found = session.generate(prompts, greedy, inputs_embeds=embeds, positions=places)
+    assert [g.tokens for g in found] == expected
