@@ -273,6 +273,11 @@ def test_the_suffix_of_the_decoder_comes_first(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert find_embeddings(tmp_path / "decoder_model_merged_fp16.onnx") == tmp_path / "embed_tokens_fp16.onnx"
     assert find_embeddings(tmp_path / "decoder_model_merged.onnx") == tmp_path / "embed_tokens.onnx"
+    (tmp_path / "other").mkdir()
+    embedding = tmp_path / "embedding" / "model.onnx"
+    embedding.parent.mkdir()
+    embedding.touch()
+    assert find_embeddings(tmp_path / "other" / "model.onnx") is None  # of whatever lies there
     (tmp_path / "genai_config.json").write_text("[]")
     assert find_embeddings(tmp_path / "model.onnx") == tmp_path / "embed_tokens.onnx"
 

@@ -35,7 +35,8 @@ def _candidates(model: Path) -> Iterator[Path]:
     yield folder / "embedding.onnx"
     yield folder / "embeddings.onnx"
     yield folder / "embedding" / "model.onnx"
-    yield folder.absolute().parent / "embedding" / "model.onnx"
+    if folder.absolute().name == "decoder":
+        yield folder.absolute().parent / "embedding" / "model.onnx"
 
 
 def _named_by_genai(folder: Path) -> Iterator[Path]:
