@@ -17,6 +17,11 @@ TABLE = np.stack([(np.arange(VOCAB) * 5 + 3) % 101, np.arange(VOCAB)], axis=1).a
 """Embeddings of the token ids: the first number is what counts."""
 
 
+def rows(numbers: Sequence[int]) -> NDArray[np.float64]:
+    """Embeddings with these numbers; what stands beside them counts for nothing."""
+    return np.stack([np.array(numbers, np.float64), np.full(len(numbers), -7.0)], axis=1)
+
+
 def code(number: int, place: Sequence[int]) -> int:
     """What a cache row holds of a token: a hash of its embedding and its positions."""
     time, height, width = place

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime.embedded_runner import TABLE, WIDTH, Alone, EmbeddedRunner
+from runtime.embedded_runner import TABLE, Alone, EmbeddedRunner, rows
 from runtime.hash_runner import VOCAB, HashRunner
 
-from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, PromptError, SessionError
+from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.runner import StepBatch
@@ -48,11 +47,6 @@ Given = tuple[list[tuple[int, ...]], bool, bool]
 
 def config(count: int, **more: Any) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=count, **more)
-
-
-def rows(numbers: Sequence[int]) -> Any:
-    """Embeddings with these numbers; what stands beside them counts for nothing."""
-    return np.stack([np.array(numbers, np.float64), np.full(len(numbers), -7.0)], axis=1)
 
 
 def arguments(what: Given) -> tuple[list[int], dict[str, Any]]:
@@ -235,58 +229,6 @@ def test_the_models_positions_bound_a_sequence_not_its_tokens() -> None:
         with pytest.raises(CapacityError, match="prompt 0 has 70 tokens"):
             session.generate([[1] * 70], positions=[[0] * 70])
         assert session.cache.slots == (slot,)
-
-
-def test_what_waits_is_saved_with_its_embeddings(tmp_path: Path) -> None:
-    runner = EmbeddedRunner()
-    alone = Alone.of(runner)
-    alone.extend([TABLE[4, 0], 150, 160], [(0, 0, 0), (1, 2, 3), (1, 3, 2)])
-    with DecodeSession(runner, embeddings=TABLE) as session:
-        slot = session.cache.acquire()
-        session.update({slot: [4]}, positions={slot: [0]})
-        session.add([8, 8], config(2), slot=slot, inputs_embeds=rows([150, 160]), positions=[[1, 1], [2, 3], [3, 2]])
-        session.cache.save(tmp_path / "slot")
-    with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
-        new = session.cache.load(tmp_path / "slot")[slot]
-        assert session.cache.tokens(new) == [4, 8, 8]
-        session.add(config=config(5), slot=new)
-        found = []
-        while session.running:
-            found += [event.token for event in session.step()]
-    assert found == alone.continued(5)
-
-
-def test_files_without_anything_given_are_as_they_were(tmp_path: Path) -> None:
-    from safetensors import safe_open
-    from safetensors.numpy import load_file, save_file
-
-    def format_of(path: Path) -> str:
-        with safe_open(path, "numpy") as file:
-            return str(file.metadata()["format"])
-
-    plain, placed = tmp_path / "plain", tmp_path / "placed"
-    with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
-        slot = session.cache.acquire()
-        session.update({slot: [1, 2]})
-        session.cache.save(plain)
-        session.update({slot: [3]}, positions={slot: [7]})
-        session.cache.save(placed)
-    assert (format_of(plain), format_of(placed)) == ("trt_kvcache.cache.1", "trt_kvcache.cache.2")
-    assert not [name for name in load_file(plain) if "given" in name]
-    with safe_open(placed, "numpy") as file:
-        metadata = file.metadata()
-    tensors = load_file(placed)
-    for wrong in (np.zeros((2, 3), np.int64), np.zeros((3, 4), np.int64), np.zeros((3, 3), np.int32)):
-        save_file(tensors | {f"{slot}/given_positions": wrong}, tmp_path / "bad", metadata)
-        with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
-            with pytest.raises(CacheFileError, match=f"slot {slot}: positions int"):
-                session.cache.load(tmp_path / "bad")
-            assert session.cache.free == 4
-    late = {f"{slot}/given_embeds": np.zeros((1, WIDTH), np.float32), f"{slot}/given_embeds_at": np.array([2])}
-    save_file(tensors | late, tmp_path / "bad", metadata)
-    session = DecodeSession(EmbeddedRunner(), embeddings=TABLE)
-    with session, pytest.raises(CacheFileError, match=f"slot {slot}: embeddings .* of 0 tokens"):
-        session.cache.load(tmp_path / "bad")
 
 
 def test_a_failed_update_leaves_what_waits() -> None:
