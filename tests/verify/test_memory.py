@@ -114,16 +114,16 @@ def test_fewer_rows_where_memory_is_short(tmp_path: Path, monkeypatch: pytest.Mo
     assert "batch 2 instead of 3: more caches would not fit into memory" in report.notes
 
 
-@pytest.mark.parametrize("batch", ["batch", 3])
-def test_too_little_memory_is_refused_before_anything_is_opened(
-    batch: str | int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("batch", "dtype"), [("batch", "float32"), (3, "float32"), ("batch", "bfloat16")])
+def test_too_little_memory_is_refused_before_anything_is_opened_or_written(
+    batch: str | int, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(capacity=4096, batch=batch))
+    path = write_decoder(tmp_path / "m.onnx", DecoderConfig(capacity=4096, batch=batch, dtype=dtype))
     little(monkeypatch, 200 << 20)
-    monkeypatch.setattr(OrtSession, "__init__", None)
+    monkeypatch.setattr("trt_kvcache.verify.entry.moved_out", None)
     with pytest.raises(
         OptionError,
-        match=r"verification takes 0\.3 GB of memory beside weights.*caches of \d sequence\(s\).*and 0\.2 of this "
+        match=r"verification takes 0\.\d GB of memory beside weights.*caches of \d sequence\(s\).*and 0\.2 of this "
         r"machine's .* are to be had; verify with a smaller capacity or shorter chunks, or free memory",
     ):
         verify_model(path)

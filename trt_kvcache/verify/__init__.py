@@ -44,6 +44,11 @@ def verify_model(
     rounding decides are compared in float32 (`trt_kvcache.verify.rounding`), unless `verify` has a tolerance. The
     report says which.
 
+    One model at a time is open, and what it gives that is compared is kept in a temporary file. Weights stay in their
+    files; those of 16 bits, which ONNX Runtime converts, take 2.3 times their size, or a step converts them one by one
+    where that does not fit. Temporary files take the weights of bfloat16 models in float32 and weights that lie inside
+    of a model; all are gone when this returns or raises.
+
     Args:
         model: path of an ONNX decoder with caches.
         options: what to plan; the original runs with the same capacity.
@@ -55,7 +60,8 @@ def verify_model(
     Raises:
         ModelError: the model cannot be planned, or neither engine runs the original, or the rewritten model has nodes
             that only TensorRT knows.
-        OptionError: an option does not fit the model; an input's values cannot be guessed.
-        OutputError: no room for the float32 twin of a bfloat16 model.
+        OptionError: an option does not fit the model; an input's values cannot be guessed; the caches of not even one
+            sequence fit into the memory that is free.
+        OutputError: no room for temporary files.
     """
     return verify_import(import_model(model, options), verify)

@@ -27,6 +27,10 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
         )
     check_runnable(imported.model)
     kind = NormalizedVerification if imported.plan.original else Verification
+    source, twin = imported.source, has_bfloat16(imported.source.proto) or has_bfloat16(imported.model)
+    # What does not fit into memory is refused here, before weights are written anywhere.
+    kind(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)
+    del source
     with moved_out(imported) as (imported, folder), _both_sides(imported, folder) as (original, rewritten, twin):
 
         def run(left: Side, right: Side) -> VerifyReport:

@@ -27,7 +27,7 @@ _HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _CONVERTED = 2.3  # of the bytes of 16-bit weights
 _SHARE = 0.8  # of the memory that is free: other programs want some, too
 _RESERVE = 256 << 20  # bytes, for engines and graphs
-_COPIES = 2  # of all caches: before and after a step
+_COPIES = 3  # of all caches: before and after a step, and what the heap keeps of earlier ones
 _WORKING = 6  # copies of the largest cache in float32 that ONNX Runtime and the comparison have at a time
 _LOGITS = 32  # bytes for each number of a step's logits: those of both models, and as float64
 _SCORES = 12  # bytes for each attention score: three in float32
@@ -110,7 +110,7 @@ def needs(
     capacity = max(c.capacity for c in plan.caches)
     step = _WORKING * largest + longest * (_LOGITS * vocabulary + _SCORES * heads * capacity)
     # An original whose interface changed runs row by row, on copies of what a row holds.
-    fixed = _RESERVE + max(w.least for w in weights) + (_COPIES * one if plan.original else 0)
+    fixed = _RESERVE + max(w.least for w in weights) + (2 * one if plan.original else 0)
     return Needs(_COPIES * one, step, fixed)
 
 
