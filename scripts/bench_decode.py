@@ -79,6 +79,7 @@ class BareLoop:
             buffer = np.zeros([1 if isinstance(d, str) else d for d in shape], array_dtype(cache.dtype))
             self.caches.append((cache.past, cache.present, buffer))
         self.span = imported.plan.spans[0] if rewritten else None
+        self.kept = imported.plan.logits_span if rewritten else None
         self.vocab = next(o.shape[-1] for o in self.session.get_outputs() if o.name == "logits")
         self.bound: dict[tuple[int, int], Any] = {}
 
@@ -90,7 +91,9 @@ class BareLoop:
             arrays |= {name: np.zeros(1, np.int64) for name in ("write_indices", "nonpad_kv_seqlen")}
             if self.span is not None:
                 arrays[self.span.name] = np.arange(span)
-            logits = np.zeros((1, length, self.vocab), np.float32)
+            if self.kept is not None:
+                arrays[self.kept.name] = np.zeros(1, np.int64)
+            logits = np.zeros((1, length if self.kept is None else 1, self.vocab), np.float32)
             inputs = [*arrays.items(), *((past, buffer) for past, _, buffer in self.caches)]
             outputs = [("logits", logits), *((present, buffer) for _, present, buffer in self.caches)]
             for name, array in inputs:

@@ -142,6 +142,7 @@ class Decode:
             "write_indices": before,
             "nonpad_kv_seqlen": ends,
             "attention_span": np.arange(min(self._capacity, int(ends.max()) + int(ends.max()) % 3)),
+            "logits_span": np.arange(length),
             **caches,
         }
         feeds = {v.name: known[v.name] for v in model.graph.input}

@@ -61,13 +61,16 @@ def _check_standard(model: bytes) -> None:
 def run_rewritten(result: ImportedModel, feeds: Feeds, spans: Mapping[str, int] | None = None) -> Feeds:
     """Outputs of the rewritten model, for feeds and with caches in the original's layout.
 
-    `spans` gives the length of each span input; the capacity where it does not.
+    `spans` gives the length of each span input; the capacity where it does not, and logits of all positions.
     """
     _check_standard(result.model.SerializeToString())
     inputs = {value.name: value for value in result.model.graph.input}
     physical = dict(feeds)
     for span in result.plan.spans:
         physical[span.name] = np.arange((spans or {}).get(span.name, span.capacity), dtype=np.int64)
+    if result.plan.logits_span is not None:
+        name = result.plan.logits_span.name
+        physical[name] = np.arange((spans or {}).get(name, 64))  # more than a step has: of all
     for cache in result.plan.caches:
         if cache.past in feeds:
             physical[cache.past] = to_physical(cache, feeds[cache.past])
@@ -119,6 +122,7 @@ def ranges_of(result: ImportedModel) -> dict[str, tuple[int, int, int]]:
         "batch": (1, 2, 4),
         "batch+1": (2, 3, 5),
         "sequence": (1, min(2, capacity), min(4, capacity)),
+        "kept": (1, 1, min(2, capacity)),
         "tokens": (1, 2, 4),
     }
     ranges: dict[str, tuple[int, int, int]] = {}
@@ -140,7 +144,8 @@ def build(result: ImportedModel, extra: Mapping[str, tuple[int, int, int]] | Non
     """Build the rewritten model as the engine does: parse, patch the network, a profile for prefill, one for decode."""
     path = str(result.source.path.with_name("rewritten.onnx"))
     prefill = {**ranges_of(result), **(extra or {})}
-    decode = {**prefill, **dict.fromkeys(symbols_of(result, "sequence"), (1, 1, 1))}
+    single = symbols_of(result, "sequence") | symbols_of(result, "kept")
+    decode = {**prefill, **dict.fromkeys(single, (1, 1, 1))}
     profiles = [prefill] if decode == prefill else [prefill, decode]
     return build_in_child(result.model.SerializeToString(), profiles, path, result.plan)
 

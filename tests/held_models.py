@@ -74,6 +74,7 @@ def decode(layer: Layer, chunks: Sequence[int], batch: int, result: onnx.ModelPr
             "write_indices": np.full(batch, past),
             "nonpad_kv_seqlen": np.full(batch, past + new),
             "attention_span": np.arange(past + new),  # of a rewritten model
+            "logits_span": np.arange(new),
         }
         feeds = {"x": x, "past_k": cache_k, "past_v": cache_v, **lengths, **extra}
         got, cache_k, cache_v = after.run(["y", "present_k", "present_v"],

@@ -13,7 +13,7 @@ from trt_kvcache.engine.manifest import Profile, ShapeRange
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, Dim, Role, TensorRole
+from trt_kvcache.importer.plan import CachePlan, Dim, LogitsSpan, Role, TensorRole
 
 PLAN = sample_plan(layers=1)
 
@@ -61,6 +61,56 @@ def test_prefill_and_decode() -> None:
         "value_cache.0": ShapeRange((1, 4, 256, 64), (2, 4, 256, 64), (4, 4, 256, 64)),
     }
     assert made["decode"].shapes["input_ids"] == ShapeRange((1, 1), (2, 1), (4, 1))
+
+
+def with_logits(plan: CachePlan) -> CachePlan:
+    """The plan with logits of the last positions only."""
+    span = LogitsSpan("logits_span", "logits_span", "logits", "norm", 1, ("head",))
+    role = TensorRole("logits_span", "input", Role.SPAN, "int64", ("logits_span",), "added", ("kept",))
+    return replace(plan, logits_span=span, tensors=(*plan.tensors, role))
+
+
+@pytest.mark.parametrize(
+    ("build", "limit", "prefill"),
+    [
+        (BuildOptions(max_batch=4, max_chunk=64), 16, 16),
+        (BuildOptions(max_batch=4, max_chunk=9), 9, 9),
+        (BuildOptions(max_batch=4, max_chunk=64, max_logits=5), 5, 5),
+        (BuildOptions(max_batch=4, max_chunk=64, max_logits=1), 1, 1),
+        (BuildOptions(max_batch=1, max_chunk=64, max_logits=1), 1, 2),  # or the tail's weights would be stored twice
+        (BuildOptions(max_batch=1, max_chunk=64, max_logits=1, decode_weights="own"), 1, 1),
+    ],
+)
+def test_logits_of_some_positions(build: BuildOptions, limit: int, prefill: int) -> None:
+    plan = with_logits(PLAN)
+    assert resolve_limits(plan, build).max_logits == limit
+    made = profiles(plan, build)
+    assert made["prefill"].shapes["logits_span"] == ShapeRange((1,), (1,), (prefill,))
+    assert made["decode"].shapes["logits_span"] == ShapeRange((1,), (1,), (1,))
+
+
+def test_updates_of_a_fixed_length_may_end_anywhere() -> None:
+    """A step of fewer tokens is filled up behind them."""
+    plan = with_logits(with_fixed("seq", 4))
+    assert resolve_limits(plan, BuildOptions(max_batch=2)).max_logits == 4
+    made = profiles(plan, BuildOptions(max_batch=2))
+    assert [p.shapes["logits_span"] for p in made.values()] == [ShapeRange((1,), (1,), (4,))]
+    with pytest.raises(OptionError, match="all updates of the model have 4 tokens, of which any may be the last"):
+        resolve_limits(plan, BuildOptions(max_logits=2))
+
+
+def test_logits_that_cannot_be_asked_for() -> None:
+    with pytest.raises(OptionError, match="--max-logits is 3, and the plan leaves the model's logits as they are"):
+        resolve_limits(PLAN, BuildOptions(max_logits=3))
+    with pytest.raises(OptionError, match="--max-logits is 9, and a step has at most 8 positions"):
+        resolve_limits(with_logits(PLAN), BuildOptions(max_chunk=8, max_logits=9))
+    with pytest.raises(
+        OptionError, match=r"'logits_span' 4 in dimension 0 \(kept\); it must be 16 \(from --max-logits"
+    ):
+        profiles(with_logits(PLAN), BuildOptions(max_batch=4, max_shapes={"logits_span": (4,)}))
+    own = profiles(with_logits(PLAN), BuildOptions(max_batch=4, opt_shapes={"logits_span": (4,)}))
+    assert own["prefill"].shapes["logits_span"] == ShapeRange((1,), (4,), (16,))
+    assert own["decode"].shapes["logits_span"] == ShapeRange((1,), (1,), (1,))
 
 
 @given(

@@ -25,13 +25,14 @@ def write_engine(
     max_batch: int = 3,
     max_chunk: int = 8,
     max_encoder: int | None = None,
+    max_logits: int | None = None,
     backend: str = "tensorrt-rtx",
     version: str = "1.7.1.116",
 ) -> Path:
     """Write ``<model>.engine`` and its manifest."""
     options = replace(options or PlanOptions(), target=Target(backend))
     imported = import_model(model, options)
-    build = BuildOptions(max_batch=max_batch, max_chunk=max_chunk, max_encoder=max_encoder)
+    build = BuildOptions(max_batch=max_batch, max_chunk=max_chunk, max_encoder=max_encoder, max_logits=max_logits)
     limits = resolve_limits(imported.plan, build)
     profiles = make_profiles(imported.plan, build, limits)
     plan = _bound_contracts(imported.plan, limits.max_chunk)
@@ -47,7 +48,8 @@ def write_engine(
     manifest = Manifest(
         created_by="tests", backend=backend, backend_version=version, compute_capabilities=(), plan=plan,
         aliases=aliases, double_buffered=plan.double_buffered, profiles=profiles,
-        max_batch=limits.max_batch, max_chunk=limits.max_chunk, model=(identify(model),), engine=identify(engine),
+        max_batch=limits.max_batch, max_chunk=limits.max_chunk, max_logits=limits.max_logits, model=(identify(model),),
+        engine=identify(engine),
         vocab=min(tables.tokens.values(), default=None), max_positions=min(tables.positions.values(), default=None),
     )  # fmt: skip
     save_manifest(manifest, manifest_path(engine))

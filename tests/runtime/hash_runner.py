@@ -61,10 +61,10 @@ class HashRunner:
 
     def __init__(
         self, kinds: Sequence[tuple[str, int]] = (("linear", 64),), max_batch: int = 4, max_chunk: int = 8,
-        *, per_row: bool = True,
+        *, per_row: bool = True, max_logits: int | None = None,
     ) -> None:  # fmt: skip
         self.plan = plan(kinds, per_row=per_row)
-        self.max_batch, self.max_chunk = max_batch, max_chunk
+        self.max_batch, self.max_chunk, self.max_logits = max_batch, max_chunk, max_logits
         self.buffers = {
             c.past: np.full((max_batch, 1, c.capacity, 2), 0, np.float32) for c in self.plan.caches
         }  # fmt: skip
@@ -79,6 +79,7 @@ class HashRunner:
     def step(self, batch: StepBatch) -> NDArray[np.float32]:
         assert not self.closed
         assert 1 <= batch.length <= self.max_chunk
+        assert batch.keep <= (self.max_logits or self.max_chunk)
         assert batch.first_row >= 0
         assert batch.first_row + batch.rows <= self.max_batch
         if self.fail & set(batch.tokens.ravel().tolist()):

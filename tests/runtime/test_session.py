@@ -379,6 +379,42 @@ def test_update_returns_the_last_logits_across_chunks() -> None:
     assert session.update({slot: [1]}, keep=5)[slot].shape == (1, VOCAB)
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("kinds", KINDS)
+def test_more_logits_than_a_step_gives_take_more_steps(kinds: Sequence[tuple[str, int]], most: int) -> None:
+    """Of an engine that gives logits of a few positions: the same numbers, and no step more than needed."""
+    runner, bounded = HashRunner(kinds), HashRunner(kinds, max_logits=most)
+    text = [list(range(20)), [7, 3], [5] * 9]
+    for keep in (1, 4, 9, 30):
+        found = []
+        for one in (runner, bounded):
+            session = DecodeSession(one)
+            slots = [session.cache.acquire() for _ in text]
+            given = dict(zip(slots, text, strict=True))
+            found.append([*session.update(given, keep).values(), *session.update({slots[1]: [4, 4]}, keep).values()])
+            for slot in slots:
+                session.cache.release(slot)
+        for wanted, made in zip(*found, strict=True):
+            assert np.array_equal(wanted, made)
+
+
+def test_only_positions_whose_logits_are_wanted_count() -> None:
+    runner = HashRunner(max_chunk=8, max_logits=2)
+    session = DecodeSession(runner)
+    session.update({session.cache.acquire(): list(range(20))}, keep=3)
+    assert [(step.length, step.keep) for step in runner.steps] == [(8, 0), (8, 0), (3, 2), (1, 1)]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_drafts_are_as_long_as_a_step_gives_logits(most: int) -> None:
+    runner = HashRunner(max_logits=most)
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], list(range(20)) * 2]
+    with DecodeSession(runner) as session:
+        drafted = session.generate(prompts, config(20, prompt_lookup_num_tokens=5, max_matching_ngram_size=1))
+    assert [r.tokens for r in drafted] == [continued(runner, p, 20) for p in prompts]
+    assert max(step.keep for step in runner.steps) <= most
+
+
 def test_a_failed_update_is_undone() -> None:
     runner = HashRunner(max_chunk=2)
     session = DecodeSession(runner)

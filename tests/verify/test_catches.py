@@ -18,7 +18,7 @@ from onnx import ModelProto, NodeProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import PhysicalLayout, PlanOptions
+from trt_kvcache.importer.plan import LogitPositions, PhysicalLayout, PlanOptions
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import, verify_model
 
 Mistake = Callable[[ModelProto], None]
@@ -27,7 +27,8 @@ Mistake = Callable[[ModelProto], None]
 def verify_mutated(folder: Path, config: DecoderConfig, mistake: Mistake, *, original: bool) -> VerifyReport:
     """Verifies a rewritten model with a mistake; `original`: the original graph plays the rewritten one."""
     path = write_decoder(folder / "m.onnx", config)
-    imported = import_model(path, PlanOptions(attention_span=not original))
+    logits = LogitPositions.ALL if original else LogitPositions.LAST
+    imported = import_model(path, PlanOptions(attention_span=not original, logits=logits))
     wrong = ModelProto()
     wrong.CopyFrom(imported.source.proto if original else imported.model)
     mistake(wrong)
@@ -214,12 +215,27 @@ def next_key_visible(model: ModelProto) -> None:
         insert(model, node, 1, "Add", one)
 
 
+def first_positions(model: ModelProto) -> None:
+    """Logits of the first positions instead of the last."""
+    cut = next(n for n in nodes(model, "Slice") if "last_positions" in n.name)
+    last = next(n for n in nodes(model, "Shape") if n.input[0] == "logits_span")
+    cut.input[1], cut.input[2] = constant(model, "none", [0]), last.output[0]
+
+
+def one_position_early(model: ModelProto) -> None:
+    """Logits of positions that end before the last."""
+    cut = next(n for n in nodes(model, "Slice") if "last_positions" in n.name)
+    one = constant(model, "one", [1])
+    for place in (1, 2):
+        insert(model, cut, place, "Sub", one)
+
+
 IMPORTER_MISTAKES = [
     span_short_by_one, update_not_transposed, mask_not_shifted, own_key_hidden, next_key_visible, swap_keys_and_values,
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("mistake", IMPORTER_MISTAKES)
+@pytest.mark.parametrize("mistake", [*IMPORTER_MISTAKES, first_positions, one_position_early])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_mistake_in_the_importers_model_fails(tmp_path: Path, dtype: str, mistake: Mistake) -> None:
     report = verify_mutated(tmp_path, DecoderConfig(dtype=dtype), mistake, original=False)

@@ -46,7 +46,11 @@ def test_linear_decoders(tmp_path: Path, form: str, dtype: str, kv_heads: int) -
     assert report.garbage == (1e4 if dtype == "float16" else 1e30)
     assert report.float32_twin is (dtype == "bfloat16")
     if form != "five-d":
-        assert {len(step.spans) for step in report.steps} == {1, 3}
+        assert {len(step.spans) - (step.length > 1) for step in report.steps} == {1, 3}
+    for step in report.steps:
+        assert step.kept[0] == step.length  # logits of all positions, and in one more run of fewer
+        assert (min(step.kept) < step.length) is (step.length > 1)
+    assert {1, 2} <= {min(step.kept) for step in report.steps if step.length > 1}
 
 
 @pytest.mark.parametrize("sequence", ["S", 1, 4])

@@ -14,11 +14,12 @@ from trt_kvcache.cli.options import (
     EmbeddingsOption,
     JsonOption,
     LatentOption,
+    LogitsOption,
     SlidingOption,
     WindowChunkOption,
     runner_options,
 )
-from trt_kvcache.importer.plan import LatentAttention, Sliding
+from trt_kvcache.importer.plan import LatentAttention, LogitPositions, Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.bench import BenchReport
@@ -41,6 +42,7 @@ def bench(
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
+    logits: LogitsOption = LogitPositions.LAST,
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -53,7 +55,7 @@ def bench(
     from trt_kvcache.runtime.session import DecodeSession
 
     pyplot = None if plot is None else load_pyplot()  # asked for before anything is measured
-    options = runner_options(model, capacity, sliding, window_chunk, latent_attention)
+    options = runner_options(model, capacity, sliding, window_chunk, latent_attention, logits)
     sizes = [_numbers(name, text) for name, text in (("lengths", lengths), ("positions", positions))]
     with DecodeSession.open(
         model, device=device.value, embeddings=embeddings, max_batch=max_batch, threads=threads, **options

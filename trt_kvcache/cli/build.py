@@ -18,6 +18,7 @@ from trt_kvcache.cli.options import (
     FallbackOption,
     JsonOption,
     LatentOption,
+    LogitsOption,
     ModelArgument,
     SlidingOption,
     SpanOption,
@@ -26,7 +27,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, LogitPositions, Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.engine.manifest import Manifest
@@ -53,6 +54,15 @@ def build(
             min=1,
             metavar="TOKENS",
             help="Longest update in a step. Default: the model's own, else 512.",
+            rich_help_panel=_SIZES,
+        ),
+    ] = None,
+    max_logits: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Most positions that a step gives logits of, such as drafts of N - 1 tokens. Default: 16.",
             rich_help_panel=_SIZES,
         ),
     ] = None,
@@ -141,6 +151,7 @@ def build(
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
+    logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
@@ -155,6 +166,7 @@ def build(
         max_batch=max_batch,
         opt_batch=opt_batch,
         max_chunk=max_chunk,
+        max_logits=max_logits,
         max_encoder=max_encoder,
         opt_encoder=opt_encoder,
         decode_weights=decode_weights.value,
@@ -179,6 +191,7 @@ def build(
         sliding=sliding,
         window_chunk=window_chunk,
         latent_attention=latent_attention,
+        logits=logits,
         config=config,
     )
     start = time.perf_counter()

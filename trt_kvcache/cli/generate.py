@@ -14,11 +14,12 @@ from trt_kvcache.cli.options import (
     EmbeddingsOption,
     JsonOption,
     LatentOption,
+    LogitsOption,
     SlidingOption,
     WindowChunkOption,
     runner_options,
 )
-from trt_kvcache.importer.plan import LatentAttention, Sliding
+from trt_kvcache.importer.plan import LatentAttention, LogitPositions, Sliding
 
 if TYPE_CHECKING:
     from trt_kvcache.runtime.config import GenerationConfig
@@ -137,6 +138,7 @@ def generate(
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
+    logits: LogitsOption = LogitPositions.LAST,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: of each token.")] = False,
     json: JsonOption = False,
 ) -> None:
@@ -174,7 +176,7 @@ def generate(
             "output_logprobs": logprobs or None,
         },
     )
-    options = runner_options(model, capacity, sliding, window_chunk, latent_attention)
+    options = runner_options(model, capacity, sliding, window_chunk, latent_attention, logits)
     view = (JsonView if json else LiveView)(text=reader is not None)
     if run(
         lambda: DecodeSession.open(

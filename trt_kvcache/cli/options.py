@@ -9,7 +9,15 @@ from typing import Annotated, Any
 import typer
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, PlanOptions, Sliding, Target
+from trt_kvcache.importer.plan import (
+    CacheLayout,
+    Fallback,
+    LatentAttention,
+    LogitPositions,
+    PlanOptions,
+    Sliding,
+    Target,
+)
 
 
 class Switch(str, Enum):
@@ -110,6 +118,13 @@ LatentOption = Annotated[
         rich_help_panel=_PLAN,
     ),
 ]
+LogitsOption = Annotated[
+    LogitPositions,
+    typer.Option(
+        help="last: logits of as many of a step's last positions as asked for; prefill needs one. all: as exported.",
+        rich_help_panel=_PLAN,
+    ),
+]
 ConfigOption = Annotated[
     Path | None,
     typer.Option(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", rich_help_panel=_PLAN),
@@ -134,6 +149,7 @@ def plan_options(
     sliding: Sliding,
     window_chunk: int,
     latent_attention: LatentAttention,
+    logits: LogitPositions,
     packed_native: Switch = Switch.ON,
 ) -> PlanOptions:
     """Make `PlanOptions` of the options as given on the command line."""
@@ -148,11 +164,17 @@ def plan_options(
         sliding=sliding,
         window_chunk=window_chunk,
         latent_attention=latent_attention,
+        logits=logits,
     )
 
 
 def runner_options(
-    model: Path, capacity: int | None, sliding: Sliding, window_chunk: int, latent_attention: LatentAttention
+    model: Path,
+    capacity: int | None,
+    sliding: Sliding,
+    window_chunk: int,
+    latent_attention: LatentAttention,
+    logits: LogitPositions,
 ) -> dict[str, Any]:
     """Options of `DecodeSession.open` made of those that plan a model; none where none was given.
 
@@ -160,13 +182,17 @@ def runner_options(
         OptionError: they are given for an engine, which was planned when it was built.
     """
     options = PlanOptions(
-        capacity=capacity, sliding=sliding, window_chunk=window_chunk, latent_attention=latent_attention
+        capacity=capacity,
+        sliding=sliding,
+        window_chunk=window_chunk,
+        latent_attention=latent_attention,
+        logits=logits,
     )
     if options == PlanOptions():
         return {}
     if model.suffix.lower() != ".onnx" and not model.is_dir():
         raise OptionError(
-            f"--capacity, --sliding, --window-chunk and --latent-attention plan a model, and {model} is taken for an "
-            "engine, which was planned when it was built; leave them out, or give the .onnx file"
+            f"--capacity, --sliding, --window-chunk, --latent-attention and --logits plan a model, and {model} is "
+            "taken for an engine, which was planned when it was built; leave them out, or give the .onnx file"
         )
     return {"plan_options": options}

@@ -15,6 +15,7 @@ from trt_kvcache.cli.options import (
     FallbackOption,
     JsonOption,
     LatentOption,
+    LogitsOption,
     ModelArgument,
     PackedOption,
     SlidingOption,
@@ -24,7 +25,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, LogitPositions, Sliding, Target
 
 
 def plan(
@@ -38,6 +39,7 @@ def plan(
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
+    logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences to count cache bytes for.")] = 1,
     every_row: AllOption = False,
@@ -60,6 +62,7 @@ def plan(
             sliding=sliding,
             window_chunk=window_chunk,
             latent_attention=latent_attention,
+            logits=logits,
             config=config,
         ),
     )

@@ -49,6 +49,7 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_r
     _print_attention(out, plan, group)
     _print_masks(out, plan)
     _print_spans(out, plan)
+    _print_logits_span(out, plan)
     _print_tensors(out, plan, group, in_full=every_row)
     if plan.caches:
         sequence, total = bytes_of(plan, batch)
@@ -199,6 +200,16 @@ def _print_spans(out: Console, plan: CachePlan) -> None:
         out.print(
             f"\nspan: the added input {span.name} [{span.symbol}] holds 0, 1, 2, ...; its shape says how many of the "
             f"{span.capacity} cache rows a step reads: at least the largest of {span.lengths}"
+        )
+
+
+def _print_logits_span(out: Console, plan: CachePlan) -> None:
+    span = plan.logits_span
+    if span is not None:
+        out.print(
+            f"\nlogits: of the last positions of a step, computed from those of '{span.tensor}'; the shape of the "
+            f"added input {span.name} [{span.symbol}] says of how many, from 1 (the next token) to all; its contents "
+            "do not matter"
         )
 
 

@@ -14,6 +14,7 @@ from trt_kvcache.cli.options import (
     ConfigOption,
     FallbackOption,
     LatentOption,
+    LogitsOption,
     ModelArgument,
     PackedOption,
     SlidingOption,
@@ -23,7 +24,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, LogitPositions, Sliding, Target
 
 
 def rewrite(
@@ -38,6 +39,7 @@ def rewrite(
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
+    logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,
 ) -> None:
     """Write the rewritten model alone, for trtexec and others. It is standard ONNX; weights stay where they are."""
@@ -58,6 +60,7 @@ def rewrite(
             sliding=sliding,
             window_chunk=window_chunk,
             latent_attention=latent_attention,
+            logits=logits,
             config=config,
         ),
     )

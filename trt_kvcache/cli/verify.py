@@ -16,6 +16,7 @@ from trt_kvcache.cli.options import (
     FallbackOption,
     JsonOption,
     LatentOption,
+    LogitsOption,
     ModelArgument,
     PackedOption,
     SlidingOption,
@@ -25,7 +26,7 @@ from trt_kvcache.cli.options import (
     WindowChunkOption,
     plan_options,
 )
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, LogitPositions, Sliding, Target
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -60,6 +61,7 @@ def verify(
     sliding: SlidingOption = Sliding.LINEAR,
     window_chunk: WindowChunkOption = WINDOW_CHUNK,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
+    logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,
     every_row: AllOption = False,
     json: JsonOption = False,
@@ -84,6 +86,7 @@ def verify(
             sliding=sliding,
             window_chunk=window_chunk,
             latent_attention=latent_attention,
+            logits=logits,
             config=config,
         ),
         VerifyOptions(
@@ -110,7 +113,7 @@ def _print(model: str, report: VerifyReport, *, every_row: bool) -> None:
     engines = report.original_engine
     if report.rewritten_engine != report.original_engine:
         engines += f" and {report.rewritten_engine}"
-    runs = sum(max(1, len(step.spans)) for step in report.steps)
+    runs = sum(max(1, len(step.spans), len(step.kept)) for step in report.steps)
     out.print(f"{model}: original against rewritten on {engines}, {len(report.steps)} steps, {runs} runs")
     grid = table("output", "role", "dtype", "largest difference", "of its scale", "allowed", "")
     keys = [(o.name, o.role, o.dtype, f"{o.tolerance:.1g}", str(o.passed)) for o in report.outputs]

@@ -172,6 +172,7 @@ def _manifest(
         profiles=profiles,
         max_batch=limits.max_batch,
         max_chunk=limits.max_chunk,
+        max_logits=limits.max_logits,
         model=model,
         engine=FileIdentity(engine.name, done.size, done.blake3),
         options=_flat(build),

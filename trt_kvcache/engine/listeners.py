@@ -16,8 +16,8 @@ from trt_kvcache.engine.protocol import Log, Node, Progress, ProgressEvent, Send
 _NODE = "arsing node: "
 
 # Log lines that say nothing about this build: every int64 input is announced as a warning (the manifest has the
-# dtypes), and a machine without a driver is asked for its GPU in passing.
-_NOISE = ("has Int64 binding", "CUDA driver version is insufficient")
+# dtypes), a machine without a driver is asked for its GPU in passing, and of logits_span only the shape is to count.
+_NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Tensor logits_span")
 
 
 def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:

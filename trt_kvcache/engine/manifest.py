@@ -58,6 +58,7 @@ class Manifest:
         aliases: present tensor -> past tensor, bound to one device address.
         double_buffered: present tensor -> past tensor for state, and for caches that are not in place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
+        max_logits: most positions of one sequence that a step gives logits of; None: those that the model gives.
         vocab, max_positions: rows of the tables that token ids and positions look up; None where none is known. The
             runtime checks them, because TensorRT reports no error for an index beyond them.
         backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
@@ -83,6 +84,7 @@ class Manifest:
     warnings: tuple[str, ...] = ()
     vocab: int | None = None
     max_positions: int | None = None
+    max_logits: int | None = None
     schema_version: int = SCHEMA_VERSION
 
 

@@ -13,6 +13,8 @@ BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
 VERBOSITIES = ("none", "layer-names-only", "detailed")
 DEFAULT_CHUNK = 512
+DEFAULT_LOGITS = 16
+"""Enough to verify drafts of 15 tokens in one step."""
 CURRENT = "current"
 """The compute capability of the GPU at hand."""
 
@@ -36,6 +38,8 @@ class BuildOptions:
         opt_batch: the batch that kernels are chosen for. None: `max_batch`.
         max_chunk: the longest update in tokens. None: the model's own, if it is fixed, else 512 or the capacity if
             that is smaller.
+        max_logits: of how many of the last positions of a step logits can be asked for; more go in several steps. Their
+            memory grows with it. None: 16, or the longest update if that is shorter.
         max_encoder: the longest output of an encoder, in positions, for models that attend one. None: `max_shapes`
             says.
         opt_encoder: the length of it that kernels are chosen for. None: `max_encoder`.
@@ -66,6 +70,7 @@ class BuildOptions:
     max_batch: int | None = None
     opt_batch: int | None = None
     max_chunk: int | None = None
+    max_logits: int | None = None
     max_encoder: int | None = None
     opt_encoder: int | None = None
     decode_weights: str = "auto"
@@ -86,7 +91,7 @@ class BuildOptions:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("decode_weights", self.decode_weights, DECODE_WEIGHTS)
         _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
-        for name in ("max_batch", "opt_batch", "max_chunk", "max_encoder", "opt_encoder", "workspace"):
+        for name in ("max_batch", "opt_batch", "max_chunk", "max_logits", "max_encoder", "opt_encoder", "workspace"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")

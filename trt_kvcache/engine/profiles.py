@@ -5,8 +5,9 @@ tokens per sequence and step, ``decode`` exactly one.
 
 For decode steps of exactly one row, TensorRT for RTX 1.7.1 stores weights in a layout of their own: an engine of 377 MB
 instead of 227 MB for 202 MB of float16 weights. So ``decode`` goes up to a batch of two where the largest batch is one,
-and nobody has to use it. With quantized weights it is the other way round, 90 MB against 109 MB for 81 MB in int4, and
-172 MB against 263 MB for 126 MB in int8: there it stays at one.
+and nobody has to use it. ``prefill`` goes up to logits of two positions then: its tail would have one row for those of
+one, 323 MB instead of 245 MB for 232 MB. With quantized weights it is the other way round, 90 MB against 109 MB for
+81 MB in int4, and 172 MB against 263 MB for 126 MB in int8: there it stays at one.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from trt_kvcache.engine.manifest import Profile, ShapeRange
-from trt_kvcache.engine.options import DEFAULT_CHUNK, BuildOptions, Shape
+from trt_kvcache.engine.options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
 
@@ -30,6 +31,7 @@ class Limits:
     Attributes:
         max_chunk: most tokens of one sequence in one step.
         capacity: rows of the smallest cache.
+        max_logits: most positions of one sequence that a step gives logits of; None: the model says.
         encoder: positions of an encoder's output: fewest, typical, most; None where nobody said.
     """
 
@@ -37,6 +39,7 @@ class Limits:
     opt_batch: int
     max_chunk: int
     capacity: int
+    max_logits: int | None = None
     encoder: tuple[int, int, int] | None = None
 
 
@@ -77,7 +80,31 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
     encoder = None if build.max_encoder is None else (1, build.opt_encoder or build.max_encoder, build.max_encoder)
     if encoder and not any("encoder" in t.axes for t in plan.tensors):
         raise OptionError("--max-encoder is given, and no input of the model is as long as an encoder's output")
-    return Limits(max_batch, opt_batch, max_chunk, capacity, encoder)
+    return Limits(max_batch, opt_batch, max_chunk, capacity, _logits(plan, build, chunk, max_chunk), encoder)
+
+
+def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: int) -> int | None:
+    """Of how many positions a step can give logits, where the caller decides.
+
+    Where updates are of a fixed length, a step of fewer tokens is filled up behind them, and its last token may be
+    anywhere.
+    """
+    asked = build.max_logits
+    if plan.logits_span is None:
+        if asked is not None:
+            raise OptionError(
+                f"--max-logits is {asked}, and the plan leaves the model's logits as they are (see its notes, and "
+                "--logits); leave it out"
+            )
+        return None
+    if asked is not None and asked > max_chunk:
+        raise OptionError(f"--max-logits is {asked}, and a step has at most {max_chunk} positions; give at most that")
+    if fixed is not None and asked not in (None, fixed):
+        raise OptionError(
+            f"--max-logits is {asked}, and all updates of the model have {fixed} tokens, of which any may be the last "
+            "one that counts: leave it out"
+        )
+    return fixed or asked or min(DEFAULT_LOGITS, max_chunk)
 
 
 def make_profiles(
@@ -97,14 +124,15 @@ def make_profiles(
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
     _check_names(inputs, build)
+    shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
+    several = shared and limits.max_batch == 1  # rows, even where nobody uses them
+    if several and limits.max_logits == 1:
+        limits = replace(limits, max_logits=2)
     prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))
     decode = Profile("decode", dict(_ranges(plan, inputs, build, limits, 1)))
     if prefill.shapes == decode.shapes:
         return (decode if limits.max_chunk == 1 else prefill,)
-    shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
-    if shared and limits.max_batch == 1:
-        decode = _wider(plan, decode)
-    return prefill, decode
+    return prefill, _wider(plan, decode) if several else decode
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
@@ -156,6 +184,10 @@ def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk
             return batch[0] + 1, batch[1] + 1, batch[2] + 1
         case "sequence":
             return 1, chunk, chunk
+        case "kept":
+            fixed = any(isinstance(c.update_length, int) for c in plan.caches)
+            most = limits.max_logits or 1
+            return 1, 1, most if fixed else min(most, chunk)
         case "tokens":
             return 1, limits.opt_batch * chunk, limits.max_batch * chunk
         case "keys":
@@ -233,14 +265,16 @@ def _known_axis(
 ) -> Range:
     """The range of an axis of the decode loop, narrowed by the caller."""
     axis = tensor.axes[index]
-    if isinstance(tensor.shape[index], int) or (axis in ("sequence", "tokens") and chunk == 1 != limits.max_chunk):
+    if isinstance(tensor.shape[index], int) or (
+        axis in ("sequence", "tokens", "kept") and chunk == 1 != limits.max_chunk
+    ):
         return known  # the decode profile takes one token per sequence, whatever the caller says about prefill
     low, typical, high = (k if a is None else a for a, k in zip(asked, known, strict=True))
     if asked[1] is None:  # ours is a default: it gives way
         typical = min(max(typical, low), high)
     owner = {
         "batch": "--max-batch", "batch+1": "--max-batch", "sequence": "--max-chunk", "tokens": "--max-chunk",
-        "encoder": "--max-encoder",
+        "encoder": "--max-encoder", "kept": "--max-logits",
     }  # fmt: skip
     if high > known[2] or (axis in owner and high < known[2]):
         allowed = f"at most {known[2]} (the capacity)" if axis not in owner else f"{known[2]} (from {owner[axis]})"

@@ -15,6 +15,7 @@ from trt_kvcache.importer.cross import find_cross_attention
 from trt_kvcache.importer.experts import EXPERTS
 from trt_kvcache.importer.graph import contains, dims, is_op, producer
 from trt_kvcache.importer.index_limits import index_limits
+from trt_kvcache.importer.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.independence import check_exported
 from trt_kvcache.importer.normalize.states import find_states
@@ -22,6 +23,8 @@ from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,
     Dim,
+    InterfaceChange,
+    LogitsSpan,
     PlanOptions,
     Role,
     Route,
@@ -73,6 +76,7 @@ def analyze(
     if findings is None or not findings.original:
         check_exported(model, roles, options.capacity or max((c.capacity for c in caches), default=0))
     relaxed = _relaxed_masks(graph, options)
+    logits, kept = plan_logits(graph, roles, options)
     plan = CachePlan(
         options=options,
         opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
@@ -80,13 +84,14 @@ def analyze(
         attention=attention.attention,
         masks=attention.masks,
         spans=attention.spans,
-        tensors=_rewritten_roles(roles, caches, attention.spans, relaxed),
+        tensors=_rewritten_roles(roles, caches, attention.spans, relaxed, logits),
         warnings=(*_warnings(caches), *attention.warnings),
         inlined=inlined,
         states=states,
-        notes=(*(findings.notes if findings is not None else ()), *_planes(roles)),
-        changes=findings.changes if findings is not None else (),
+        notes=(*(findings.notes if findings is not None else ()), *_planes(roles), *((kept,) if kept else ())),
+        changes=(*findings.changes, *_changes(roles, logits)) if findings is not None else (),
         original=findings.original if findings is not None else (),
+        logits_span=logits,
     )
     return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
 
@@ -194,13 +199,18 @@ def _relaxed_masks(graph: gs.Graph, options: PlanOptions) -> dict[str, str]:
     return relaxed
 
 
+def _changes(roles: tuple[TensorRole, ...], logits: LogitsSpan | None) -> list[InterfaceChange]:
+    return [change_of(r, logits) for r in roles if logits is not None and (r.name, r.io) == (logits.output, "output")]
+
+
 def _rewritten_roles(
     roles: tuple[TensorRole, ...],
     caches: tuple[CacheUpdate, ...],
     spans: tuple[SpanInput, ...],
     relaxed: dict[str, str],
+    logits: LogitsSpan | None,
 ) -> tuple[TensorRole, ...]:
-    """Roles of the rewritten model: physical cache shapes, relaxed masks, added span inputs."""
+    """Roles of the rewritten model: physical cache shapes, relaxed masks, added inputs, logits of some positions."""
     physical = {name: c for c in caches if c.carried for name in (c.past, c.present)}
     result: list[TensorRole] = []
     for role in roles:
@@ -212,8 +222,9 @@ def _rewritten_roles(
         elif role.name in relaxed:
             result.append(replace(role, shape=(*role.shape[:-1], relaxed[role.name]), axes=(*role.axes[:-1], "keys")))
         else:
-            result.append(role)
+            result.append(with_span(role, logits))
     added = [TensorRole(s.name, "input", Role.SPAN, "int64", (s.symbol,), "added", ("span",)) for s in spans]
+    added += [role_of(logits)] if logits is not None else []
     inputs = [r for r in result if r.io == "input"]
     outputs = [r for r in result if r.io != "input"]
     return (*inputs, *added, *outputs)

@@ -17,6 +17,7 @@ from trt_kvcache.importer.plan_interface import StateUpdate as StateUpdate
 from trt_kvcache.importer.plan_options import CacheLayout as CacheLayout
 from trt_kvcache.importer.plan_options import Fallback as Fallback
 from trt_kvcache.importer.plan_options import LatentAttention as LatentAttention
+from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
@@ -229,6 +230,27 @@ class SpanInput:
 
 
 @dataclass(frozen=True)
+class LogitsSpan:
+    """An added int64 input ``[span]``: its *shape* says of how many of the last positions of a step the logits are.
+
+    From 1 to S; more than S is S. The contents do not matter.
+
+    Attributes:
+        output: name of the logits, ``[B, span, V]``.
+        tensor: name of the value ``[B, S, ...]`` that is cut to its last positions.
+        axis: of the positions in it.
+        readers: names of the nodes that read what is left of it; others read all of it.
+    """
+
+    name: str
+    symbol: str
+    output: str
+    tensor: str
+    axis: int
+    readers: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TensorRole:
     """The part that one graph input or output plays.
 
@@ -237,8 +259,9 @@ class TensorRole:
         shape: of the rewritten model.
         found_by: what showed it: ``"graph: ..."``, ``"config: ..."`` or ``"added"``.
         axes: for dynamic dimensions, which size of a decode loop each axis is: ``"batch"``, ``"sequence"`` (S_new),
-            ``"span"``, ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"`` (length of a mask), ``"encoder"`` (length of
-            what the decoder attends beside its own text), or ``""`` where it is fixed, or ``"?"`` where nothing says.
+            ``"span"``, ``"kept"`` (positions that logits are of), ``"tokens"`` (packed T), ``"batch+1"``, ``"keys"``
+            (length of a mask), ``"encoder"`` (length of what the decoder attends beside its own text), or ``""`` where
+            it is fixed, or ``"?"`` where nothing says.
     """
 
     name: str
@@ -267,6 +290,7 @@ class CachePlan:
         changes: inputs and outputs of the model as exported that change or disappear.
         original: the interface of the model as exported; empty where normalization left it as it is.
         states: state that is no attention cache.
+        logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
     """
 
     options: PlanOptions
@@ -282,6 +306,7 @@ class CachePlan:
     changes: tuple[InterfaceChange, ...] = ()
     original: tuple[OriginalTensor, ...] = ()
     states: tuple[StateUpdate, ...] = ()
+    logits_span: LogitsSpan | None = None
     schema_version: int = field(default=1)
 
     def cache_bytes(self, batch: int = 1) -> int:

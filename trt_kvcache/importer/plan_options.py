@@ -55,6 +55,15 @@ class LatentAttention(str, Enum):
     """Keys and values of all rows in use are computed in each step, as exported. Fast where a step has many tokens."""
 
 
+class LogitPositions(str, Enum):
+    """The option ``--logits``: of which positions of a step are they computed?"""
+
+    LAST = "last"
+    """Of as many of the last ones as the caller asks for (adds an input, see `LogitsSpan`): prefill needs one."""
+    ALL = "all"
+    """Of those that the model as exported gives."""
+
+
 @dataclass(frozen=True)
 class PlanOptions:
     """What a caller may decide about a plan.
@@ -71,6 +80,7 @@ class PlanOptions:
         window_chunk: the most tokens of one update, where `sliding` makes circular caches: they hold that many rows
             beside the window.
         latent_attention: how to attend over latents.
+        logits: of which positions of a step the logits are computed.
     """
 
     target: Target = Target.TENSORRT_RTX
@@ -83,3 +93,4 @@ class PlanOptions:
     sliding: Sliding = Sliding.LINEAR
     window_chunk: int = 128
     latent_attention: LatentAttention = LatentAttention.ABSORBED
+    logits: LogitPositions = LogitPositions.LAST

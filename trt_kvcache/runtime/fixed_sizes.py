@@ -41,7 +41,7 @@ def whole_step(runner: Runner, inputs: StepInputs, batch: StepBatch) -> Iterator
     starts[taking_part] = batch.starts
     constants = list(batch.constants[:1] * rows)
     constants[taking_part] = batch.constants
-    keep = batch.keep if length == batch.length or not batch.keep else length
+    keep = batch.keep and length - batch.length + batch.keep  # what fills the step up lies behind them
     beside = (taking_part.start, rows - taking_part.stop), (0, length - batch.length)
     embeds, positions = batch.embeds, batch.positions
     if embeds is not None:
@@ -73,4 +73,4 @@ def asked_logits(logits: Array, batch: StepBatch, whole: StepBatch) -> Array:
         return logits
     first = batch.first_row - whole.first_row
     rows = logits[first : first + batch.rows]
-    return rows if whole.length == batch.length else rows[:, batch.length - batch.keep : batch.length]
+    return rows[:, : batch.keep]

@@ -87,6 +87,7 @@ class StepInputs:
         self._caches = carried_caches(plan)
         self._plan = plan
         self._spans = {s.name: s for s in plan.spans}
+        self._kept = () if plan.logits_span is None else (plan.logits_span.name,)
         filled = [t for t in plan.tensors if t.io == "input" and t.role not in _GIVEN]
         self._inputs = tuple(named_axes(t, plan) for t in filled)
         self._check()
@@ -148,13 +149,15 @@ class StepInputs:
         return min(default, allowed) if asked is None else asked
 
     def signature(self, batch: StepBatch) -> tuple[int, ...]:
-        """Rows, tokens per row and cache rows read: steps of one signature have inputs of the same shapes."""
+        """Rows, tokens per row, cache rows read and so on: steps of one signature have inputs of the same shapes."""
         sizes = batch.constants[0].sizes if batch.constants else ()
-        return batch.rows, batch.length, self._rows(batch.longest, self._largest), *sizes
+        kept = (batch.sizes["kept"],) if self._kept else ()
+        return batch.rows, batch.length, self._rows(batch.longest, self._largest), *kept, *sizes
 
     def span_sizes(self, batch: StepBatch) -> dict[str, int]:
         """Length of each span input for this step; the contents are always 0, 1, ... length - 1."""
-        return {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
+        rows = {name: self._rows(batch.longest, span.capacity) for name, span in self._spans.items()}
+        return rows | dict.fromkeys(self._kept, batch.sizes["kept"])
 
     def arrays(self, batch: StepBatch) -> dict[str, Array]:
         """Values of all inputs but caches, state, constants and spans, by name: C-contiguous, in the model's dtype."""

@@ -34,13 +34,14 @@ class StepLogits:
         size = tensor.shape[-1] if tensor.shape else "?"
         self._what = what
         for dim, axis in zip(tensor.shape[:-1], tensor.axes[:-1], strict=True):
-            if isinstance(dim, str) and axis not in ("batch", "sequence", "tokens"):
+            if isinstance(dim, str) and axis not in ("batch", "sequence", "kept", "tokens"):
                 raise UnsupportedModelError(f"{what}: nothing says how large '{dim}' is; fix it in the model")
         self.known = isinstance(size, int)
         self._vocab = size if isinstance(size, int) else 0
         tokens = plan.tensor(Role.TOKENS)
         one_at_a_time = tokens is not None and not {"sequence", "tokens"} & set(named_axes(tokens, plan).axes)
-        self.last_only = not one_at_a_time and not {"sequence", "tokens"} & set(tensor.axes)
+        self._counted = "kept" in tensor.axes
+        self.last_only = not one_at_a_time and not {"sequence", "kept", "tokens"} & set(tensor.axes)
 
     @property
     def vocab(self) -> int:
@@ -74,7 +75,7 @@ class StepLogits:
         Raises:
             SessionError: fewer than are asked for.
         """
-        positions = 1 if self.last_only else batch.length
+        positions = 1 if self.last_only else batch.sizes["kept"] if self._counted else batch.length
         if batch.keep > positions:
             raise SessionError(
                 f"the model gives the logits of the last position only (output '{self.name}'), and those of the last "

@@ -76,6 +76,7 @@ class DecodeLoop:
         self._outcomes: list[tuple[int, Outcome]] = []
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
+        self._max_logits = runner.max_logits or runner.max_chunk
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -151,7 +152,7 @@ class DecodeLoop:
         draft: list[int] = []
         if run.continuation.config.prompt_lookup_num_tokens:
             room = self._cache.room(run.slot)
-            most = self._cache.largest_update(run.slot) - 1
+            most = min(self._cache.largest_update(run.slot), self._max_logits) - 1
             draft = run.continuation.draft(most if room is None else min(most, room)).tolist()
             draft = list(takewhile(self._has_embedding, draft))  # ids under given embeddings may have none
         return _Piece(run.slot, slot.row, slot.length, [slot.tokens[-1], *draft], len(draft), 1 + len(draft))
@@ -159,8 +160,9 @@ class DecodeLoop:
     def _piece(self, name: int, keep: int) -> _Piece:
         """As many of the waiting tokens as fit into one step; logits where the last `keep` of them lie."""
         slot = self._cache.slot(name)
-        count = min(slot.pending, self._cache.largest_update(name))
-        wanted = max(0, count - max(0, slot.pending - keep))
+        unwanted = max(0, slot.pending - keep)
+        count = min(slot.pending, self._cache.largest_update(name), unwanted + self._max_logits)
+        wanted = max(0, count - unwanted)
         return _Piece(name, slot.row, slot.length, slot.tokens[slot.length : slot.length + count], 0, wanted)
 
     def _groups(self, pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:

@@ -110,6 +110,8 @@ class OnnxRuntimeRunner:
         # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
+        if imported.plan.logits_span is not None:
+            self._spans[imported.plan.logits_span.name] = np.arange(self._max_chunk)
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
         if not self._logits.known:
             self._logits.settle(self._look_for_vocabulary())
@@ -134,6 +136,10 @@ class OnnxRuntimeRunner:
     def max_chunk(self) -> int:
         """Most tokens per row in one step."""
         return self._max_chunk
+
+    @property
+    def max_logits(self) -> None:
+        """Logits of any number of positions."""
 
     @property
     def vocab(self) -> int:

@@ -65,7 +65,8 @@ class StepBatch:
     def sizes(self) -> dict[str, int]:
         """Sizes of the step, by the names that a plan has for axes."""
         tokens = self.rows * self.length
-        return {"batch": self.rows, "sequence": self.length, "tokens": tokens, "batch+1": self.rows + 1}
+        kept = max(self.keep, 1)
+        return {"batch": self.rows, "sequence": self.length, "kept": kept, "tokens": tokens, "batch+1": self.rows + 1}
 
     @cached_property
     def longest(self) -> int:
@@ -104,6 +105,11 @@ class Runner(Protocol):
     @property
     def max_chunk(self) -> int:
         """Most tokens per row in one step."""
+        ...
+
+    @property
+    def max_logits(self) -> int | None:
+        """Most positions per row that a step gives logits of: `StepBatch.keep`; None: all."""
         ...
 
     @property

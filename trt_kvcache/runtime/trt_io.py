@@ -53,7 +53,7 @@ class StepBuffers:
         self._rows = rows
         self._tensors = {t.name: t for t in plan.tensors if t.role not in (Role.CACHE, Role.STATE)}
         self._largest = largest
-        self._spans = tuple(s.name for s in plan.spans)
+        self._spans = tuple(t.name for t in self._tensors.values() if t.role is Role.SPAN)
         self._logits = StepLogits(plan)
         self._logits.settle(largest[self._logits.name][-1])
         self.addresses: dict[str, int] = {}
@@ -126,7 +126,7 @@ class StepBuffers:
         rows, keep, size = batch.rows, batch.keep, self._position_bytes
         shape = (rows, keep, self._logits.vocab)
         width = keep * size
-        pitch = size if self._logits.last_only else batch.length * size
+        pitch = self._logits.check(batch) * size
         start = self.addresses[self._logits.name] + pitch - width
         if keep == 0:
             self._cuda.sync()

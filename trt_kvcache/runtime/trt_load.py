@@ -156,13 +156,16 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
 
 
 def _limits(manifest: Manifest) -> list[str]:
-    """What `max_batch` and `max_chunk` promise beyond the profiles."""
+    """What `max_batch`, `max_chunk` and `max_logits` promise beyond the profiles."""
     problems = []
+    if (manifest.max_logits is None) is not (manifest.plan.logits_span is None):
+        problems.append(f"max_logits is {manifest.max_logits}, and the plan says otherwise")
     for tensor in manifest.plan.tensors:
         shapes = [p.shapes[tensor.name].max for p in manifest.profiles if tensor.name in p.shapes]
         for what, axis, limit in (
             ("max_batch", "batch", manifest.max_batch),
             ("max_chunk", "sequence", manifest.max_chunk),
+            ("max_logits", "kept", manifest.max_logits or 1),
         ):
             if axis in tensor.axes and shapes:
                 largest = max(shape[tensor.axes.index(axis)] for shape in shapes)

@@ -163,6 +163,11 @@ class TensorRTRunner:
         return self._max_chunk
 
     @property
+    def max_logits(self) -> int | None:
+        """Most positions per row that a step gives logits of; None: all."""
+        return self._manifest.max_logits
+
+    @property
     def vocab(self) -> int:
         """Token ids are 0 to ``vocab - 1``."""
         return min(self._logits.vocab, self._manifest.vocab or self._logits.vocab)
@@ -311,7 +316,8 @@ class TensorRTRunner:
             end = max(b.carried.capacity for b in self._caches.buffers.values())
             tokens = np.zeros((self._max_batch, length), np.int64)
             starts = np.full(self._max_batch, max(end - length, 0), np.int64)
-            batch = StepBatch(0, tokens, starts, constants=(self._largest_constants(),) * self._max_batch)
+            keep = min(length, self.max_logits or length)
+            batch = StepBatch(0, tokens, starts, keep, (self._largest_constants(),) * self._max_batch)
             shapes = self._shapes(batch)
             context = self._contexts[self._profile(shapes, batch)]
             context.prepare(shapes, {})

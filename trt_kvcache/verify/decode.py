@@ -294,20 +294,25 @@ class Verification:
             last = number == len(steps) - 1
             kinds = self.kinds if last else (self.kinds[number % len(self.kinds)],)
             spans = [self.inputs.spans(step, kind) for kind in kinds]
+            if self.plan.logits_span is not None and step.length > 1:
+                # Logits of all positions, in every run but one: of the last one, or of half of them.
+                spans.append(self.inputs.spans(step, kinds[0], (1, (step.length + 1) // 2)[number % 2]))
             self.steps.append(
                 VerifyStep(
                     name,
                     step.length,
                     step.starts,
                     step.valid,
-                    tuple(max(map(len, s.values())) for s in spans if s),
+                    tuple(rows for s in spans if (rows := self.inputs.rows(s)) is not None),
+                    tuple(kept for s in spans if (kept := self.inputs.kept(s)) is not None),
                 )
             )
             found: Feeds = {}
             for span in spans:
                 found.clear()  # or the caches of the run before would lie in memory, too
                 found |= rewritten.run({**shared, **state, **span})
-                self._compare(comparison, expected, state, found, max(map(len, span.values()), default=None))
+                wanted = self._wanted(expected, self.inputs.kept(span))
+                self._compare(comparison, wanted, state, found, self.inputs.rows(span))
             state |= {c.role.name: found[c.output] for c in self.caches if c.output is not None}
 
     def _compare(self, comparison: Comparison, expected: Expected, past: Feeds, found: Feeds, span: int | None) -> None:
@@ -326,6 +331,14 @@ class Verification:
                 comparison.cache(cache, value, cache.to_logical(before), after, step, span)
             else:
                 comparison.plain(name, value, found[name], step, span)
+
+    def _wanted(self, expected: Expected, kept: int | None) -> Expected:
+        """What the rewritten model gives of what the original gave: logits of the last positions."""
+        logits = self.plan.logits_span
+        whole = None if logits is None else expected[logits.output]
+        if logits is None or kept is None or not isinstance(whole, np.ndarray):
+            return expected
+        return expected | {logits.output: whole[:, whole.shape[1] - kept :]}
 
     def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
         """Cache contents of the original model before an episode's first step; histories do not depend on `garbage`."""

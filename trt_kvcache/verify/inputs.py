@@ -69,9 +69,26 @@ class StepInputs:
         }  # fmt: skip
         return {t.name: self._fill(t, step, sizes | {"keys": self._capacity(t.name)}) for t in self._inputs}
 
-    def spans(self, step: Step, kind: str) -> dict[str, Array]:
-        """The rewritten model's span inputs: ``"tight"``, ``"bucketed"`` (the next multiple of 16) or ``"full"``."""
-        return {span.name: np.arange(_span(span, step, kind)) for span in self._plan.spans}
+    def spans(self, step: Step, kind: str, kept: int | None = None) -> dict[str, Array]:
+        """The rewritten model's span inputs.
+
+        Args:
+            step: which.
+            kind: rows to read: ``"tight"``, ``"bucketed"`` (the next multiple of 16) or ``"full"``.
+            kept: of how many of the last positions logits are computed; None: of all.
+        """
+        made = {span.name: np.arange(_span(span, step, kind)) for span in self._plan.spans}
+        logits = self._plan.logits_span
+        return made if logits is None else made | {logits.name: np.arange(step.length if kept is None else kept)}
+
+    def rows(self, spans: Mapping[str, Array]) -> int | None:
+        """The most cache rows that attention reads with these spans; None where no input says."""
+        return max((len(spans[s.name]) for s in self._plan.spans), default=None)
+
+    def kept(self, spans: Mapping[str, Array]) -> int | None:
+        """Of how many of the last positions logits are computed with these spans; None where no input says."""
+        logits = self._plan.logits_span
+        return None if logits is None else len(spans[logits.name])
 
     def _fill(self, tensor: TensorRole, step: Step, sizes: Mapping[str, int]) -> Array:
         shape = tuple(

@@ -55,6 +55,7 @@ class VerifyStep:
         starts: per row, tokens before the step; its write index.
         valid: per row, valid tokens after the step.
         spans: the spans that the rewritten model ran with, one run each; empty without span inputs.
+        kept: of how many of the last positions it gave logits, one run each; empty where it gives those of all.
         difference: the largest of any output, as a share of its scale; None where outputs are not comparable.
     """
 
@@ -63,6 +64,7 @@ class VerifyStep:
     starts: tuple[int, ...]
     valid: tuple[int, ...]
     spans: tuple[int, ...]
+    kept: tuple[int, ...] = ()
     difference: float | None = 0.0
 
 

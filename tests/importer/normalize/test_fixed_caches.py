@@ -98,6 +98,7 @@ def test_decode(tmp_path: Path, mask: Mask) -> None:
             "write_indices": np.full(2, past),
             "nonpad_kv_seqlen": np.full(2, past + new),
             "attention_span": np.arange(past + new),
+            "logits_span": np.arange(new),
         }
         wanted = run(model, given | before)
         feeds = given | lengths | after

@@ -23,7 +23,7 @@ def test_positions_are_counted_from_the_write_indices(tmp_path: Path, positions:
     result = compare(model, tmp_path)
     assert {v.name for v in result.model.graph.input} == {
         "input_ids", "past_key_values.0.key", "past_key_values.0.value", "write_indices", "nonpad_kv_seqlen",
-        "attention_span",
+        "attention_span", "logits_span",
     }  # fmt: skip
 
 

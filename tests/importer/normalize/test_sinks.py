@@ -88,6 +88,7 @@ def test_queries_that_see_no_key_give_zero(tmp_path: Path) -> None:
     mask[..., 1, :] = True
     caches = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in result.graph.input}
     feeds: dict[str, Any] = {"input_ids": tokens, "mask": mask, "write_indices": np.zeros(1, np.int64)}
+    feeds["logits_span"] = np.arange(2)
     feeds |= {n: np.full([1, *s[1:]], GARBAGE, np.float32) for n, s in caches.items() if "past" in n}
     got = run(result, {v.name: feeds[v.name] for v in result.graph.input})["logits"]
     grown = {n: np.zeros([1, s[1], 0, s[3]], np.float32) for n, s in caches.items() if "past" in n}

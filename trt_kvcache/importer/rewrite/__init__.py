@@ -11,6 +11,7 @@ from trt_kvcache.importer.graph import Emitter
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
+from trt_kvcache.importer.rewrite.logits import cut_logits
 from trt_kvcache.importer.rewrite.plugin import rewrite_plugins
 from trt_kvcache.importer.rewrite.repeats import copy_repeats
 from trt_kvcache.importer.rewrite.spans import add_spans, relax_masks
@@ -23,6 +24,7 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     emitter = Emitter(graph)
     relax_masks(graph, plan)
     add_spans(graph, plan)
+    cut_logits(graph, emitter, plan)
     views = rewrite_caches(graph, emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     rewrite_plugins(graph, emitter, plan)
