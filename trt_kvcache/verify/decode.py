@@ -121,8 +121,8 @@ class Verification:
         self.room = free - need.total(batch)
         if max(w.converted for w in weights) > self.room:
             self.notes.append(
-                f"each step converts the 16-bit weights anew: {max(w.converted for w in weights) / 1e9:.1f} GB for all "
-                "of them at once would not fit into memory"
+                "each step converts the float16 weights anew: "
+                f"{max(w.converted for w in weights) / 1e9:.1f} GB for all of them at once would not fit into memory"
             )
         if max(w.size for w in weights) > self.room:
             self.notes.append("weights do not fit into memory beside the rest: steps read them from their files")

@@ -3,9 +3,10 @@
 Weights of float32 and integers stay in their files, which the operating system maps: they take no memory that it could
 not take back. What ONNX Runtime 1.31.1 does with others was measured on decoders of 0.6 to 1.7 GB:
 
-    float16, bfloat16     no kernels on the CPU: converted to float32 once, which takes 2.2 times their size, or at each
-                          step, one weight at a time, which makes a step 2 to 3 times as long
-    MatMulNBits           packs its weights into as many bytes; without that a step takes 40 times as long
+    float16         no products on the CPU: converted to float32 once, which takes 2.2 times their size, or at each
+                    step, one weight at a time, which makes a step 2 to 3 times as long
+    bfloat16        nothing at all: its float32 twin is a file (`trt_kvcache.verify.twin`)
+    MatMulNBits     packs its weights into as many bytes; without that a step takes 40 times as long
 """
 
 from __future__ import annotations
@@ -23,8 +24,7 @@ from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
 from trt_kvcache.verify.caches import CacheTensor, cache_bytes
 
-_HALF = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
-_CONVERTED = 2.3  # of the bytes of 16-bit weights
+_CONVERTED = 2.3  # of the bytes of float16 weights
 _SHARE = 0.8  # of the memory that is free: other programs want some, too
 _RESERVE = 256 << 20  # bytes, for engines and graphs
 _COPIES = 3  # of all caches: before and after a step, and what the heap keeps of earlier ones
@@ -39,7 +39,7 @@ class Weights:
 
     Attributes:
         size: of all.
-        half: of those of 16-bit floating point.
+        half: of those of float16.
         largest: of the largest of these.
         packed: engines need a copy, packed for products.
     """
@@ -51,7 +51,7 @@ class Weights:
 
     @property
     def converted(self) -> int:
-        """What converting all 16-bit weights once takes."""
+        """What converting all float16 weights once takes."""
         return int(_CONVERTED * self.half)
 
     @property
@@ -62,7 +62,7 @@ class Weights:
 
 def weigh(model: ModelProto) -> Weights:
     """The weights of a model."""
-    sizes = [(byte_size(t) or 0, t.data_type in _HALF) for t in iter_tensors(model)]
+    sizes = [(byte_size(t) or 0, t.data_type == TensorProto.FLOAT16) for t in iter_tensors(model)]
     halves = [size for size, half in sizes if half]
     packed = any(node.op_type == "MatMulNBits" for scope in iter_scopes(model) for node in scope.node)
     return Weights(sum(size for size, _ in sizes), sum(halves), max(halves, default=0), packed)
