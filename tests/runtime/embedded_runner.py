@@ -36,7 +36,8 @@ class EmbeddedRunner(HashRunner):
         *, per_row: bool = True,
     ) -> None:  # fmt: skip
         super().__init__(kinds, max_batch, max_chunk, per_row=per_row)
-        self.plan = embedded_plan(self.plan)
+        self.plan = embedded_plan(self.plan, per_row=per_row)
+        self._per_row = per_row
         self.given: list[StepBatch] = []
         self.written: list[NDArray[np.int64]] = []  # the positions of each step
 
@@ -50,6 +51,7 @@ class EmbeddedRunner(HashRunner):
             places = np.add.outer(batch.starts, np.arange(batch.length))[:, None]
         places = np.broadcast_to(places, (batch.rows, 3, batch.length))
         self.written.append(places)
+        assert self._per_row or (places == places[0]).all(), "the model takes one row of positions for all"
         codes = [
             [code(int(e[0]), p) for e, p in zip(row, place.T.tolist(), strict=True)]
             for row, place in zip(batch.embeds, places, strict=True)
@@ -57,15 +59,14 @@ class EmbeddedRunner(HashRunner):
         return super().step(replace(batch, tokens=np.array(codes, np.int64)))
 
 
-def embedded_plan(plan: CachePlan) -> CachePlan:
-    """With `inputs_embeds` for token ids, and three planes of positions."""
+def embedded_plan(plan: CachePlan, *, per_row: bool) -> CachePlan:
+    """With `inputs_embeds` for token ids, and three planes of positions, for each row or for all of them."""
     kept = [t for t in plan.tensors if t.role not in (Role.TOKENS, Role.POSITIONS)]
     embeds = TensorRole(
         "inputs_embeds", "input", Role.TOKENS, "float", ("batch", "seq", WIDTH), "test", ("batch", "sequence", "")
     )
-    places = TensorRole(
-        "position_ids", "input", Role.POSITIONS, "int64", (3, "batch", "seq"), "test", ("", "batch", "sequence")
-    )
+    shape, axes = ((3, "batch", "seq"), ("", "batch", "sequence")) if per_row else ((3, 1, "seq"), ("", "", "sequence"))
+    places = TensorRole("position_ids", "input", Role.POSITIONS, "int64", shape, "test", axes)
     return replace(plan, tensors=(embeds, places, *kept))
 
 
