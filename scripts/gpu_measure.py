@@ -130,7 +130,8 @@ def decode(
 
     seconds, spread = _median(step, repeats, 6, settle)
     batch = StepBatch(0, ids, np.full(rows, position, np.int64))
-    spans = max(runner.inputs.span_sizes(batch).values(), default=0)
+    sizes = runner.inputs.span_sizes(batch)
+    spans = max((sizes[span.name] for span in runner.plan.spans), default=0)
     for cache in runner.plan.caches:
         read += rows * cache_bytes(cache, 1) * min(spans or cache.capacity, cache.capacity) // cache.capacity
     graphs = runner.graphs.failure or "on" if runner.graphs else "off"

@@ -107,8 +107,8 @@ def _product(node: gs.Node, axis: int, behind: Mapping[str, frozenset[str]]) -> 
 
 def _softmax(node: gs.Node, axis: int, behind: Mapping[str, frozenset[str]]) -> dict[int, int]:
     last = _rank(node.outputs[0]) - 1
-    if int(node.attrs.get("axis", -1)) not in (-1, last):  # before opset 13 others mean more than one axis
-        raise MixedError(f"{node.op} '{node.name}' is not over the last axis")
+    if node.attrs.get("axis") not in (-1, last):  # other axes and defaults before opset 13
+        raise MixedError(f"{node.op} '{node.name}' does not say that it is over the last axis alone")
     _check_off(node, axis, [last])
     return {0: axis}
 
