@@ -45,7 +45,7 @@ def verify_model(
     report says which.
 
     One model at a time is open, and what it gives that is compared is kept in a temporary file. Weights stay in their
-    files; those of float16, which ONNX Runtime converts, take 2.3 times their size, or a step converts them one by one
+    files; those of float16, which ONNX Runtime converts, take 2.6 times their size, or a step converts them one by one
     where that does not fit. Temporary files take the weights of bfloat16 models in float32 and weights that lie inside
     of a model; all are gone when this returns or raises.
 

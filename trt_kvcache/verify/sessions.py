@@ -67,13 +67,16 @@ class OrtSession:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         # Caches are large and come in many sizes, which an arena would all keep.
         options.enable_cpu_mem_arena = False
-        if not weights.packed:
-            # Packed copies of weights take as much memory again and 1.4 s of processor time for a GB; a product with
-            # the 1 to 15 rows of a step takes as long without them.
+        if not weights.packed and not weights.half:
+            # Packed copies of weights take as much memory again, which is not mapped, and 1.4 s of processor time for a
+            # GB; products with the few rows of a step take little longer without them. Weights that are converted
+            # give way to their packed copies.
             options.add_session_config_entry("session.disable_prepacking", "1")
         if weights.converted > room:
             # What constant folding would convert once is converted at each step then; the session opens at once.
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+            # The default order converts many weights before any of them is used.
+            options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         source: str | bytes = str(model)
         if isinstance(model, ModelProto):
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
