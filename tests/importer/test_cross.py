@@ -140,7 +140,7 @@ def test_logits_declared_for_one_token(tmp_path: Path, picked: bool) -> None:
     logits = plan_model(path).tensor(Role.LOGITS, "output")
     assert logits is not None
     assert (logits.shape, logits.axes) == (
-        (("batch", 1, 61), ("batch", "", "")) if picked else (("batch", "sequence", 61), ("batch", "sequence", ""))
+        (("batch", 1, 61), ("batch", "", "")) if picked else (("batch", "logits_span", 61), ("batch", "kept", ""))
     )
     with DecodeSession.open(path) as session:
         slot = session.cache.acquire(constants=encoder_constants("hidden", "none", 6, 0))
