@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -72,6 +73,7 @@ class Verification:
         self.folders = folder if isinstance(folder, tuple) else (folder, folder)
         self.twin = twin
         self.notes: list[str] = []
+        self.most = math.inf  # garbage, at most
         if twin:
             self.notes.append(
                 "ONNX Runtime has no bfloat16 arithmetic on the CPU: both sides ran with float32 in its place, "
@@ -131,10 +133,28 @@ class Verification:
         return replace(limits, batch=batch)
 
     def run(self) -> VerifyReport:
-        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`. Another run has the same tokens.
+        """Runs all episodes and reports; see `trt_kvcache.verify.verify_model`. Another run has the same tokens."""
+        report = self._run_once()
+        sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
+        for magnitude in [m for m in sizes if m < report.garbage]:
+            # ONNX Runtime adds masks to scores, and scores of garbage may outweigh the lowest float16. What leaks shows
+            # at any of the magnitudes: it stays far above the tolerance.
+            finite = all(o.max_relative is not None for o in report.outputs)
+            if report.passed or not self._may_outweigh(finite=finite):
+                break
+            self.most, self.steps = magnitude, []
+            found = "other numbers" if finite else "numbers that are not finite"
+            note = f"garbage of {magnitude:g}: that of {report.garbage:g} gave {found}"
+            report = self._run_once()
+            report = replace(report, notes=(*dict.fromkeys(report.notes), note))
+        return report
 
-        First all of the original, then all of the rewritten model: only one of them lies in memory at a time.
-        """
+    def _may_outweigh(self, *, finite: bool) -> bool:
+        """Whether garbage may have outweighed a mask; `finite`: it gave numbers."""
+        return any(cache.role.dtype == "float16" for cache in self.caches)
+
+    def _run_once(self) -> VerifyReport:
+        """First all of the original, then all of the rewritten model: only one of them lies in memory at a time."""
         self.rng.bit_generator.state = self._drawn_from
         episodes = [e for e in plan_schedule(self.limits, self.verify) if e.steps]
         if not episodes:
@@ -172,7 +192,7 @@ class Verification:
         shared = self.inputs.shared(first)
         trial = {**shared, **self._contents(first, 0.0, 0)}
         original = self._open_original(trial)
-        garbage = self._fit_garbage(self._garbage(original, first, trial))
+        garbage = min(self._garbage(original, first, trial), self.most)
         del trial
         ran = _Ran(original.engine, garbage, shared)
         for number, episode in enumerate(episodes):
@@ -365,10 +385,6 @@ class Verification:
                 return magnitude
         self.notes.append("the original reads cache rows that were never written: garbage there is kept small")
         return sizes[-1]
-
-    def _fit_garbage(self, garbage: float) -> float:
-        """The garbage to use, of what the original hides."""
-        return garbage
 
     def _note_schedule(self, episodes: Sequence[Episode]) -> None:
         if self.limits.no_straddle:
