@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
 import pytest
 from decoders import DecoderConfig, write_decoder
 from runtime.fake_cuda import Machine
@@ -63,6 +65,38 @@ def test_scores_and_drafts_of_an_engine_that_gives_few(model: Path, most: int) -
                     s.cache.release(name)
         texts = [[r.tokens for r in s.generate(prompts, config)] for s in (engine, host)]
         assert texts[0] == texts[1]
+
+
+def last_only(model: Path) -> Path:
+    """The same model, which gives logits ``[B, V]`` of the last position as it is exported."""
+    graph = gs.import_onnx(onnx.load(model))
+    logits = next(t for t in graph.outputs if t.name == "logits")
+    every = gs.Variable("every", dtype=logits.dtype, shape=logits.shape)
+    logits.inputs[0].outputs[0] = every
+    last = gs.Constant("last", np.array(-1))
+    graph.nodes.append(gs.Node("Gather", "pick", {"axis": 1}, [every, last], [logits]))
+    logits.shape = [logits.shape[0], logits.shape[2]]
+    onnx.save(gs.export_onnx(graph), model.with_name("last.onnx"))
+    return model.with_name("last.onnx")
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_scores_and_drafts_of_a_model_that_gives_the_last_ones_only(model: Path, device: str) -> None:
+    few = last_only(model)
+    opened = OnnxRuntimeRunner(few, max_batch=3) if device == "cpu" else None
+    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8, 2, 7]]
+    config = GenerationConfig(max_new_tokens=9, prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
+    with nullcontext(opened) if opened else engine_of(write_engine(few)) as runner:
+        assert runner is not None
+        assert runner.max_logits == 1
+        session, other = DecodeSession(runner), DecodeSession(OnnxRuntimeRunner(model, max_batch=3))
+        assert [r.tokens for r in session.generate(prompts, config)] == [
+            r.tokens for r in other.generate(prompts, config)
+        ]
+        for keep in (1, 4, 30):
+            found = [s.update({s.cache.acquire(): prompts[0]}, keep).popitem()[1] for s in (session, other)]
+            assert found[0].shape == found[1].shape
+            np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_memory_of_logits_is_for_the_positions_that_are_given(model: Path) -> None:

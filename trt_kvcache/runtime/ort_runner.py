@@ -138,8 +138,9 @@ class OnnxRuntimeRunner:
         return self._max_chunk
 
     @property
-    def max_logits(self) -> None:
-        """Logits of any number of positions."""
+    def max_logits(self) -> int | None:
+        """1 of a model that gives logits of the last position only; None: all."""
+        return 1 if self._logits.last_only else None
 
     @property
     def vocab(self) -> int:

@@ -165,7 +165,7 @@ class TensorRTRunner:
     @property
     def max_logits(self) -> int | None:
         """Most positions per row that a step gives logits of; None: all."""
-        return self._manifest.max_logits
+        return 1 if self._logits.last_only else self._manifest.max_logits
 
     @property
     def vocab(self) -> int:
