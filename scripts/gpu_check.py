@@ -20,7 +20,7 @@ first:
   elsewhere, open; aliases; garbage and NaN in unused rows; IAttention's masks and lengths (``gpu_answers.py``);
 - measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
   bandwidth (``gpu_measure.py``);
-- engine tests, for each backend: ``tests/gpu/test_engines.py`` and ``test_plugin_engines.py``;
+- engine tests, for each backend: ``tests/gpu/test_engines.py``, ``test_embeddings.py``, ``test_plugin_engines.py``;
 - compile, kernel tests: every kernel compiled for this GPU (registers, spills), and against numpy: cache updates, and
   the choice of tokens;
 - sanitizer: some kernels under compute-sanitizer, where there is one.
@@ -172,7 +172,9 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
             command += ("--output={out}", *(["--small"] if options.small else []))
             found.append(Step(name, f"measure {capacity}", command, 130, merged=True))
     for name in backends:
-        files = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("engines", "plugin_engines")]
+        files = [
+            str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("engines", "embeddings", "plugin_engines")
+        ]
         found.append(Step(name, "engine tests", (*tests, *files), 150))
     # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
     command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")
