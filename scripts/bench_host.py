@@ -3,9 +3,9 @@
     python scripts/bench_host.py
 
 A GPU waits for the host between two steps, because the next one needs the tokens of the last. So this is measured by
-itself: a session over a runner that fills a step's inputs and then hands out logits that were made before, by batch, by
-the logits' type, greedy and sampled; or what a GPU would find of them. What TensorRT and CUDA take to
-launch a step is not in it.
+itself: a session over a runner that fills a step's inputs and then hands out logits that were made before, or what a
+GPU would find of them; by batch, by the logits' type, greedy and sampled. What TensorRT and CUDA take to launch a step
+is not in it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Canned:
     """A runner whose steps take no time of their own: a `Runner` as far as decoding needs one."""
 
     name = "no model"
-    max_positions = None
+    max_positions = max_logits = None
     max_chunk = 16
 
     def __init__(self, plan: CachePlan, batch: int, vocab: int, dtype: Any, *, chooses: bool) -> None:
