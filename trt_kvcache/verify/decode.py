@@ -24,7 +24,7 @@ from trt_kvcache.verify.memory import give_back, memory, needs, spare, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
-from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits
+from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits, schedule_notes
 from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_session
 
 Array = npt.NDArray[Any]
@@ -387,16 +387,7 @@ class Verification:
         return sizes[-1]
 
     def _note_schedule(self, episodes: Sequence[Episode]) -> None:
-        if self.limits.no_straddle:
-            self.notes.append(
-                "contract: no update straddles the wrap of a circular cache; the updates were split there, as the "
-                "caller of the engine must do"
-            )
-        if not self.limits.ragged:
-            self.notes.append("the model takes one write index or length for the whole batch: all rows start together")
-        wrapped = {c for c in self.limits.circular for e in episodes for s in e.steps if max(s.valid) > c}
-        for capacity in sorted(set(self.limits.circular) - wrapped):
-            self.notes.append(f"circular caches of {capacity} rows did not wrap: other caches of the model end before")
+        self.notes += schedule_notes(self.limits, episodes)
 
     def _role(self, name: str) -> str:
         return next((t.role.value for t in self.plan.tensors if t.io == "output" and t.name == name), Role.OTHER.value)

@@ -7,6 +7,7 @@ case of its own here and not a way to prefill (https://onnx.ai/onnx/operators/on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError
@@ -173,3 +174,19 @@ def _short(limits: Limits) -> list[Episode]:
     starts = tuple(1 + (4 * row) % room for row in range(limits.batch))
     padded = Step(length, starts, tuple(s + max(length - 1 - row % 3, 0) for row, s in enumerate(starts)))
     return [Episode("short", (short,)), Episode("padded", (padded,))]
+
+
+def schedule_notes(limits: Limits, episodes: Sequence[Episode]) -> list[str]:
+    """What people should know of a schedule."""
+    notes = []
+    if limits.no_straddle:
+        notes.append(
+            "contract: no update straddles the wrap of a circular cache; the updates were split there, as the caller "
+            "of the engine must do"
+        )
+    if not limits.ragged:
+        notes.append("the model takes one write index or length for the whole batch: all rows start together")
+    wrapped = {c for c in limits.circular for e in episodes for s in e.steps if max(s.valid) > c}
+    for capacity in sorted(set(limits.circular) - wrapped):
+        notes.append(f"circular caches of {capacity} rows did not wrap: other caches of the model end before")
+    return notes
