@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -292,6 +293,32 @@ def identity(path: Path, name: str, kind: int, shape: list[int | str]) -> Path:
     )
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=9), path)
     return path
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        ({"model_type": "gemma3", "text_config": {"model_type": "gemma3_text"}}, "model_type 'gemma3'"),
+        ({"model_type": "llava", "text_config": {"model_type": "gemma2"}}, "model_type 'gemma2'"),
+        ({"model_type": "granite", "embedding_multiplier": 12.0}, "embedding_multiplier 12.0"),
+        ({"model_type": "minicpm3", "scale_emb": 12}, "scale_emb 12"),
+        ({"model_type": "bart", "scale_embedding": True}, "scale_embedding true"),
+        ({"model_type": "bart", "scale_embedding": False, "scale_emb": 1, "embedding_multiplier": 1.0}, None),
+        ({"model_type": "llama", "text_config": None}, None),
+        ([], None),
+    ],
+)
+def test_a_checkpoint_whose_model_scales_its_table_is_refused(
+    config: Any, setting: str | None, forms: dict[str, Forms], tmp_path: Path
+) -> None:
+    form = forms["static"]
+    save_file({"model.embed_tokens.weight": form.table}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    if setting is None:
+        opened(form.embeds, "cpu", embeddings=tmp_path / "model.safetensors").close()
+        return
+    with pytest.raises(OptionError, match=rf"model scales embeddings \({re.escape(setting)} in config.json\)"):
+        opened(form.embeds, "cpu", embeddings=tmp_path / "model.safetensors")
 
 
 def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Where exporters put the embedding model of a decoder.
+"""Where exporters put the embedding model of a decoder, and what a checkpoint says of its table.
 
-What is known:
+Embedding models:
 
     embedding/model.onnx             mobius-onnx, beside decoder/model.onnx
     genai_config.json                onnxruntime-genai: the file that "embedding" names there
@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["find_embeddings"]
+__all__ = ["find_embeddings", "scaled_by"]
 
 _DECODER = re.compile(r"decoder(_with_past)?_model(_merged)?(?P<suffix>_\w+)?")
 
@@ -46,3 +46,25 @@ def _named_by_genai(folder: Path) -> Iterator[Path]:
         return
     if isinstance(name, str):
         yield folder / name
+
+
+def scaled_by(checkpoint: Path) -> str | None:
+    """The setting of ``config.json`` beside a checkpoint by which its model scales embeddings; None: it says nothing.
+
+    Where it is done differs: in transformers 5.23, Gemma, MiniCPM3 and BART scale where they look tokens up, Granite
+    behind that. So nothing here tells whether an exported decoder takes them scaled.
+    """
+    try:
+        config = json.loads((checkpoint.parent / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    for part in (p for p in parts if isinstance(p, dict)):
+        kind = part.get("model_type")
+        if isinstance(kind, str) and "gemma" in kind:
+            return f"model_type {kind!r}"
+        for name in ("embedding_multiplier", "scale_emb", "scale_embedding"):
+            value = part.get(name)
+            if value is True or value not in (None, False, 1):
+                return f"{name} {json.dumps(value)}"
+    return None

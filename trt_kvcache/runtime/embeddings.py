@@ -14,6 +14,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.embedding_files import scaled_by
 from trt_kvcache.runtime.given import Array, Embeds, Indices
 
 __all__ = [
@@ -125,6 +126,12 @@ def open_embeddings(given: GivenEmbeddings, plan: CachePlan, vocab: int) -> Embe
     if suffix == ".npy":
         return TableEmbeddings(_read_npy(path), tensor, str(path))
     if suffix == ".safetensors":
+        if (setting := scaled_by(path)) is not None:
+            raise OptionError(
+                f"{path}: the checkpoint's model scales embeddings ({setting} in config.json), and nothing says "
+                "whether the decoder takes them scaled or scales them itself; give the table as it takes them, as .npy "
+                "or as an array, or the exporter's embedding model"
+            )
         return TableEmbeddings(*_read_safetensors(path, name, tensor))
     raise OptionError(f"{path}: cannot be read as embeddings; supported: {_WHAT}")
 
