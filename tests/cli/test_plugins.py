@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from needs import needs_nvrtc
 from typer.testing import CliRunner, Result
 
 from trt_kvcache.cli.app import app
-from trt_kvcache.errors import BackendError
 from trt_kvcache.plugins.compile import CACHE_VARIABLE, nvrtc_version
 
 PLAIN = "kvcache_padded_linear_one"
@@ -17,17 +17,6 @@ PLAIN = "kvcache_padded_linear_one"
 
 def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plugins", *arguments])
-
-
-def no_compiler() -> str:
-    try:
-        nvrtc_version()
-    except BackendError as error:
-        return str(error)
-    return ""
-
-
-needs_nvrtc = pytest.mark.skipif(bool(no_compiler()), reason=no_compiler())
 
 
 def test_it_lists_the_family() -> None:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from host_choice import ChoiceCase, HostChoice
 from host_kernel import compiler, sanitizer_flags
+from needs import needs_nvrtc
 from numpy.typing import NDArray
 
-from trt_kvcache.errors import BackendError
 from trt_kvcache.plugins.choice import (
     CANDIDATES,
     CHOICE_DTYPES,
@@ -23,22 +23,13 @@ from trt_kvcache.plugins.choice import (
     read_scores,
     sets_per_row,
 )
-from trt_kvcache.plugins.compile import compile_source, nvrtc_version
+from trt_kvcache.plugins.compile import compile_source
 from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
 from trt_kvcache.runtime.greedy import best
 
 BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
 
 
-def missing() -> str:
-    try:
-        nvrtc_version()
-    except BackendError as error:
-        return str(error)
-    return ""
-
-
-needs_nvrtc = pytest.mark.skipif(bool(missing()), reason=missing())
 ARCHS = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from needs import needs_nvrtc
 
 from trt_kvcache.errors import BackendError, OptionError
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
@@ -22,15 +23,7 @@ KERNELS = tuple(all_kernels())
 PLAIN = KernelConfig(16)
 
 
-def missing() -> str:
-    try:
-        nvrtc_version()
-    except BackendError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+pytestmark = needs_nvrtc
 
 
 @pytest.fixture(autouse=True)
