@@ -3,7 +3,7 @@
     logits [B, S, V] = tail(x [B, S, H])    ->    logits [B, K, V] = tail(x[:, S - K :])
 
 A prefill needs the logits of one position, and V is 128,256 where H is 2,048: computed for all of them, they take from
-5 to 60 % of its arithmetic, and gigabytes.
+7 to 60 % of its products, counted in weights, and gigabytes.
 """
 
 from __future__ import annotations
