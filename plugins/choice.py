@@ -5,6 +5,7 @@ TensorRT knows nothing of them: the runtime launches them behind an engine. See 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import ml_dtypes
@@ -35,6 +36,22 @@ CANDIDATES = 1023
 """Keys that `candidates` writes for a row, behind their number."""
 
 _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
+
+
+@dataclass(frozen=True)
+class ChoiceKernels:
+    """All kernels for one type of logits, in one cubin.
+
+    Attributes:
+        logits: one of `CHOICE_DTYPES`.
+    """
+
+    logits: str
+
+    @property
+    def name(self) -> str:
+        """Of the whole."""
+        return f"choice_{self.logits}"
 
 
 def choice_source(dtype: str) -> str:
@@ -77,7 +94,7 @@ def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = No
     Raises:
         OptionError, BackendError: as of `compile_source`.
     """
-    return compile_source(choice_source(dtype), f"choice_{dtype}", arch, driver=driver)
+    return compile_source(choice_source(dtype), ChoiceKernels(dtype).name, arch, driver=driver)
 
 
 def blocks_per_row(vocab: int, itemsize: int) -> int:

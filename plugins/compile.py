@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +118,7 @@ def compile_source(
         BackendError: NVRTC is not installed, or it failed; the message carries the compiler's log.
     """
     version = nvrtc_version()
-    _check_arch(arch, version)
+    check_arch(arch)
     if driver is not None:
         _check_driver(driver, version, ptx=ptx)
     # A virtual architecture: PTX for this one and all later ones.
@@ -135,25 +133,6 @@ def compile_source(
     made = CompiledKernel(name, arch, version, ptx, code, log)
     _write(path, made)
     return made
-
-
-def compile_ahead(
-    configs: Sequence[KernelConfig], archs: Sequence[str]
-) -> Iterator[tuple[CompiledKernel, CompiledKernel]]:
-    """Compile kernels for architectures, several at a time; yields cubin and PTX, architecture by architecture.
-
-    Raises:
-        OptionError: NVRTC does not know an architecture; nothing was compiled.
-        BackendError: NVRTC is not installed, or it failed.
-    """
-    for arch in archs:
-        _check_arch(arch, nvrtc_version())
-
-    def both(job: tuple[str, KernelConfig]) -> tuple[CompiledKernel, CompiledKernel]:
-        return compile_kernel(job[1], job[0]), compile_kernel(job[1], job[0], ptx=True)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works outside Python's lock
-        yield from pool.map(both, [(arch, config) for arch in archs for config in configs])
 
 
 def kernel_folder() -> Path:
@@ -190,6 +169,18 @@ def supported_archs() -> tuple[str, ...]:
     return tuple(f"sm_{number}" for number in _handle_return(_nvrtc().nvrtcGetSupportedArchs()))
 
 
+def check_arch(arch: str) -> None:
+    """Make sure that NVRTC knows an architecture.
+
+    Raises:
+        OptionError: it does not.
+        BackendError: NVRTC is not installed.
+    """
+    version, known = nvrtc_version(), supported_archs()
+    if arch not in known:
+        raise OptionError(f"architecture {arch!r}: NVRTC {_text(version)} knows {', '.join(known)}; give one of those")
+
+
 def _compile(source: str, name: str, options: tuple[str, ...], *, ptx: bool) -> tuple[bytes, str]:
     nvrtc = _nvrtc()
     program = _handle_return(nvrtc.nvrtcCreateProgram(source.encode(), f"{name}.cu".encode(), 0, [], []))
@@ -221,12 +212,6 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise BackendError(f"NVRTC: {status.name}{f': {about}' if about else ''}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _check_arch(arch: str, version: tuple[int, int]) -> None:
-    known = supported_archs()
-    if arch not in known:
-        raise OptionError(f"architecture {arch!r}: NVRTC {_text(version)} knows {', '.join(known)}; give one of those")
 
 
 def _check_driver(driver: tuple[int, int], version: tuple[int, int], *, ptx: bool) -> None:

@@ -92,9 +92,9 @@ WAYS_OUT = {
     "circular": (scatter_model(mode="circular"), f"do without the plugin: {CONTRACT}{FUNCTIONAL}"),
     "int8": (scatter_model(dtype=3), f"do without the plugin: {FUNCTIONAL}"),
     "circular int8": (scatter_model(dtype=3, mode="circular"), f"do without the plugin: {FUNCTIONAL}"),
-    "uint8": (scatter_model(dtype=2), "no way for its uint8 caches: .* export them as float16, bfloat16 or float32"),
-    "packed": (packed_model(), "no way for its packed updates on TensorRT before 11.0, .* export with padded updates"),
-    "packed circular": (packed_model(mode="circular"), "no way for its packed updates: .* export with padded updates"),
+    "uint8": (scatter_model(dtype=2), "no way for its uint8 caches: export them as float16, bfloat16 or float32"),
+    "packed": (packed_model(), "no way for its packed updates on TensorRT before 11.0, .*: export with padded updates"),
+    "packed circular": (packed_model(mode="circular"), "no way for its packed updates: export with padded updates"),
 }
 
 
@@ -110,7 +110,7 @@ def test_without_a_compiler_the_error_names_the_way_out(kind: str, lacks: str, w
     answer = ask(NEWEST, SCRIPT, question, stubs(tmp_path))
     assert answer["kind"] == "BackendError"
     assert not answer["registered"]
-    assert "the extra trt-kvcache[plugin]" in answer["error"]
+    assert answer["error"].count("install") == (2 if lacks == "library" else 0)  # not installed: pip install
     assert re.search(words, answer["error"])
     assert re.search(way_out.replace("(", r"\(").replace(")", r"\)"), answer["error"])
 
@@ -131,7 +131,7 @@ def test_refusals_during_a_build_name_the_way_out(tmp_path: Path) -> None:
     said = _with_refusals(
         job, "TensorRT cannot build the engine", [BackendError("NVRTC: no"), BackendError("NVRTC: no")]
     )
-    assert said.startswith("TensorRT cannot build the engine; the cache-update plugin: NVRTC: no; install the extra")
+    assert said.startswith("TensorRT cannot build the engine; the cache-update plugin: NVRTC: no; or do without")
     assert said.endswith(CONTRACT + FUNCTIONAL)
     assert _with_refusals(job, "TensorRT cannot parse the model", []) == "TensorRT cannot parse the model"
 

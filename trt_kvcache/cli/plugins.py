@@ -1,22 +1,25 @@
-"""``trt-kvcache plugins``: the kernels of the cache-update plugin, compiled ahead."""
+"""``trt-kvcache plugins``: the kernels of the cache-update plugin and those that choose tokens, compiled ahead."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trt_kvcache.cli.options import JsonOption
 
 if TYPE_CHECKING:
+    from trt_kvcache.plugins.ahead import Kernels
+    from trt_kvcache.plugins.choice import ChoiceKernels
     from trt_kvcache.plugins.compile import CompiledKernel
     from trt_kvcache.plugins.spec import KernelConfig
 
 
 @dataclass(frozen=True)
 class _Row:
-    """One kernel on one architecture, as JSON."""
+    """One kernel on one architecture, as JSON; of several in one cubin, the most of each."""
 
     kernel: str
     arch: str
@@ -25,7 +28,7 @@ class _Row:
     stack_bytes: int
     occupancy: float | None
     cubin_bytes: int
-    ptx_bytes: int
+    ptx_bytes: int | None
 
 
 def plugins(
@@ -37,16 +40,17 @@ def plugins(
     ] = "*",
     json: JsonOption = False,
 ) -> None:
-    """List the cache-update kernels; with --arch compile them ahead and show registers, spills and occupancy."""
+    """List the kernels for caches and for choosing tokens; --arch compiles them ahead: registers, spills, occupancy."""
     from fnmatch import fnmatchcase
 
     from trt_kvcache.errors import OptionError
-    from trt_kvcache.plugins.family import all_kernels
+    from trt_kvcache.plugins.ahead import everything
 
-    chosen = [config for config in all_kernels() if fnmatchcase(config.name, kernel)]
+    known = everything()
+    chosen = [kernels for kernels in known if fnmatchcase(kernels.name, kernel)]
     if not chosen:
-        names = [config.name for config in all_kernels()]
-        raise OptionError(f"no kernel matches {kernel!r}; the {len(names)} are named like {names[0]} and {names[-1]}")
+        first, last = known[0].name, known[-1].name
+        raise OptionError(f"no kernel matches {kernel!r}; the {len(known)} are named like {first} and {last}")
     if arch:
         archs = list(dict.fromkeys(name.strip() for name in arch.split(",")))
         _compile(chosen, archs, json=json)
@@ -54,12 +58,28 @@ def plugins(
         _list(chosen, json=json)
 
 
-def _list(chosen: list[KernelConfig], *, json: bool) -> None:
-    from trt_kvcache.cli.output import console, print_json, table
+def _list(chosen: Sequence[Kernels], *, json: bool) -> None:
+    from trt_kvcache.cli.output import console, print_json
+    from trt_kvcache.plugins.choice import KERNELS, ChoiceKernels
 
+    choice = [kernels for kernels in chosen if isinstance(kernels, ChoiceKernels)]
+    updates = [kernels for kernels in chosen if not isinstance(kernels, ChoiceKernels)]
     if json:
-        print_json([{"kernel": config.name, "config": config} for config in chosen])
+        rows: list[dict[str, Any]] = [{"kernel": config.name, "config": config} for config in updates]
+        print_json([*rows, *({"kernel": c.name, "logits": c.logits, "functions": KERNELS} for c in choice)])
         return
+    out = console()
+    if updates:
+        out.print(_updates(updates))
+    if updates and choice:
+        out.print()
+    if choice:
+        out.print(_choice(choice))
+
+
+def _updates(chosen: Sequence[KernelConfig]) -> Any:
+    from trt_kvcache.cli.output import table
+
     rows = table("kernel", "update", "mode", "caches", "elements", "valid lengths", "error flags")
     for config in chosen:
         q = config.quantization
@@ -73,12 +93,23 @@ def _list(chosen: list[KernelConfig], *, json: bool) -> None:
             "cumulative" if packed else "yes" if config.length_type else "no",
             "yes" if config.errors else "no",
         )
-    console().print(rows)
+    return rows
 
 
-def _compile(chosen: list[KernelConfig], archs: list[str], *, json: bool) -> None:
+def _choice(chosen: Sequence[ChoiceKernels]) -> Any:
+    from trt_kvcache.cli.output import table
+    from trt_kvcache.plugins.choice import KERNELS
+
+    rows = table("kernels", "logits", "functions")
+    for kernels in chosen:
+        rows.add_row(kernels.name, kernels.logits, ", ".join(KERNELS))
+    return rows
+
+
+def _compile(chosen: Sequence[Kernels], archs: list[str], *, json: bool) -> None:
     from trt_kvcache.cli.output import console, print_json, table
-    from trt_kvcache.plugins.compile import compile_ahead, kernel_folder, nvrtc_version
+    from trt_kvcache.plugins.ahead import compile_ahead
+    from trt_kvcache.plugins.compile import kernel_folder, nvrtc_version
 
     made = [_row(cubin, ptx) for cubin, ptx in compile_ahead(chosen, archs)]
     if json:
@@ -88,15 +119,16 @@ def _compile(chosen: list[KernelConfig], archs: list[str], *, json: bool) -> Non
     rows = table("kernel", "arch", "registers", "spills", "stack", "occupancy", "cubin", "PTX")
     for row in made:
         occupancy = "?" if row.occupancy is None else f"{row.occupancy:.0%}"
-        counts = (row.registers, f"{row.spill_bytes} B", f"{row.stack_bytes} B", occupancy)
-        rows.add_row(row.kernel, row.arch, *map(str, counts), f"{row.cubin_bytes} B", f"{row.ptx_bytes} B")
+        ptx = "none" if row.ptx_bytes is None else f"{row.ptx_bytes} B"
+        counts = (row.registers, f"{row.spill_bytes} B", f"{row.stack_bytes} B", occupancy, f"{row.cubin_bytes} B", ptx)
+        rows.add_row(row.kernel, row.arch, *map(str, counts))
     out.print(rows)
     major, minor = nvrtc_version()
     out.print(f"\n{len(made)} kernels of NVRTC {major}.{minor} in {kernel_folder()}")
 
 
-def _row(cubin: CompiledKernel, ptx: CompiledKernel) -> _Row:
+def _row(cubin: CompiledKernel, ptx: CompiledKernel | None) -> _Row:
     use = cubin.resources
     spills = use.spill_store_bytes + use.spill_load_bytes
-    sizes = (len(cubin.code), len(ptx.code))
+    sizes = len(cubin.code), None if ptx is None else len(ptx.code)
     return _Row(cubin.name, cubin.arch, use.registers, spills, use.stack_bytes, use.occupancy, *sizes)

@@ -96,18 +96,18 @@ def without_plugin(caches: Iterable[CacheUpdate]) -> str:
         return (
             "without the plugin there is no way for its packed updates"
             + (" on TensorRT before 11.0, which does them itself" if known else "")
-            + ": install the extra trt-kvcache[plugin], or export with padded updates"
+            + ": export with padded updates"
         )
     narrow = next((c for c in needed if c.dtype not in PLAIN_DTYPES), None)
     if narrow is not None:
         return (
-            f"without the plugin there is no way for its {narrow.dtype} caches: install the extra trt-kvcache[plugin], "
-            "or export them as float16, bfloat16 or float32"
+            f"without the plugin there is no way for its {narrow.dtype} caches: export them as float16, bfloat16 or "
+            "float32"
         )
     ways = "--fallback functional (plain operators, a copy of the cache per step)"
     if all(c.mode is UpdateMode.CIRCULAR and c.dtype in NATIVE_DTYPES for c in needed):
         ways = f"--fallback contract (in place, while no update straddles the wrap) or {ways}"
-    return f"install the extra trt-kvcache[plugin], or do without the plugin: {ways}"
+    return f"or do without the plugin: {ways}"
 
 
 def _packed(facts: UpdateFacts, options: PlanOptions) -> Decision:
