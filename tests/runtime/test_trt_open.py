@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
+from needs import needs_nvrtc
 from runtime.fake_cuda import Machine, Status
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import Invalidity, fake_module
@@ -19,6 +20,7 @@ from runtime.fake_tensorrt import Invalidity, fake_module
 from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role
+from trt_kvcache.runtime.admission import Need, admit
 from trt_kvcache.runtime.cuda import CudaBindings
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
@@ -184,9 +186,30 @@ def test_memory_is_admitted_before_it_is_taken(engine: Path) -> None:
 def test_memory_that_only_the_engine_knows(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runtime.fake_tensorrt.ACTIVATIONS", 1 << 28)
     machine = Machine(total=1 << 28)
-    words = r"needed: caches for 3 sequences 96\.0 KiB, activations 256\.0 MiB, inputs and outputs [\d.]+ KiB, reserve"
+    words = (
+        r"needed: caches for 3 sequences 96\.0 KiB, activations 256\.0 MiB, inputs and outputs [\d.]+ KiB, choice of "
+        r"tokens 64\.0 KiB, reserve"
+    )
     refused(BackendError, words, engine, machine=machine)
     assert machine.allocations == 0
+
+
+@needs_nvrtc
+@pytest.mark.parametrize("rows", [1, 3, 20])
+def test_every_byte_is_asked_for(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is admitted is what is taken, choice of tokens included."""
+    asked: list[int] = []
+
+    def counting(needs: Sequence[Need], *more: Any) -> None:
+        asked[:] = [need.size for need in needs]
+        admit(needs, *more)
+
+    monkeypatch.setattr("trt_kvcache.runtime.trt_runner.admit", counting)
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig())
+    runner = open_(write_engine(model, max_batch=rows))
+    assert runner.host_choice == ""
+    assert sum(asked) == runner.device_bytes
+    runner.close()
 
 
 def test_more_rows_than_built_for(engine: Path) -> None:

@@ -33,7 +33,7 @@ from trt_kvcache.runtime.cuda import Cuda, Pinned
 from trt_kvcache.runtime.greedy import CHOICE, best
 from trt_kvcache.runtime.runner import Array
 
-__all__ = ["DeviceChoice", "open_choice"]
+__all__ = ["DeviceChoice", "choice_bytes", "open_choice"]
 
 _KEY_BYTES, _ORDER_BYTES = 8, 4
 _LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)
@@ -57,19 +57,13 @@ class DeviceChoice:
 
     def __init__(self, cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> None:
         self._cuda, self._dtype, self._vocab = cuda, dtype, vocab
-        if dtype.name not in CHOICE_DTYPES:
-            raise OptionError(f"the kernels take {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
-        if vocab > MOST_TOKENS or most * blocks_per_row(vocab, dtype.itemsize) > _MOST_BLOCKS:
-            raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels take")
+        found, least = _sizes(dtype, vocab, rows, most)
         arch = "sm_" + cuda.compute_capability.replace(".", "")
         made = compile_choice(dtype.name, arch, driver=cuda.driver_version)
         self._kernels = cuda.load_kernels(made.code, made.name, KERNELS)
-        # Positions of which the highest scores can be asked for at once: those of a decode step.
-        self._most_lists = max(rows, _PROVED)
-        each = max(_LIST_BYTES, _ORDER_BYTES * sets_per_row(vocab, dtype.itemsize))
-        size = max(_KEY_BYTES * most, each * self._most_lists)
-        self._found, self._least = cuda.allocate(size), cuda.allocate(_ORDER_BYTES * self._most_lists)
-        self._host = cuda.allocate_pinned(size)
+        self._most_lists = _most_lists(rows)
+        self._found, self._least = cuda.allocate(found), cuda.allocate(least)
+        self._host = cuda.allocate_pinned(found)
 
     def choose(self, start: int, pitch: int, rows: int, keep: int, highest: int) -> Array | None:
         """Wait for the step, and fetch what is looked at.
@@ -181,6 +175,34 @@ class DeviceChoice:
                 same = np.array_equal(np.sort(found[1 : 1 + count]), np.sort(keys))
             if not same:
                 raise BackendError(f"of {vocab} scores in {self._dtype.name} the GPU finds others to be the highest")
+
+
+def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
+    """GPU memory that a `DeviceChoice` takes; 0 where there is none for such logits."""
+    try:
+        return sum(_sizes(dtype, vocab, rows, most))
+    except OptionError:
+        return 0
+
+
+def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int]:
+    """Bytes of what is found, and of the scores that are searched for.
+
+    Raises:
+        OptionError: the kernels do not take such logits.
+    """
+    if dtype.name not in CHOICE_DTYPES:
+        raise OptionError(f"the kernels take {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
+    if vocab > MOST_TOKENS or most * blocks_per_row(vocab, dtype.itemsize) > _MOST_BLOCKS:
+        raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels take")
+    lists = _most_lists(rows)
+    each = max(_LIST_BYTES, _ORDER_BYTES * sets_per_row(vocab, dtype.itemsize))
+    return max(_KEY_BYTES * most, each * lists), _ORDER_BYTES * lists
+
+
+def _most_lists(rows: int) -> int:
+    """Positions of which the highest scores can be asked for at once: those of a decode step."""
+    return max(rows, _PROVED)
 
 
 def open_choice(

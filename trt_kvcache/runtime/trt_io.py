@@ -16,7 +16,7 @@ from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda, Pinned
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
-from trt_kvcache.runtime.trt_choice import DeviceChoice, open_choice
+from trt_kvcache.runtime.trt_choice import DeviceChoice, choice_bytes, open_choice
 
 __all__ = ["StepBuffers"]
 
@@ -65,6 +65,11 @@ class StepBuffers:
     def device_bytes(self) -> int:
         """GPU memory that `allocate` takes."""
         return sum(self._size(name) for name in self._tensors)
+
+    @property
+    def choice_bytes(self) -> int:
+        """GPU memory that `choose` takes, where the GPU can choose."""
+        return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
 
     def allocate(self) -> None:
         """Take all memory, and write the span inputs: 0, 1, 2, ..., of which every step uses a beginning."""
@@ -152,6 +157,11 @@ class StepBuffers:
         self._cuda.sync()
         fetched: Logits = self._host_logits.data[: height * width].view(self._logits.dtype)
         return fetched
+
+    @property
+    def _positions(self) -> int:
+        """The most that a step gives logits of."""
+        return self._size(self._logits.name) // self._position_bytes
 
     @property
     def _position_bytes(self) -> int:

@@ -131,6 +131,7 @@ class TensorRTRunner:
             caches,
             Need("activations", self._factory.activation_bytes),
             Need("inputs and outputs", self._buffers.device_bytes),
+            Need("choice of tokens", self._buffers.choice_bytes),
         ]
         admit(needs, *cuda.free_memory(), cuda.name, self._max_batch)
         self._caches.allocate()
