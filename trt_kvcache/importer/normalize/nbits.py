@@ -65,20 +65,18 @@ def lower_matmul_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     bits = int(node.attrs.get("bits", 4))
     columns, rows, block = (int(node.attrs.get(name, 0)) for name in ("K", "N", "block_size"))
     if min(columns, rows, block) < 1 or len(node.inputs) < 3:
-        raise _refusal(node, "lacks one of K, N, block_size, or an input; the operator demands them", "export it again")
+        raise refusal(node, "lacks one of K, N, block_size, or an input; the operator demands them", "export it again")
     blocks = -(-columns // block)
     if bits not in _TYPES:
-        raise _refusal(
-            node, f"has weights of {bits} bits; supported are {' and '.join(map(str, _TYPES))}", _UNQUANTIZED
-        )
+        raise refusal(node, f"has weights of {bits} bits; supported are {' and '.join(map(str, _TYPES))}", _UNQUANTIZED)
     if int(node.attrs.get("weight_prepacked", 0)):
         what = "has its weight in the layout of one kind of GPU; supported is the layout of the operator's definition"
-        raise _refusal(node, what, "export without prepacking (onnxruntime-genai: matmulnbits_weights_prepacked=0)")
+        raise refusal(node, what, "export without prepacking (onnxruntime-genai: matmulnbits_weights_prepacked=0)")
     if input_or_none(node, 4) is not None:
         what = "gives every column of its weight a group of its own choice (g_idx); supported are blocks in order"
-        raise _refusal(node, what, "quantize without reordering activations (GPTQ: desc_act=false)")
-    weight = _view(emitter, node, 1, _TYPES[bits], (rows, blocks * block), (_UINT8,))
-    scales = _view(emitter, node, 2, None, (rows, blocks), FLOATS)
+        raise refusal(node, what, "quantize without reordering activations (GPTQ: desc_act=false)")
+    weight = view(emitter, node, 1, _TYPES[bits], (rows, blocks * block), (_UINT8,))
+    scales = view(emitter, node, 2, None, (rows, blocks), FLOATS)
     x = _padded(emitter, node.inputs[0], blocks * block - columns)
     kind = elem_type(scales)
     inputs = [weight, scales, middle(emitter, bits, (rows, blocks))]
@@ -89,7 +87,7 @@ def lower_matmul_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
         shift = _transposed(emitter, emitter.op("Mul", [zeros, scales], "weight_shift", kind))
         shape = dims(node.inputs[0])
         if shape is None:
-            raise _refusal(node, f"reads '{x.name}', whose rank is not in the model", "export it with shapes")
+            raise refusal(node, f"reads '{x.name}', whose rank is not in the model", "export it with shapes")
         sums = block_sums(emitter, x, len(shape), blocks, block)
         result = emitter.op("Sub", [result, emitter.op("MatMul", [sums, shift], "matmul_shift", kind)], "matmul", kind)
     bias = input_or_none(node, 5)
@@ -105,7 +103,7 @@ def lower_gather_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     bits, block = int(node.attrs.get("bits", 4)), int(node.attrs.get("block_size", 128))
     axes = int(node.attrs.get("gather_axis", 0)), int(node.attrs.get("quantize_axis", 1))
     if len(node.inputs) < 3:
-        raise _refusal(node, "lacks an input; the operator demands a table, indices and scales", "export it again")
+        raise refusal(node, "lacks an input; the operator demands a table, indices and scales", "export it again")
     stored, shape = elem_type(_weight(node, 0, _TABLES)), dims(_weight(node, 2, FLOATS)) or ()
     rows, blocks = (d if isinstance(d, int) else 0 for d in shape) if len(shape) == 2 else (0, 0)
     width, rank = blocks * block, len(dims(node.inputs[1]) or ())
@@ -113,9 +111,9 @@ def lower_gather_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     plain = bits == 4 and axes in ((0, 1), (0, -1)) and rank and rows and width % _WORD == 0
     if not plain or dims(node.inputs[0]) not in (None, held):
         what = f"has {bits} bits, axes {axes} and scales {list(shape)} for blocks of {block}; supported are rows"
-        raise _refusal(node, f"{what} [V, H] of 4 bits in whole blocks, H a multiple of {_WORD}", _UNQUANTIZED)
-    table = _view(emitter, node, 0, INT32, (rows, width // _WORD), _TABLES)
-    scales = _view(emitter, node, 2, None, (rows, blocks), FLOATS)
+        raise refusal(node, f"{what} [V, H] of 4 bits in whole blocks, H a multiple of {_WORD}", _UNQUANTIZED)
+    table = view(emitter, node, 0, INT32, (rows, width // _WORD), _TABLES)
+    scales = view(emitter, node, 2, None, (rows, blocks), FLOATS)
     kind, ids = int(elem_type(scales) or 0), node.inputs[1]
     numbers = _apart(emitter, emitter.op("Gather", [table, ids], "words"))
     if stored == _INT4:  # two's complement
@@ -159,11 +157,11 @@ def _zero_points(emitter: Emitter, node: gs.Node, index: int, bits: int, scales:
     rows, blocks = (int(d) for d in scales.shape)
     stored, kind = elem_type(tensor), int(elem_type(scales) or 0)
     if stored not in (_UINT8, _UINT4, _INT4):
-        given = _view(emitter, node, index, None, (rows, blocks), (kind,))
+        given = view(emitter, node, index, None, (rows, blocks), (kind,))
         return emitter.op("Sub", [given, emitter.scalar(2 ** (bits - 1), kind)], "zero_points", kind)
     count = -(-blocks * bits // 8) * 8 // bits if stored == _UINT8 else blocks  # in uint8, a row begins with a byte
     data_type = _TYPES[bits] if stored == _UINT8 else stored
-    inputs = [_view(emitter, node, index, data_type, (rows, count), (stored,)), emitter.scalar(1, kind)]
+    inputs = [view(emitter, node, index, data_type, (rows, count), (stored,)), emitter.scalar(1, kind)]
     if stored != _INT4:
         inputs.append(middle(emitter, bits, ()))
     zeros = emitter.op("DequantizeLinear", inputs, "zero_points", kind)
@@ -217,10 +215,10 @@ def _weight(node: gs.Node, index: int, types: Collection[int]) -> gs.Constant:
     what = (
         f"has the {dtype_name(tensor)} '{tensor.name}' as input {index}; supported is a weight of the model, of {names}"
     )
-    raise _refusal(node, what, _UNQUANTIZED)
+    raise refusal(node, what, _UNQUANTIZED)
 
 
-def _view(
+def view(
     emitter: Emitter, node: gs.Node, index: int, data_type: int | None, shape: tuple[int, ...], types: Collection[int]
 ) -> gs.Tensor:
     """The weight that an input is, read as another type and shape; None: of its own type.
@@ -236,7 +234,7 @@ def _view(
             proto = reinterpret(tensor._values.tensor, emitter.name(tensor.name), kind, shape)
         except ValueError as error:
             what = f"has the weight '{tensor.name}' {list(tensor.shape)} as input {index} ({error})"
-            raise _refusal(node, what, "export it again") from None
+            raise refusal(node, what, "export it again") from None
         return OnnxImporter.import_tensor(proto)
 
     made: gs.Tensor = emitter.once(("view", tensor.name, kind, shape), make)
@@ -256,5 +254,5 @@ def _int32(emitter: Emitter, *values: int) -> gs.Tensor:
     return emitter.tensor(proto)
 
 
-def _refusal(node: gs.Node, what: str, advice: str) -> UnsupportedModelError:
+def refusal(node: gs.Node, what: str, advice: str) -> UnsupportedModelError:
     return UnsupportedModelError(f"{node.domain}::{node.op} '{node.name}' {what}: {advice}")
