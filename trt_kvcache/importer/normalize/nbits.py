@@ -255,4 +255,5 @@ def _int32(emitter: Emitter, *values: int) -> gs.Tensor:
 
 
 def refusal(node: gs.Node, what: str, advice: str) -> UnsupportedModelError:
+    """The error of a node of ONNX Runtime's own domain: what it has, what is supported, and what to do."""
     return UnsupportedModelError(f"{node.domain}::{node.op} '{node.name}' {what}: {advice}")
