@@ -183,6 +183,15 @@ def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
     assert stats["proposed"] > 0
     told = call(folder, *arguments, "--prompt-lookup", "4").stderr
     assert f"{stats['accepted']} of {stats['proposed']} proposed tokens accepted" in told
+    assert stats["impossible"] is None
+
+
+def test_prompt_lookup_tells_why_it_proposes_nothing(folder: Path) -> None:
+    arguments = ("--tokens", "5,6,7,5,6,7,5,6", "--max-new-tokens", "5", "--prompt-lookup", "4", "--max-chunk", "1")
+    stats = report(folder, *arguments)["speculation"]
+    assert stats["proposed"] == 0
+    assert stats["impossible"].startswith("a step takes one token: ")
+    assert f", no tokens proposed ({stats['impossible']})" in call(folder, *arguments).stderr
 
 
 @pytest.mark.parametrize("extra", [[], ["--json"]], ids=["text", "json"])

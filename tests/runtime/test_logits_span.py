@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -29,10 +30,10 @@ ALL = PlanOptions(logits=LogitPositions.ALL)
 
 
 @contextmanager
-def engine_of(path: Path) -> Iterator[TensorRTRunner]:
+def engine_of(path: Path, **options: Any) -> Iterator[TensorRTRunner]:
     machine = Machine()
     module = fake_module(machine, rtx=True, version="1.7.1.116")
-    runner = TensorRTRunner(path, bindings=Bindings(module, machine.bindings()))
+    runner = TensorRTRunner(path, bindings=Bindings(module, machine.bindings()), **options)
     try:
         yield runner
     finally:
@@ -93,10 +94,30 @@ def test_scores_and_drafts_of_a_model_that_gives_the_last_ones_only(model: Path,
         assert [r.tokens for r in session.generate(prompts, config)] == [
             r.tokens for r in other.generate(prompts, config)
         ]
+        stats = session.generate(prompts[:1], config)[0].speculation
+        assert stats.proposed == 0
+        assert stats.impossible.startswith("the model gives the logits of the last position only: export it")
         for keep in (1, 4, 30):
             found = [s.update({s.cache.acquire(): prompts[0]}, keep).popitem()[1] for s in (session, other)]
             assert found[0].shape == found[1].shape
             np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("built", "opened", "words"),
+    [({"max_logits": 1}, {}, "the engine gives the logits of one position: build it with --max-logits 2 or more"),
+     ({}, {"max_chunk": 1}, "a step takes one token: use a model, or a max_chunk, for several"),
+     ({"max_logits": 2}, {}, "")],
+    ids=str,
+)  # fmt: skip
+def test_who_cannot_verify_drafts_says_so(
+    built: dict[str, int], opened: dict[str, int], words: str, model: Path
+) -> None:
+    config = GenerationConfig(max_new_tokens=40, prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
+    with engine_of(write_engine(model, **built), **opened) as runner:
+        (result,) = DecodeSession(runner).generate([[1, 2, 1, 2, 1, 2, 1]], config)
+    assert result.speculation.impossible == words
+    assert bool(result.speculation.proposed) is not bool(words)
 
 
 def test_memory_of_logits_is_for_the_positions_that_are_given(model: Path) -> None:

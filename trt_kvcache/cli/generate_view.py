@@ -75,7 +75,7 @@ def run(
     prompts: Sequence[Sequence[int]],
     config: GenerationConfig,
     view: View,
-    beside: Mapping[str, Any] | None = None,
+    beside: Callable[[DecodeSession], Mapping[str, Any]],
 ) -> bool:
     """Continue the prompts.
 
@@ -84,7 +84,7 @@ def run(
         prompts: token ids of each.
         config: how to continue them.
         view: what the user sees.
-        beside: what else `DecodeSession.stream` takes for each prompt.
+        beside: makes what else `DecodeSession.stream` takes for each prompt.
 
     Returns:
         Whether Ctrl-C ended it early. What was made until then has been shown.
@@ -93,7 +93,7 @@ def run(
     with open_session() as session:
         opened = time.perf_counter()
         made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
-        with _interruptible() as interrupted, closing(_events(session, prompts, config, beside or {})) as events:
+        with _interruptible() as interrupted, closing(_events(session, prompts, config, beside(session))) as events:
             for event in events:
                 made.total = time.perf_counter() - opened
                 if made.first is None:
@@ -182,7 +182,8 @@ class LiveView:
         parts += [] if run.rate is None else [f"{run.rate:.1f} tokens/s"]
         if run.config.prompt_lookup_num_tokens is not None:
             stats = run.speculation
-            parts.append(f"{stats.accepted} of {stats.proposed} proposed tokens accepted")
+            told = f"{stats.accepted} of {stats.proposed} proposed tokens accepted"
+            parts.append(f"no tokens proposed ({stats.impossible})" if stats.impossible else told)
         parts += [f"seed {run.config.seed}"] if run.config.do_sample else []
         print(f"{', '.join(parts)}; {run.runs_on}", file=sys.stderr)  # noqa: T201
 
@@ -210,7 +211,8 @@ def _speculation(run: Run) -> dict[str, Any] | None:
     if run.config.prompt_lookup_num_tokens is None:
         return None
     stats = run.speculation
-    return {"proposed": stats.proposed, "accepted": stats.accepted, "acceptance": round(stats.acceptance, 4)}
+    counts = {"proposed": stats.proposed, "accepted": stats.accepted, "acceptance": round(stats.acceptance, 4)}
+    return {**counts, "impossible": stats.impossible or None}
 
 
 def _events(

@@ -25,6 +25,7 @@ from trt_kvcache.runtime.given import stack_positions
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
+from trt_kvcache.runtime.speculation import why_no_drafts
 
 __all__ = ["DecodeLoop", "Outcome"]
 
@@ -77,6 +78,7 @@ class DecodeLoop:
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
         self._max_logits = runner.max_logits or runner.max_chunk
+        self._no_drafts = why_no_drafts(runner)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -86,6 +88,7 @@ class DecodeLoop:
     def add(self, slot: int, continuation: Continuation, *, keep_slot: bool) -> None:
         """Continue a slot from the next step on; release it at the end unless `keep_slot`."""
         self._cache.slot(slot).running = True
+        continuation.speculation.impossible = self._no_drafts
         self._runs[slot] = _Run(slot, continuation, keep_slot)
 
     def remove(self, slot: int) -> None:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["SpeculationStats", "look_up"]
+from trt_kvcache.runtime.runner import Runner
+
+__all__ = ["SpeculationStats", "look_up", "why_no_drafts"]
 
 
 @dataclass
@@ -22,11 +24,13 @@ class SpeculationStats:
         proposed: draft tokens that were verified.
         accepted: those that the model chose as well.
         updates: updates of the caches that held a draft.
+        impossible: why none can be proposed, and what to do; empty where they can.
     """
 
     proposed: int = 0
     accepted: int = 0
     updates: int = 0
+    impossible: str = ""
 
     @property
     def acceptance(self) -> float:
@@ -38,6 +42,18 @@ class SpeculationStats:
         self.proposed += other.proposed
         self.accepted += other.accepted
         self.updates += other.updates
+        self.impossible = self.impossible or other.impossible
+
+
+def why_no_drafts(runner: Runner) -> str:
+    """Why a model cannot verify drafts, which takes logits of several positions of one step; empty where it can."""
+    if runner.max_logits == 1 and runner.plan.logits_span is None:
+        return "the model gives the logits of the last position only: export it with logits of all positions"
+    if runner.max_logits == 1:
+        return "the engine gives the logits of one position: build it with --max-logits 2 or more"
+    if runner.max_chunk == 1:
+        return "a step takes one token: use a model, or a max_chunk, for several"
+    return ""
 
 
 def look_up(tokens: npt.NDArray[np.int64], count: int, max_ngram: int) -> npt.NDArray[np.int64]:
