@@ -6,6 +6,8 @@ import errno
 import os
 import sys
 
+from trt_kvcache.cli.signals import INTERRUPTED, end_by_unwinding, last_words
+
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -16,6 +18,7 @@ def main() -> None:
     if sys.stdout is None:
         sys.stderr.write("error: the output cannot be written: stdout is closed\n")
         sys.exit(1)
+    end_by_unwinding()
     try:
         try:
             from trt_kvcache.cli.app import app
@@ -23,9 +26,14 @@ def main() -> None:
             app(prog_name="trt-kvcache")
         finally:
             sys.stdout.flush()  # what is short is written only now
-    except KeyboardInterrupt:  # before or after a command; the commands' own are caught in the app
-        sys.stderr.write("error: interrupted\n")
-        sys.exit(130)
+    except KeyboardInterrupt as error:  # before or after a command; the commands' own are caught in the app
+        message, status = last_words(error)
+        sys.stderr.write(f"error: {message}\n")
+        _leave(status)
+    except SystemExit as error:
+        if isinstance(error.code, int) and error.code > INTERRUPTED:
+            _leave(error.code)
+        raise
     except OSError as error:
         # Files that commands write have errors of their own, with their names; what is left is stdout.
         if error.filename is not None or error.errno not in (*_FULL, errno.EPIPE):
@@ -34,6 +42,12 @@ def main() -> None:
         if error.errno != errno.EPIPE:  # whoever reads has had enough, which is no error worth a line
             sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         sys.exit(1)
+
+
+def _leave(status: int) -> None:
+    """End, once all that was begun is undone, without waiting for what other threads still compute."""
+    sys.stderr.flush()
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -202,7 +202,8 @@ def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death
     assert wait_for(lambda: unchanged(output))
 
 
-def test_ctrl_c_in_a_real_build(tmp_path: Path) -> None:
+@pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda s: s.name)
+def test_a_signal_in_a_real_build(death: signal.Signals, tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=8, hidden=256, head_size=64))
     folder = tmp_path / "out"
     folder.mkdir()
@@ -212,10 +213,13 @@ def test_ctrl_c_in_a_real_build(tmp_path: Path) -> None:
     )
     try:
         assert wait_for(lambda: any(folder.iterdir()))
-        os.killpg(parent.pid, signal.SIGINT)
+        assert wait_for(lambda: bool(psutil.Process(parent.pid).children()))
+        workers = psutil.Process(parent.pid).children()
+        os.killpg(parent.pid, death)
         _, stderr = parent.communicate(timeout=20)
     finally:
         parent.kill()
-    assert parent.returncode in (1, 130)
-    assert b"Traceback" not in stderr
+    assert parent.returncode == (-death if death is signal.SIGKILL else 128 + death)
+    assert len(stderr.splitlines()) == (0 if death is signal.SIGKILL else 1)
+    assert wait_for(lambda: not any(w.is_running() and w.status() != psutil.STATUS_ZOMBIE for w in workers))
     assert not list(folder.iterdir())

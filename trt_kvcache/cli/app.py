@@ -17,6 +17,7 @@ from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
 from trt_kvcache.cli.plugins import plugins
 from trt_kvcache.cli.rewrite import rewrite
+from trt_kvcache.cli.signals import last_words
 from trt_kvcache.cli.verify import verify
 from trt_kvcache.errors import TrtKvCacheError
 
@@ -30,9 +31,10 @@ class _Commands(TyperGroup):
         except TrtKvCacheError as error:
             print_error(str(error))
             raise typer.Exit(1) from None
-        except KeyboardInterrupt:
-            print_error("interrupted")
-            raise typer.Exit(130) from None
+        except KeyboardInterrupt as error:
+            message, status = last_words(error)
+            print_error(message)
+            raise typer.Exit(status) from None
 
 
 app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)

@@ -75,11 +75,11 @@ def temporary_file(final: Path) -> Iterator[Path]:
     """
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
     try:
-        # Not mkstemp, whose files are private to the user for good.
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-    except OSError as error:
-        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-    try:
+        try:
+            # Not mkstemp, whose files are private to the user for good.
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        except OSError as error:
+            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
         yield path
     finally:
         path.unlink(missing_ok=True)

@@ -32,7 +32,7 @@ from trt_kvcache.engine.protocol import (
 from trt_kvcache.errors import BuildError, TrtKvCacheError
 
 WORKER = (sys.executable, "-m", "trt_kvcache.engine.worker")
-"""The command of the build process."""
+"""The command of the build process; its argument is the file that it writes."""
 
 _GRACE = 3.0  # seconds for the child to end by itself, once nobody listens
 _ROOT = Path(trt_kvcache.__file__).parents[1]
@@ -60,7 +60,7 @@ def run_worker(
         job: what to build.
         model: gives the rewritten model; called once, so that its bytes are not held while the child works.
         progress: called in this thread for every event; an exception from it (as from Ctrl-C) ends the child.
-        command: the child's command line, if it is not `WORKER`.
+        command: the child's command line without its argument, if it is not `WORKER`.
 
     Returns:
         What was built, and TensorRT's warnings.
@@ -71,7 +71,7 @@ def run_worker(
     """
     with tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(
-            command or WORKER,
+            [*(command or WORKER), job.engine],  # which the child removes, should this process die before it says more
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,

@@ -2,7 +2,7 @@
 
 A process of its own, because some models kill TensorRT's parser (measured on TensorRT for RTX 1.7.1: SIGFPE on one
 contrib RotaryEmbedding), and because memory that TensorRT has used goes back to the system only with its process.
-Run as ``python -m trt_kvcache.engine.worker`` by `trt_kvcache.engine.process`.
+Run as ``python -m trt_kvcache.engine.worker ENGINE`` by `trt_kvcache.engine.process`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,13 @@ def main() -> None:
     """Do one job from stdin, and end the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash would leave gigabytes behind
     send = _event_sender()
-    job, model = _read_job(sys.stdin.buffer)
-    watcher = threading.Thread(target=_end_with_parent, args=(Path(job.engine),), daemon=True)
+    engine = Path(sys.argv[-1])
+    try:
+        job, model = _read_job(sys.stdin.buffer)
+    except EOFError:
+        engine.unlink(missing_ok=True)
+        os._exit(1)
+    watcher = threading.Thread(target=_end_with_parent, args=(engine,), daemon=True)
     watcher.start()
     try:
         send(_build(job, model, send))
@@ -58,9 +63,16 @@ def _event_sender() -> Send:
 
 
 def _read_job(stdin: BinaryIO) -> tuple[Job, list[bytes]]:
-    """The job and the model; the model in a list, for the parser to take out and let go."""
-    job = msgspec.json.decode(stdin.readline(), type=Job)
-    return job, [stdin.read(int(stdin.readline()))]
+    """The job and the model; the model in a list, for the parser to take out and let go.
+
+    Raises:
+        EOFError: the caller ended before it had said everything.
+    """
+    job, size = stdin.readline(), stdin.readline()
+    model = [stdin.read(int(size) if size.endswith(b"\n") else 0)]
+    if not size.endswith(b"\n") or len(model[0]) < int(size):
+        raise EOFError
+    return msgspec.json.decode(job, type=Job), model
 
 
 def _end_with_parent(engine: Path) -> None:

@@ -188,7 +188,7 @@ Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
 @contextmanager
 def _placing() -> Iterator[Place]:
     """Hand out a function that prepares new files; all are renamed into place at the end, or removed on any error."""
-    undo: list[Callable[[], None]] = []
+    undo: list[Callable[[], None]] = []  # noted before what it undoes: an interrupt may fall between the two
     pending: list[tuple[Path, Path]] = []
 
     def place(target: Path, content: _Data | bytes | Iterator[bytes]) -> None:
@@ -197,8 +197,8 @@ def _placing() -> Iterator[Place]:
             undo.append(folder.rmdir)
         # Not tempfile: its files are private to the user, and these are ordinary files that follow the umask.
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        undo.append(partial(temporary.unlink, missing_ok=True))
         with temporary.open("xb") as file:
-            undo.append(partial(temporary.unlink, missing_ok=True))
             if isinstance(content, _Data):
                 _copy(content, file)
             else:
@@ -210,10 +210,9 @@ def _placing() -> Iterator[Place]:
     try:
         yield place
         for temporary, target in pending:
-            new = not target.exists()
-            temporary.replace(target)
-            if new:
+            if not target.exists():
                 undo.append(target.unlink)
+            temporary.replace(target)
     except BaseException:
         for step in reversed(undo):
             with suppress(OSError):

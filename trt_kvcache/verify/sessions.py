@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any, Protocol
 
 import numpy.typing as npt
@@ -17,6 +18,7 @@ from trt_kvcache.verify.memory import Weights, weigh
 Array = npt.NDArray[Any]
 
 _REFERENCE_LIMIT = 64 << 20  # bytes of weights; the reference evaluator is plain numpy and holds them all
+_PATIENCE = 2.0  # seconds, for what was interrupted to end
 _ORT_ERRORS = (
     ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
     ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
@@ -65,6 +67,8 @@ class OrtSession:
         options.log_severity_level = 4  # TensorScatter warns per node and step that past and present are two buffers
         # Where ONNX Runtime fuses a product with a DequantizeLinear, it rounds the other side to 8 bits by default.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
+        # What stands in the model is rounded where it stands: fusions round at other places, and break float8 (1.31.1).
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         # Caches are large and come in many sizes, which an arena would all keep.
         options.enable_cpu_mem_arena = False
         if not weights.packed and not weights.half:
@@ -81,20 +85,20 @@ class OrtSession:
         if isinstance(model, ModelProto):
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
             source = model.SerializeToString()
-        try:
-            self._session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        except _ORT_ERRORS as error:
-            raise EngineError(one_line(error)) from None
+        opened = _interruptible(
+            lambda: ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]),
+            lambda: options.set_load_cancellation_flag(True),
+        )
+        self._session = opened
         self._outputs = [output.name for output in self._session.get_outputs()]
-        self._run_options = ort.RunOptions()
-        self._run_options.log_severity_level = 4
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name."""
-        try:
-            values = self._session.run(self._outputs, dict(feeds), self._run_options)
-        except _ORT_ERRORS as error:
-            raise EngineError(one_line(error)) from None
+        options = ort.RunOptions()
+        options.log_severity_level = 4
+        values = _interruptible(
+            lambda: self._session.run(self._outputs, dict(feeds), options), lambda: setattr(options, "terminate", True)
+        )
         return dict(zip(self._outputs, values, strict=True))
 
 
@@ -121,6 +125,44 @@ class ReferenceSession:
         except _REFERENCE_ERRORS as error:
             raise EngineError(one_line(error)) from None
         return dict(zip(self._evaluator.output_names, values, strict=True))
+
+
+def _interruptible(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
+    """What a call into ONNX Runtime gives; for large models it can take minutes.
+
+    An interrupt reaches the main thread between Python's own steps, so the call gets a thread of its own, which `stop`
+    ends soon: a run behind the next node, a session behind the next of its optimizations. Nobody waits long for that.
+
+    Raises:
+        EngineError: ONNX Runtime refuses.
+    """
+    given: list[Any] = []
+    failed: list[BaseException] = []
+    over = Event()
+
+    def work() -> None:
+        try:
+            given.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised again in the thread that waits
+            failed.append(error)
+        finally:
+            over.set()
+
+    thread = Thread(target=work, name="onnxruntime")
+    thread.start()
+    try:
+        over.wait()  # a thread whose `join` is interrupted counts as ended from then on (Python 3.11)
+    except KeyboardInterrupt:
+        stop()
+        over.wait(_PATIENCE)
+        raise
+    thread.join()
+    try:
+        for error in failed:
+            raise error
+    except _ORT_ERRORS as error:
+        raise EngineError(one_line(error)) from None
+    return given.pop()
 
 
 def open_session(

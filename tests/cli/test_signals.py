@@ -1,0 +1,176 @@
+"""Signals that end a command: soon, on one line, and without leaving anything behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+
+PAUSING = """
+import importlib, sys, time
+
+at, after, *arguments = sys.argv[1:]
+module, _, name = at.partition(":")
+place = importlib.import_module(module)
+*path, name = name.split(".")
+for part in path:
+    place = getattr(place, part)
+found = getattr(place, name)
+
+def pause(*given, **named):
+    done = found(*given, **named) if after == "after" else None
+    print("here", flush=True)
+    time.sleep(60)
+    return done
+
+setattr(place, name, pause)
+sys.argv[1:] = arguments
+from trt_kvcache.__main__ import main
+main()
+"""
+"""The command line, which says where it is and waits there: before or after a function, given as ``module:name``."""
+
+LONG = """
+import sys
+from pathlib import Path
+import numpy as np
+from onnx import TensorProto, helper
+from trt_kvcache.cli.signals import end_by_unwinding
+from trt_kvcache.verify.memory import Weights
+from trt_kvcache.verify.sessions import OrtSession
+
+value = helper.make_tensor_value_info
+turns = helper.make_tensor("turns", TensorProto.INT64, [], [1 << 60])
+on = helper.make_tensor("on", TensorProto.BOOL, [], [True])
+body = helper.make_graph(
+    [helper.make_node("Identity", ["go"], ["went"]), helper.make_node("Add", ["x", "x"], ["y"])], "body",
+    [value("turn", TensorProto.INT64, []), value("go", TensorProto.BOOL, []), value("x", TensorProto.FLOAT, [])],
+    [value("went", TensorProto.BOOL, []), value("y", TensorProto.FLOAT, [])],
+)
+graph = helper.make_graph(
+    [helper.make_node("Loop", ["turns", "on", "a"], ["b"], body=body)], "long",
+    [value("a", TensorProto.FLOAT, [])], [value("b", TensorProto.FLOAT, [])], [turns, on],
+)
+model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
+session = OrtSession(model, Path.cwd(), Weights(0, 0, 0, False), 0)
+feeds = {"a": np.array(1, np.float32)}
+end_by_unwinding()
+try:
+    print("here", flush=True)
+    session.run(feeds)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that `verify` needs temporary files for."""
+    folder = tmp_path_factory.mktemp("model")
+    return write_decoder(folder / "model.onnx", DecoderConfig(layers=1, dtype="bfloat16"), external_threshold=1024)
+
+
+def start(command: Sequence[str], scratch: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(scratch)},
+        preexec_fn=lambda: [signal.signal(number, signal.SIG_DFL) for number in ENDING],  # not what the tests run with
+    )
+
+
+def wait_until_there(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n", process.communicate()
+
+
+VERIFY = ["verify", "MODEL"]
+REWRITE = ["rewrite", "MODEL", "-o", "OUT/model.onnx"]
+BUILD = ["build", "MODEL", "-o", "OUT/model.engine"]
+MOMENTS = [
+    (VERIFY, "trt_kvcache.importer.pipeline:load_source", "before"),
+    (VERIFY, "trt_kvcache.verify.twin:TwinFolder.twin", "after"),
+    (VERIFY, "trt_kvcache.verify.sessions:OrtSession.run", "before"),
+    (VERIFY, "trt_kvcache.verify.record:Tape.write", "after"),
+    (VERIFY, "trt_kvcache.verify.record:Tape.read", "before"),
+    (REWRITE, "trt_kvcache.importer.save:_copy", "before"),
+    (REWRITE, "trt_kvcache.importer.save:_copy", "after"),
+    (REWRITE, "pathlib:Path.replace", "before"),
+    (REWRITE, "pathlib:Path.replace", "after"),
+    (BUILD, "trt_kvcache.engine.build:run_worker", "before"),
+    (BUILD, "trt_kvcache.engine.process:_feed", "after"),
+    (BUILD, "trt_kvcache.engine.build:_write", "before"),
+    (BUILD, "pathlib:Path.replace", "before"),
+    (BUILD, "pathlib:Path.replace", "after"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "at", "when", "number"),
+    [
+        pytest.param(*moment, number, id=f"{moment[0][0]} {moment[1].rpartition(':')[2]} {moment[2]} {number.name}")
+        for moment in MOMENTS
+        for number in (ENDING if moment in MOMENTS[1::5] else [signal.SIGTERM])
+    ],
+)
+def test_nothing_is_left(
+    command: list[str], at: str, when: str, number: signal.Signals, model: Path, tmp_path: Path
+) -> None:
+    scratch, out = tmp_path / "scratch", tmp_path / "out"
+    scratch.mkdir()
+    out.mkdir()
+    arguments = [{"MODEL": str(model)}.get(part, part.replace("OUT", str(out))) for part in command]
+    process = start([PAUSING, at, when, *arguments], scratch)
+    wait_until_there(process)
+    process.send_signal(number)
+    if number is not signal.SIGINT:
+        process.send_signal(number)  # what cleans up is not disturbed
+    stdout, stderr = process.communicate(timeout=30)
+    said = "interrupted" if number is signal.SIGINT else f"ended by {number.name}"
+    assert (process.returncode, stdout, stderr) == (128 + number, "", f"error: {said}\n")
+    assert not list(scratch.glob("trt-kvcache*"))
+    assert not list(out.iterdir())
+    assert {file.name for file in model.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
+def test_a_long_run_ends_soon(number: signal.Signals, tmp_path: Path) -> None:
+    process = start([LONG], tmp_path)
+    wait_until_there(process)
+    time.sleep(0.2)  # into the run
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout, stderr) == (0, "interrupted\n", "")
+
+
+def test_nohup_is_respected(model: Path, tmp_path: Path) -> None:
+    """Who starts a command with SIGHUP ignored wants it to go on."""
+    arguments = [
+        PAUSING.replace("sleep(60)", "sleep(1)"),
+        "trt_kvcache.cli.output:console",
+        "before",
+        "plan",
+        str(model),
+    ]
+    process = subprocess.Popen(
+        [sys.executable, "-c", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN),
+    )
+    wait_until_there(process)
+    process.send_signal(signal.SIGHUP)
+    process.communicate(timeout=30)
+    assert process.returncode == 1  # of the pause, which gives no console
