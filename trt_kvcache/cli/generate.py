@@ -36,6 +36,7 @@ class Device(str, Enum):
 
 
 _PROMPTS = "What to continue"
+_SOURCES = "What an encoder reads (translation, speech, ...)"
 _CHOICE = "How tokens are chosen (as in transformers' GenerationConfig)"
 _END = "When a sequence ends"
 _RUN = "How it runs"
@@ -84,6 +85,29 @@ def generate(
             help="A prompt as embeddings, such as those of images: inputs_embeds [S, H], input_ids [S], and "
             "position_ids [S] or [3, S] where the tokens do not stand in order.",
             rich_help_panel=_PROMPTS,
+        ),
+    ] = None,
+    source: Annotated[
+        list[str] | None,
+        typer.Option(help="Text, such as what is to be translated; several take several.", rich_help_panel=_SOURCES),
+    ] = None,
+    source_tokens: Annotated[
+        list[str] | None, typer.Option(metavar="ID,...", help="The same as token ids.", rich_help_panel=_SOURCES)
+    ] = None,
+    source_inputs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="NPZ",
+            help="Arrays [1, ...] by name of the encoder's input, such as input_features.",
+            rich_help_panel=_SOURCES,
+        ),
+    ] = None,
+    encoder: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE|DIR",
+            help="It runs on the CPU. Default: the exporter's beside the model.",
+            rich_help_panel=_SOURCES,
         ),
     ] = None,
     do_sample: Annotated[
@@ -145,11 +169,17 @@ def generate(
     """Continue prompts; text comes as it is made. Ctrl-C ends it with what there is, a second one at once."""
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run
     from trt_kvcache.cli.given import read_prompt
+    from trt_kvcache.cli.sources import for_each, read_sources, start_of
     from trt_kvcache.runtime.session import DecodeSession
 
-    reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat))
+    reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat or source))
     given = [read_prompt(file) for file in inputs_embeds or []]
-    prompts = _prompts(prompt or [], prompt_file or [], tokens or [], reader, chat, system, [g.ids for g in given])
+    sources = read_sources(source or [], source_tokens or [], source_inputs or [])
+    if sources and not (prompt or prompt_file or tokens or given):
+        prompts = [[start_of(model, encoder)]] * len(sources)
+    else:
+        prompts = _prompts(prompt or [], prompt_file or [], tokens or [], reader, chat, system, [g.ids for g in given])
+    prompts = for_each(prompts, len(sources), encoder, bool(constants))
     before = [None] * (len(prompts) - len(given))
     config = _config(
         generation_config,
@@ -184,6 +214,7 @@ def generate(
             device=device.value,
             tokenizer=reader,
             embeddings=embeddings,
+            encoder=encoder,
             max_batch=max_batch,
             max_chunk=max_chunk,
             **options,
@@ -191,8 +222,8 @@ def generate(
         prompts,
         config,
         view,
-        {
-            "constants": _constants(constants or [], len(prompts)),
+        lambda session: {
+            "constants": _constants(constants or [], [session.encode(s) for s in sources], len(prompts)),
             "inputs_embeds": [*before, *(g.embeds for g in given)],
             "positions": [*before, *(g.positions for g in given)],
         },
@@ -200,17 +231,15 @@ def generate(
         raise typer.Exit(130)
 
 
-def _constants(files: list[Path], prompts: int) -> GivenAll:
-    """What is given beside each prompt."""
+def _constants(files: list[Path], made: list[Any], prompts: int) -> GivenAll:
+    """What is given beside each prompt, in files or by the encoder."""
     from trt_kvcache.errors import OptionError
     from trt_kvcache.verify.inputs import load_inputs
 
-    if not files:
-        return None
-    if len(files) not in (1, prompts):
+    if files and len(files) not in (1, prompts):
         raise OptionError(f"there are {len(files)} files of constants for {prompts} prompts; give one, or one for each")
-    loaded = [load_inputs(str(file)) for file in files]
-    return loaded * prompts if len(loaded) == 1 else loaded
+    given = made or [load_inputs(str(file)) for file in files]
+    return (given * prompts if len(given) == 1 else given) or None
 
 
 def _tokenizer(model: Path, given: Path | None, *, needed: bool) -> Tokenizer | None:
@@ -238,11 +267,12 @@ def _prompts(
     embedded: list[list[int]],
 ) -> list[list[int]]:
     """All prompts as token ids: texts, then files, then ids, then those of embeddings."""
+    from trt_kvcache.cli.given import token_ids
     from trt_kvcache.errors import OptionError
 
     texts = [*texts, *(_read(file) for file in files)]
     if not texts and not ids and not embedded:
-        raise OptionError("nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds")
+        raise OptionError("nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds, or --source")
     if chat and ids:
         raise OptionError("--chat needs messages as text, and --tokens gives ids; use one of them")
     if system is not None and not chat:
@@ -257,7 +287,7 @@ def _prompts(
             prompts.append(tokenizer.encode(rendered, special_tokens=False))
         else:
             prompts.append(tokenizer.encode(text))
-    return prompts + [_ids(text) for text in ids] + embedded
+    return prompts + [token_ids(text, "--tokens") for text in ids] + embedded
 
 
 def _read(file: Path) -> str:
@@ -271,15 +301,6 @@ def _read(file: Path) -> str:
         raise OptionError(f"--prompt-file {file} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise OptionError(f"--prompt-file {file} is not UTF-8 text") from None
-
-
-def _ids(text: str) -> list[int]:
-    from trt_kvcache.errors import OptionError
-
-    try:
-        return [int(part) for part in text.replace(",", " ").split()]
-    except ValueError:
-        raise OptionError(f"--tokens {text!r} is not a list of token ids such as 1,15,7") from None
 
 
 def _biases(pairs: list[str]) -> dict[int, float]:

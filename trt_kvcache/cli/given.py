@@ -1,4 +1,4 @@
-"""Prompts as embeddings, from files."""
+"""Prompts as token ids from the command line, and as embeddings from files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from trt_kvcache.errors import OptionError
 from trt_kvcache.verify.inputs import load_inputs
 
-__all__ = ["GivenPrompt", "read_prompt"]
+__all__ = ["GivenPrompt", "read_prompt", "token_ids"]
 
 _NEEDED = ("input_ids", "inputs_embeds")
 _KNOWN = (*_NEEDED, "position_ids")
@@ -50,3 +50,15 @@ def read_prompt(file: Path) -> GivenPrompt:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise OptionError(f"--inputs-embeds {file}: input_ids are {ids.dtype} {list(ids.shape)}; give integers [S]")
     return GivenPrompt(ids.tolist(), arrays["inputs_embeds"], arrays.get("position_ids"))
+
+
+def token_ids(text: str, option: str) -> list[int]:
+    """Token ids as they are written for an option, which messages name.
+
+    Raises:
+        OptionError: they are none.
+    """
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise OptionError(f"{option} {text!r} is not a list of token ids such as 1,15,7") from None

@@ -19,7 +19,7 @@ import onnx
 from trt_kvcache.importer.inline import splice_body
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import InterfaceChange, OriginalRole, OriginalTensor
-from trt_kvcache.importer.protos import dtype_name, elem_type_of, nested_scopes, shape_of
+from trt_kvcache.importer.protos import captured_names, dtype_name, elem_type_of, shape_of
 
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 _CACHE_RANK = 4
@@ -52,20 +52,11 @@ class Merged:
 def take_past_branch(graph: onnx.GraphProto) -> Merged:
     """Replace the branches of a merged export by the one with a past. `graph` is changed."""
     inputs = {v.name: v for v in graph.input}
-    chosen = {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
+    chosen = _choices(graph)
     if not chosen:
         return Merged()
-    inlined: list[str] = []
-    other: set[str] = set()
-    while (index := _next_if(graph, chosen)) is not None:
-        node = graph.node[index]
-        value = chosen[node.input[0]]
-        inlined.append(f"If '{node.name or node.output[0]}'")
-        other |= _captured(_branch(node, not value))
-        splice_body(graph, index, _branch(node, value))
-    for name, value in chosen.items():
-        graph.initializer.append(onnx.numpy_helper.from_array(np.full(_size(inputs[name]), value), name))
-    read = _captured(graph)
+    inlined, other = _take(graph, chosen)
+    read = captured_names(graph)
     changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
                for name, value in chosen.items()]  # fmt: skip
     dead = [n for n in inputs if n in other and n not in read]
@@ -82,12 +73,39 @@ def take_past_branch(graph: onnx.GraphProto) -> Merged:
     return Merged(tuple(inlined), tuple(changes), tuple(tensors))
 
 
+def take_first_branch(graph: onnx.GraphProto) -> None:
+    """Replace the branches of a merged export by the one without a past. `graph` is changed, but for its interface."""
+    _take(graph, {name: not value for name, value in _choices(graph).items()})
+
+
+def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
+    """The inputs that choose, and the values that take the branches with a past."""
+    inputs = {v.name: v for v in graph.input}
+    return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
+
+
+def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> tuple[list[str], set[str]]:
+    """Put the chosen branches in place; returns what they replaced, and what the others read."""
+    inputs = {v.name: v for v in graph.input}
+    inlined: list[str] = []
+    other: set[str] = set()
+    while (index := _next_if(graph, chosen)) is not None:
+        node = graph.node[index]
+        value = chosen[node.input[0]]
+        inlined.append(f"If '{node.name or node.output[0]}'")
+        other |= captured_names(_branch(node, not value))
+        splice_body(graph, index, _branch(node, value))
+    for name, value in chosen.items():
+        graph.initializer.append(onnx.numpy_helper.from_array(np.full(_size(inputs[name]), value), name))
+    return inlined, other
+
+
 def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
     """The input that decides between a branch with and one without a past, and the value that takes the former."""
     if node.op_type != "If" or node.input[0] not in inputs:
         return None
     caches = {n for n, v in inputs.items() if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
-    reads = {value: bool(caches & _captured(_branch(node, value))) for value in (True, False)}
+    reads = {value: bool(caches & captured_names(_branch(node, value))) for value in (True, False)}
     return (node.input[0], reads[True]) if reads[True] != reads[False] else None
 
 
@@ -99,12 +117,6 @@ def _branch(node: onnx.NodeProto, value: bool) -> onnx.GraphProto:
     wanted = "then_branch" if value else "else_branch"
     body: onnx.GraphProto = next(a.g for a in node.attribute if a.name == wanted)
     return body
-
-
-def _captured(body: onnx.GraphProto) -> set[str]:
-    """Names that a body may take from outside; ONNX forbids a body to reuse them."""
-    scopes = [s for s in nested_scopes(body) if isinstance(s, onnx.GraphProto)]
-    return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
 
 
 def _size(value: onnx.ValueInfoProto) -> tuple[int, ...]:

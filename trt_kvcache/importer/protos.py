@@ -40,6 +40,12 @@ def all_nodes(scope: Scope) -> Iterator[NodeProto]:
         yield from inner.node
 
 
+def captured_names(body: GraphProto) -> set[str]:
+    """Names that a body may take from outside; ONNX forbids a body to reuse them."""
+    scopes = [s for s in nested_scopes(body) if isinstance(s, GraphProto)]
+    return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
+
+
 def attribute_graphs(attribute: AttributeProto) -> Iterable[GraphProto]:
     """The graphs that an attribute holds: the bodies of If, Loop, Scan."""
     if attribute.type == AttributeProto.GRAPH:

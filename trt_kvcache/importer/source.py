@@ -65,11 +65,12 @@ class SourceModel:
     external_files: tuple[Path, ...]
 
 
-def load_source(path: str | os.PathLike[str]) -> SourceModel:
+def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> SourceModel:
     """Read a model without its external data, and check files and graph.
 
     Args:
         path: of the file, or of the folder of an export with one decoder in it.
+        first_step: take the export of the first step alone as well: caches come out of it, and none go in.
 
     Raises:
         UnsupportedModelError: the export of the first step alone; see `check_takes_past`.
@@ -81,7 +82,8 @@ def load_source(path: str | os.PathLike[str]) -> SourceModel:
         path = find_model(path)
     proto = _parse(path)
     check_graph(proto, str(path))
-    check_takes_past(proto.graph, path)
+    if not first_step:
+        check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)
     take_readable(proto, path.parent)
     return SourceModel(path.absolute(), proto, files)

@@ -15,9 +15,9 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["find_embeddings", "scaled_by"]
+__all__ = ["export_suffix", "find_embeddings", "scaled_by"]
 
-_DECODER = re.compile(r"decoder(_with_past)?_model(_merged)?(?P<suffix>_\w+)?")
+_PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
 
 
 def find_embeddings(model: Path) -> Path | None:
@@ -25,12 +25,16 @@ def find_embeddings(model: Path) -> Path | None:
     return next((path for path in _candidates(model) if path.is_file()), None)
 
 
+def export_suffix(model: Path) -> str:
+    """What the files of one export by optimum end with, such as ``_fp16``, or nothing."""
+    part = _PART.fullmatch(model.stem)
+    return (part["suffix"] or "") if part is not None and model.suffix == ".onnx" else ""
+
+
 def _candidates(model: Path) -> Iterator[Path]:
     folder = model if model.is_dir() else model.parent
-    decoder = None if model.is_dir() else _DECODER.fullmatch(model.stem)
-    if decoder is not None and decoder["suffix"]:
-        yield folder / f"embed_tokens{decoder['suffix']}.onnx"
-    yield folder / "embed_tokens.onnx"
+    for suffix in dict.fromkeys((export_suffix(model), "")):
+        yield folder / f"embed_tokens{suffix}.onnx"
     yield from _named_by_genai(folder)
     yield folder / "embedding.onnx"
     yield folder / "embeddings.onnx"

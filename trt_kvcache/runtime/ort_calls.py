@@ -1,14 +1,19 @@
-"""ONNX Runtime as the runtime calls it: memory that it is given, and what it raises."""
+"""ONNX Runtime as the runtime calls it: memory that it is given, what it raises, models that run beside the decoder."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from onnx import helper
+import onnxruntime as ort
+from onnx import TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
-__all__ = ["ORT_ERRORS", "bind", "one_line"]
+from trt_kvcache.errors import SessionError, UnsupportedModelError
+
+__all__ = ["ORT_ERRORS", "bind", "input_dtype", "one_line", "open_on_cpu", "run_on_cpu", "type_name"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -34,3 +39,53 @@ def bind(side: Any, name: str, array: Array) -> None:
         array: C-contiguous; the caller keeps it.
     """
     side(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
+
+
+def open_on_cpu(model: str | bytes, path: Path) -> Any:
+    """Open a model that stands before a decoder.
+
+    Args:
+        model: its path; or the model itself, with external data relative to the folder of `path`.
+        path: of its file.
+
+    Raises:
+        UnsupportedModelError: ONNX Runtime cannot run it.
+    """
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors arrive as exceptions
+    options.add_session_config_entry(
+        "session.intra_op.allow_spinning", "0"
+    )  # its threads would spin beside the decoder's
+    if isinstance(model, bytes):
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    try:
+        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+    except ORT_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; run it yourself, and "
+            "give what the decoder takes as constants"
+        ) from None
+
+
+def run_on_cpu(session: Any, path: Path, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
+    """Run a model that stands before a decoder.
+
+    Raises:
+        SessionError: it failed.
+    """
+    try:
+        made: list[Array] = session.run(list(names), dict(feed))
+    except (*ORT_ERRORS, RuntimeError) as error:
+        raise SessionError(f"{path} failed: {one_line(error)}") from None
+    return made
+
+
+def type_name(value: Any) -> str:
+    """Of an input or output of a session, as ONNX Runtime says it: ``"float16"``."""
+    name: str = value.type.removeprefix("tensor(").removesuffix(")")
+    return name
+
+
+def input_dtype(value: Any) -> np.dtype[Any]:
+    """Of an input or output of a session."""
+    return helper.tensor_dtype_to_np_dtype(TensorProto.DataType.Value(type_name(value).upper()))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,6 +21,7 @@ from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embedding_files import find_embeddings
 from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
+from trt_kvcache.runtime.encoder import Encoder, Source, open_encoder
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
@@ -58,12 +60,19 @@ class DecodeSession:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.tokenizer`.
         embeddings: of token ids, for a model that takes embeddings; see `open`.
+        encoder: opens the model's encoder, when one is asked for.
 
     Attributes:
         cache: the caches, and what may be done to them.
     """
 
-    def __init__(self, runner: Runner, tokenizer: Any = None, embeddings: GivenEmbeddings = None) -> None:
+    def __init__(
+        self,
+        runner: Runner,
+        tokenizer: Any = None,
+        embeddings: GivenEmbeddings = None,
+        encoder: Callable[[], Encoder] | None = None,
+    ) -> None:
         self._guard = Guard()
         self._runner = runner
         self._tokenizer = tokenizer
@@ -72,6 +81,8 @@ class DecodeSession:
         self._reader = PromptReader(runner, self.cache, made, tokenizer)
         self._loop = DecodeLoop(runner, self.cache, made)
         self._streams = Streams(self._guard, self.cache, self._loop)
+        self._open_encoder = encoder
+        self._encoder: Encoder | None = None
 
     @classmethod
     def open(
@@ -81,6 +92,7 @@ class DecodeSession:
         device: str = "auto",
         tokenizer: str | os.PathLike[str] | Any = None,
         embeddings: GivenEmbeddings = None,
+        encoder: str | os.PathLike[str] | None = None,
         max_batch: int | None = None,
         max_chunk: int | None = None,
         **options: Any,
@@ -94,6 +106,8 @@ class DecodeSession:
             embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
                 the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a tensor
                 in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside `path`.
+            encoder: of an encoder-decoder, for `encode`: the encoder's ``.onnx`` file, which runs on the CPU, or its
+                folder. None: the exporter's beside `path`.
             max_batch: most sequences at a time; None: what the engine was built for, or what fits.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
             options: for the runner: ``capacity`` (of caches that grow or have a symbolic length), ``plan_options``,
@@ -108,7 +122,8 @@ class DecodeSession:
         try:
             if embeddings is None and embedded_input(runner.plan) is not None:
                 embeddings = find_embeddings(Path(path))
-            return cls(runner, reader, embeddings)
+            beside = None if encoder is None else Path(encoder)
+            return cls(runner, reader, embeddings, partial(open_encoder, beside, Path(path), runner.plan))
         except BaseException:
             runner.close()
             raise
@@ -147,6 +162,33 @@ class DecodeSession:
     def tokenizer(self) -> Any:
         """What turns text into tokens and back, or None."""
         return self._tokenizer
+
+    def encode(self, source: Source) -> dict[str, npt.NDArray[Any]]:
+        """What the decoder of an encoder-decoder reads beside each text: the encoder is run on the CPU.
+
+        Args:
+            source: text or token ids to be translated, summed up, ...; or arrays by names of the encoder's inputs, such
+                as ``{"input_features": [1, 80, 3000]}``. Of one sequence, without padding.
+
+        Returns:
+            Constants of one sequence, for `generate`, `stream` and `add`.
+
+        Raises:
+            OptionError: the model takes nothing from an encoder, or there is none beside it.
+            ModelError: the encoder cannot be used.
+            PromptError: the source does not fit it.
+            SessionError: it failed, or the session is closed.
+        """
+        with self._guard:
+            if self._encoder is None:
+                if self._open_encoder is None:
+                    raise OptionError("the session has no encoder; open the model with DecodeSession.open")
+                self._encoder = self._open_encoder()
+            if isinstance(source, str) and self._tokenizer is None:
+                raise PromptError("a source is text, and there is no tokenizer; open the session with one")
+            read = self._tokenizer.encode(source) if isinstance(source, str) else source
+            encoder = self._encoder
+        return encoder.encode(read)  # beside the steps of other threads
 
     # --- whole generations
 

@@ -1,0 +1,57 @@
+"""What an encoder reads, from the command line, and the texts that its decoder starts with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from trt_kvcache.cli.given import token_ids
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.encoder import Source
+from trt_kvcache.runtime.encoder_files import decoder_start
+from trt_kvcache.verify.inputs import load_inputs
+
+__all__ = ["for_each", "read_sources", "start_of"]
+
+
+def read_sources(texts: Sequence[str], ids: Sequence[str], files: Sequence[Path]) -> list[Source]:
+    """All sources: texts, then ids, then arrays.
+
+    Raises:
+        OptionError: ids are none, or a file cannot be read.
+    """
+    arrays = [load_inputs(str(file)) for file in files]
+    return [*texts, *(token_ids(text, "--source-tokens") for text in ids), *arrays]
+
+
+def start_of(model: Path, encoder: Path | None) -> int:
+    """The token that every text of the decoder starts with.
+
+    Raises:
+        OptionError: nothing says which one.
+    """
+    for place in (model, encoder):
+        if place is not None and (token := decoder_start(place)) is not None:
+            return token
+    raise OptionError(
+        f"no config beside {model} names the decoder_start_token_id; give the start of the text with --tokens"
+    )
+
+
+def for_each(prompts: list[list[int]], made: int, encoder: Path | None, constants: bool) -> list[list[int]]:
+    """The prompts that go with so many sources: one prompt goes with all of them.
+
+    Raises:
+        OptionError: their numbers do not fit, constants are given as well, or an encoder has nothing to read.
+    """
+    if not made:
+        if encoder is not None:
+            raise OptionError(f"--encoder {encoder} has nothing to read; give --source, or leave it out")
+        return prompts
+    if constants:
+        raise OptionError("--source makes what --constants gives; use one of them")
+    if len(prompts) == 1:
+        return prompts * made
+    if made not in (1, len(prompts)):
+        raise OptionError(f"there are {made} sources for {len(prompts)} prompts; give one, or one for each")
+    return prompts

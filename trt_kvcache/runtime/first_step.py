@@ -1,0 +1,107 @@
+"""The encoder's keys and values, as the export of the first step makes them.
+
+optimum's decoders with a past take these for every layer, and only the first step's model computes them, beside
+everything else. Here that part of it is left which leads to them; ONNX Runtime runs no more. Most exports take a shape
+from the token ids on that way: so it runs on one token, and whether that says anything is tried out with two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.merged import take_first_branch
+from trt_kvcache.importer.protos import attribute_graphs, captured_names
+from trt_kvcache.importer.source import load_source
+from trt_kvcache.runtime.ort_calls import input_dtype, open_on_cpu, run_on_cpu
+
+__all__ = ["HIDDEN", "FirstStep"]
+
+HIDDEN = "encoder_hidden_states"
+_IDS, _MASK = "input_ids", "encoder_attention_mask"
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class FirstStep:
+    """The part of a first step that makes the encoder's keys and values.
+
+    Args:
+        path: of the first step's model, or of one with both steps.
+        wanted: outputs of it; those that it lacks are left out.
+
+    Attributes:
+        path: see above.
+        outputs: what it makes, in order.
+
+    Raises:
+        InvalidModelError, UnsupportedModelError: the file cannot be read or run, or takes something else than token
+            ids, the encoder's output and a mask.
+    """
+
+    def __init__(self, path: Path, wanted: Collection[str]) -> None:
+        self.path = path
+        model = load_source(path, first_step=True).proto
+        take_first_branch(model.graph)
+        self.outputs = _cut(model.graph, wanted)
+        unknown = [v.name for v in model.graph.input if v.name not in (_IDS, HIDDEN, _MASK)]
+        if unknown:
+            raise UnsupportedModelError(
+                f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {_IDS}, "
+                f"{HIDDEN} and {_MASK}: compute them yourself, and give them as constants"
+            )
+        self._session = open_on_cpu(model.SerializeToString(), path)
+        self._inputs = {v.name: input_dtype(v) for v in self._session.get_inputs()}
+        self._tried = False
+
+    def run(self, hidden: Array) -> list[Array]:
+        """Keys and values of what the encoder gives, float ``[1, S_enc, H]``.
+
+        Raises:
+            UnsupportedModelError: they depend on the text.
+            SessionError: the model failed.
+        """
+        made = self._run(hidden, 0)
+        if not self._tried:
+            if not all(map(np.array_equal, made, self._run(hidden, 1))):
+                raise UnsupportedModelError(
+                    f"{self.path}: the encoder's keys and values depend on the text; supported are those of the "
+                    "encoder's output alone: compute them yourself, and give them as constants"
+                )
+            self._tried = True
+        return made
+
+    def _run(self, hidden: Array, token: int) -> list[Array]:
+        given = {_IDS: np.array([[token]]), HIDDEN: hidden, _MASK: np.ones(hidden.shape[:2])}
+        feed = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
+        return run_on_cpu(self._session, self.path, self.outputs, feed)
+
+
+def _cut(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
+    """Leave what leads to the wanted outputs; returns those that are there. `graph` is changed."""
+    outputs = [v for v in graph.output if v.name in wanted]
+    nodes, read = _leading_to({v.name for v in outputs}, graph)
+    held = [t for t in graph.initializer if t.name in read]
+    constants = {t.name for t in held}
+    inputs = [v for v in graph.input if v.name in read and v.name not in constants]
+    del graph.node[:], graph.initializer[:], graph.input[:], graph.output[:], graph.value_info[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(held)
+    graph.input.extend(inputs)
+    graph.output.extend(outputs)
+    return [v.name for v in outputs]
+
+
+def _leading_to(names: set[str], graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], set[str]]:
+    """The nodes that `names` need, in order, and all that these read."""
+    read, nodes = set(names), []
+    for node in reversed(graph.node):
+        if read & {*node.output}:
+            nodes.append(node)
+            bodies = [body for attribute in node.attribute for body in attribute_graphs(attribute)]
+            read |= {*node.input}.union(*map(captured_names, bodies))
+    return nodes[::-1], read - {""}
