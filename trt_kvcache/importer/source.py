@@ -16,6 +16,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.folder import check_takes_past, find_model
+from trt_kvcache.importer.lenient import make_strict
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias
 from trt_kvcache.importer.save import save_model
 from trt_kvcache.importer.source_checks import check_graph
@@ -56,7 +57,7 @@ class SourceModel:
 
     Attributes:
         path: absolute path of the model file.
-        proto: the graph; weights in external data are references relative to ``path.parent``.
+        proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
     """
 
@@ -81,6 +82,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> So
     if path.is_dir():
         path = find_model(path)
     proto = _parse(path)
+    make_strict(proto)
     check_graph(proto, str(path))
     if not first_step:
         check_takes_past(proto.graph, path)

@@ -1,0 +1,100 @@
+"""What ONNX Runtime takes and ONNX forbids: nodes in any order, no import of ONNX Runtime's own domain."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import onnx
+import pytest
+from decoders import DecoderConfig
+from foreign_decoders import make_foreign
+from graphs import Graph
+from onnx import TensorProto, helper
+
+from trt_kvcache import PlanOptions, plan_model, verify_model
+from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.importer.source import load_source
+
+SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)
+
+
+def written(folder: Path, model: onnx.ModelProto) -> Path:
+    path = folder / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def shuffled(model: onnx.ModelProto, seed: int) -> list[str]:
+    """Shuffle the nodes in place; returns what they write, in the new order."""
+    nodes = list(model.graph.node)
+    random.Random(seed).shuffle(nodes)
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del model.graph.node[:]
+    model.graph.node.extend(copies)
+    return [node.output[0] for node in copies]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_decoder_with_nodes_in_any_order_is_the_same_decoder(tmp_path: Path, seed: int) -> None:
+    model = make_foreign("concat", SMALL)
+    sorted_plan = plan_model(written(tmp_path, model), PlanOptions(capacity=16))
+    shuffled(model, seed)
+    with pytest.raises(onnx.checker.ValidationError, match="topologically"):
+        onnx.checker.check_model(model)
+    plan = plan_model(written(tmp_path, model), PlanOptions(capacity=16))
+    assert plan.caches == sorted_plan.caches
+    assert plan.tensors == sorted_plan.tensors
+    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).check()
+
+
+def test_sorted_nodes_stay_where_they_are(tmp_path: Path) -> None:
+    model = make_foreign("concat", SMALL)
+    assert list(load_source(written(tmp_path, model)).proto.graph.node) == list(model.graph.node)
+
+
+def test_a_body_reads_what_comes_later(tmp_path: Path) -> None:
+    """What an If reads is named in its bodies only, those nested in these too."""
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, ["B", 4])
+    graph.input("choice", TensorProto.BOOL, [])
+    inner = branch([helper.make_node("Neg", ["late"], ["minus"])], "minus")
+    outer = branch([helper.make_node("If", ["choice"], ["picked"], then_branch=inner, else_branch=inner)], "picked")
+    plain = branch([helper.make_node("Abs", ["x"], ["kept"])], "kept")
+    graph.node("If", ["choice"], "y", then_branch=outer, else_branch=plain)
+    graph.node("Relu", ["x"], "late")
+    graph.output("y", TensorProto.FLOAT, ["B", 4])
+    proto = load_source(written(tmp_path, graph.model())).proto
+    assert [node.output[0] for node in proto.graph.node] == ["late", "y"]
+
+
+def branch(nodes: list[onnx.NodeProto], output: str) -> onnx.GraphProto:
+    return helper.make_graph(nodes, "body", [], [helper.make_tensor_value_info(output, TensorProto.FLOAT, ["B", 4])])
+
+
+def test_a_cycle_is_refused_by_name(tmp_path: Path) -> None:
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, [4])
+    graph.node("Add", ["x", "b"], "a")
+    graph.node("Relu", ["a"], "b")
+    graph.output("b", TensorProto.FLOAT, [4])
+    with pytest.raises(InvalidModelError, match="topologically sorted, however input 'b'"):
+        load_source(written(tmp_path, graph.model()))
+
+
+def test_the_import_of_com_microsoft_is_added(tmp_path: Path) -> None:
+    model = make_foreign("gqa", SMALL)
+    imports = [entry for entry in model.opset_import if entry.domain != "com.microsoft"]
+    assert len(imports) < len(model.opset_import)
+    del model.opset_import[:]
+    model.opset_import.extend(imports)
+    verify_model(written(tmp_path, model), PlanOptions(capacity=16)).check()
+
+
+def test_other_domains_need_their_import(tmp_path: Path) -> None:
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, [4])
+    graph.node("Own", ["x"], "y", domain="com.own")
+    graph.output("y", TensorProto.FLOAT, [4])
+    with pytest.raises(InvalidModelError, match=r"com\.own"):
+        load_source(written(tmp_path, graph.model()))
