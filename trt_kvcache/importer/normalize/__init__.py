@@ -1,6 +1,6 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
-    com.microsoft operators -> standard ones            contrib, rotary, nbits, zero_points
+    com.microsoft operators -> standard ones            contrib (contrib_shapes), rotary, nbits, zero_points
     opset 17..23 -> 24                                  opset
     what is read and proven, in which order             exported
     what the inputs are, samples of a step              samples, probe (blueprint), sizes
@@ -36,6 +36,7 @@ from trt_kvcache.importer.normalize.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
+from trt_kvcache.importer.normalize.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.counted import NOTE
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
@@ -153,7 +154,7 @@ def _dequantized(model: onnx.ModelProto) -> onnx.ModelProto:
     """A canonical model with quantized weights as TensorRT takes them."""
     if not any(node.op_type in ("DequantizeLinear", *QUANTIZED) for node in model.graph.node):
         return model
-    graph = gs.import_onnx(_inferred(model))
+    graph = gs.import_onnx(infer_shapes(model))
     shift_zero_points(graph)
     lower_contrib(graph, QUANTIZED)
     return _export(graph, model, 0)
@@ -178,10 +179,6 @@ def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:
 
 def _length(update: gs.Node) -> Dim:
     return (dims(update.inputs[0]) or ("?",))[int(update.attrs.get("axis", -2))]
-
-
-def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx.shape_inference.infer_shapes(model, data_prop=True)
 
 
 def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:

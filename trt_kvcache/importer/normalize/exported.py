@@ -20,6 +20,7 @@ from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
 from trt_kvcache.importer.normalize.computed import Computed, find_computed
 from trt_kvcache.importer.normalize.contrib import lower_contrib
+from trt_kvcache.importer.normalize.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.even import hold_even
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.fixed import fold_fixed
@@ -107,7 +108,7 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
 
 def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
     """The same in standard operators of opset 24, as a graph and as a model; and the caches that operators hold."""
-    graph = gs.import_onnx(_inferred(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
+    graph = gs.import_onnx(infer_shapes(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
     lower_mha(graph)
     lower_presents(graph)
     shift_zero_points(graph)
@@ -172,7 +173,3 @@ def _may_be_state(cache: Candidate) -> bool:
     if cache.idiom == "rolling":
         return not consumers(cache.present)
     return bool(cache.reason) and cache.node is not None and is_op(cache.node, "Add")
-
-
-def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx.shape_inference.infer_shapes(model, data_prop=True)
