@@ -81,8 +81,8 @@ class ConstantInputs:
         if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in given]:
             raise PromptError(
                 f"the model takes inputs that are given once per sequence, and {', '.join(missing)} "
-                f"{'are' if len(missing) > 1 else 'is'} missing; give them as constants={{name: array}}, on the "
-                "command line as --constants FILE.npz"
+                f"{'are' if len(missing) > 1 else 'is'} missing; let the encoder make them (session.encode, on the "
+                "command line --source), or give them as constants={name: array} (--constants FILE.npz)"
             )
         if unknown := [name for name in given if name not in names]:
             takes = f"it takes {', '.join(names)}" if names else "it takes none"
