@@ -20,6 +20,7 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
+from trt_kvcache.runtime.huge_pages import huge_pages
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort_attention import OPERATOR, fuse_attention
@@ -293,8 +294,10 @@ def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) 
         options.intra_op_num_threads = threads
     folder = str(imported.source.path.parent)
     options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    serialized = model.SerializeToString()
     try:
-        return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        with huge_pages():
+            return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
     except ORT_ERRORS as error:
         raise UnsupportedModelError(
             f"{imported.source.path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; "

@@ -1,0 +1,87 @@
+"""Memory that every step reads, in huge pages: with pages of 4 KiB the processor looks most of them up anew each time.
+
+Linux gives huge pages to whoever asks for them. NumPy does for its large arrays, caches among them; ONNX Runtime does
+not for weights. What it took while it opened a model is therefore moved into huge pages afterwards, where Linux 6.1 or
+later is asked once more (MADV_COLLAPSE). Processor time of a decode step with 200 MB of weights, one thread, on a busy
+virtual machine: 33 ms before, 22 ms after.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+
+__all__ = ["huge_pages"]
+
+_COLLAPSE = 25  # MADV_COLLAPSE, of linux/mman.h
+_SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
+_ANONYMOUS = re.compile(r"^([0-9a-f]+)-([0-9a-f]+) rw-p 00000000 00:00 0 *(?:\[heap\])?$", re.MULTILINE)
+_PAGE = 4096
+_AT_ONCE = 16  # huge pages: how often the time is looked at
+_LEAST_SECONDS = 1.0
+
+
+@contextmanager
+def huge_pages() -> Iterator[None]:
+    """What is taken within the block and full of data lies in huge pages afterwards, as far as there are any.
+
+    Nothing else changes: no page that was never written becomes memory, and what fails or takes longer than the block
+    itself is left as it is.
+    """
+    before, start = _anonymous(), time.perf_counter()
+    yield
+    end = time.perf_counter()
+    until = end + max(end - start, _LEAST_SECONDS)
+    with suppress(OSError):  # of systems other than Linux, or that show less of themselves
+        if "[never]" in (_SETTINGS / "enabled").read_text():
+            return
+        size = int((_SETTINGS / "hpage_pmd_size").read_text())
+        for new in _without(_anonymous(), before):
+            for first, last in _full(*new, size):
+                for address in range(first, last, _AT_ONCE * size):
+                    if not _collapse(address, min(_AT_ONCE * size, last - address)) or time.perf_counter() > until:
+                        return
+
+
+def _anonymous() -> set[tuple[int, int]]:
+    """Beginnings and ends of the memory that is no file's."""
+    try:
+        text = Path("/proc/self/maps").read_text()
+    except OSError:
+        return set()
+    return {(int(first, 16), int(last, 16)) for first, last in _ANONYMOUS.findall(text)}
+
+
+def _without(ranges: set[tuple[int, int]], others: set[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    """What is left of ranges; the kernel joins new memory with what lies beside it."""
+    for start, end in sorted(ranges):
+        for first, last in sorted(others):
+            if start < last and first < end:
+                yield start, first
+                start = last
+        yield start, end
+
+
+def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
+    """The runs of aligned blocks of `size` bytes between two addresses of which every page holds data."""
+    start, end = -(-start // size) * size, end // size * size
+    if start >= end:
+        return
+    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+        file.seek(start // _PAGE * 8)
+        entries = np.frombuffer(file.read((end - start) // _PAGE * 8), np.uint64)
+    full = (entries >> np.uint64(63)).reshape(-1, size // _PAGE).all(axis=1)  # bit 63: the page is present
+    edges = np.flatnonzero(np.diff(full, prepend=False, append=False)).reshape(-1, 2)
+    yield from ((start + int(first) * size, start + int(last) * size) for first, last in edges)
+
+
+def _collapse(address: int, size: int) -> bool:
+    """Move memory into huge pages; whether that can go on."""
+    library = ctypes.CDLL(None)
+    return not library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _COLLAPSE)
