@@ -14,7 +14,13 @@ from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.rounding import Side, judge_rounding
-from trt_kvcache.verify.runnable import check_runnable, with_exact_products, with_packed_function, with_plugin_functions
+from trt_kvcache.verify.runnable import (
+    check_runnable,
+    exact_experts,
+    with_exact_products,
+    with_packed_function,
+    with_plugin_functions,
+)
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
 
@@ -31,7 +37,11 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
     # What does not fit into memory is refused here, before weights are written anywhere.
     kind(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)
     del source
-    with moved_out(imported) as (imported, folder), _both_sides(imported, folder) as (original, rewritten, twin):
+    with (
+        moved_out(imported) as (imported, folder),
+        _both_sides(imported, folder) as (original, rewritten, twin),
+        exact_experts(),
+    ):
 
         def run(left: Side, right: Side) -> VerifyReport:
             return kind(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin).run()
