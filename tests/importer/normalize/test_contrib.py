@@ -236,7 +236,7 @@ def test_fused_matmul_of_unknown_rank_is_refused() -> None:
         lowered(model)
 
 
-@pytest.mark.parametrize("op", ["MatMulBnb4", "QMoE"])
+@pytest.mark.parametrize("op", ["MatMulBnb4", "MatMulInteger16"])
 def test_quantized_weights_are_refused_by_name(op: str) -> None:
     feeds = {"x": random(np.float32, 2, 64)}
     with pytest.raises(UnsupportedModelError, match=f"com.microsoft::{op} 'node_y' computes on quantized weights"):

@@ -1,6 +1,7 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
     com.microsoft operators -> standard ones            contrib (contrib_shapes), rotary, nbits, zero_points
+                                                        moe (expert_blocks)
     opset 17..23 -> 24                                  opset
     what is read and proven, in which order             exported
     what the inputs are, samples of a step              samples, probe (blueprint), sizes
@@ -35,7 +36,7 @@ from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_
 from trt_kvcache.importer.normalize.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.changes import find_changes
-from trt_kvcache.importer.normalize.contrib import QUANTIZED, lower_contrib
+from trt_kvcache.importer.normalize.contrib import OWN_WEIGHTS, lower_contrib
 from trt_kvcache.importer.normalize.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.counted import NOTE
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
@@ -152,11 +153,11 @@ def _own_masks(cores: Sequence[Core]) -> list[str]:
 
 def _dequantized(model: onnx.ModelProto) -> onnx.ModelProto:
     """A canonical model with quantized weights as TensorRT takes them."""
-    if not any(node.op_type in ("DequantizeLinear", *QUANTIZED) for node in model.graph.node):
+    if not any(node.op_type in ("DequantizeLinear", *OWN_WEIGHTS) for node in model.graph.node):
         return model
     graph = gs.import_onnx(infer_shapes(model))
     shift_zero_points(graph)
-    lower_contrib(graph, QUANTIZED)
+    lower_contrib(graph, OWN_WEIGHTS)
     return _export(graph, model, 0)
 
 

@@ -11,6 +11,7 @@
     FusedGemm(a, b, c)                                 activation(Gemm(a, b, c))
     CausalConvWithState(x, w, b, past)                 s = Concat(past, x); Conv(s, w, b); the last rows of s
     MatMulNBits, GatherBlockQuantized                  DequantizeLinear and MatMul, see `nbits`
+    MoE, QMoE                                          TopK, Gather and MatMul, see `moe`
 
 Measured against ONNX Runtime's own kernels: equal bit for bit, except for sums before a normalization and for Gelu,
 which its fp16 kernels keep in fp32 (one unit in the last place of fp16).
@@ -40,6 +41,7 @@ from trt_kvcache.importer.graph import (
     input_or_none,
     replace_uses,
 )
+from trt_kvcache.importer.normalize.moe import lower_moe
 from trt_kvcache.importer.normalize.nbits import lower_gather_nbits, lower_matmul_nbits
 from trt_kvcache.importer.normalize.rotary import lower_planes, lower_rotary
 
@@ -58,11 +60,10 @@ _GATES = ("none", "silu", "swish")
 _END = 2**62
 _REFUSED = {
     "MatMulBnb4": "export unquantized",
-    "QMoE": "export unquantized",
     "MatMulInteger16": "export unquantized",
 }
-QUANTIZED = frozenset({"MatMulNBits", "GatherBlockQuantized", *_REFUSED})
-"""Operators on quantized weights in ONNX Runtime's own format."""
+OWN_WEIGHTS = frozenset({"MatMulNBits", "GatherBlockQuantized", "MoE", "QMoE", *_REFUSED})
+"""Operators on weights in forms of ONNX Runtime's own: lowered in models whose caches are canonical, too."""
 
 
 def lower_contrib(graph: gs.Graph, only: Collection[str] | None = None) -> None:
@@ -336,4 +337,6 @@ _LOWERINGS: dict[str, Callable[[Emitter, gs.Node], Results]] = {
     "CausalConvWithState": _causal_conv,
     "MatMulNBits": lower_matmul_nbits,
     "GatherBlockQuantized": lower_gather_nbits,
+    "MoE": lower_moe,
+    "QMoE": lower_moe,
 }

@@ -1,0 +1,275 @@
+"""Mixtures of experts against their lowered form, ONNX Runtime's kernels, and numpy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
+import pytest
+from builder import build_in_child
+from mixtures import Array, Mixture
+from onnx import TensorProto, helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize.contrib import lower_contrib
+from trt_kvcache.importer.signed import sign_weights
+from trt_kvcache.verify.runnable import exact_experts
+
+LENGTHS = (1, 2, 3, 7, 40)
+SHARES = {np.float32: 3e-6, np.float16: 6e-3}
+
+
+def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    result: Array = session.run(None, feeds)[0]
+    return result
+
+
+def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
+    graph = gs.import_onnx(model)
+    lower_contrib(graph)
+    result: onnx.ModelProto = gs.export_onnx(graph.cleanup().toposort())
+    onnx.checker.check_model(result, full_check=True)
+    assert all(node.domain in ("", "ai.onnx") for node in result.graph.node)
+    return result
+
+
+def close(got: Array, expected: Array, share: float) -> None:
+    assert got.shape == expected.shape
+    np.testing.assert_allclose(got.astype(np.float64), expected, rtol=0, atol=share * np.abs(expected).max())
+
+
+ACTIVATIONS = ("relu", "gelu", "silu", "identity", "swiglu")
+FLOATS = [
+    *(Mixture(activation=a, normalized=n) for a in ACTIVATIONS for n in (False, True)),
+    *(Mixture(k=k, normalized=n) for k in (1, 6) for n in (False, True)),
+    *(Mixture(limit=limit, alpha=1, beta=0) for limit in (None, np.inf, 0.3)),
+    *(Mixture(limit=limit) for limit in (None, 0)),
+    *(Mixture(experts=e, k=k) for e, k in ((1, 1), (2, 1), (2, 2), (3, 2), (5, 3), (16, 4), (33, 8))),
+    Mixture(bias=False), Mixture(rank=3), Mixture(rank=3, tokens=7), Mixture(hidden=32, inner=32, activation="silu"),
+]  # fmt: skip
+QUANTIZED = [
+    *(Mixture(bits=bits, block=block, zeros=z) for bits in (4, 8) for block in (0, 16, 32) for z in (False, True)),
+    *(Mixture(bits=bits, hidden=96, inner=96, zeros=True) for bits in (4, 8)),  # three zero points: half a byte is left
+    *(Mixture(bits=bits, block=64, hidden=96, zeros=z) for bits in (4, 8) for z in (False, True)),  # half a block
+    *(Mixture(bits=bits, block=64, hidden=64, inner=64, zeros=True) for bits in (4, 8)),
+    *(Mixture(bits=4, activation=a, normalized=n) for a in ACTIVATIONS for n in (False, True)),
+    Mixture(bits=4, bias=False), Mixture(bits=4, rank=3), Mixture(bits=4, experts=16, k=4, zeros=True),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("case", [*FLOATS, *QUANTIZED], ids=str)
+def test_mixture(case: Mixture, dtype: Any) -> None:
+    case = replace(case, dtype=dtype)
+    model = case.model()
+    result = lowered(model)
+    for tokens in (case.tokens,) if case.tokens else LENGTHS:
+        feeds = case.feeds(tokens)
+        expected = case.expected(feeds)
+        close(run(result, feeds), expected, SHARES[dtype])
+        with exact_experts():
+            if dtype == np.float16 and not case.bits and not case.normalized:
+                continue  # ONNX Runtime 1.31.1 multiplies with zeros there
+            close(run(model, feeds), expected, SHARES[dtype])  # it understands the operator as this test does
+
+
+@pytest.mark.parametrize("case", QUANTIZED, ids=str)
+def test_signed_weights(case: Mixture) -> None:
+    """What TensorRT gets: the middle at 0. Scales of 8 bits may be negative, as onnxruntime-genai's are."""
+    model = lowered(case.model())
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    assert sign_weights(copy, Path()) == ()
+    assert not {t.data_type for t in copy.graph.initializer} & {TensorProto.UINT4, TensorProto.UINT8}
+    feeds = case.feeds(7)
+    np.testing.assert_array_equal(run(copy, feeds), run(model, feeds))
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 5, 8, 31, 64, 200])
+@pytest.mark.parametrize(("experts", "k"), [(4, 1), (5, 2), (8, 8), (32, 4)])
+def test_however_unevenly_tokens_choose(experts: int, k: int, tokens: int) -> None:
+    """All of them the same experts, all but one, each others: the blocks suffice."""
+    case = Mixture(experts=experts, k=k, hidden=8, inner=8)
+    model = lowered(case.model())
+    for choose in ("same", "one", "turns", "few"):
+        feeds = case.feeds(tokens, spread=0.1)
+        boost = np.zeros((tokens, experts))
+        favourite = np.arange(experts)[::-1] * 1.0
+        for t in range(tokens):
+            own = {"same": 0, "one": t == tokens - 1, "turns": t, "few": t % 3 == 0}[choose]
+            boost[t] = np.roll(favourite, int(own))
+        feeds["logits"] = (feeds["logits"] + boost).astype(np.float32)
+        close(run(model, feeds), case.expected(feeds), 3e-6)
+
+
+def test_nothing_of_other_tokens_and_experts_is_read() -> None:
+    """Tokens that are not numbers, and experts that nobody chose, leave the others' bits as they are."""
+    case = Mixture(experts=8, k=2)
+    model = lowered(case.model())
+    for tokens in (4, 40):
+        feeds = case.feeds(tokens)
+        feeds["logits"][:, 5:] = -30
+        clean = run(model, feeds)
+        poisoned = onnx.ModelProto()
+        poisoned.CopyFrom(model)
+        for tensor in poisoned.graph.initializer:
+            if len(tensor.dims) > 1 and tensor.dims[0] == 8:
+                values = np.array(onnx.numpy_helper.to_array(tensor))
+                values[5:] = np.nan
+                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+        np.testing.assert_array_equal(run(poisoned, feeds), clean)
+        feeds["x"][1], feeds["logits"][2] = np.inf, np.nan
+        others = [t for t in range(tokens) if t not in (1, 2)]
+        np.testing.assert_array_equal(run(model, feeds)[others], clean[others])
+
+
+def test_rows_and_blocks_are_as_few_as_said() -> None:
+    """One token has k blocks of one row; many have at most one and a half of each expert, of three rows per pair."""
+    case = Mixture(experts=16, k=4, hidden=8, inner=8)
+    model = lowered(case.model())
+    product = next(n.output[0] for n in model.graph.node if n.op_type == "MatMul")
+    model.graph.output.insert(0, helper.make_empty_tensor_value_info(product))
+    sizes = {tokens: run(model, case.feeds(tokens)).shape for tokens in (1, 2, 4, 16, 256)}
+    assert sizes[1] == (4, 1, 16)
+    assert all(blocks <= min(tokens * 4, 24) for tokens, (blocks, _, _) in sizes.items())
+    assert all(blocks * rows <= 3 * tokens * 4 + 24 for tokens, (blocks, rows, _) in sizes.items())
+
+
+def test_weights_are_not_read() -> None:
+    """They lie in a file that is not there."""
+    for case in (Mixture(), Mixture(bits=4, zeros=True)):
+        model = case.model()
+        for tensor in model.graph.initializer:
+            tensor.ClearField("raw_data")
+            tensor.data_location = TensorProto.EXTERNAL
+            tensor.external_data.add(key="location", value="gone")
+        graph = gs.import_onnx(model)
+        lower_contrib(graph)
+        kept = [t for t in gs.export_onnx(graph.cleanup()).graph.initializer if t.external_data]
+        assert {t.external_data[0].value for t in kept} == {"gone"}
+
+
+def edited(case: Mixture, **replaced: tuple[int, ...]) -> onnx.ModelProto:
+    """The model with weights of other shapes, by the operator's names for them."""
+    model = case.model()
+    constants, _ = case.weights()
+    for name, shape in replaced.items():
+        index = [*constants].index(name)
+        tensor = model.graph.initializer[index]
+        tensor.CopyFrom(onnx.numpy_helper.from_array(np.zeros(shape, constants[name].dtype), tensor.name))
+    return model
+
+
+def extended(case: Mixture, index: int) -> onnx.ModelProto:
+    """The model with one more input, which is its first weight."""
+    model = case.model()
+    node = model.graph.node[0]
+    node.input.extend([""] * (index - len(node.input)) + [node.input[2]])
+    return model
+
+
+def without(case: Mixture, index: int) -> onnx.ModelProto:
+    """The model without an input of the node."""
+    model = case.model()
+    model.graph.node[0].input[index] = ""
+    return model
+
+
+def reshaped(case: Mixture) -> onnx.ModelProto:
+    """The model with one more axis of tokens."""
+    model = case.model()
+    model.graph.input[0].type.tensor_type.shape.dim.add(dim_value=1)
+    model.graph.input[0].type.tensor_type.shape.dim.add(dim_value=1)
+    return model
+
+
+def computed(case: Mixture) -> onnx.ModelProto:
+    """The model with weights that the graph computes."""
+    model = case.model()
+    node = model.graph.node[0]
+    model.graph.node.insert(0, helper.make_node("Neg", [node.input[2]], ["negated"]))
+    model.graph.node[1].input[2] = "negated"
+    return model
+
+
+FLOAT, FOUR = Mixture(), Mixture(bits=4)
+REFUSED = {
+    "use_sparse_mixer=1; supported is 0": FLOAT.model(use_sparse_mixer=1),
+    "quant_type='fp4'; supported is int: export with integers": FOUR.model(quant_type="fp4"),
+    "weights_prepacked=1; supported is -1 or 0: export for the CPU": FOUR.model(weights_prepacked=1),
+    "has foo=3; supported is no such attribute": FLOAT.model(foo=3),
+    "activation 'geglu' with swiglu_fusion=1; supported are relu, gelu": FLOAT.model(activation_type="geglu"),
+    "activation 'swiglu' with swiglu_fusion=0": FLOAT.model(swiglu_fusion=0),
+    "activation 'swiglu' with swiglu_fusion=2": FOUR.model(swiglu_fusion=2),
+    "activation 'silu' with swiglu_fusion=1": FOUR.model(activation_type="silu"),
+    "swiglu_limit=-1.0; supported are limits from 0": FLOAT.model(swiglu_limit=-1.0),
+    "chooses 7 of 6 experts": FLOAT.model(k=7),
+    "chooses 0 of 6 experts": FLOAT.model(k=0),
+    "experts of 2 bits": FOUR.model(expert_weight_bits=2),
+    "fc1, fc2, fc3: 4, 8, 4": FOUR.model(fc2_expert_weight_bits=8),
+    "has an input 6 .*such as fc3": extended(FLOAT, 6),
+    "has an input 8 .*such as fc3": extended(FOUR, 8),
+    "has an input 14 .*weights of the router": extended(FOUR, 14),
+    r"has fc2 .* \[6, 32, 32\], for 6 experts of 32 columns; supported is \[6, 64, 16\], .*prepacked=0": edited(
+        FOUR, fc2_experts_weights=(6, 32, 32)
+    ),
+    r"has fc1 .* \[6, 48, 64\]": edited(Mixture(hidden=48), fc1_experts_weights=(6, 48, 64)),
+    r"has scales1 .* \[6, 64\]": edited(FOUR, fc1_scales=(6, 64)),
+    r"has bias2 .* \[6, 32\]": edited(FLOAT, fc2_experts_bias=(6, 32)),
+    r"has zero_points2 .* \[6, 64, 2\]; supported is \[6, 64, 1\]": edited(
+        replace(FOUR, zeros=True), fc2_zero_points=(6, 64, 2)
+    ),
+    "lacks one of x, logits, fc1, scales1, fc2, scales2": without(FOUR, 3),
+    "of rank 4": reshaped(FLOAT),
+    "supported is a weight of the model": computed(FOUR),
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_refused(message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"com.microsoft::Q?MoE 'node_y' .*{message}"):
+        lowered(REFUSED[message])
+
+
+def test_attributes_that_change_nothing_are_taken() -> None:
+    for attributes in (
+        {"weights_prepacked": 0},
+        {"weights_prepacked": -1},
+        {"quant_type": "int"},
+        {"accuracy_level": 4},
+    ):
+        close(run(lowered(FOUR.model(**attributes)), FOUR.feeds(3)), FOUR.expected(FOUR.feeds(3)), 3e-6)
+
+
+BUILT = [
+    Mixture(dtype=np.float16), Mixture(activation="gelu", normalized=False, rank=3), Mixture(bits=4, dtype=np.float16),
+    Mixture(bits=4, zeros=True), Mixture(bits=4, block=0, zeros=True, dtype=np.float16), Mixture(bits=8, rank=3),
+    Mixture(bits=8, block=0, dtype=np.float16), Mixture(bits=4, block=64, hidden=96, dtype=np.float16),
+    Mixture(experts=1, k=1), Mixture(experts=5, k=3, activation="relu"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BUILT, ids=str)
+def test_tensorrt_builds(case: Mixture) -> None:
+    model = lowered(case.model())
+    sign_weights(model, Path())
+    outcome = build_in_child(model.SerializeToString(), [{"T": (1, 64, 128)}, {"T": (1, 1, 1)}])
+    assert outcome.stage == "built", outcome.words
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_engines_keep_the_bits(bits: int) -> None:
+    case = Mixture(bits=bits, experts=16, hidden=512, inner=512, dtype=np.float16)
+    model = lowered(case.model())
+    sign_weights(model, Path())
+    size = sum(len(t.raw_data) for t in model.graph.initializer)
+    outcome = build_in_child(model.SerializeToString(), [{"T": (1, 64, 128)}, {"T": (1, 1, 1)}])
+    assert size < outcome.size < size + 6e6, outcome
