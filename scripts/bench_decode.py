@@ -13,8 +13,8 @@ Ways to decode one sequence with one model, random weights, 200 tokens in the ca
 
 The model as exported comes from mobius-onnx where it is installed, else from scripts/decoders.py. Peers are the extra
 `bench`; a peer that is not installed is named on stderr and left out. All but transformers' default hold each cache in
-one buffer of the whole capacity. All take turns of a few steps, in random order, so that a machine that slows down
-slows all of them, and the medians of their step times are compared.
+one buffer of the whole capacity. Each has a process of its own; all take turns of a few steps, in random order, so that
+a machine that slows down slows all of them, and the medians of their step times are compared.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from bench_peers import GenaiPeer, TransformersPeer, export_mobius, save_llama
+from bench_peers import GenaiPeer, TransformersPeer, export_genai, export_mobius, save_llama
+from bench_turns import Steps, Worker, take_turns
 from decoders import DecoderConfig, write_decoder
 from rich.console import Console
 from rich.table import Table
@@ -42,20 +43,7 @@ from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, array_dtype
 
-BURST, SKIPPED = 16, 4  # steps per turn, and those at its start that meet cold caches and sleeping threads
-REST = 0.1  # seconds before a turn: the threads of the one before spin for tens of milliseconds
-
-Steps = Iterator[int]
-"""The tokens after a prompt, one per step."""
-
-
-def session_steps(session: DecodeSession, prompt: list[int], count: int) -> Steps:
-    """The session as a user drives it."""
-    session.add(prompt, GenerationConfig(max_new_tokens=count))
-    while session.running:
-        for event in session.step():
-            assert event.token is not None
-            yield event.token
+BURST, SKIPPED = 16, 4  # steps per turn, and those at its start that are not measured
 
 
 class BareLoop:
@@ -123,27 +111,32 @@ class BareLoop:
             yield token
 
 
-def measure(ways: dict[str, Steps], count: int) -> dict[str, list[float]]:
-    """Seconds of the steps of each way; all must give the same tokens."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    tokens: dict[str, list[int]] = {name: [next(steps)] for name, steps in ways.items()}  # the prompt
-    order, shuffle = [*ways.items()], random.Random(0).shuffle
-    for number in range(0, count - 1, BURST):
-        shuffle(order)  # nobody always comes after the same one
-        for name, steps in order:
-            time.sleep(REST)
-            for place in range(min(BURST, count - 1 - number)):
-                start = time.perf_counter()
-                tokens[name].append(next(steps))
-                if place >= SKIPPED and number:  # the first turn warms up
-                    times[name].append(time.perf_counter() - start)
-    for name, found in tokens.items():
-        if found != tokens["session"]:
-            raise SystemExit(f"{name} gives other tokens than the session: {found[:10]}, {tokens['session'][:10]}")
-    return times
+def run_session(model: Path, threads: int, prompt: list[int], count: int) -> Steps:
+    """The session as a user drives it."""
+    with DecodeSession.open(model, max_batch=1, threads=threads) as session:
+        session.add(prompt, GenerationConfig(max_new_tokens=count))
+        while session.running:
+            for event in session.step():
+                assert event.token is not None
+                yield event.token
 
 
-def attempt(name: str, make: Callable[[], Any]) -> Any:
+def run_bare(model: Path, rewritten: bool, threads: int, prompt: list[int], count: int) -> Steps:
+    """See `BareLoop`."""
+    return BareLoop(model, rewritten, threads).steps(prompt, count)
+
+
+def run_genai(folder: Path, capacity: int, threads: int, prompt: list[int], count: int) -> Steps:
+    """See `GenaiPeer`."""
+    return GenaiPeer(folder, capacity, threads).steps(prompt, count)
+
+
+def run_transformers(llama: Path, capacity: int | None, threads: int, prompt: list[int], count: int) -> Steps:
+    """See `TransformersPeer`."""
+    return TransformersPeer(llama, threads, capacity).steps(prompt, count)
+
+
+def attempt(name: str, make: Callable[[], Path]) -> Path | None:
     """What `make` makes; None, and a line on stderr, where a package that it needs is not installed."""
     try:
         return make()
@@ -157,24 +150,39 @@ def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, 
     assert isinstance(config.capacity, int)
     model = write_decoder(folder / "decoder.onnx", config, 1024)
     exporter, capacity = "scripts/decoders.py", config.capacity
-    peers: dict[str, Any] = {}
+    peers: dict[str, Callable[..., Steps]] = {}
     llama = attempt("transformers", lambda: save_llama(model, config, folder / "llama"))
     if llama is not None:
         exported = attempt("mobius-onnx", lambda: export_mobius(llama, capacity, folder / "exported.onnx"))
         if exported is not None:
             model, exporter = exported, "mobius-onnx"
-        peers["onnxruntime-genai"] = attempt(
-            "onnxruntime-genai", lambda: GenaiPeer(llama, folder / "genai", capacity, threads)
-        )
-        peers["transformers"] = TransformersPeer(llama, threads)
-        peers["transformers, static"] = TransformersPeer(llama, threads, capacity)
+        genai = attempt("onnxruntime-genai", lambda: export_genai(llama, folder / "genai"))
+        if genai is not None:
+            peers["onnxruntime-genai"] = partial(run_genai, genai, capacity)
+        peers["transformers"] = partial(run_transformers, llama, None)
+        peers["transformers, static"] = partial(run_transformers, llama, capacity)
     else:
         print("mobius-onnx and onnxruntime-genai are left out: they start from transformers' files", file=sys.stderr)
-    with DecodeSession.open(model, max_batch=1, threads=threads) as session:
-        bare = {"rewritten": BareLoop(model, True, threads), "original": BareLoop(model, False, threads)}
-        ways = {"session": session_steps(session, prompt, count)}
-        ways |= {name: way.steps(prompt, count) for name, way in (bare | peers).items() if way is not None}
-        return {"exporter": exporter, "times": measure(ways, count)}
+    ways: dict[str, Callable[..., Steps]] = {
+        "session": partial(run_session, model),
+        "rewritten": partial(run_bare, model, True),
+        "original": partial(run_bare, model, False),
+    }
+    with ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(Worker(name, partial(way, threads, prompt, count)))
+            for name, way in (ways | peers).items()
+        }
+        return {"exporter": exporter, "times": measure(workers, count)}
+
+
+def measure(workers: dict[str, Worker], count: int) -> dict[str, list[float]]:
+    """Seconds of the steps of each way; all must give the same tokens."""
+    tokens, times = take_turns(workers, count, BURST, SKIPPED)
+    for name, found in tokens.items():
+        if found != tokens["session"]:
+            raise SystemExit(f"{name} gives other tokens than the session: {found[:10]}, {tokens['session'][:10]}")
+    return times
 
 
 def main() -> None:

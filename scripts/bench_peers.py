@@ -5,7 +5,8 @@ Everything starts from one decoder of scripts/decoders.py, which is Llama's arch
     save_llama        its weights as a folder that transformers reads: what the others start from
     export_mobius     mobius-onnx' export of that folder, with static caches
     TransformersPeer  `generate` of transformers
-    GenaiPeer         onnxruntime-genai over its own model builder's export
+    export_genai      onnxruntime-genai's own export of it
+    GenaiPeer         onnxruntime-genai over that
 
 The packages are the extra `bench`. Each function raises ImportError where one that it needs is not installed.
 """
@@ -177,30 +178,40 @@ class TransformersPeer:
             yield token
 
 
-class GenaiPeer:
-    """onnxruntime-genai over the export of its own model builder, greedy, its caches in place.
-
-    Args:
-        llama: what `save_llama` made.
-        folder: of the export; made here.
-        capacity: rows of each cache (`max_length`).
-        threads: of ONNX Runtime; None: one per core.
+def export_genai(llama: Path, folder: Path) -> Path:
+    """Export a folder of transformers by onnxruntime-genai's model builder to `folder`.
 
     Raises:
         ImportError: onnxruntime-genai or onnx-ir is not installed.
         RuntimeError: its builder refuses the model.
     """
+    import onnx_ir  # noqa: F401 - the builder is another process: its lack would show there
+    import onnxruntime_genai  # noqa: F401 - likewise
 
-    def __init__(self, llama: Path, folder: Path, capacity: int, threads: int | None) -> None:
-        import onnx_ir  # noqa: F401 - the builder is another process: its lack would show there
+    builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu"]
+    builder += ["-i", str(llama), "-o", str(folder), "-c", str(folder)]
+    offline = os.environ | {"HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(builder, capture_output=True, text=True, env=offline, check=False)
+    if done.returncode:
+        raise RuntimeError(f"onnxruntime-genai's model builder: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+class GenaiPeer:
+    """onnxruntime-genai over the export of its own model builder, greedy, its caches in place.
+
+    Args:
+        folder: what `export_genai` made.
+        capacity: rows of each cache (`max_length`).
+        threads: of ONNX Runtime; None: one per core.
+
+    Raises:
+        ImportError: onnxruntime-genai is not installed.
+    """
+
+    def __init__(self, folder: Path, capacity: int, threads: int | None) -> None:
         import onnxruntime_genai
 
-        builder = [sys.executable, "-m", "onnxruntime_genai.models.builder", "-p", "fp32", "-e", "cpu"]
-        builder += ["-i", str(llama), "-o", str(folder), "-c", str(folder)]
-        offline = os.environ | {"HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(builder, capture_output=True, text=True, env=offline, check=False)
-        if done.returncode:
-            raise RuntimeError(f"onnxruntime-genai's model builder: {done.stderr.strip().splitlines()[-1]}")
         config = onnxruntime_genai.Config(str(folder))
         if threads:
             options = {"model": {"decoder": {"session_options": {"intra_op_num_threads": threads}}}}

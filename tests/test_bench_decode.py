@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import bench_decode
 import pytest
+from bench_turns import Worker
 
 # onnxruntime-genai's builder takes every linear layer as wide as the vocabulary for the head: keys are 64 wide here.
 SMALL = ["--capacity", "96", "--prompt", "20", "--tokens", "40", "--layers", "1", "--hidden", "192", "--vocab", "96"]
@@ -58,7 +62,13 @@ def test_every_peer_gives_the_same_tokens(monkeypatch: pytest.MonkeyPatch, capsy
     assert "left out" not in said
 
 
+def tokens(*given: int) -> Iterator[int]:
+    return iter(given)
+
+
 def test_other_tokens_are_no_benchmark() -> None:
-    ways = {"session": iter([1, 2, 3]), "rewritten": iter([1, 2, 4])}
-    with pytest.raises(SystemExit, match="rewritten gives other tokens than the session"):
-        bench_decode.measure(ways, 3)
+    ways = {"session": partial(tokens, 1, 2, 3), "rewritten": partial(tokens, 1, 2, 4)}
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(name, way)) for name, way in ways.items()}
+        with pytest.raises(SystemExit, match="rewritten gives other tokens than the session"):
+            bench_decode.measure(workers, 3)

@@ -1,0 +1,142 @@
+"""Ways to do one thing, each in a process of its own, that take turns: nobody meets another's memory or threads.
+
+In one process it matters who came first: a session measured 3 to 10 % slower than the same one opened second, because
+of where its memory lay.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from types import TracebackType
+
+REST = 0.1
+"""Seconds at the end of a turn: threads that find no more work spin for tens of milliseconds before they sleep."""
+
+MOST_IDLE = 0.05
+"""Processor time over time between a way's turns, above which it disturbs the others."""
+
+Steps = Iterator[int]
+"""What a way gives, one step after the other."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What a turn gave.
+
+    Attributes:
+        given: by its steps.
+        seconds: of each.
+        waited, busy: time since the turn before, and processor time that was used meanwhile.
+    """
+
+    given: list[int]
+    seconds: list[float]
+    waited: float
+    busy: float
+
+
+class Worker:
+    """A way in a process of its own, which ends with the block that this is used for.
+
+    Args:
+        name: for messages.
+        make: called there, with the first turn; can be pickled.
+    """
+
+    def __init__(self, name: str, make: Callable[[], Steps]) -> None:
+        spawned = multiprocessing.get_context("spawn")  # nothing of this process goes along
+        self._name = name
+        self._pipe, other = spawned.Pipe()
+        self._process = spawned.Process(target=_serve, args=(other, make), daemon=True)
+        self._process.start()
+        other.close()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pipe.close()
+        self._process.join()
+
+    def run(self, count: int) -> Turn:
+        """Take a turn of `count` steps.
+
+        Raises:
+            SystemExit: the way failed.
+        """
+        self._pipe.send(count)
+        try:
+            answer: Turn | str = self._pipe.recv()
+        except EOFError:
+            self._process.join()
+            raise SystemExit(f"{self._name}: its process ended, exit code {self._process.exitcode}") from None
+        if isinstance(answer, str):
+            raise SystemExit(f"{self._name}: {answer}")
+        return answer
+
+
+def _serve(pipe: Connection, make: Callable[[], Steps]) -> None:
+    """Take turns until the other end is closed."""
+    steps: Steps | None = None
+    since = time.perf_counter(), time.process_time()
+    try:
+        while True:
+            count = pipe.recv()
+            waited, busy = time.perf_counter() - since[0], time.process_time() - since[1]
+            steps = steps or make()
+            turn = Turn([], [], waited, busy)
+            for _ in range(count):
+                start = time.perf_counter()
+                turn.given.append(next(steps))
+                turn.seconds.append(time.perf_counter() - start)
+            time.sleep(REST)
+            since = time.perf_counter(), time.process_time()
+            pipe.send(turn)
+    except EOFError:
+        return
+    except Exception as error:  # noqa: BLE001 - whoever asked for the turn says it
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def take_turns(
+    workers: dict[str, Worker], count: int, burst: int, skipped: int
+) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
+    """Run all ways side by side, a few steps at a time, in random order.
+
+    Args:
+        workers: by name.
+        count: steps of each.
+        burst: steps of a turn. The first step is a turn by itself; it and the turn after it warm up.
+        skipped: steps at the start of every turn that meet cold caches and sleeping threads.
+
+    Returns:
+        What each way gave, and the seconds of its steps but those that warm up or are skipped.
+
+    Raises:
+        SystemExit: a way failed, or keeps a processor busy while others have their turns.
+    """
+    given = {name: worker.run(1).given for name, worker in workers.items()}
+    times: dict[str, list[float]] = {name: [] for name in workers}
+    waited, busy = dict.fromkeys(workers, 0.0), dict.fromkeys(workers, 0.0)
+    order, shuffle = [*workers.items()], random.Random(0).shuffle
+    for number in range(0, count - 1, burst):
+        shuffle(order)  # nobody always comes after the same one
+        for name, worker in order:
+            turn = worker.run(min(burst, count - 1 - number))
+            given[name] += turn.given
+            waited[name] += turn.waited
+            busy[name] += turn.busy
+            if number:
+                times[name] += turn.seconds[skipped:]
+    for name in workers:
+        share = busy[name] / (waited[name] + 1)  # a short run proves nothing
+        if share > MOST_IDLE:
+            raise SystemExit(f"{name} uses {share:.0%} of a processor while others have turns: the times mean nothing")
+    return given, times
