@@ -16,11 +16,11 @@ from decoders import DecoderConfig, make_decoder, write_decoder
 from foreign_decoders import make_foreign
 from verify.test_catches import swap_keys_and_values, verify_mutated
 
+from trt_kvcache import machine
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.verify import decode as decode_module
-from trt_kvcache.verify import memory as memory_module
 from trt_kvcache.verify import verify_model
 from trt_kvcache.verify.caches import find_caches
 from trt_kvcache.verify.memory import Needs, needs, spare, weigh
@@ -158,12 +158,15 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
         "/sys/fs/cgroup/memory.max": ["500000"],
         "/sys/fs/cgroup/memory.stat": ["anon 100000", "file 300000"],
     }
-    monkeypatch.setattr(memory_module, "_lines", lambda path: files.get(path, []))
-    assert (spare(), memory_module.memory()) == (320000, 500000)
+    monkeypatch.setattr(machine, "_lines", lambda path: files.get(path, []))
+    assert (spare(), machine.memory()) == (320000, 500000)
     files["/sys/fs/cgroup/memory.max"] = ["max"]
     assert spare() == 819200
+    assert machine.free_memory() == machine.free_memory(swap=True) == 1024000
+    files["/proc/meminfo"].append("SwapFree: 500 kB")
+    assert (machine.free_memory(), machine.free_memory(swap=True)) == (1024000, 1536000)
     del files["/proc/meminfo"]
-    assert 0 < spare() < memory_module.memory()
+    assert 0 < spare() < machine.memory()
 
 
 @pytest.fixture

@@ -144,6 +144,10 @@ def build(
     profiling_verbosity: Annotated[
         Verbosity, typer.Option(help="What the engine tells about its layers.", rich_help_panel=_HOW)
     ] = Verbosity.LAYER_NAMES_ONLY,
+    memory_check: Annotated[
+        bool,
+        typer.Option(help="Refuse a build that would not fit into this machine's memory.", rich_help_panel=_HOW),
+    ] = True,
     capacity: CapacityOption = None,
     cache_layout: CacheLayoutOption = CacheLayout.AUTO,
     attention_span: SpanOption = Switch.ON,
@@ -182,6 +186,7 @@ def build(
         strip_plan=strip_plan,
         refit=refit,
         profiling_verbosity=profiling_verbosity.value,
+        memory_check=memory_check,
     )
     plan = plan_options(
         capacity=capacity,

@@ -15,12 +15,13 @@ from trt_kvcache.engine.backend import Backend, check_build_options, choose_back
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, manifest_path
+from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import Limits, make_profiles, resolve_limits
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
 from trt_kvcache.errors import BuildError, ModelError, OutputError
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, UpdateContract
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateContract
 
 __all__ = ["ProgressEvent", "build_engine"]
 
@@ -50,7 +51,7 @@ def build_engine(
 
     Raises:
         InvalidModelError, UnsupportedModelError, AmbiguousRoleError: the model cannot be used.
-        OptionError: an option is illegal for this model or backend.
+        OptionError: an option is illegal for this model or backend; it would not fit into memory.
         OutputError: a file cannot be written.
         BackendError: no fitting TensorRT is installed.
         BuildError: TensorRT refuses the model; with its words.
@@ -58,7 +59,7 @@ def build_engine(
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
     from trt_kvcache.importer.index_limits import index_limits
-    from trt_kvcache.importer.protos import is_op
+    from trt_kvcache.importer.protos import byte_size, is_op, iter_tensors
     from trt_kvcache.importer.serialize import serialize_model
     from trt_kvcache.importer.signed import sign_weights
 
@@ -77,12 +78,16 @@ def build_engine(
     tables = index_limits(imported.model, plan)
     flipped = sign_weights(imported.model, source.parent)
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
+    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(imported.model))
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, files)
     limits = resolve_limits(plan, build)
     profiles = make_profiles(plan, build, limits, quantized=quantized)
     plan = _bound_contracts(plan, limits.max_chunk)
+    if build.memory_check and backend.target is Target.TENSORRT_RTX:
+        twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
+        check_memory(weights, sum(weight.length for weight in flipped), twice=twice)
 
     with temporary_file(engine_path) as engine_file, _identities(files) as identities:
         job = Job(backend.target, backend.title, str(source), str(engine_file), plan, profiles, build, flipped)

@@ -61,6 +61,8 @@ class BuildOptions:
         refit: weights can be changed after the build.
         profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: what the engine tells about its
             layers.
+        memory_check: refuse what would not fit into this machine's memory, as far as sizes tell (TensorRT for RTX
+            only).
 
     Raises:
         OptionError: a value is illegal.
@@ -86,6 +88,7 @@ class BuildOptions:
     strip_plan: bool = False
     refit: bool = False
     profiling_verbosity: str = "layer-names-only"
+    memory_check: bool = True
 
     def __post_init__(self) -> None:
         _one_of("backend", self.backend, BACKENDS)

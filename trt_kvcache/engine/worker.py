@@ -13,6 +13,7 @@ import resource
 import sys
 import threading
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -29,6 +30,8 @@ _NO_KERNEL = "not supported by a dedicated kernel"
 def main() -> None:
     """Do one job from stdin, and end the process."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash would leave gigabytes behind
+    with suppress(OSError):  # where memory runs out, this process ends, and no other program does
+        Path("/proc/self/oom_score_adj").write_text("1000")
     send = _event_sender()
     engine = Path(sys.argv[-1])
     try:

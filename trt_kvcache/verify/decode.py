@@ -16,11 +16,12 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import Role
+from trt_kvcache.machine import memory
 from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
-from trt_kvcache.verify.memory import give_back, memory, needs, spare, weigh
+from trt_kvcache.verify.memory import give_back, needs, spare, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front

@@ -12,16 +12,15 @@ not take back. What ONNX Runtime 1.31.1 does with others was measured on decoder
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from onnx import ModelProto, TensorProto
 
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+from trt_kvcache.machine import free_memory
 from trt_kvcache.verify.caches import CacheTensor, cache_bytes
 
 _CONVERTED = 2.7  # of the bytes of float16 weights
@@ -118,37 +117,12 @@ def _last(shape: Sequence[int | str]) -> int:
     return shape[-1] if shape and isinstance(shape[-1], int) else 0
 
 
-def memory() -> int:
-    """Bytes of the machine's memory, or of the container's."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_container()[:1]])
-
-
 def spare() -> int:
-    """Bytes that may be taken: a share of what is free or can be freed, as mapped files can."""
-    lines = (line.split() for line in _lines("/proc/meminfo"))
-    free = next((int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:"), memory() // 2)
-    return int(_SHARE * min([free, *_container()[1:]]))
+    """Bytes that may be taken: a share of what is free."""
+    return int(_SHARE * free_memory())
 
 
 def give_back() -> None:
     """Returns what is free in the heap to the system: arrays of less than 32 MiB lie there, between others."""
     with suppress(AttributeError, OSError):  # of glibc alone
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def _container() -> tuple[int, ...]:
-    """Limit of this process' control group (version 2), and what of it is free, or nothing."""
-    folder = "/sys/fs/cgroup"
-    limit = "".join(_lines(f"{folder}/memory.max"))
-    if not limit.isdecimal():
-        return ()
-    stat = (line.split() for line in _lines(f"{folder}/memory.stat"))
-    taken = next((int(words[1]) for words in stat if words[0] == "anon"), 0)
-    return int(limit), max(int(limit) - taken, 0)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
