@@ -30,7 +30,7 @@ from trt_kvcache.verify.caches import CacheTensor, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, numpy_dtype
 from trt_kvcache.verify.inputs import arrange
-from trt_kvcache.verify.record import written_rows
+from trt_kvcache.verify.record import chosen_rows, same_bits, written_rows
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.runnable import with_expanded_masks
 from trt_kvcache.verify.schedule import Limits, plan_schedule, read_limits
@@ -155,7 +155,12 @@ def test_layouts_go_there_and_back(tensor: CacheTensor) -> None:
     # Row 5 of the cache is the same numbers in both.
     for b in range(3):
         rows = sorted(np.take(physical[b], 5, axis=1).ravel())
-        np.testing.assert_array_equal(rows, sorted(tensor.rows(logical)[b, 5]))
+        np.testing.assert_array_equal(rows, sorted(tensor.rows(logical)[b, 5].ravel()))
+    # All rows, in the same order.
+    flat = [rows.reshape(3, 6, -1) for rows in (tensor.rows(logical), tensor.physical_rows(physical))]
+    np.testing.assert_array_equal(*flat)
+    for view, whole in ((tensor.rows(logical), logical), (tensor.physical_rows(physical), physical)):
+        assert np.shares_memory(view, whole)
 
 
 def test_heads_stay_together() -> None:
@@ -167,7 +172,7 @@ def test_heads_stay_together() -> None:
 @pytest.mark.parametrize("tensor", LAYOUTS, ids=lambda t: f"{t.update.layout.value}-{len(t.update.logical_shape)}")
 def test_garbage_lies_exactly_where_no_token_was_written(tensor: CacheTensor) -> None:
     rows = tensor.rows(first_contents(tensor, [0, 4, 9], 1e30, np.random.default_rng(0), twin=False))
-    garbage = (np.abs(rows) == np.float32(1e30)).all(axis=-1)
+    garbage = (np.abs(rows) == np.float32(1e30)).all(axis=tuple(range(2, rows.ndim)))
     np.testing.assert_array_equal(garbage, np.arange(6) >= np.array([[0], [4], [6]]))
     assert (rows[garbage] > 0).any()
     assert (rows[garbage] < 0).any()
@@ -207,6 +212,24 @@ def test_negative_zero_in_a_stale_row_counts() -> None:
     (found,) = comparison.results()
     assert (found.passed, found.stale_rows_changed, found.step, found.span) == (False, 1, 7, 16)
     assert found.max_absolute == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8, np.float64])
+@pytest.mark.parametrize("size", [3, 4, 8])
+def test_rows_of_the_same_bits(dtype: type, size: int) -> None:
+    rng = np.random.default_rng(size)
+    past = rng.integers(0, 100, (2, 3, 6, size)).astype(dtype)
+    for trial in range(20):
+        present, rows = past.copy(), np.zeros((2, 6), bool)
+        for _ in range(trial % 4):
+            b, n, row, at = (int(rng.integers(0, end)) for end in past.shape)
+            present[b, n, row, at] += 1
+            rows[b, row] = True
+        np.testing.assert_array_equal(same_bits(*(np.moveaxis(a, 2, 1) for a in (past, present))), ~rows)
+        strided = [np.repeat(a, 2, axis=-1)[..., ::2] for a in (past, present)]
+        np.testing.assert_array_equal(same_bits(*(np.moveaxis(a, 2, 1) for a in strided)), ~rows)
+        picked = chosen_rows(np.moveaxis(present, 2, 1), rows)
+        assert picked.shape == (rows.sum(), 3 * size)
 
 
 def test_outputs_that_were_never_compared_are_not_listed() -> None:

@@ -57,11 +57,16 @@ class CacheTensor:
         return physical.reshape(self.logical_shape(len(physical)))
 
     def rows(self, logical: Array) -> Array:
-        """The same values as ``[B, S_max, everything else]``: one entry per row of the cache."""
+        """The same values as ``[B, S_max, ...]``, one entry per row of the cache; nothing is copied."""
         if self.update is None:
             return logical.reshape(len(logical), 1, -1)
-        moved = np.moveaxis(logical, self.update.sequence_axis, 1)
-        return moved.reshape(*moved.shape[:2], -1)
+        return np.moveaxis(logical, self.update.sequence_axis, 1)
+
+    def physical_rows(self, physical: Array) -> Array:
+        """As `rows`, of the rewritten model's array: each entry has the same values in the same order."""
+        if self.update is not None and self.update.layout is PhysicalLayout.HEADS_MAJOR:
+            return np.moveaxis(physical, 2, 1)
+        return self.rows(self.to_logical(physical))
 
 
 def find_caches(plan: CachePlan) -> tuple[CacheTensor, ...]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from trt_kvcache.verify.caches import CacheTensor
 from trt_kvcache.verify.dtypes import tolerance
-from trt_kvcache.verify.record import Written, same_bits
+from trt_kvcache.verify.record import Written, chosen_rows, same_bits
 from trt_kvcache.verify.report import OutputDifference
 
 Array = npt.NDArray[Any]
@@ -61,20 +61,21 @@ class Comparison:
         Args:
             cache: the cache.
             expected: what the original did to it.
-            past: the rewritten model's array before the step, in the original's layout.
+            past: the rewritten model's array before the step, in its own layout.
             present: the same after the step.
             step: index of the step.
             span: of the rewritten model's run.
         """
         name = str(cache.output)
-        if expected.shape != present.shape or past.shape != present.shape:
+        alike = past.shape == present.shape and past.dtype == present.dtype
+        if not alike or expected.shape != cache.logical_shape(len(past)):
             self.differ(name, expected.values, step, span)
             return
-        before, after = cache.rows(past), cache.rows(present)
+        before, after = cache.physical_rows(past), cache.physical_rows(present)
         stale = ~expected.rows & ~same_bits(before, after)
         if expected.free is not None:
             stale &= ~expected.free
-        numbers = difference(expected.values, after[expected.rows])
+        numbers = difference(expected.values, chosen_rows(after, expected.rows))
         self._note(name, expected.values, *numbers, int(stale.sum()), step, span)
 
     def differ(self, name: str, like: Array, step: int, span: int | None) -> None:

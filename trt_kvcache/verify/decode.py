@@ -346,10 +346,7 @@ class Verification:
                 comparison.differ(name, found[name], step, span)
             elif isinstance(value, Written):
                 cache = carried[name]
-                before, after = past[cache.role.name], found[name]
-                if after.shape == before.shape:
-                    after = cache.to_logical(after)
-                comparison.cache(cache, value, cache.to_logical(before), after, step, span)
+                comparison.cache(cache, value, past[cache.role.name], found[name], step, span)
             else:
                 comparison.plain(name, value, found[name], step, span)
 

@@ -6,6 +6,7 @@ that a step wrote are kept, of its other outputs everything.
 
 from __future__ import annotations
 
+import math
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -20,6 +21,8 @@ from trt_kvcache.errors import OutputError
 from trt_kvcache.verify.caches import CacheTensor
 
 Array = npt.NDArray[Any]
+
+_WORD = 8  # bytes, which numpy compares as fast as one
 
 
 @dataclass(frozen=True)
@@ -49,16 +52,21 @@ def written_rows(cache: CacheTensor, past: Array, present: Array) -> Written | N
         return None
     before, after = cache.rows(past), cache.rows(present)
     rows = ~same_bits(before, after)
-    return Written(present.shape, rows, after[rows])
+    return Written(present.shape, rows, chosen_rows(after, rows))
+
+
+def chosen_rows(rows: Array, chosen: npt.NDArray[np.bool_]) -> Array:
+    """Of ``[B, S_max, ...]`` the rows where ``[B, S_max]`` is true, as ``[chosen rows, everything else]``."""
+    return rows[chosen].reshape(int(chosen.sum()), math.prod(rows.shape[2:]))
 
 
 def same_bits(a: Array, b: Array) -> npt.NDArray[np.bool_]:
     """Per row ``[B, S_max]`` of ``[B, S_max, ...]``: do both arrays hold the same bytes?"""
-    as_bytes = np.dtype(f"u{a.dtype.itemsize}")
-    equal: npt.NDArray[np.bool_] = (
-        np.ascontiguousarray(a).view(as_bytes) == np.ascontiguousarray(b).view(as_bytes)
-    ).all(axis=-1)
-    return equal
+    width = a.dtype.itemsize
+    if width < _WORD and all(x.strides[-1] == width and x.shape[-1] * width % _WORD == 0 for x in (a, b)):
+        width = _WORD
+    equal: npt.NDArray[np.bool_] = np.equal(a.view(f"u{width}"), b.view(f"u{width}"))
+    return np.asarray(equal.all(axis=tuple(range(2, equal.ndim))))
 
 
 @contextmanager
