@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 
 from trt_kvcache.errors import InvalidModelError, OptionError
+from trt_kvcache.importer.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
@@ -60,6 +61,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         model, more = detach_weights(model)
         weights |= more
     model, inlined = inline_bodies(model)
+    notes = (NOTE,) if keep_weights_only(model) else ()
+    refuse_integers(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     fold_constant(model)
@@ -69,7 +72,11 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
     bind_capacity(model.graph, capacity, fits=normalized.findings is not None)
-    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), merged.add_to(normalized.findings))
+    findings = merged.add_to(normalized.findings)
+    if notes:
+        findings = findings if findings is not None else Findings({})
+        findings = replace(findings, notes=(*notes, *findings.notes))
+    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), findings)
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:

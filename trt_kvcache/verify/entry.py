@@ -20,6 +20,7 @@ from trt_kvcache.verify.runnable import (
     with_exact_products,
     with_packed_function,
     with_plugin_functions,
+    with_unrounded_products,
 )
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -53,7 +54,8 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
 @contextmanager
 def _both_sides(imported: ImportedModel, folder: Path) -> Iterator[tuple[Side, Side, bool]]:
     """Original and rewritten model, and whether they are float32 twins; `folder`: of their external data."""
-    original = with_exact_products(with_plugin_functions(with_packed_function(imported.source.proto)))
+    original = with_plugin_functions(with_packed_function(imported.source.proto))
+    original = with_unrounded_products(with_exact_products(original))
     if not has_bfloat16(original) and not has_bfloat16(imported.model):
         yield (original, folder), (imported.model, folder), False
         return

@@ -13,6 +13,7 @@ from typing import Any
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.dynamic_products import NOTE, keep_weights_only, may_round
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
@@ -70,6 +71,16 @@ def with_packed_function(model: ModelProto) -> ModelProto:
     return copy
 
 
+def with_unrounded_products(model: ModelProto) -> ModelProto:
+    """Products with 8-bit weights of numbers as they are, as the rewritten model has them."""
+    if not may_round(model):
+        return model
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    keep_weights_only(copy)
+    return copy
+
+
 def with_exact_products(model: ModelProto) -> ModelProto:
     """Products with quantized weights as the operator defines them, without rounding the other side.
 
@@ -111,6 +122,8 @@ def spelled_out(original: ModelProto) -> list[str]:
     notes = []
     if any(node.op_type == PACKED_OP for node in original.graph.node):
         notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
+    if may_round(original):
+        notes.append(f"the original ran like this, too: {NOTE}")
     if any(_rounds(node) for scope in iter_scopes(original) for node in scope.node):
         notes.append(
             f"MatMulNBits of the original ran without its {_ACCURACY}, by which ONNX Runtime would round activations "

@@ -109,8 +109,8 @@ class _StandIns:
         yield helper.make_node("MatMul", operands, node.output)
 
     def fused_gemm(self, node: NodeProto) -> Iterator[NodeProto]:
-        sides = {"transA": _int(node, "transA", 0), "transB": _int(node, "transB", 0)}
-        yield helper.make_node("Gemm", node.input, node.output, None, None, None, **sides)
+        a, b = (_int(node, name, 0) for name in ("transA", "transB"))
+        yield helper.make_node("Gemm", node.input, node.output, transA=a, transB=b)
 
     def gather(self, node: NodeProto) -> Iterator[NodeProto]:
         data, indices, scales = node.input[:3]

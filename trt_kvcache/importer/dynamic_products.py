@@ -1,0 +1,280 @@
+"""Products that are rounded to 8 bits while they run, as products with weights of 8 bits.
+
+    q, s, z = DynamicQuantizeLinear(x)
+    y = Cast(MatMulInteger(q, W, z, w)) * (s * scale)           onnxruntime.quantization.quantize_dynamic
+    y = MatMulIntegerToFloat(q, W, s, scale, z, w, bias)        the same, fused by ONNX Runtime
+    y = DynamicQuantizeMatMul(x, W, scale, w, bias)             the same, fused further
+
+    becomes
+
+    y = MatMul(x, DequantizeLinear(W, scale, middle)) - ReduceSum(x) * (scale * (w - middle)) + bias
+
+and rows of a quantized table are dequantized before they are gathered. TensorRT has none of the operators above.
+Rounding `x` is an approximation that makes processors faster; its step follows from the largest number in a whole
+batch, so that sequences, and what lies behind their ends, would change each other's numbers. So `x` stays as it is, as
+with the `accuracy_level` of MatMulNBits; the plan says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, attribute_graphs, describe, is_op, iter_scopes
+
+NOTE = (
+    "what products with 8-bit weights read is not rounded to 8 bits, as the original does while it runs "
+    "(DynamicQuantizeLinear): numbers are closer to those of the model before it was quantized"
+)
+_MIDDLES: dict[int, int] = {TensorProto.UINT8: 128, TensorProto.INT8: 0}
+_CONTRIB = "com.microsoft"
+_ROUNDING = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
+_PARTS = {"DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather"}
+"""What may be left over, read by nothing."""
+_INTEGER = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"}
+_INTEGER_CONTRIB = {"QAttention", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM"}
+
+
+def keep_weights_only(model: ModelProto) -> bool:
+    """Edit, in place, the products and tables above; what is none of them stays.
+
+    Args:
+        model: without functions, or with others than these; of opset 13 at least. Its weights may be stand-ins.
+
+    Returns:
+        Whether there were products that are rounded.
+    """
+    if not may_round(model):
+        return False
+    editor = _Editor(model)
+    editor.edit(model.graph, {}, {})
+    return editor.products > 0
+
+
+def may_round(model: ModelProto) -> bool:
+    """Whether there may be such products."""
+    return any(node.op_type in _ROUNDING for scope in iter_scopes(model) for node in scope.node)
+
+
+def refuse_integers(model: ModelProto) -> None:
+    """Refuse the operators on integers that are left.
+
+    Raises:
+        UnsupportedModelError: naming the first.
+    """
+    for node in (node for scope in iter_scopes(model) for node in scope.node):
+        own = node.domain == _CONTRIB and (node.op_type in _INTEGER_CONTRIB or node.op_type.startswith("QLinear"))
+        if own or (node.domain in DEFAULT_DOMAINS and node.op_type in _INTEGER):
+            raise UnsupportedModelError(
+                f"{describe(node)} computes with integers of 8 bits, which TensorRT has no operator for; supported are "
+                "MatMulInteger with one weight [K, N], as quantize_dynamic writes it, and weights in DequantizeLinear "
+                "or MatMulNBits: quantize weights alone, or in the QDQ format (quant_format=QuantFormat.QDQ)"
+            )
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """A weight of 8 bits.
+
+    Attributes:
+        names: of the weight, its scale and its zero points (empty: these are 0).
+        shape: of the scale.
+        zeros: the zero points.
+        middle: the zero point that TensorRT takes, once the weight is signed.
+    """
+
+    names: tuple[str, str, str]
+    shape: tuple[int, ...]
+    zeros: TensorProto | None
+    middle: int
+
+
+class _Editor:
+    """Edits the scopes of one model; `products` are the products that it found."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._graph = model.graph
+        self._made = 0
+        self._makers: Mapping[str, NodeProto] = {}
+        self._weights: Mapping[str, TensorProto] = {}
+        self.products = 0
+
+    def edit(self, graph: GraphProto, makers: Mapping[str, NodeProto], weights: Mapping[str, TensorProto]) -> None:
+        """A graph and the bodies in it, which may read what `makers` and `weights` have outside."""
+        makers = {**makers, **{name: node for node in graph.node for name in node.output}}
+        constants = [node for node in graph.node if is_op(node, "Constant")]
+        weights = {**weights, **{n.output[0]: a.t for n in constants for a in n.attribute if a.HasField("t")}}
+        weights |= {tensor.name: tensor for tensor in graph.initializer}
+        nodes: list[NodeProto] = []
+        for node in graph.node:
+            for body in (body for attribute in node.attribute for body in attribute_graphs(attribute)):
+                self.edit(body, makers, weights)
+            self._makers, self._weights = makers, weights
+            nodes += self._replaced(node)
+        nodes = _alive(nodes, {value.name for value in graph.output})
+        del graph.node[:]
+        graph.node.extend(nodes)
+
+    def _replaced(self, node: NodeProto) -> list[NodeProto]:
+        """What takes the place of a node: itself where it is none of these."""
+        given = [*node.input, *[""] * 7]
+        made = None
+        if is_op(node, "Mul"):
+            made = self._spelled(node)
+        elif is_op(node, "DequantizeLinear"):
+            made = self._rows(node)
+        elif node.domain == _CONTRIB and node.op_type == "MatMulIntegerToFloat":
+            made = self._product(node, given[:6], given[6])
+        elif node.domain == _CONTRIB and node.op_type == "DynamicQuantizeMatMul":
+            made = self._weighted(node, given[0], self._weight(given[1], given[2], given[3], 2), given[4])
+        return [node] if made is None else made
+
+    def _maker(self, name: str, op: str) -> NodeProto | None:
+        node = self._makers.get(name)
+        return node if node is not None and is_op(node, op) else None
+
+    def _spelled(self, node: NodeProto) -> list[NodeProto] | None:
+        """Of ``Cast(MatMulInteger(q, W, z, w)) * (s * scale)``."""
+        for operand, factor in (node.input, [*node.input][::-1]):
+            cast, scales = self._maker(operand, "Cast"), self._maker(factor, "Mul")
+            product = self._maker(cast.input[0], "MatMulInteger") if cast is not None else None
+            if cast is None or product is None or scales is None or not _is_to_float(cast):
+                continue
+            a, b, zero_a, zero_b = [*product.input, "", ""][:4]
+            for scale_a, scale_b in (scales.input, [*scales.input][::-1]):
+                made = self._product(node, (a, b, scale_a, scale_b, zero_a, zero_b), "")
+                if made is not None:
+                    return made
+        return None
+
+    def _product(self, node: NodeProto, operands: Sequence[str], bias: str) -> list[NodeProto] | None:
+        """Of numbers that are rounded with a weight, or with others that are rounded."""
+        a, b, scale_a, scale_b, zero_a, zero_b = operands
+        x, y = self._rounded(a, scale_a, zero_a), self._rounded(b, scale_b, zero_b)
+        if x is None:
+            return None
+        if y is None:
+            return self._weighted(node, x, self._weight(b, scale_b, zero_b, 2), bias)
+        self.products += 1
+        return self._steps(node, [("MatMul", [x, y]), *([("Add", [bias])] if bias else [])])
+
+    def _rounded(self, quantized: str, scale: str, zero: str) -> str | None:
+        """What DynamicQuantizeLinear rounds to these three; None where it does not."""
+        node = self._maker(quantized, "DynamicQuantizeLinear")
+        return str(node.input[0]) if node is not None and [*node.output] == [quantized, scale, zero] else None
+
+    def _weight(self, name: str, scale: str, zero: str, rank: int) -> _Weight | None:
+        """A weight with one scale and zero point, or with one for each column; None where it is none."""
+        tensor, scales, zeros = (self._weights.get(n) for n in (name, scale, zero))
+        if tensor is None or scales is None or (zero and zeros is None) or tensor.data_type not in _MIDDLES:
+            return None
+        shapes = {tuple(t.dims) for t in (scales, zeros) if t is not None}
+        columns = {(tensor.dims[1],)} if rank == len(tensor.dims) == 2 else set()
+        is_plain = shapes <= {(), (1,)} or shapes == columns
+        if len(tensor.dims) != rank or not is_plain:
+            return None
+        return _Weight((name, scale, zero), tuple(scales.dims), zeros, _MIDDLES[tensor.data_type])
+
+    def _rows(self, node: NodeProto) -> list[NodeProto] | None:
+        """Of rows that are gathered from a table and then dequantized."""
+        gather = self._maker(node.input[0], "Gather")
+        table = self._weights.get(gather.input[0]) if gather is not None else None
+        if gather is None or table is None:
+            return None
+        weight = self._weight(gather.input[0], node.input[1], [*node.input, ""][2], len(table.dims))
+        if weight is None or weight.shape:
+            return None
+        floats, nodes = self._dequantized(weight)
+        shift, more = self._shift(weight)
+        rows = self._name("rows")
+        gathered = NodeProto()
+        gathered.CopyFrom(gather)
+        gathered.name, gathered.output[0] = rows, rows if shift else node.output[0]
+        gathered.input[0] = floats
+        less = [helper.make_node("Sub", [rows, shift], node.output, node.name)] if shift else []
+        return [*nodes, gathered, *more, *less]
+
+    def _weighted(self, node: NodeProto, x: str, weight: _Weight | None, bias: str) -> list[NodeProto] | None:
+        if weight is None:
+            return None
+        self.products += 1
+        floats, nodes = self._dequantized(weight)
+        shift, more = self._shift(weight)
+        steps = [("MatMul", [x, floats])]
+        if shift:
+            sums, less, axes = self._name("sums"), self._name("less"), self._constant(np.array([-1]))
+            more.append(helper.make_node("ReduceSum", [x, axes], [sums], sums, keepdims=1))
+            more.append(helper.make_node("Mul", [sums, shift], [less], less))
+            steps.append(("Sub", [less]))
+        if bias:
+            steps.append(("Add", [bias]))
+        return [*nodes, *more, *self._steps(node, steps)]
+
+    def _steps(self, node: NodeProto, steps: Sequence[tuple[str, list[str]]]) -> list[NodeProto]:
+        """Operators one behind the other, the last one with the name and the output of `node`."""
+        nodes: list[NodeProto] = []
+        for op, inputs in steps:
+            inputs = [*(name for made in nodes[-1:] for name in made.output), *inputs]
+            name = self._name(op.lower())
+            nodes.append(helper.make_node(op, inputs, [name], name))
+        nodes[-1].name, nodes[-1].output[0] = node.name, node.output[0]
+        return nodes
+
+    def _dequantized(self, weight: _Weight) -> tuple[str, list[NodeProto]]:
+        """The weight as floats, with its zero point in the middle, and the nodes that make it."""
+        inputs, result = [*weight.names[:2]], self._name("weight")
+        if weight.middle:
+            inputs.append(self._constant(np.full(weight.shape, weight.middle, np.uint8)))
+        axis = 0 if weight.shape in ((), (1,)) else 1
+        return result, [helper.make_node("DequantizeLinear", inputs, [result], result, axis=axis)]
+
+    def _shift(self, weight: _Weight) -> tuple[str, list[NodeProto]]:
+        """``scale * (zero point - middle)`` and the nodes that make it; nothing where that is surely 0."""
+        zeros, result, nodes = weight.zeros, self._name("shift"), []
+        if zeros is not None and zeros.data_location == TensorProto.EXTERNAL:  # its numbers are not at hand
+            numbers, middle = self._name("zeros"), np.array(weight.middle, np.uint8 if weight.middle else np.int8)
+            inputs = [weight.names[2], self._constant(np.array(1, np.float32)), self._constant(middle)]
+            nodes.append(helper.make_node("DequantizeLinear", inputs, [numbers], numbers))
+        else:
+            values = numpy_helper.to_array(zeros).astype(np.float32) if zeros is not None else np.zeros((), np.float32)
+            if not (values - weight.middle).any():
+                return "", []
+            numbers = self._constant(values - np.float32(weight.middle))
+        return result, [*nodes, helper.make_node("Mul", [weight.names[1], numbers], [result], result)]
+
+    def _constant(self, value: npt.NDArray[np.generic]) -> str:
+        """In the main graph, where bodies read it too."""
+        name = self._name("constant")
+        self._graph.initializer.append(numpy_helper.from_array(value, name))
+        return name
+
+    def _name(self, hint: str) -> str:
+        self._made += 1
+        return f"trt_kvcache/product_{hint}_{self._made}"
+
+
+def _is_to_float(cast: NodeProto) -> bool:
+    return any(a.name == "to" and a.i == TensorProto.FLOAT for a in cast.attribute)
+
+
+def _alive(nodes: list[NodeProto], outputs: set[str]) -> list[NodeProto]:
+    """Nodes without those that only rounding needed."""
+    while True:
+        read = outputs | {name for node in nodes for name in _reads(node)}
+        kept = [node for node in nodes if node.op_type not in _PARTS or read & {*node.output}]
+        if len(kept) == len(nodes):
+            return kept
+        nodes = kept
+
+
+def _reads(node: NodeProto) -> Iterator[str]:
+    yield from node.input
+    for body in (body for attribute in node.attribute for body in attribute_graphs(attribute)):
+        yield from (value.name for value in body.output)
+        for inner in body.node:
+            yield from _reads(inner)
