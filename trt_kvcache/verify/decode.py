@@ -273,7 +273,8 @@ class Verification:
             UnsupportedModelError: no engine runs it.
         """
         model = self.models[0]
-        path = self.path if model is self.source.proto and self.folders[0] == self.path.parent else None
+        is_file = model is self.source.proto and not self.source.is_edited and self.folders[0] == self.path.parent
+        path = self.path if is_file else None
         try:
             return open_session(model, self.folders[0], trial, self.room, path=path, reference=False)[0]
         except EngineError as error:
