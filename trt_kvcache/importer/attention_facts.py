@@ -23,6 +23,7 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.queries import sequence_axis
+from trt_kvcache.importer.rounding import SCORES, WEIGHTS, Rounding, read_rounding
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class AttentionFacts:
         queries: number of queries: the size of Q's sequence axis.
         sinks: logits beside the scores, as many as query heads; None: none.
         slopes: what a score loses with each token behind its query, by query head; None: nothing.
+        rounded_scores, rounded_weights: how scores, before softcap and mask, and what the softmax makes of them are
+            rounded; None: not.
     """
 
     node: gs.Node
@@ -59,6 +62,8 @@ class AttentionFacts:
     queries: Dim
     sinks: gs.Tensor | None
     slopes: gs.Tensor | None
+    rounded_scores: Rounding | None
+    rounded_weights: Rounding | None
 
     @property
     def additive(self) -> bool:
@@ -141,6 +146,8 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         queries=axis_size(q, sequence_axis(q)),
         sinks=input_or_none(node, SINKS),
         slopes=input_or_none(node, SLOPES),
+        rounded_scores=read_rounding(node, SCORES),
+        rounded_weights=read_rounding(node, WEIGHTS),
     )
 
 

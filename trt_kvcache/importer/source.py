@@ -18,6 +18,7 @@ from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.folder import check_takes_past, find_model
 from trt_kvcache.importer.lenient import make_strict
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias
+from trt_kvcache.importer.quantizers import standardize
 from trt_kvcache.importer.save import save_model
 from trt_kvcache.importer.source_checks import check_graph
 
@@ -59,11 +60,13 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
+        is_edited: the graph says what the file says in other operators, which ONNX Runtime knows.
     """
 
     path: Path
     proto: ModelProto
     external_files: tuple[Path, ...]
+    is_edited: bool = False
 
 
 def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> SourceModel:
@@ -84,11 +87,12 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> So
     proto = _parse(path)
     make_strict(proto)
     check_graph(proto, str(path))
+    is_edited = standardize(proto)
     if not first_step:
         check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)
     take_readable(proto, path.parent)
-    return SourceModel(path.absolute(), proto, files)
+    return SourceModel(path.absolute(), proto, files, is_edited)
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:

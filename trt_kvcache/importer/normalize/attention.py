@@ -26,11 +26,13 @@ from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.mask_values import MaskKind, MaskUse, hides_any, is_low
 from trt_kvcache.importer.normalize.masks import check_bias, classify, hold_low
 from trt_kvcache.importer.normalize.merged_heads import before_reshapes, before_spread, behind_reshapes, hold_reshapes
+from trt_kvcache.importer.normalize.rounded import masked_already, read_pair
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.scaled_masks import Hider, check_own, hold_hidden
 from trt_kvcache.importer.normalize.sinks import Sinks, drops_sink, joined, peeled, read_sinks
 from trt_kvcache.importer.normalize.slopes import find_slopes
 from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.rounding import Rounding
 
 Array = npt.NDArray[Any]
 
@@ -46,6 +48,9 @@ class _Scores:
     hiders: list[Hider] = field(default_factory=list)  # what hides scores, with the factors behind it
     reshapes: list[gs.Node] = field(default_factory=list)  # on the way, which change nothing all in all
     column: gs.Tensor | None = None  # of sinks, beside the scores
+    rounding: Rounding | None = None  # of scores that are not masked or capped yet,
+    before: float = 1.0  # and what scales them before it
+    rounded_weights: Rounding | None = None
 
 
 def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
@@ -90,7 +95,7 @@ class _Finder:
             raise UnsupportedModelError(
                 f"'{softmax.name}' over the scores of cache '{key.past.name}' is not over the keys"
             )
-        product = self._product(softmax.outputs[0], scores.reshapes, sinks=scores.column is not None)
+        product = self._product(softmax.outputs[0], scores, sinks=scores.column is not None)
         value = self._caches.behind(product.inputs[1]) if product is not None else None
         if (product is None or value is None) and scores.column is not None:
             raise UnsupportedModelError(
@@ -188,7 +193,9 @@ class _Finder:
             raise UnsupportedModelError(
                 f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
             )
-        scale = scores.scale * key_scale
+        rounding, scale = scores.rounding, scores.scale * key_scale
+        if rounding is not None:
+            rounding, scale = replace(rounding, factor=scores.scale), scores.before * key_scale
         graph, interface, samples = self._graph, self._interface, self._samples
         beside = scores.column is not None
         hiders = [h for h in scores.hiders if not self._only_slants(name, h, sinks=beside)]
@@ -204,7 +211,8 @@ class _Finder:
             self._small.probe.elem_type(t.name) or elem_type_of(key.past) for t in (query, output)
         )
         return Core(name, output, query, key, value, scale, scores.softcap, visibility,
-                    shape[1], shape[3], sizes[3], query_type, output_type, sinks)  # fmt: skip
+                    shape[1], shape[3], sizes[3], query_type, output_type, sinks, rounding,
+                    scores.rounded_weights)  # fmt: skip
 
     def _scores(self, tensor: gs.Tensor) -> _Scores | None:
         """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""
@@ -222,6 +230,8 @@ class _Finder:
             return scores
         if is_op(node, "Mul", "Div"):
             return self._scaled(node)
+        if is_op(node, "DequantizeLinear"):
+            return self._rounded(node)
         if is_op(node, "Tanh"):
             if (scores := self._scores(node.inputs[0])) is not None:
                 if scores.masks or scores.softcap:
@@ -246,6 +256,19 @@ class _Finder:
                 scores.hiders.append(Hider(node.inputs[1], added=False))
             return scores
         return None
+
+    def _rounded(self, node: gs.Node) -> _Scores | None:
+        pair = read_pair(node, "scores")
+        scores = self._scores(pair[0]) if pair is not None else None
+        if pair is None or scores is None:
+            return None
+        if scores.masks:
+            raise masked_already(node)
+        if scores.softcap or scores.rounding is not None:
+            what = "capped" if scores.softcap else "rounded"
+            raise UnsupportedModelError(f"'{node.name}' rounds scores that are {what} already")
+        scores.before, scores.scale, scores.rounding = scores.scale, 1.0, pair[1]
+        return scores
 
     def _masked(self, scores: gs.Tensor, mask: gs.Tensor, kind: MaskKind) -> _Scores | None:
         found = self._scores(scores)
@@ -283,10 +306,10 @@ class _Finder:
     def _very_low(self, tensor: gs.Tensor) -> bool:
         return is_low(self._small.probe.value(tensor.name))
 
-    def _product(self, probabilities: gs.Tensor, reshapes: list[gs.Node], *, sinks: bool) -> gs.Node | None:
+    def _product(self, probabilities: gs.Tensor, scores: _Scores, *, sinks: bool) -> gs.Node | None:
         """The MatMul that the probabilities go to, without that of the sinks if there are `sinks`.
 
-        Reshapes on the way, which change nothing all in all, are added to `reshapes`.
+        Reshapes on the way, which change nothing all in all, and rounding are added to `scores`.
         """
         tensor = probabilities
         for _ in range(8):
@@ -303,7 +326,13 @@ class _Finder:
                 tensor, between = behind_reshapes(tensor, self._samples)
                 if not between:
                     return None
-                reshapes += between
+                scores.reshapes += between
+                continue
+            if is_op(node, "QuantizeLinear") and len(consumers(node.outputs[0])) == 1:
+                pair = read_pair(behind := consumers(node.outputs[0])[0], "what the softmax makes of scores")
+                if pair is None or scores.rounded_weights is not None:
+                    return None
+                scores.rounded_weights, tensor = pair[1], behind.outputs[0]
                 continue
             guarded = is_op(node, "Where") and node.inputs[2] is tensor and _is_nan_of(node.inputs[0], tensor)
             if not guarded and not is_op(node, "Identity", "Dropout") and not is_float_cast(node):

@@ -12,7 +12,9 @@ more, or two, that an Attention may have here: `SINKS` and `SLOPES`, of which th
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -23,8 +25,10 @@ from trt_kvcache.importer.normalize.bias import emit_bias
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.normalize.sinks import Sinks
 from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.rounding import SCORES, WEIGHTS, Rounding
 
 _INT64 = int(onnx.TensorProto.INT64)
+_NONE: Mapping[str, Rounding | None] = MappingProxyType({})
 
 
 class Canonical:
@@ -132,6 +136,7 @@ class Canonical:
             core.softcap,
             core.node,
             core.sinks,
+            {SCORES: core.rounded_scores, WEIGHTS: core.rounded_weights},
         )
 
     def _own(self, mask: gs.Tensor | None, dtype: int) -> gs.Tensor | None:
@@ -154,6 +159,7 @@ class Canonical:
         softcap: float = 0.0,
         name: str = "attention",
         sinks: Sinks | None = None,
+        rounding: Mapping[str, Rounding | None] = _NONE,
     ) -> None:
         """Make `output` by Attention over caches.
 
@@ -167,10 +173,15 @@ class Canonical:
             softcap: of the scores; 0: none.
             name: of the node.
             sinks: logits beside the scores; None: none.
+            rounding: by attribute of `trt_kvcache.importer.rounding`.
         """
         output.inputs.clear()
         nothing = gs.Variable.empty()
-        attrs: dict[str, int | float] = {"is_causal": int(visibility.causal), "scale": float(np.float32(scale))}
+        attrs: dict[str, int | float | list[float]] = {
+            "is_causal": int(visibility.causal),
+            "scale": float(np.float32(scale)),
+        }
+        attrs |= {name: how.numbers for name, how in rounding.items() if how is not None}
         if softcap:
             attrs["softcap"] = float(np.float32(softcap))
         if visibility.window is not None:

@@ -12,6 +12,7 @@ from trt_kvcache.importer.normalize.bias import RelativeBias
 from trt_kvcache.importer.normalize.samples import Promise, Sample
 from trt_kvcache.importer.normalize.sinks import Sinks
 from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
+from trt_kvcache.importer.rounding import Rounding
 
 Array = npt.NDArray[Any]
 
@@ -93,6 +94,8 @@ class Core:
         heads, head_size, value_size: Hq, D and Dv.
         query_type, output_type: ONNX element types; where they are not the caches', casts stand around the attention.
         sinks: logits beside the scores; None: none.
+        rounded_scores, rounded_weights: how scores, before their softcap and mask, and what the softmax makes of them
+            are rounded; None: not. `scale` is before the former.
     """
 
     node: str
@@ -109,6 +112,8 @@ class Core:
     query_type: int
     output_type: int
     sinks: Sinks | None = None
+    rounded_scores: Rounding | None = None
+    rounded_weights: Rounding | None = None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from trt_kvcache.importer.normalize.views import is_float_cast
 
 _UNARY = ("Identity", "Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Erf", "Sin", "Cos", "Gelu")
 _BINARY = ("Add", "Sub", "Mul", "Max", "Min")
+_ROUNDING = ("QuantizeLinear", "DequantizeLinear")
 _RESHAPES = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 _NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
@@ -142,9 +143,27 @@ class RowFunctions:
             if by is not None and by.sign < _POSITIVE:
                 raise _MixedError(f"Div '{node.name}' may divide by 0 what a cache holds")
             return self._one(node, self._aligned(node), is_moved=self._scales(node))
+        if is_op(node, *_ROUNDING):
+            return self._one(node, self._rounded(node))
         if is_op(node, *_BINARY):
             return self._one(node, self._aligned(node), sign=self._sign(node), is_moved=self._scales(node))
         return None
+
+    def _rounded(self, node: gs.Node) -> _Axes:
+        """Batch and rows of what is rounded, with scales that are the same for all of these."""
+        found = self._only(node)
+        scales = self._shape(node.inputs[1], self._samples[0])
+        rank = len(self._shape(node.outputs[0], self._samples[0]))
+        closed = (self._is_closed(t) for t in node.inputs[1:] if not t.is_empty())
+        if node.inputs[0].name not in self.found or not all(closed):
+            raise _MixedError(f"{node.op} '{node.name}' has scales that are computed")
+        if not int(node.attrs.get("saturate", 1)):
+            raise _MixedError(f"{node.op} '{node.name}' makes NaN of what is too large (saturate=0)")
+        if prod(scales) > 1:
+            if len(scales) > 1:
+                raise _MixedError(f"{node.op} '{node.name}' rounds in blocks")
+            self._off_axes(node, [int(node.attrs.get("axis", 1))], found.axes, rank)
+        return found.axes
 
     def _reshaped(self, node: gs.Node) -> list[RowFunction] | None:
         if not is_op(node, *_RESHAPES, "Expand"):

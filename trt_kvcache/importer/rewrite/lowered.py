@@ -41,8 +41,11 @@ def lower_attention(
         )
     groups = facts.query_heads // facts.kv_heads
     is_shared = facts.kv_heads == 1 and groups > 1
-    factor = emitter.scalar(facts.scale if is_shared else math.sqrt(facts.scale), dtype)
-    query = emitter.op("Mul", [query, factor], "q_scaled", dtype)
+    # Products of rounded numbers are what TensorRT has kernels for: nothing stands between these.
+    is_rounded = facts.rounded_scores is not None or _is_rounded(key)
+    factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
+    if not is_rounded:
+        query = emitter.op("Mul", [query, factor], "q_scaled", dtype)
     # [B, N, S, H] -> [B, N_kv, G*S, H]: query head h reads K/V head h // G, so the G heads of a group lie together
     if groups > 1:
         grouped = emitter.op("Shape", [query], "q_shape", INT64)
@@ -52,7 +55,7 @@ def lower_attention(
     if is_shared:
         scores = _over_one_head(emitter, query, key, dtype)
     else:
-        scaled = emitter.op("Mul", [key, factor], "k_scaled", dtype)
+        scaled = key if is_rounded else emitter.op("Mul", [key, factor], "k_scaled", dtype)
         turned = emitter.op("Transpose", [scaled], "k_t", dtype, perm=[0, 1, 3, 2])
         scores = emitter.op("MatMul", [query, turned], "scores", dtype)
     key_length = emitter.op("Shape", [scores], "key_length", INT64, start=3)
@@ -60,6 +63,10 @@ def lower_attention(
         rows = emitter.op("Slice", [grouped, emitter.ints([0]), emitter.ints([3]), emitter.ints([0])], "rows", INT64)
         per_head = emitter.op("Concat", [rows, key_length], "scores_shape", INT64, axis=0)
         scores = emitter.op("Reshape", [scores, per_head], "scores_heads", dtype)
+    if is_rounded and facts.scale != 1:
+        scores = emitter.op("Mul", [scores, factor], "scores_scaled", dtype)
+    if facts.rounded_scores is not None:
+        scores = facts.rounded_scores.emit(emitter, scores, dtype, "scores")
     raw = scores
     if facts.softcap:
         limit = emitter.scalar(facts.softcap, dtype)
@@ -81,6 +88,8 @@ def lower_attention(
         weights = emitter.op("Where", [mask.row_visible, weights, emitter.scalar(0.0, precision)], "rows", precision)
     if precision != dtype:
         weights = emitter.op("Cast", [weights], "weights", dtype, to=dtype)
+    if facts.rounded_weights is not None:
+        weights = facts.rounded_weights.emit(emitter, weights, dtype, "weights")
     if scores_output is not None:
         _name_scores(emitter, [raw, capped, masked, weights][facts.qk_mode], scores_output)
     if groups > 1:
@@ -94,6 +103,11 @@ def lower_attention(
         per_head = emitter.op("Concat", [rows, emitter.ints([facts.value_head_size])], "y_shape", INT64, axis=0)
         result = emitter.op("Reshape", [result, per_head], "weighted_heads", dtype)
     return result
+
+
+def _is_rounded(tensor: gs.Tensor) -> bool:
+    node = producer(tensor)
+    return node is not None and is_op(node, "DequantizeLinear")
 
 
 def _over_one_head(emitter: Emitter, query: gs.Tensor, key: gs.Tensor, dtype: int) -> gs.Variable:

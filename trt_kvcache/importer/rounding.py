@@ -1,0 +1,59 @@
+"""Numbers that an attention rounds on its way: QuantizeLinear and DequantizeLinear with one scale, as calibration adds.
+
+Quantized models round scores, or what the softmax makes of them. ONNX's Attention cannot say so; one that only the
+importer makes has it in two attributes, which the plain operators that replace it follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import Emitter
+
+SCORES, WEIGHTS = "rounded_scores", "rounded_weights"
+"""Attributes of an Attention: see `Rounding.numbers`. None is left in a rewritten model."""
+
+
+@dataclass(frozen=True)
+class Rounding:
+    """One QuantizeLinear and DequantizeLinear.
+
+    Attributes:
+        scale: of both.
+        elem_type: the ONNX element type that is rounded to; its zero point is 0.
+        factor: what multiplies the numbers behind it.
+    """
+
+    scale: float
+    elem_type: int
+    factor: float = 1.0
+
+    @property
+    def numbers(self) -> list[float]:
+        """The same as an attribute."""
+        return [self.scale, float(self.elem_type), self.factor]
+
+    @property
+    def type_name(self) -> str:
+        """Of the numbers that are rounded to."""
+        return str(onnx.TensorProto.DataType.Name(self.elem_type)).lower()
+
+    def emit(self, emitter: Emitter, tensor: gs.Tensor, dtype: int, hint: str) -> gs.Variable:
+        """The rounded numbers, of the type `dtype` as `tensor` has it."""
+        scale = emitter.scalar(self.scale, dtype)
+        zero = emitter.tensor(onnx.helper.make_tensor("", self.elem_type, [], b"\0", raw=True))
+        small = emitter.op("QuantizeLinear", [tensor, scale, zero], f"{hint}_quantized", self.elem_type)
+        rounded: gs.Variable = emitter.op("DequantizeLinear", [small, scale, zero], f"{hint}_rounded", dtype)
+        if self.factor != 1:
+            rounded = emitter.op("Mul", [rounded, emitter.scalar(self.factor, dtype)], f"{hint}_scaled", dtype)
+        return rounded
+
+
+def read_rounding(node: gs.Node, attribute: str) -> Rounding | None:
+    """What an attribute of an Attention says."""
+    numbers: Sequence[float] | None = node.attrs.get(attribute)
+    return None if numbers is None else Rounding(float(numbers[0]), int(numbers[1]), float(numbers[2]))
