@@ -93,7 +93,7 @@ def test_nothing_is_allocated_after_opening(forms: dict[str, Forms]) -> None:
     form = forms["planes"]
     with opened(form.embeds, "gpu", embeddings=form.table) as session:
         runner: Any = session._runner
-        machine = runner._trt.module.machine
+        machine = runner._held.trt.module.machine
         before = machine.allocations, runner.device_bytes
         ids, patches, places = image(np.random.default_rng(4), form.table.shape[1], form.table.dtype)
         embeds = [np.concatenate([form.table[ids[:4]], patches, form.table[ids[16:]]]), None]

@@ -7,6 +7,7 @@ and 11.4.0, looked into once, hold the same names but for the runtime cache, the
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 from typing import Any
 
@@ -81,6 +82,19 @@ def test_arguments_of_cuda_core() -> None:
     assert "grid: int" in cuda.core.LaunchConfig.__doc__
     assert "block: int" in cuda.core.LaunchConfig.__doc__
     assert list(inspect.signature(cuda.core.launch).parameters) == ["stream", "config", "kernel", "kernel_args"]
+
+
+def test_what_a_kernel_is_given() -> None:
+    """Python's integers as addresses, NumPy's as they are: what `fake_launch` and the kernels take them for."""
+    handler = pytest.importorskip("cuda.core._kernel_arg_handler", reason="cuda.core keeps it elsewhere")
+    given = (1 << 40, (1 << 47) - 256, np.int32(-3), np.int32(7), np.int64(-5))
+    held = handler.ParamHolder(given)
+    addresses = (ctypes.c_void_p * len(given)).from_address(held.ptr)
+    kinds = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_int32, ctypes.c_int32, ctypes.c_int64)
+    found = [kind.from_address(at).value for kind, at in zip(kinds, addresses, strict=True)]
+    assert found == [int(number) for number in given]
+    config = cuda.core.LaunchConfig(grid=3, block=256)
+    assert (config.grid, config.block) == ((3, 1, 1), (256, 1, 1))
 
 
 def test_signatures_of_tensorrt() -> None:

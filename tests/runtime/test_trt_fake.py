@@ -134,7 +134,7 @@ def test_recording_before_a_first_run(runner: TensorRTRunner, context: Any) -> N
 
 def test_pinned_memory_that_is_written_too_early(runner: TensorRTRunner) -> None:
     """Copies wait on the stream: what is in pinned memory when they run is what arrives."""
-    cuda, machine = runner._cuda, runner._trt.module.machine
+    cuda, machine = runner._cuda, runner._held.trt.module.machine
     pinned, target = cuda.allocate_pinned(4), cuda.allocate(4)
     pinned.data[:] = 1
     cuda.upload(target, pinned.address, 4)

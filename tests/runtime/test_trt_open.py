@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -332,3 +336,48 @@ def test_compiled_kernels_are_kept(engine: Path) -> None:
     assert (folder / file.name).exists()
     with pytest.warns(RuntimeWarning, match="compiled kernels are not kept for the next start: .*no such folder"):
         run(kernel_cache=folder / "missing")
+
+
+def test_who_forgets_to_close_loses_nothing(engine: Path) -> None:
+    machine = Machine()
+    runner = open_(engine, machine)
+    module = runner.module  # type: ignore[attr-defined]
+    for start in range(4):  # steps that are recorded, too
+        runner.step(StepBatch(0, np.zeros((3, 1), np.int64), np.full(3, start)))
+    del runner
+    gc.collect()
+    assert (machine.used, len(machine.pinned), machine.graphs) == (0, 0, 0)
+    assert module.hung == []
+    assert list(engine.parent.glob("*.kernels"))
+
+
+def test_nothing_is_taken_from_under_a_thread(engine: Path) -> None:
+    """That still runs a step when the process ends."""
+    machine = Machine()
+    runner = open_(engine, machine)
+    with runner._running():
+        runner._held.close()
+        assert machine.used
+    runner.close()
+    assert not machine.used
+
+
+def test_the_end_of_the_process_closes_what_is_open(engine: Path) -> None:
+    """Before Python takes itself apart: TensorRT may still report to it from a thread."""
+    program = f"""
+import atexit
+from pathlib import Path
+from runtime.fake_cuda import Machine
+from runtime.fake_tensorrt import fake_module
+from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+machine = Machine()
+atexit.register(lambda: print(machine.used, machine.allocations > 0))
+runner = TensorRTRunner({str(engine)!r}, bindings=Bindings(fake_module(machine), machine.bindings()))
+"""
+    tests = Path(__file__).parents[1]
+    paths = os.pathsep.join([str(tests), str(tests.parent / "scripts"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": paths}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert (done.stdout.strip(), done.returncode) == ("0 True", 0), done.stderr

@@ -10,8 +10,9 @@ Past and present of a cache are bound to one address (`DeviceCaches.bindings`); 
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 from trt_kvcache.runtime.trt_caches import DeviceCaches
 from trt_kvcache.runtime.trt_context import Context, ContextFactory
+from trt_kvcache.runtime.trt_held import Held
 from trt_kvcache.runtime.trt_io import StepBuffers
 from trt_kvcache.runtime.trt_jit import kernel_cache_path
 from trt_kvcache.runtime.trt_load import check_manifest, load_tensorrt, open_engine
@@ -56,7 +58,6 @@ class TensorRTRunner:
     """A `Runner` on a GPU. Not safe to use from several threads at once; one after the other is.
 
     Attributes:
-        graphs: the recorded steps.
         host_choice: why the host chooses tokens among all scores; empty where the GPU finds the best and the highest.
 
     Args:
@@ -98,16 +99,16 @@ class TensorRTRunner:
         self._max_batch = _within("max_batch", self._inputs.batch(max_batch), rows)
         check_engine(self._manifest, path)
         bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
-        self._closed = False
-        self._contexts: list[Context] = []
         self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
         self._bound: dict[tuple[int, int], dict[str, int]] = {}
         self._cuda = Cuda(device, bindings.cuda)
+        self._held = Held(self._cuda)
         try:
             self._open(path, bindings.tensorrt, cuda_graphs, kernel_cache)
         except BaseException:
-            self._release()
+            self._held.let_go()
             raise
+        self._end = weakref.finalize(self, self._held.close)  # where nobody closes it, and at exit
 
     def _open(self, path: Path, module: Any, cuda_graphs: bool, kernel_cache: str | os.PathLike[str] | None) -> None:
         manifest, cuda = self._manifest, self._cuda
@@ -116,32 +117,41 @@ class TensorRTRunner:
         caches = Need(f"caches for {self._max_batch} sequences", self._max_batch * per_row, per_row)
         # Before the engine is opened, which takes memory for the weights: about as much as the file is long.
         admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self._max_batch)
-        self._trt = open_engine(path, manifest, module, cuda)
-        self._name = f"{self._trt.title}, {cuda.name}"
+        self._held.trt = trt = open_engine(path, manifest, module, cuda)
+        self._name = f"{trt.title}, {cuda.name}"
 
         folder = None if kernel_cache is None else Path(kernel_cache)
         kernels = kernel_cache_path(path, cuda.compute_capability, folder)
-        self._factory = ContextFactory(self._trt, cuda, kernels)
+        self._held.factory = factory = ContextFactory(trt, cuda, kernels)
         for index in range(len(manifest.profiles)):
-            self._contexts.append(self._factory.make(index))
+            self._contexts.append(factory.make(index))
         largest = self._largest_shapes()
         self._logits.settle(largest[self._logits.name][-1])
         self._buffers = StepBuffers(cuda, manifest.plan, largest, self._max_batch)
         needs = [
             caches,
-            Need("activations", self._factory.activation_bytes),
+            Need("activations", factory.activation_bytes),
             Need("inputs and outputs", self._buffers.device_bytes),
             Need("choice of tokens", self._buffers.choice_bytes),
         ]
         admit(needs, *cuda.free_memory(), cuda.name, self._max_batch)
         self._caches.allocate()
         self._buffers.allocate()
-        self._factory.allocate(self._contexts)
+        factory.allocate(self._contexts)
         cuda.sync()
         self.host_choice = self._buffers.choose()
         if self.host_choice:
             self._name += ", tokens chosen on the host"
-        self.graphs = StepGraphs(cuda, native=self._trt.rtx) if cuda_graphs else None
+        self._held.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The recorded steps; None where steps are not to be recorded."""
+        return self._held.graphs
+
+    @property
+    def _contexts(self) -> list[Context]:
+        return self._held.contexts
 
     @property
     def name(self) -> str:
@@ -210,7 +220,7 @@ class TensorRTRunner:
             upload = partial(self._buffers.upload, shapes)
 
             def make() -> Context:
-                context = self._factory.make(index, graphs=True)
+                context = self._held.factory.make(index, graphs=True)
                 context.prepare(shapes, addresses)
                 return context
 
@@ -252,40 +262,22 @@ class TensorRTRunner:
             return self._caches.view(name, self)
 
     def close(self) -> None:
-        """Free everything, and keep compiled kernels for the next start."""
-        if self._closed:
-            return
-        self._closed = True
-        try:
-            # Where the GPU is lost, whoever ran the step that lost it knows; what is left is to let go.
-            with suppress(BackendError):
-                self._cuda.activate()
-                self._cuda.sync()
-                if self._factory.kernels is not None:
-                    self._factory.kernels.save()
-            if self.graphs is not None:
-                self.graphs.close()
-        finally:
-            self._release()
-
-    def _release(self) -> None:
-        """Let go of what TensorRT holds, and then of the memory that it is bound to."""
-        while self._contexts:
-            self._contexts.pop().let_go()
-        for name in ("_factory", "_trt"):
-            self.__dict__.pop(name, None)
-        self._cuda.close()
+        """Free everything, and keep compiled kernels for the next start. Closing again does nothing."""
+        self._end()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
         """For the calls of an open runner: CUDA's context is current, and faults are the session's."""
-        if self._closed:
+        if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
+        self._held.in_use = True
         try:
             self._cuda.activate()
             yield
         except BackendError as error:
             raise SessionError(str(error)) from error
+        finally:
+            self._held.in_use = False
 
     def _kind(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
         """Profile and shapes of a step; worked out once for steps of one signature, as decoding has them."""
