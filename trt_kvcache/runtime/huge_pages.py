@@ -73,7 +73,7 @@ def _full(start: int, end: int, size: int) -> Iterator[tuple[int, int]]:
     start, end = -(-start // size) * size, end // size * size
     if start >= end:
         return
-    with open("/proc/self/pagemap", "rb", buffering=0) as file:
+    with open("/proc/self/pagemap", "rb") as file:
         file.seek(start // _PAGE * 8)
         entries = np.frombuffer(file.read((end - start) // _PAGE * 8), np.uint64)
     full = (entries >> np.uint64(63)).reshape(-1, size // _PAGE).all(axis=1)  # bit 63: the page is present
