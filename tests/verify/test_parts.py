@@ -33,7 +33,7 @@ from trt_kvcache.verify.inputs import arrange
 from trt_kvcache.verify.record import chosen_rows, same_bits, written_rows
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.runnable import with_expanded_masks
-from trt_kvcache.verify.schedule import Limits, plan_schedule, read_limits
+from trt_kvcache.verify.schedule import Limits, plan_schedule, read_limits, schedule_notes
 from trt_kvcache.verify.sessions import one_line
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -88,6 +88,43 @@ def test_schedules_keep_to_the_limits(allowed: Limits, chunks: list[int], tokens
 def test_every_model_decodes_at_least_once() -> None:
     allowed = Limits(2, 4, 4, 4, (), (), True, True, True)
     assert [e.name for e in plan_schedule(allowed, VerifyOptions())] == ["decode", "short"]
+
+
+@pytest.mark.parametrize(
+    ("chunks", "tokens", "notes"),
+    [
+        ((5, 3), 4, []),
+        ((60,), 4, []),
+        ((64,), 0, []),
+        (
+            (99,),
+            4,
+            [
+                "updates of 64 tokens instead of 99: the caches take no longer ones",
+                "1 of 5 updates: the caches hold 64 tokens",
+            ],
+        ),
+        ((30, 30), 9, ["6 of 11 updates: the caches hold 64 tokens"]),
+        (
+            (70, 99, 70),
+            0,
+            [
+                "updates of 64 tokens instead of 70, 99: the caches take no longer ones",
+                "1 of 3 updates: the caches hold 64 tokens",
+            ],
+        ),
+    ],
+)
+def test_updates_that_do_not_fit_are_said(chunks: tuple[int, ...], tokens: int, notes: list[str]) -> None:
+    allowed = Limits(2, None, 64, 64, (), (), True, True, True)
+    options = VerifyOptions(chunks=chunks, tokens=tokens)
+    assert schedule_notes(allowed, options, plan_schedule(allowed, options)) == notes
+
+
+def test_a_fixed_length_is_no_cut() -> None:
+    allowed = Limits(2, 4, 64, 64, (), (), True, True, True)
+    options = VerifyOptions(chunks=(99,))
+    assert schedule_notes(allowed, options, plan_schedule(allowed, options)) == []
 
 
 VISIBLE = np.arange(2 * 3 * 5).reshape(2, 3, 5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_s
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
+_Begun = tuple[Feeds, Feeds]  # what a step of the original took beside caches, and what it gave
 
 _SPAN_KINDS = ("tight", "bucketed", "full")
 
@@ -41,13 +42,11 @@ class _Ran:
     Attributes:
         engine: what ran it.
         garbage: magnitude of what lies in rows that hold no token.
-        shared: inputs of the first step, drawn to try sessions with.
         episodes: name, and the steps with the inputs that both models take.
     """
 
     engine: str
     garbage: float
-    shared: Feeds
     episodes: list[tuple[str, list[tuple[Step, Feeds]]]] = field(default_factory=list)
 
 
@@ -193,24 +192,27 @@ class Verification:
         shared = self.inputs.shared(first)
         trial = {**shared, **self._contents(first, 0.0, 0)}
         original = self._open_original(trial)
-        garbage = min(self._garbage(original, first, trial), self.most)
+        garbage, outputs = self._garbage(original, first, trial)
         del trial
-        ran = _Ran(original.engine, garbage, shared)
+        ran = _Ran(original.engine, garbage)
+        begun: _Begun | None = (shared, outputs)
+        del outputs
         for number, episode in enumerate(episodes):
-            ran.episodes.append((episode.name, self._record(number, episode, garbage, original, tape)))
+            ran.episodes.append((episode.name, self._record(number, episode, garbage, original, tape, begun)))
+            begun = None
         return ran
 
     def _record(
-        self, number: int, episode: Episode, garbage: float, original: Session, tape: Tape
+        self, number: int, episode: Episode, garbage: float, original: Session, tape: Tape, begun: _Begun | None
     ) -> list[tuple[Step, Feeds]]:
-        """The steps of an episode that the original ran, and their inputs."""
+        """The steps of an episode that the original ran, and their inputs; `begun`: of the first step, if it ran."""
         give_back()
         steps: list[tuple[Step, Feeds]] = []
         state = self._contents(episode.steps[0], garbage, number)
         for step in episode.steps:
-            shared = self.inputs.shared(step)
             try:
-                outputs = original.run({**shared, **state})
+                shared, outputs = begun or self._run_step(original, step, state)
+                begun = None
             except EngineError as error:
                 if episode.name in ("short", "padded"):  # lengths that a model may not be made for
                     self.notes.append(
@@ -225,6 +227,10 @@ class Verification:
             steps.append((step, shared))
             state |= {c.role.name: outputs[c.output] for c in self.caches if c.output is not None}
         return steps
+
+    def _run_step(self, original: Session, step: Step, state: Feeds) -> _Begun:
+        shared = self.inputs.shared(step)
+        return shared, original.run({**shared, **state})
 
     def _expected(self, past: Feeds, outputs: Feeds, step: Step) -> Expected:
         """What is compared of a step of the original."""
@@ -242,7 +248,7 @@ class Verification:
         """The same steps with the rewritten model; returns its engine, and why it could not be run to the end."""
         give_back()
         engine = "none"
-        first = ran.episodes[0][1][0][0]
+        first, shared = ran.episodes[0][1][0]
         try:
             physical = self._to_physical(self._contents(first, 0.0, 0), first, 0.0)
             # A rewritten model must run wherever the original does, so only an original that ONNX Runtime refuses
@@ -250,7 +256,7 @@ class Verification:
             rewritten, refusal = open_session(
                 self.models[1],
                 self.folders[1],
-                {**ran.shared, **physical, **self.inputs.spans(first, "full")},
+                {**shared, **physical, **self.inputs.spans(first, "full")},
                 self.room,
                 reference=ran.engine != OrtSession.engine,
             )
@@ -273,8 +279,7 @@ class Verification:
             UnsupportedModelError: no engine runs it.
         """
         model = self.models[0]
-        is_file = model is self.source.proto and not self.source.is_edited and self.folders[0] == self.path.parent
-        path = self.path if is_file else None
+        path = self.path if model is self.source.proto and self.folders[0] == self.path.parent else None
         try:
             return open_session(model, self.folders[0], trial, self.room, path=path, reference=False)[0]
         except EngineError as error:
@@ -315,7 +320,7 @@ class Verification:
             # One span per step in turn; all of them in the last step, which must not depend on the span.
             last = number == len(steps) - 1
             kinds = self.kinds if last else (self.kinds[number % len(self.kinds)],)
-            spans = [self.inputs.spans(step, kind) for kind in kinds]
+            spans = _distinct(self.inputs.spans(step, kind) for kind in kinds)
             if self.plan.logits_span is not None and step.length > 1:
                 # Logits of all positions, in every run but one: of the last one, or of half of them.
                 spans.append(self.inputs.spans(step, kinds[0], (1, (step.length + 1) // 2)[number % 2]))
@@ -371,22 +376,30 @@ class Verification:
         """The original's contents before `step` as the rewritten model takes them."""
         return {c.role.name: c.to_physical(state[c.role.name]) for c in self.caches}
 
-    def _garbage(self, original: Session, step: Step, trial: Feeds) -> float:
-        """The largest garbage that the original itself hides, so that a difference is the rewritten model's."""
+    def _garbage(self, original: Session, step: Step, trial: Feeds) -> tuple[float, Feeds]:
+        """The largest garbage that the original itself hides, so that a difference is the rewritten model's.
+
+        Returns:
+            Its magnitude, and what the original gives with it.
+        """
         carried = {c.output for c in self.caches}
         clean = {n: v for n, v in original.run(trial).items() if n not in carried}
-        sizes = garbage_magnitudes({c.role.dtype for c in self.caches})
+        sizes = [m for m in garbage_magnitudes({c.role.dtype for c in self.caches}) if m <= self.most]
         for magnitude in sizes:
+            outputs: Feeds = {}  # those of the one before must not lie in memory, too
             outputs = original.run({**trial, **self._contents(step, magnitude, 0)})
-            found = {n: outputs[n] for n in clean}
-            del outputs
-            if all(difference(v, found[n])[1] <= tolerance(v.dtype, twin=self.twin) for n, v in clean.items()):
-                return magnitude
+            if all(difference(v, outputs[n])[1] <= tolerance(v.dtype, twin=self.twin) for n, v in clean.items()):
+                return magnitude, outputs
         self.notes.append("the original reads cache rows that were never written: garbage there is kept small")
-        return sizes[-1]
+        return magnitude, outputs
 
     def _note_schedule(self, episodes: Sequence[Episode]) -> None:
-        self.notes += schedule_notes(self.limits, episodes)
+        self.notes += schedule_notes(self.limits, self.verify, episodes)
 
     def _role(self, name: str) -> str:
         return next((t.role.value for t in self.plan.tensors if t.io == "output" and t.name == name), Role.OTHER.value)
+
+
+def _distinct(spans: Iterable[Feeds]) -> list[Feeds]:
+    """Each once: near the end of a cache several kinds are the same."""
+    return list({tuple(map(len, feeds.values())): feeds for feeds in spans}.values())

@@ -99,14 +99,9 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
 
 def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]:
     """All episodes of a verification."""
-    wanted = [*options.chunks, *([1] * (_TOKENS if options.tokens is None else options.tokens))]
-    if limits.length is not None:
-        wanted = [limits.length] * len(wanted)
-    lengths = [min(length, limits.longest) for length in wanted]
+    lengths = _fitting(limits, options)
     if not limits.indexed:
         return _from_row_zero(limits, lengths)
-    while limits.linear is not None and sum(lengths) > limits.linear:
-        lengths.pop()
     total = sum(lengths)
     room = None if limits.linear is None else limits.linear - total
     episodes = [Episode("decode", _steps(limits, lengths, _starts(limits, 0, 5, room)))]
@@ -121,6 +116,20 @@ def plan_schedule(limits: Limits, options: VerifyOptions) -> tuple[Episode, ...]
     if limits.lengths:
         episodes += _short(limits)
     return tuple(episodes)
+
+
+def _wanted(limits: Limits, options: VerifyOptions) -> list[int]:
+    """Lengths of the updates that were asked for; a length that the model fixes wins."""
+    wanted = [*options.chunks, *([1] * (_TOKENS if options.tokens is None else options.tokens))]
+    return wanted if limits.length is None else [limits.length] * len(wanted)
+
+
+def _fitting(limits: Limits, options: VerifyOptions) -> list[int]:
+    """Those of the updates that were asked for that fit, cut to the longest one allowed."""
+    lengths = [min(length, limits.longest) for length in _wanted(limits, options)]
+    while limits.indexed and limits.linear is not None and sum(lengths) > limits.linear:
+        lengths.pop()
+    return lengths
 
 
 def _starts(limits: Limits, first: int, stride: int, room: int | None) -> tuple[int, ...]:
@@ -176,9 +185,15 @@ def _short(limits: Limits) -> list[Episode]:
     return [Episode("short", (short,)), Episode("padded", (padded,))]
 
 
-def schedule_notes(limits: Limits, episodes: Sequence[Episode]) -> list[str]:
+def schedule_notes(limits: Limits, options: VerifyOptions, episodes: Sequence[Episode]) -> list[str]:
     """What people should know of a schedule."""
     notes = []
+    wanted, lengths = _wanted(limits, options), _fitting(limits, options)
+    if max(wanted) > limits.longest:
+        long = ", ".join(str(length) for length in dict.fromkeys(wanted) if length > limits.longest)
+        notes.append(f"updates of {limits.longest} tokens instead of {long}: the caches take no longer ones")
+    if len(lengths) < len(wanted):
+        notes.append(f"{len(lengths)} of {len(wanted)} updates: the caches hold {limits.linear} tokens")
     if limits.no_straddle:
         notes.append(
             "contract: no update straddles the wrap of a circular cache; the updates were split there, as the caller "
