@@ -51,6 +51,8 @@ def make(
 def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
     graph = gs.import_onnx(model)
     lower_contrib(graph)
+    nodes = {id(node) for node in graph.nodes}
+    assert {id(reader) for tensor in graph.tensors().values() for reader in tensor.outputs} <= nodes
     result: onnx.ModelProto = gs.export_onnx(graph)
     assert all(node.domain in ("", "ai.onnx") for node in result.graph.node)
     assert all(onnx.defs.has(node.op_type, 24, "") for node in result.graph.node)

@@ -96,6 +96,7 @@ def lower_contrib(graph: gs.Graph, only: Collection[str] | None = None) -> None:
             outputs = list(node.outputs)
             results = lowering(emitter, node)
             node.outputs.clear()
+            node.inputs.clear()  # it is no reader any more: of caches, readers are looked at
             for result, output in zip(results, outputs, strict=False):
                 if result is not None:
                     become(result, output)
