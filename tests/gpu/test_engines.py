@@ -80,7 +80,7 @@ def test_past_and_present_have_one_address(workshop: Any) -> None:
     for wrapped in engine._contexts:
         context = wrapped._context
         for cache in engine.plan.caches:
-            assert engine._trt.engine.get_aliased_input_tensor(cache.present) == cache.past
+            assert engine._held.trt.engine.get_aliased_input_tensor(cache.present) == cache.past
             assert context.get_tensor_address(cache.present) == context.get_tensor_address(cache.past)
         addresses.append(context.get_tensor_address(engine.plan.caches[0].past))
     assert addresses[0] == addresses[1]
@@ -102,7 +102,7 @@ def test_garbage_in_unused_rows_is_never_seen(workshop: Any, garbage: float) -> 
         batch = walk.step(1, 2, length, keep=length)
         expected, actual = clean.step(batch).copy(), dirty.step(batch)
         close(actual, expected, "float16")
-        assert clean._trt.rtx or (actual == expected).all()
+        assert clean._held.trt.rtx or (actual == expected).all()
 
 
 def test_a_thousand_steps(workshop: Any) -> None:
@@ -196,12 +196,12 @@ def test_a_cache_is_seen_without_a_copy(workshop: Any) -> None:
 def test_compiled_kernels_are_kept(workshop: Any) -> None:
     config, options = CASES["float16"]
     engine = workshop.engine(config, options)
-    if not engine._trt.rtx:
+    if not engine._held.trt.rtx:
         pytest.skip("TensorRT compiles when it builds")
     engine.step(Walk(engine.vocab).step(0, 3, 8))
     engine.close()
     again = workshop.open(workshop.built[config, options])
-    assert again._factory.kernels.loaded
+    assert again._held.factory.kernels.loaded
 
 
 def test_sessions_write_the_same_tokens(workshop: Any) -> None:
