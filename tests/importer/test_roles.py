@@ -446,6 +446,18 @@ def test_a_shipped_name_decides_between_two_token_inputs() -> None:
     assert (roles["a"].role, roles["input_ids"].role) == (Role.OTHER, Role.TOKENS)
 
 
+@pytest.mark.parametrize("prefix", ["", "dec/", "model.decoder_"])
+@pytest.mark.parametrize("other", [True, False])
+def test_a_prefix_of_all_names_is_none_of_them(prefix: str, other: bool) -> None:
+    """`onnx.compose.add_prefix`; the importer's own inputs come without it."""
+    decoder = two_token_inputs("a", "input_ids")
+    decoder.input("attention_mask", INT64, [B, "past + new"])
+    own = ("write_indices", "nonpad_kv_seqlen") if other else ()
+    roles = decoder.roles(rename=lambda name: name if name in own else prefix + name)
+    assert roles["input_ids"].role is Role.TOKENS
+    assert roles["attention_mask"].role is Role.MASK
+
+
 def test_two_embedding_inputs_are_ambiguous() -> None:
     decoder = Decoder()
     x, y = (decoder.input(name, FLOAT, [B, S, HIDDEN]) for name in "xy")

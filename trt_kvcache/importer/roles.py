@@ -35,6 +35,10 @@ class _Finding:
     by_user: bool = False
 
 
+_MARKS = "/.:_-"
+"""What ends a prefix of names."""
+
+
 def find_roles(model: ModelProto, facts: GraphFacts, config: str | None = None) -> tuple[TensorRole, ...]:
     """Find the role of every graph input and output, inputs first, in the order of the graph.
 
@@ -56,8 +60,16 @@ def find_roles(model: ModelProto, facts: GraphFacts, config: str | None = None) 
     evidence = collect_evidence(index, facts, capacity)
 
     tensors = [(info, "input") for info in index.inputs.values()] + [(info, "output") for info in model.graph.output]
-    findings = [_decide(info.name, io, facts, evidence.get(info.name, []), user) for info, io in tensors]
-    findings = _settle_single_roles(tensors, findings)
+    prefix = _prefix([*facts.caches, *facts.caches.values()])
+    named = [
+        _match(info.name, io, shipped_patterns()) or _match(info.name.removeprefix(prefix), io, shipped_patterns())
+        for info, io in tensors
+    ]
+    findings = [
+        _decide(info.name, io, facts, evidence.get(info.name, []), user, shipped)
+        for (info, io), shipped in zip(tensors, named, strict=True)
+    ]
+    findings = _settle_single_roles(tensors, findings, named)
     roles = [
         TensorRole(info.name, io, finding.role, _dtype(info), shape_of(info) or (), finding.found_by, ())
         for (info, io), finding in zip(tensors, findings, strict=True)
@@ -69,8 +81,26 @@ def _dtype(info: ValueInfoProto) -> str:
     return dtype_name(elem_type_of(info))
 
 
-def _decide(name: str, io: str, facts: GraphFacts, evidence: list[Evidence], user: tuple[NamePattern, ...]) -> _Finding:
-    """The role of one tensor, on its own."""
+def _prefix(caches: list[str]) -> str:
+    """What a tool such as ``onnx.compose.add_prefix`` has put before every name; empty: nothing.
+
+    Args:
+        caches: names that the model has had from the start, others than those of inputs that the importer adds.
+    """
+    first, last = min(caches, default=""), max(caches, default="")
+    length = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), 0)
+    return first[: max(first.rfind(mark, 0, length) for mark in _MARKS) + 1]
+
+
+def _decide(
+    name: str,
+    io: str,
+    facts: GraphFacts,
+    evidence: list[Evidence],
+    user: tuple[NamePattern, ...],
+    shipped: NamePattern | None,
+) -> _Finding:
+    """The role of one tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
     is_cache = name in (facts.caches if io == "input" else facts.caches.values())
     is_state = name in (facts.states if io == "input" else facts.states.values())
     if named := _match(name, io, user):
@@ -90,7 +120,6 @@ def _decide(name: str, io: str, facts: GraphFacts, evidence: list[Evidence], use
     best = _strongest(fitting)
     if len(best) == 1 and best[0].strength > Strength.HINT:
         return _Finding(best[0].role, f"graph: {best[0].reason}")
-    shipped = _match(name, io, shipped_patterns())
     if len(best) > 1 and best[0].strength > Strength.HINT and (shipped is None or shipped.role not in _roles(best)):
         raise AmbiguousRoleError(
             f"{io} '{name}' could be {_list([f'{e.role.value} ({e.reason})' for e in best])}; "
@@ -139,7 +168,9 @@ def _roles(evidence: list[Evidence]) -> list[Role]:
     return [e.role for e in evidence]
 
 
-def _settle_single_roles(tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding]) -> list[_Finding]:
+def _settle_single_roles(
+    tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
+) -> list[_Finding]:
     """Let only one tensor play a role that only one can play: the user's, else the one that a shipped pattern names."""
     settled = list(findings)
     for role in _SINGLE:
@@ -147,9 +178,7 @@ def _settle_single_roles(tensors: list[tuple[ValueInfoProto, str]], findings: li
         if len(claims) < 2:
             continue
         chosen = [i for i in claims if findings[i].by_user] or [
-            i
-            for i in claims
-            if (named := _match(tensors[i][0].name, tensors[i][1], shipped_patterns())) and named.role is role
+            i for i in claims if (named := shipped[i]) is not None and named.role is role
         ]
         if len(chosen) != 1:
             names = [f"'{tensors[i][0].name}' ({findings[i].found_by})" for i in claims]
@@ -158,8 +187,7 @@ def _settle_single_roles(tensors: list[tuple[ValueInfoProto, str]], findings: li
                 f"a YAML file such as: {example(role, tensors[claims[0]][0].name)}"
             )
         for i in set(claims) - set(chosen):
-            info, io = tensors[i]
-            named = _match(info.name, io, shipped_patterns())
+            named = shipped[i]
             settled[i] = (  # such as positions that index a table with as many rows as there are tokens
                 _Finding(named.role, f"config: {named.source}")
                 if named and named.role is not role
