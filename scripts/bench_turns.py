@@ -71,10 +71,10 @@ class Worker:
         Raises:
             SystemExit: the way failed.
         """
-        self._pipe.send(count)
         try:
+            self._pipe.send(count)
             answer: Turn | str = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self._process.join()
             raise SystemExit(f"{self._name}: its process ended, exit code {self._process.exitcode}") from None
         if isinstance(answer, str):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -73,6 +74,14 @@ def test_a_way_that_fails_ends_it(way: object, words: str) -> None:
     with Worker("a", way) as worker:  # type: ignore[arg-type]
         assert worker.run(1).given == [0]
         with pytest.raises(SystemExit, match=words):
+            worker.run(1)
+
+
+def test_a_way_that_dies_while_it_waits_ends_it() -> None:
+    with Worker("a", process) as worker:
+        os.kill(worker.run(1).given[0], signal.SIGKILL)
+        worker._process.join()
+        with pytest.raises(SystemExit, match="a: its process ended, exit code -9"):
             worker.run(1)
 
 
