@@ -195,24 +195,22 @@ class Verification:
         garbage, outputs = self._garbage(original, first, trial)
         del trial
         ran = _Ran(original.engine, garbage)
-        begun: _Begun | None = (shared, outputs)
+        begun = [(shared, outputs)]
         del outputs
         for number, episode in enumerate(episodes):
             ran.episodes.append((episode.name, self._record(number, episode, garbage, original, tape, begun)))
-            begun = None
         return ran
 
     def _record(
-        self, number: int, episode: Episode, garbage: float, original: Session, tape: Tape, begun: _Begun | None
+        self, number: int, episode: Episode, garbage: float, original: Session, tape: Tape, begun: list[_Begun]
     ) -> list[tuple[Step, Feeds]]:
-        """The steps of an episode that the original ran, and their inputs; `begun`: of the first step, if it ran."""
+        """The steps of an episode that the original ran, and their inputs; `begun`: of the first one, if it ran already."""
         give_back()
         steps: list[tuple[Step, Feeds]] = []
         state = self._contents(episode.steps[0], garbage, number)
         for step in episode.steps:
             try:
-                shared, outputs = begun or self._run_step(original, step, state)
-                begun = None
+                shared, outputs = begun.pop() if begun else self._run_step(original, step, state)
             except EngineError as error:
                 if episode.name in ("short", "padded"):  # lengths that a model may not be made for
                     self.notes.append(
@@ -279,7 +277,8 @@ class Verification:
             UnsupportedModelError: no engine runs it.
         """
         model = self.models[0]
-        path = self.path if model is self.source.proto and self.folders[0] == self.path.parent else None
+        is_file = model is self.source.proto and not self.source.is_edited and self.folders[0] == self.path.parent
+        path = self.path if is_file else None
         try:
             return open_session(model, self.folders[0], trial, self.room, path=path, reference=False)[0]
         except EngineError as error:
