@@ -194,6 +194,28 @@ def test_refused(tmp_path: Path, name: str) -> None:
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_cache_that_is_rounded_as_a_whole_is_refused(tmp_path: Path, cast: bool) -> None:
+    """ModelOpt rounds the very output where attention reads it without repeating heads."""
+    model = make_decoder(Decoder(kv_heads=4, opset=OPSET))
+    concat = next(n for n in model.graph.node if n.output[0] == "present.0.value")
+    concat.output[0] = "joined"
+    scale, zero = helper.make_tensor("s", 1, [], [0.05]), helper.make_tensor("z", TensorProto.INT8, [], [0])
+    model.graph.initializer.extend([scale, zero])
+    last = "rounded" if cast else "present.0.value"
+    more = [
+        helper.make_node("QuantizeLinear", ["joined", "s", "z"], ["small"], name="rounds"),
+        helper.make_node("DequantizeLinear", ["small", "s", "z"], [last]),
+        *([helper.make_node("Cast", [last], ["present.0.value"], to=TensorProto.FLOAT)] if cast else []),
+    ]
+    place = list(model.graph.node).index(concat) + 1
+    for node in reversed(more):
+        model.graph.node.insert(place, node)
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"'rounds' rounds the cache 'past_key_values.0.value' as a whole"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
+
+
 def test_scales_that_a_step_computes_are_refused(tmp_path: Path) -> None:
     def dynamic(g: Build, tensor: str) -> str:
         scale = g.node("Div", [g.node("ReduceMax", [tensor], keepdims=0), g.constant(127, np.float32)])

@@ -34,7 +34,7 @@ from trt_kvcache.importer.normalize.merged_heads import split_heads
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.operators import find_held, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.normalize.rounded import round_first
+from trt_kvcache.importer.normalize.rounded import check_presents, round_first
 from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.normalize.sizes import check_sizes
 from trt_kvcache.importer.normalize.states import find_states, resized
@@ -117,6 +117,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     graph.cleanup().toposort()
     split_heads(graph, find_candidates(graph))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
+        check_presents(graph)
         round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})
     model = export_inferred(graph.cleanup().toposort())
     held = find_held(graph)

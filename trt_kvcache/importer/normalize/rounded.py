@@ -17,9 +17,19 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import Emitter, dims, elem_type, input_or_none, is_op, producer, replace_uses
+from trt_kvcache.importer.graph import (
+    Emitter,
+    consumers,
+    dims,
+    elem_type,
+    input_or_none,
+    is_op,
+    producer,
+    replace_uses,
+)
 from trt_kvcache.importer.graph import small_constant as constant
-from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.normalize.candidate import may_be_cache
+from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 from trt_kvcache.importer.rounding import Rounding
 
 _MOVES = (
@@ -46,6 +56,37 @@ def round_first(graph: gs.Graph, caches: Collection[str]) -> None:
             tensor = _copy(emitter, old, tensor)
         replace_uses(node.outputs[0], tensor)
     graph.cleanup().toposort()
+
+
+def check_presents(graph: gs.Graph) -> None:
+    """Refuse caches that a step gives back rounded: all their rows, new and old.
+
+    Raises:
+        UnsupportedModelError: naming the first, and what reads it beside the caller.
+    """
+    for present in graph.outputs:
+        node = producer(trace_back(_before_cast(present))[0])
+        if node is None or not is_op(node, "DequantizeLinear"):
+            continue
+        before = producer(node.inputs[0])
+        if before is None or not is_op(before, "QuantizeLinear"):
+            continue
+        writer = producer(trace_back(before.inputs[0])[0])
+        pasts = [] if writer is None else [trace_back(_before_cast(trace_back(t)[0]))[0] for t in writer.inputs]
+        past = next((t for t in pasts if may_be_cache(graph, t)), None)
+        if past is not None:
+            readers = [n.name for n in consumers(node.outputs[0]) if not is_op(n, "Cast", "Shape")]
+            raise UnsupportedModelError(
+                f"QuantizeLinear '{before.name}' rounds the cache '{past.name}' as a whole in each step, old rows as "
+                f"well as new ones, before it becomes '{present.name}'; supported is rounding of new rows before they "
+                f"are written, or of a float cache where attention reads it: leave {' and '.join(map(repr, readers))} "
+                "out of the quantization (ModelOpt: nodes_to_exclude), so that nothing rounds an output of the model"
+            )
+
+
+def _before_cast(tensor: gs.Tensor) -> gs.Tensor:
+    node = producer(tensor)
+    return node.inputs[0] if node is not None and is_float_cast(node) else tensor
 
 
 def _chain(node: gs.Node, caches: Collection[str]) -> list[gs.Node]:
