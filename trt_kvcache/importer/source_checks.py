@@ -31,6 +31,7 @@ from trt_kvcache.importer.protos import (
     opset_version,
     shape_of,
 )
+from trt_kvcache.importer.source_types import check_element_types
 
 TENSOR_SCATTER_OPSET = 24
 _FOREIGN_DOMAIN = "trt_kvcache.foreign"
@@ -74,6 +75,7 @@ def check_graph(model: ModelProto, source: str) -> None:
             f"{source}: shape inference fails: {_one_line(error)}; export the model again"
         ) from None
     _check_scatters(inferred.graph, {}, source)
+    check_element_types(inferred.graph, opset_version(inferred), source)
 
 
 def _check_opset(model: ModelProto, source: str) -> None:

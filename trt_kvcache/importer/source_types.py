@@ -1,0 +1,64 @@
+"""Element types that contradict each other, which ONNX's checker lets pass and ONNX Runtime does not load.
+
+Converters to float16 leave such models: onnxconverter-common (1.16) and what is built on it keep a Cast to float32 and
+state its result as float16, or add float32 to float16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import onnx
+from onnx import GraphProto, NodeProto
+
+from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, describe, dtype_name, elem_type_of, is_op
+
+_TODO = (
+    "ONNX Runtime does not load it either; convert the model again with another tool, such as "
+    "onnxruntime.transformers.float16, or export it in the wanted type"
+)
+
+
+def check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
+    """Compare what nodes read and write with what ONNX defines for their operators.
+
+    Args:
+        graph: with the types that follow in it, as far as shape inference found them.
+        version: of the ONNX operators.
+        source: the file's name, for messages.
+
+    Raises:
+        InvalidModelError: naming the node.
+    """
+    infos = (*graph.value_info, *graph.output, *graph.input)
+    types = {info.name: kind for info in infos if (kind := elem_type_of(info))}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    for node in graph.node:
+        to = next((a.i for a in node.attribute if a.name == "to"), 0) if is_op(node, "Cast") else 0
+        stated = types.get(node.output[0], to) if to else 0
+        if to != stated:
+            raise InvalidModelError(
+                f"{source}: {describe(node)} casts to {dtype_name(to)}, and the model states {dtype_name(stated)} for "
+                f"its result; {_TODO}"
+            )
+        for first, other in _operands(node, version):
+            one, two = types.get(first, 0), types.get(other, 0)
+            if one and two and one != two:
+                raise InvalidModelError(
+                    f"{source}: {describe(node)} reads '{first}' of {dtype_name(one)} and '{other}' of "
+                    f"{dtype_name(two)}, where ONNX demands one type; {_TODO}"
+                )
+
+
+def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]:
+    """Pairs of operands that must be of one type."""
+    if version is None or node.domain not in DEFAULT_DOMAINS or not onnx.defs.has(node.op_type, version, ""):
+        return
+    formal = onnx.defs.get_schema(node.op_type, version, "").inputs
+    firsts: dict[str, str] = {}
+    for index, name in enumerate(node.input):
+        what = formal[min(index, len(formal) - 1)] if formal else None
+        if what is None or not name or not what.is_homogeneous or "(" in what.type_str:
+            continue
+        yield firsts.setdefault(what.type_str, name), name
