@@ -183,11 +183,11 @@ def without(case: Mixture, index: int) -> onnx.ModelProto:
     return model
 
 
-def reshaped(case: Mixture) -> onnx.ModelProto:
-    """The model with one more axis of tokens."""
+def declared(case: Mixture, index: int, kind: int, shape: list[int | str]) -> onnx.ModelProto:
+    """The model with an input of another type or shape."""
     model = case.model()
-    model.graph.input[0].type.tensor_type.shape.dim.add(dim_value=1)
-    model.graph.input[0].type.tensor_type.shape.dim.add(dim_value=1)
+    name = model.graph.input[index].name
+    model.graph.input[index].CopyFrom(helper.make_tensor_value_info(name, kind, shape))
     return model
 
 
@@ -222,13 +222,17 @@ REFUSED = {
         FOUR, fc2_experts_weights=(6, 32, 32)
     ),
     r"has fc1 .* \[6, 48, 64\]": edited(Mixture(hidden=48), fc1_experts_weights=(6, 48, 64)),
+    r"has fc1 .* \[6, 65, 64\].*supported is \[6, 64, 64\]": edited(FLOAT, fc1_experts_weights=(6, 65, 64)),
     r"has scales1 .* \[6, 64\]": edited(FOUR, fc1_scales=(6, 64)),
     r"has bias2 .* \[6, 32\]": edited(FLOAT, fc2_experts_bias=(6, 32)),
     r"has zero_points2 .* \[6, 64, 2\]; supported is \[6, 64, 1\]": edited(
         replace(FOUR, zeros=True), fc2_zero_points=(6, 64, 2)
     ),
     "lacks one of x, logits, fc1, scales1, fc2, scales2": without(FOUR, 3),
-    "of rank 4": reshaped(FLOAT),
+    r"reads 'x' of float \[1, 1, 1, 64\]; supported are tokens": declared(FLOAT, 0, 1, [1, 1, 1, 64]),
+    r"reads 'x' of float16 .*of the type of 'constant_1'": declared(FOUR, 0, 10, ["T", 64]),
+    r"reads 'logits' of float \[1, 3, 6\]; supported are logits \[T, 6\]": declared(FLOAT, 1, 1, [1, 3, 6]),
+    r"reads 'logits' of float \['T', 7\]; supported are logits \[T, 6\]": declared(FLOAT, 1, 1, ["T", 7]),
     "supported is a weight of the model": computed(FOUR),
 }
 

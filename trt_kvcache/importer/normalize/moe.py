@@ -32,7 +32,7 @@ from dataclasses import dataclass
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import FLOATS, Emitter, dims, elem_type, input_or_none
+from trt_kvcache.importer.graph import FLOATS, Emitter, dims, dtype_name, elem_type, input_or_none
 from trt_kvcache.importer.normalize.expert_blocks import Routing, in_blocks, route, weighted_sum
 from trt_kvcache.importer.normalize.nbits import middle, refusal, view
 
@@ -93,10 +93,9 @@ def lower_moe(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     k = int(node.attrs.get("k", 1))
     if not 0 < k <= experts:
         raise refusal(node, f"chooses {k} of {experts} experts; supported is 1 to all", _AGAIN)
-    if dims(given["x"]) is not None and len(dims(given["x"]) or ()) not in (2, 3):
-        raise refusal(node, f"reads '{given['x'].name}' of rank {len(dims(given['x']) or ())}", "export it again")
-    normalized = node.op == "QMoE" or int(node.attrs.get("normalize_routing_weights", 0)) == 1
     kind = int(elem_type(given["scales1" if node.op == "QMoE" else "fc1"]) or 0)
+    _check_tokens(node, given, experts, kind)
+    normalized = node.op == "QMoE" or int(node.attrs.get("normalize_routing_weights", 0)) == 1
     x = emitter.op("Reshape", [given["x"], emitter.ints([-1, hidden])], "moe_tokens", kind)
     routing = route(emitter, given["logits"], k, experts, normalized)
     rows = in_blocks(emitter, x, hidden, routing)
@@ -105,6 +104,22 @@ def lower_moe(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     total = weighted_sum(emitter, result, hidden, routing, kind)
     shape = emitter.op("Shape", [given["x"]], "moe_shape", int(onnx.TensorProto.INT64))
     return [emitter.op("Reshape", [total, shape], "moe", kind)]
+
+
+def _check_tokens(node: gs.Node, given: Mapping[str, gs.Tensor], experts: int, kind: int) -> None:
+    """Refuse tokens and logits of other ranks and types than ONNX Runtime takes."""
+    scales = given["scales1" if node.op == "QMoE" else "fc1"]
+    if kind not in FLOATS:
+        raise refusal(node, f"has '{scales.name}' of {dtype_name(scales)}; supported are floats", "export it again")
+    for name, ranks in (("x", (2, 3)), ("logits", (2,))):
+        tensor, shape = given[name], dims(given[name])
+        fits = shape is None or (
+            len(shape) in ranks and (name == "x" or shape[1] == experts or isinstance(shape[1], str))
+        )
+        if not fits or elem_type(tensor) not in (None, 0, kind):
+            what = f"reads '{tensor.name}' of {dtype_name(tensor)} {list(shape or ())}"
+            expected = f"{'tokens [T, H] or [B, S, H]' if name == 'x' else f'logits [T, {experts}]'} of the type of"
+            raise refusal(node, f"{what}; supported are {expected} '{scales.name}'", "export it again")
 
 
 def _given(node: gs.Node) -> dict[str, gs.Tensor]:
@@ -158,9 +173,9 @@ def _layers(node: gs.Node, given: Mapping[str, gs.Tensor]) -> tuple[_Linear, _Li
     if not all(len(s) in ((2, 3) if quantized else (3,)) and all(isinstance(d, int) for d in s) for s in shapes):
         raise refusal(node, f"has '{sized[0].name}' {list(shapes[0])} and '{sized[1].name}' {list(shapes[1])}",
                       "export it with shapes")  # fmt: skip
-    experts, wide, hidden = int(shapes[0][0]), int(shapes[0][1]), int(shapes[1][1])
-    inner = wide // (1 + int(node.attrs.get("swiglu_fusion", 0)))
-    full = ((experts, wide, hidden), (experts, hidden, inner))
+    experts, hidden, parts = int(shapes[0][0]), int(shapes[1][1]), 1 + int(node.attrs.get("swiglu_fusion", 0))
+    inner = int(shapes[0][1]) // parts
+    full = ((experts, parts * inner, hidden), (experts, hidden, inner))
     bits, block = (int(node.attrs.get(n, d)) for n, d in (("expert_weight_bits", 4), ("block_size", 0)))
     own = {n: node.attrs.get(f"fc{n}_expert_weight_bits", bits) for n in (1, 2, 3)}
     if not quantized:
