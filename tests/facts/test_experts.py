@@ -6,6 +6,7 @@ A failure here means that TensorRT changed: `normalize.moe` relies on the bits o
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,7 @@ def build(case: Mixture, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[s
 def test_one_kernel_reads_the_bits_of_the_chosen_experts(
     bits: int, kind: str, zeros: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = Mixture(**{**vars(CASE), "bits": bits, "zeros": zeros})
+    case = replace(CASE, bits=bits, zeros=zeros)
     lines = build(case, 1, monkeypatch)
     weights = rf"Dimensions: \[16,(512|256),256\][^}}]*Datatype: {kind}"
     readers = [line for line in lines if line.startswith("Name: ") and re.search(weights, line.split("Outputs:")[0])]
@@ -76,7 +77,7 @@ def test_one_kernel_reads_the_bits_of_the_chosen_experts(
 
 def test_memory_follows_the_number_of_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """At most one and a half times the experts in float16, however many pairs there are."""
-    case = Mixture(**{**vars(CASE), "bits": 4})
+    case = replace(CASE, bits=4)
     experts = 16 * 3 * 256 * 256 * 2
     memory = {}
     for tokens in (1, TOKENS, 4 * TOKENS):

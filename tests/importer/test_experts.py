@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -35,10 +36,10 @@ def decoder(folder: Path, mixture: Mixture, dtype: str = "float32", layers: int 
     rng = np.random.default_rng(0)
     kind = np.float16 if dtype == "float16" else np.float32
     for i in range(layers):
-        source = Mixture(**{**vars(mixture), "seed": i, "dtype": kind})
-        node = source.model().graph.node[0]
+        alone = replace(mixture, seed=i, dtype=kind).model()
+        node = alone.graph.node[0]
         names = {}
-        for tensor in source.model().graph.initializer:
+        for tensor in alone.graph.initializer:
             names[tensor.name] = tensor.name = f"layers.{i}.{tensor.name}"
             model.graph.initializer.append(tensor)
         router = (rng.standard_normal((mixture.hidden, mixture.experts)) * 0.3).astype(kind)

@@ -14,6 +14,7 @@ import onnxruntime as ort
 import pytest
 from builder import build_in_child
 from graphs import Graph
+from mixtures import packed
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -23,14 +24,6 @@ from trt_kvcache.importer.signed import sign_weights
 Array = np.ndarray[Any, Any]
 UINT8, UINT4, INT4, INT8 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4, TensorProto.INT8
 HERE = Path()
-
-
-def packed(numbers: Array, bits: int) -> Array:
-    """Numbers ``[.., n]`` as bytes, two of 4 bits in each, the first in the low half; rows end with a whole byte."""
-    if bits == 8:
-        return numbers.astype(np.uint8)
-    even = np.concatenate([numbers, np.zeros_like(numbers[..., : numbers.shape[-1] % 2])], -1).astype(np.uint8)
-    return even[..., ::2] | even[..., 1::2] << 4
 
 
 @dataclass(frozen=True)
@@ -96,14 +89,15 @@ class Table:
     reshaped: bool = False
     rank: int = 2
     axis: int = 1
+    bits: int = 4
 
     def make(self, **attrs: Any) -> tuple[onnx.ModelProto, dict[str, Array], Array]:
         rng, blocks = np.random.default_rng(3), self.width // self.block
-        low, high = (-8, 8) if self.stored == INT4 else (0, 16)
+        low, high = (-8, 8) if self.stored == INT4 else (0, 2**self.bits)
         numbers = rng.integers(low, high, (self.rows, self.width))
         numbers[0], numbers[1, ::2] = high - 1, low  # every bit of a word, and the lowest alone
         scales = rng.uniform(-0.02, 0.02, (self.rows, blocks)).astype(self.dtype)
-        middle = 8 if self.stored == UINT8 else 0
+        middle = 2 ** (self.bits - 1) if self.stored == UINT8 else 0
         zeros: Array = rng.integers(low, high, scales.shape) if self.zeros else np.full(scales.shape, middle)
         ids = np.concatenate([np.arange(self.rows), [-1, -self.rows]]).reshape((1, 2, -1)[3 - self.rank :] + (-1,) * 0)
         ids = ids.reshape(-1) if self.rank == 1 else ids
@@ -111,11 +105,11 @@ class Table:
         graph = Graph()
         names = [self._constant(graph, numbers), graph.input("ids", TensorProto.INT64, ids.shape)]
         if self.reshaped:
-            raw = graph.constant(packed(numbers, 4).reshape(self.rows, blocks, -1), np.uint8)
-            names[0] = graph.node("Reshape", [raw, graph.constant([self.rows, self.width // 2])])
+            raw = graph.constant(packed(numbers, self.bits).reshape(self.rows, blocks, -1), np.uint8)
+            names[0] = graph.node("Reshape", [raw, graph.constant([self.rows, self.width * self.bits // 8])])
         names.append(graph.constant(scales, self.dtype))
         names += [self._constant(graph, zeros)] if self.zeros else []
-        attrs = {"gather_axis": 0, "quantize_axis": self.axis, "block_size": self.block, "bits": 4} | attrs
+        attrs = {"gather_axis": 0, "quantize_axis": self.axis, "block_size": self.block, "bits": self.bits} | attrs
         if self.stored != UINT8:
             attrs.pop("bits")
         graph.node("GatherBlockQuantized", names, "y", domain=CONTRIB, **attrs)
@@ -125,7 +119,7 @@ class Table:
 
     def _constant(self, graph: Graph, numbers: Array) -> str:
         if self.stored == UINT8:
-            return graph.constant(packed(numbers, 4), np.uint8)
+            return graph.constant(packed(numbers, self.bits), np.uint8)
         return graph.constant(numbers, ml_dtypes.uint4 if self.stored == UINT4 else ml_dtypes.int4)
 
 
@@ -169,6 +163,8 @@ LINEARS = [
 TABLES = [
     *(Table(stored, zeros=zeros) for stored in (UINT8, UINT4, INT4) for zeros in (False, True)),
     Table(reshaped=True), Table(width=96, zeros=True), Table(UINT4, width=96, zeros=True), Table(width=48, block=16),
+    *(Table(bits=8, zeros=zeros, reshaped=reshaped) for zeros in (False, True) for reshaped in (False, True)),
+    Table(bits=8, width=48, block=16, rank=3, dtype=np.float16),
     Table(rank=1), Table(rank=3, zeros=True), Table(axis=-1), Table(UINT4, rank=1, zeros=True),
 ]  # fmt: skip
 
@@ -272,9 +268,12 @@ def test_weights_that_the_graph_computes_are_refused() -> None:
     assert "has the uint8 'constant_0' as input 1; supported is a weight of the model, of uint8" in refused(model)
 
 
-@pytest.mark.parametrize("attrs", [{"bits": 8}, {"gather_axis": 1}, {"quantize_axis": 0}, {"block_size": 16}], ids=str)
+@pytest.mark.parametrize(
+    "attrs", [{"bits": 2}, {"bits": 8}, {"gather_axis": 1}, {"quantize_axis": 0}, {"block_size": 16}], ids=str
+)
 def test_other_tables_are_refused(attrs: dict[str, int]) -> None:
-    assert "supported are rows [V, H] of 4 bits in whole blocks" in refused(Table().make(**attrs)[0])
+    supported = "supported are rows [V, H] of 4 bits, or 8 in uint8, in whole blocks and words of 32 bits"
+    assert supported in refused(Table().make(**attrs)[0])
 
 
 def test_zero_points_of_a_product_of_unknown_rank_are_refused() -> None:
@@ -333,6 +332,7 @@ class TestTensorRT:
             *(Linear(k=256, block=block, n=64) for block in (16, 32, 64, 128)),
             Linear(zeros="uint8"), Linear(zeros="float"), Linear(k=96, zeros="uint8", dtype=np.float16),
             Linear(k=100, bias=True), Linear(bits=8, positive=True), Linear(bits=8, positive=True, zeros="uint8"),
+            Table(bits=8, zeros=True),
             Table(), Table(zeros=True), Table(INT4), Table(UINT4, zeros=True, dtype=np.float16),
         ],
         ids=str,
