@@ -4,7 +4,7 @@
         W = DequantizeLinear(uint4 [N, K], scales [N, K / block], zero point 8, axis=1, block_size=block)
         y = MatMul(A, Transpose(W)) - MatMul(sums of A over each block, Transpose((zero_points - 8) * scales)) + bias
 
-    GatherBlockQuantized(table uint8 [V, H / 2], or uint4 or int4 [V, H], ids, scales, zero_points)
+    GatherBlockQuantized(table uint8 [V, H / 2], or uint4 or int4 [V, H], ids, scales, zero_points)    or 8 bits, uint8
         words = Gather(int32 [V, H / 8], ids)      eight numbers of 4 bits each, taken apart by integer division
         y = (numbers - zero_points) * Gather(scales, ids)
 
@@ -49,7 +49,7 @@ _UINT8 = int(onnx.TensorProto.UINT8)
 _UINT4, _INT4 = int(onnx.TensorProto.UINT4), int(onnx.TensorProto.INT4)
 _TYPES = {4: _UINT4, 8: _UINT8}
 _TABLES = (_UINT8, _UINT4, _INT4)
-_WORD = 8  # numbers of 4 bits in an int32
+_WORD = 32  # bits of an int32, as which tables are gathered
 _UNQUANTIZED = "export with another quantization, or unquantized"
 
 
@@ -95,10 +95,10 @@ def lower_matmul_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
 
 
 def lower_gather_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
-    """Rows of a table of 4-bit numbers, dequantized: an embedding, which may share its bytes with a MatMulNBits.
+    """Rows of a table of 4 or 8 bits, dequantized: an embedding, which may share its bytes with a MatMulNBits.
 
     Raises:
-        UnsupportedModelError: anything but rows ``[V, H]`` of 4 bits, with blocks along the row and whole words.
+        UnsupportedModelError: anything but rows ``[V, H]`` of 4 or 8 bits, with blocks along the row and whole words.
     """
     bits, block = int(node.attrs.get("bits", 4)), int(node.attrs.get("block_size", 128))
     axes = int(node.attrs.get("gather_axis", 0)), int(node.attrs.get("quantize_axis", 1))
@@ -107,15 +107,16 @@ def lower_gather_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     stored, shape = elem_type(_weight(node, 0, _TABLES)), dims(_weight(node, 2, FLOATS)) or ()
     rows, blocks = (d if isinstance(d, int) else 0 for d in shape) if len(shape) == 2 else (0, 0)
     width, rank = blocks * block, len(dims(node.inputs[1]) or ())
-    held = (rows, width // 2 if stored == _UINT8 else width)
-    plain = bits == 4 and axes in ((0, 1), (0, -1)) and rank and rows and width % _WORD == 0
+    held, count = (rows, width * bits // 8 if stored == _UINT8 else width), _WORD // bits if bits in _TYPES else 0
+    plain = (bits == 4 or stored == _UINT8) and axes in ((0, 1), (0, -1)) and rank and rows
+    plain = plain and count and width % count == 0
     if not plain or dims(node.inputs[0]) not in (None, held):
-        what = f"has {bits} bits, axes {axes} and scales {list(shape)} for blocks of {block}; supported are rows"
-        raise refusal(node, f"{what} [V, H] of 4 bits in whole blocks, H a multiple of {_WORD}", _UNQUANTIZED)
-    table = view(emitter, node, 0, INT32, (rows, width // _WORD), _TABLES)
+        what = f"has {bits} bits, axes {axes} and scales {list(shape)} for blocks of {block}; supported are rows [V, H]"
+        raise refusal(node, f"{what} of 4 bits, or 8 in uint8, in whole blocks and words of {_WORD} bits", _UNQUANTIZED)
+    table = view(emitter, node, 0, INT32, (rows, width // count), _TABLES)
     scales = view(emitter, node, 2, None, (rows, blocks), FLOATS)
     kind, ids = int(elem_type(scales) or 0), node.inputs[1]
-    numbers = _apart(emitter, emitter.op("Gather", [table, ids], "words"))
+    numbers = _apart(emitter, emitter.op("Gather", [table, ids], "words"), bits)
     if stored == _INT4:  # two's complement
         above = emitter.op("Div", [numbers, _int32(emitter, 8)], "numbers")
         numbers = emitter.op("Sub", [numbers, emitter.op("Mul", [above, _int32(emitter, 16)], "numbers")], "numbers")
@@ -124,7 +125,7 @@ def lower_gather_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     numbers = emitter.op("Reshape", [numbers, emitter.ints([*outer, blocks, block])], "numbers")
     zeros = _zero_points(emitter, node, 3, bits, scales)
     if stored == _UINT8 or (stored == _UINT4 and zeros is not None):  # a uint4 table without zero points starts at 0
-        numbers = emitter.op("Sub", [numbers, emitter.scalar(8, kind)], "numbers")
+        numbers = emitter.op("Sub", [numbers, emitter.scalar(2 ** (bits - 1), kind)], "numbers")
     if zeros is not None:
         numbers = emitter.op("Sub", [numbers, _column(emitter, emitter.op("Gather", [zeros, ids], "zeros"))], "numbers")
     factors = _column(emitter, emitter.op("Gather", [scales, ids], "scales"))
@@ -132,20 +133,22 @@ def lower_gather_nbits(emitter: Emitter, node: gs.Node) -> list[gs.Tensor]:
     return [emitter.op("Reshape", [product, emitter.ints([*outer, width])], "rows")]
 
 
-def _apart(emitter: Emitter, words: gs.Tensor) -> gs.Tensor:
-    """The eight numbers of 4 bits in each int32, the lowest first, on a new last axis.
+def _apart(emitter: Emitter, words: gs.Tensor, bits: int) -> gs.Tensor:
+    """The numbers of so many bits in each int32, the lowest first, on a new last axis.
 
     Division of numbers that are not negative alone, because engines round quotients of negative ones differently.
     """
     negative = emitter.op("Less", [words, _int32(emitter, 0)], "words_negative", int(onnx.TensorProto.BOOL))
     lower = emitter.op("Sub", [words, _int32(emitter, -(2**31))], "words_lower")  # without the highest bit
     lower = emitter.op("Where", [negative, lower, words], "words_lower", INT32)
-    shifted = emitter.op("Div", [_column(emitter, lower), _int32(emitter, *(16**i for i in range(_WORD)))], "words")
-    sixteen = _int32(emitter, 16)
-    above = emitter.op("Mul", [emitter.op("Div", [shifted, sixteen], "words"), sixteen], "words")
+    count, base = _WORD // bits, 2**bits
+    shifted = emitter.op("Div", [_column(emitter, lower), _int32(emitter, *(base**i for i in range(count)))], "words")
+    step = _int32(emitter, base)
+    above = emitter.op("Mul", [emitter.op("Div", [shifted, step], "words"), step], "words")
     numbers = emitter.op("Sub", [shifted, above], "numbers")
     highest = emitter.op("Cast", [negative], "words_highest", INT32, to=INT32)
-    highest = emitter.op("Mul", [_column(emitter, highest), _int32(emitter, *[0] * (_WORD - 1), 8)], "words_highest")
+    bit = _int32(emitter, *[0] * (count - 1), base // 2)
+    highest = emitter.op("Mul", [_column(emitter, highest), bit], "words_highest")
     return emitter.op("Add", [numbers, highest], "numbers")
 
 
