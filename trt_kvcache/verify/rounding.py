@@ -11,6 +11,10 @@ outputs:
     original      rewritten                          must agree: structure, masks, indices, layouts
     original      rewritten, its weights moved       must differ, by half as much as both did in float16
 
+Rounding to 8 bits (QuantizeLinear, DequantizeLinear) does the same in any type: a sum that another order moves over the
+middle between two neighbours comes out a whole step away. Such a model, of float32 as well, must round in the same ways
+on both sides, and agree without (`trt_kvcache.verify.rounded`); its weights move by their rounding to its own type.
+
 The weights move at random by no more than rounding them to float16 has moved them already: what changes then is
 nothing that the model knows. What only float16 shows, such as an overflow or a lost cast, fails as ever, unless it is
 smaller than twice that, at the worst step and at a typical one. Measured with random weights and six layers:
@@ -33,8 +37,9 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import OutputError, UnsupportedModelError
-from trt_kvcache.importer.protos import nested_scopes
+from trt_kvcache.importer.protos import dtype_name, is_op, nested_scopes
 from trt_kvcache.verify.report import VerifyReport
+from trt_kvcache.verify.rounded import rounding_steps, unrounded
 from trt_kvcache.verify.twin import TwinFolder
 
 Side = tuple[ModelProto, Path]
@@ -59,30 +64,37 @@ def judge_rounding(
     Returns:
         `report` itself where it passed, or where rounding does not explain it.
     """
-    found = _differences(report)
-    if report.passed or found is None or not _half_ports(original[0]):
+    found, steps = _differences(report), rounding_steps(original[0])
+    kind = TensorProto.FLOAT16 if _is_half(original[0]) else TensorProto.FLOAT
+    if report.passed or found is None or (kind == TensorProto.FLOAT and not steps):
+        return report
+    if steps != rounding_steps(rewritten[0]):
         return report
     try:
         with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
-            twins = TwinFolder(Path(name), original[1], TensorProto.FLOAT16)
+            twins = TwinFolder(Path(name), original[1], kind)
             left, right = ((computed_in_float32(model, twins), twins.folder) for model, _ in (original, rewritten))
-            exact = run(left, right)
+            exact = run((unrounded(left[0]), left[1]), (unrounded(right[0]), right[1]))
             for trial in range(_TRIALS if exact.passed else 0):
                 with TemporaryDirectory(prefix="trt-kvcache-verify-") as other:
-                    moving = TwinFolder(Path(other), rewritten[1], TensorProto.FLOAT16, np.random.default_rng(trial))
+                    moving = TwinFolder(Path(other), rewritten[1], kind, np.random.default_rng(trial))
                     moved = _differences(run(left, (computed_in_float32(rewritten[0], moving), moving.folder)))
                 if moved is not None and found[0] <= _SIDES * moved[0] and found[1] <= _SIDES * moved[1]:
-                    return replace(exact, float32_twin=True, notes=(*exact.notes, _note(found[0], moved[0])))
+                    note = _note(found[0], moved[0], kind, len(steps))
+                    return replace(exact, float32_twin=True, notes=(*exact.notes, note))
     except (OutputError, UnsupportedModelError) as error:
         return replace(report, notes=(*report.notes, f"not compared in float32: {error}"))
     return report
 
 
-def _note(found: float, moved: float) -> str:
+def _note(found: float, moved: float, kind: int, steps: int) -> str:
+    name = dtype_name(kind)
+    how = "computed in float32, between inputs and outputs of float16" if kind == TensorProto.FLOAT16 else ""
+    without = f"without its {steps} ways of rounding to 8 bits, which are the same in both models" if steps else ""
     return (
-        "rounding decides the numbers of this model: moving its weights by no more than their rounding to float16 "
-        f"changes outputs by up to {moved:.2g} of their scale. In float16 both models differ by up to {found:.2g}; "
-        "they were compared computed in float32, between inputs and outputs of float16"
+        f"rounding decides the numbers of this model: moving its weights by no more than their rounding to {name} "
+        f"changes outputs by up to {moved:.2g} of their scale. In {name} both models differ by up to {found:.2g}; "
+        f"they were compared {' and '.join(filter(None, (how, without)))}"
     )
 
 
@@ -98,6 +110,7 @@ def computed_in_float32(model: ModelProto, twins: TwinFolder) -> ModelProto:
     """
     ports = _half_ports(model)
     wide = twins.twin(model)
+    _keep_casts(model, wide)
     for scope in nested_scopes(wide.graph):
         for node in scope.node:
             _rename(node.input, ports)
@@ -123,6 +136,27 @@ def _half_ports(model: ModelProto) -> set[str]:
     weights = {t.name for t in model.graph.initializer}
     ports = (*model.graph.input, *model.graph.output)
     return {p.name for p in ports if p.type.tensor_type.elem_type == TensorProto.FLOAT16} - weights
+
+
+def _is_half(model: ModelProto) -> bool:
+    """Whether a model computes in float16, whatever its inputs and outputs are."""
+    return bool(_half_ports(model)) or any(t.data_type == TensorProto.FLOAT16 for t in model.graph.initializer)
+
+
+def _keep_casts(model: ModelProto, wide: ModelProto) -> None:
+    """Round float32 inputs in `wide` as `model` does: of a cache that it casts to float16, nothing else is kept."""
+    given = {v.name for v in model.graph.input if v.type.tensor_type.elem_type == TensorProto.FLOAT}
+    nodes = []
+    for old, node in zip(model.graph.node, list(wide.graph.node), strict=True):
+        halves = (a.i == TensorProto.FLOAT16 for a in old.attribute if a.name == "to")
+        if is_op(old, "Cast") and old.input[0] in given and any(halves):
+            half = f"{_PREFIX}{old.output[0]}/half"
+            nodes.append(helper.make_node("Cast", [node.input[0]], [half], to=TensorProto.FLOAT16))
+            nodes.append(helper.make_node("Cast", [half], [node.output[0]], to=TensorProto.FLOAT))
+        else:
+            nodes.append(NodeProto.FromString(node.SerializeToString()))
+    del wide.graph.node[:]
+    wide.graph.node.extend(nodes)
 
 
 def _inside(name: str) -> str:

@@ -79,8 +79,9 @@ class TwinFolder:
     Args:
         folder: an existing folder that takes the file.
         source: folder of the models' external data.
-        dtype: what becomes float32: ``TensorProto.BFLOAT16`` or ``TensorProto.FLOAT16``.
-        moved: moves each large enough weight of float16 at random, by no more than its rounding has: 2**-11 of it.
+        dtype: what becomes float32: ``TensorProto.BFLOAT16`` or ``TensorProto.FLOAT16``; float32 stays.
+        moved: moves each large enough weight of this type, if not bfloat16, at random, by no more than its rounding
+            has: 2**-11 of it, or 2**-24.
     """
 
     def __init__(
@@ -138,9 +139,11 @@ class TwinFolder:
     def _widened(self, block: bytes) -> bytes:
         if self._dtype == TensorProto.BFLOAT16:
             return (np.frombuffer(block, "<u2").astype("<u4") << 16).tobytes()  # the upper half of a float32
-        values = np.frombuffer(block, "<f2").astype("<f4")
+        half = self._dtype == TensorProto.FLOAT16
+        values = np.frombuffer(block, "<f2" if half else "<f4").astype("<f4")
         if self._moved is not None:
-            values *= 1 + self._moved.uniform(-(2**-11), 2**-11, values.shape).astype("<f4")
+            part = 2**-11 if half else 2**-24
+            values = (values * (1 + self._moved.uniform(-part, part, values.shape))).astype("<f4")
         return values.tobytes()
 
     def _blocks(self, tensor: TensorProto, external: bool) -> tuple[tuple[object, ...], Iterator[bytes]]:
