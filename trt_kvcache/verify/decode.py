@@ -204,7 +204,7 @@ class Verification:
     def _record(
         self, number: int, episode: Episode, garbage: float, original: Session, tape: Tape, begun: list[_Begun]
     ) -> list[tuple[Step, Feeds]]:
-        """The steps of an episode that the original ran, and their inputs; `begun`: of the first one, if it ran already."""
+        """The steps of an episode that the original ran, and their inputs; `begun`: of the first one, if it ran."""
         give_back()
         steps: list[tuple[Step, Feeds]] = []
         state = self._contents(episode.steps[0], garbage, number)

@@ -69,6 +69,9 @@ class OrtSession:
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
         # What stands in the model is rounded where it stands: fusions round at other places, and break float8 (1.31.1).
         options.add_session_config_entry("session.disable_quant_qdq", "1")
+        # Threads that spin while they wait take the processor from whatever else runs: with the short steps here, twice
+        # the processor time on two busy cores, and no less time altogether.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
         # Caches are large and come in many sizes, which an arena would all keep.
         options.enable_cpu_mem_arena = False
         if not weights.packed and not weights.half:
