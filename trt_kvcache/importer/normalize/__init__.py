@@ -9,7 +9,7 @@
     caches in the type that they are kept in            narrow
     cache updates, found and proven                     writes (candidate, views, reach, rows),
                                                         concat (kept), scatter, select
-    attention over them, found and proven               attention (cache_reads, merged_heads), sinks, guards,
+    attention over them, found and proven               attention (cache_reads, merged_heads, rounded), sinks, guards,
                                                         masks (scaled_masks, bias, slopes)
     keys and values computed from caches                computed (row_functions), joined, absorbed
     caches inside operators                             operators (held), gqa, mha, in_op
