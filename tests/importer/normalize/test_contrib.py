@@ -144,6 +144,33 @@ def test_skip_layer_norm_gives_mean_and_deviation() -> None:
     np.testing.assert_allclose(inverse, 1 / np.sqrt(total.var(-1, keepdims=True) + 1e-3), rtol=1e-5)
 
 
+def embedded(dtype: Any, segments: bool, positions: bool = True, mask: bool = False) -> tuple[onnx.ModelProto, Any]:
+    tables = {name: random(dtype, 20, 32, scale=1.0) for name in ("w", "p", "t")}
+    rows = {name: RANDOM.integers(0, 20, (2, 5)).astype(np.int32) for name in ("ids", "kinds", "places")}
+    feeds = rows | tables | {"g": random(dtype, 32), "beta": random(dtype, 32), "mask": np.ones((2, 5), np.int32)}
+    names = ["ids", "kinds" if segments else "", "w", "p", "t" if segments else "", "g", "beta", "mask" if mask else ""]
+    names += ["places"] if positions else []
+    feeds = {name: value for name, value in feeds.items() if name in names}
+    model = make("EmbedLayerNormalization", feeds, names, ["y", "counts", "sum"], epsilon=1e-5)
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    del model.graph.output[:]
+    model.graph.output.extend(helper.make_tensor_value_info(name, kind, None) for name in ("y", "sum"))
+    return model, feeds
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("segments", [False, True])
+def test_embeddings(dtype: Any, segments: bool) -> None:
+    model, feeds = embedded(dtype, segments)
+    compare(model, feeds, exact=False)
+
+
+@pytest.mark.parametrize(("given", "words"), [({"positions": False}, "no position_ids"), ({"mask": True}, "a mask")])
+def test_embeddings_refuse(given: dict[str, bool], words: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"has {words}.*enable_embed_layer_norm"):
+        lowered(embedded(np.float32, False, **given)[0])
+
+
 def test_mean_of_an_rms_norm_is_refused() -> None:
     feeds = {"x": random(np.float32, 2, 5, 64), "skip": random(np.float32, 2, 5, 64), "g": random(np.float32, 64)}
     model = make("SkipSimplifiedLayerNormalization", feeds, ["x", "skip", "g"], ["y", "mean"])

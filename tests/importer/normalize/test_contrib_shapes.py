@@ -64,6 +64,11 @@ CASES: dict[str, Case] = {
         "GatherBlockQuantized", {"i": np.zeros((B, S), np.int64)}, QUANTIZED, ["t", "i", "ts"], 1,
         {"bits": 4, "block_size": 16, "quantize_axis": 1},
     ),
+    "embeddings": (
+        "EmbedLayerNormalization", {"i": np.zeros((B, S), np.int32), "p": np.zeros((B, S), np.int32)},
+        {"w": random(9, 24), "e": random(9, 24), "g": random(24), "b": random(24)},
+        ["i", "", "w", "e", "", "g", "b", "", "p"], 3, {},
+    ),
     "grouped": (
         "GroupQueryAttention", {"x": ONE, "y": ONE, "z": ONE, "pk": PAST, "pv": PAST, **LENGTHS}, {},
         ["x", "y", "z", "pk", "pv", "seqlens", "total"], 1, {"num_heads": HEADS, "kv_num_heads": HEADS},

@@ -3,6 +3,7 @@
     SimplifiedLayerNormalization(x, g)                 RMSNormalization(x, g)
     SkipSimplifiedLayerNormalization(x, skip, g, b)    s = x + skip + b; RMSNormalization(s, g); s
     SkipLayerNormalization(x, skip, g, beta, b)        s = x + skip + b; LayerNormalization(s, g, beta); s
+    EmbedLayerNormalization(ids, .., position_ids)     s = sum of Gather; LayerNormalization(s, g, beta); s
     RotaryEmbedding(x, position_ids, cos, sin)         RotaryEmbedding(x, cos, sin, position_ids), see `rotary`
     MRotaryEmbedding(x, position_ids, cos, sin)        RotaryEmbedding(x, c, s), see `rotary`
     Gelu, FastGelu, BiasGelu                           Gelu(x + b), exact or tanh
@@ -213,6 +214,25 @@ def _skip_norm(emitter: Emitter, node: gs.Node) -> Results:
     return results
 
 
+def _embed_norm(emitter: Emitter, node: gs.Node) -> Results:
+    ids, segments, words, positions, kinds = (input_or_none(node, index) for index in range(5))
+    gamma, beta, mask, places = (input_or_none(node, index) for index in range(5, 9))
+    if mask is not None or used(emitter.graph, node, 1) or places is None or (segments is None) != (kinds is None):
+        raise UnsupportedModelError(
+            f"{_label(node)} has {'no position_ids' if places is None else 'a mask'}; supported are token ids, "
+            "position_ids and, both or none, segments, without a mask: leave embeddings out of the optimization "
+            "(FusionOptions.enable_embed_layer_norm = False)"
+        )
+    total = emitter.op("Gather", [words, ids], "embedding", axis=0)
+    total = emitter.op("Add", [total, emitter.op("Gather", [positions, places], "embedding", axis=0)], "embedding")
+    if segments is not None:
+        total = emitter.op("Add", [total, emitter.op("Gather", [kinds, segments], "embedding", axis=0)], "embedding")
+    epsilon = float(node.attrs.get("epsilon", 1e-12))
+    inputs = [total, gamma, beta]
+    y = emitter.op("LayerNormalization", inputs, "norm", axis=-1, epsilon=epsilon, stash_type=FLOAT)
+    return [y, None, total]
+
+
 def _gelu(emitter: Emitter, node: gs.Node, approximate: str) -> Results:
     x, bias = node.inputs[0], input_or_none(node, 1)
     if bias is not None:
@@ -327,6 +347,7 @@ def _planes(emitter: Emitter, node: gs.Node) -> Results:
 _LOWERINGS: dict[str, Callable[[Emitter, gs.Node], Results]] = {
     "SkipSimplifiedLayerNormalization": _skip_simplified_norm,
     "SkipLayerNormalization": _skip_norm,
+    "EmbedLayerNormalization": _embed_norm,
     "RotaryEmbedding": _rotary,
     "MRotaryEmbedding": _planes,
     "Gelu": _exact_gelu,

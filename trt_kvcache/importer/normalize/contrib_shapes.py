@@ -121,6 +121,10 @@ class _StandIns:
             yield from self.filled(table, tuple(shape), scales)
             yield helper.make_node("Gather", [table, indices], node.output[:1], axis=_int(node, "gather_axis", 0))
 
+    def embedded(self, node: NodeProto) -> Iterator[NodeProto]:
+        for result in [node.output[index] for index in (0, 2) if index < len(node.output) and node.output[index]]:
+            yield helper.make_node("Gather", [node.input[2], node.input[0]], [result])
+
     def grouped(self, node: NodeProto) -> Iterator[NodeProto]:
         if len(node.input) > 1 and node.input[1]:
             yield from self.same(NodeProto(input=node.input[:1], output=node.output[:1]))
@@ -155,6 +159,7 @@ _MAKERS: dict[str, Callable[[_StandIns, NodeProto], Iterator[NodeProto]]] = {
     "FusedGemm": _StandIns.fused_gemm,
     "MatMulNBits": _StandIns.product,
     "GatherBlockQuantized": _StandIns.gather,
+    "EmbedLayerNormalization": _StandIns.embedded,
     "GroupQueryAttention": _StandIns.grouped,
     "MultiHeadAttention": _StandIns.heads,
     "Attention": _StandIns.projected,

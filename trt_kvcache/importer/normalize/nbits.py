@@ -4,8 +4,8 @@
         W = DequantizeLinear(uint4 [N, K], scales [N, K / block], zero point 8, axis=1, block_size=block)
         y = MatMul(A, Transpose(W)) - MatMul(sums of A over each block, Transpose((zero_points - 8) * scales)) + bias
 
-    GatherBlockQuantized(table uint8 [V, H / 2], or uint4 or int4 [V, H], ids, scales, zero_points)    or 8 bits, uint8
-        words = Gather(int32 [V, H / 8], ids)      eight numbers of 4 bits each, taken apart by integer division
+    GatherBlockQuantized(table uint8 [V, H / 2], or uint4 or int4 [V, H], ids, scales, zero_points)
+        words = Gather(int32 [V, H / 8], ids)      eight numbers of 4 bits each (four of 8), by integer division
         y = (numbers - zero_points) * Gather(scales, ids)
 
 TensorRT's parser takes blocks of signed weights with a zero point of 0 only (measured on TensorRT for RTX 1.7.1: other
