@@ -5,15 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
 from foreign_decoders import make_foreign
+from graphs import Graph
+from onnx import TensorProto
 from verify.test_catches import swap_keys_and_values, verify_mutated
 
 from trt_kvcache import machine
@@ -90,6 +94,36 @@ def test_weights_are_weighed() -> None:
         assert found.half == pytest.approx(share * found.size, rel=0.01)
         assert found.largest == share * max(stored)
         assert not found.packed
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_quantized_weights_are_not_unpacked_unless_the_model_rounds(
+    rounds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime keeps 4 bits where it may fuse DequantizeLinear with products, and float32 where it may not."""
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, ["N", 64])
+    x = "x"
+    if rounds:
+        scale, zero = graph.constant(0.1, np.float32), graph.constant(0, np.int8)
+        x = graph.node("DequantizeLinear", [graph.node("QuantizeLinear", [x, scale, zero]), scale, zero])
+    weight = graph.constant(np.ones((64, 32)), np.int8)
+    graph.node("MatMul", [x, graph.node("DequantizeLinear", [weight, graph.constant(0.5, np.float32)])], "y")
+    graph.output("y", TensorProto.FLOAT, ["N", 32])
+    told = []
+    unwatched = ort.InferenceSession
+
+    def watched(model: Any, options: Any, **given: Any) -> Any:
+        told.append(False)
+        with suppress(RuntimeError):  # what was not said
+            told[-1] = options.get_session_config_entry("session.disable_quant_qdq") == "1"
+        return unwatched(model, options, **given)
+
+    monkeypatch.setattr(ort, "InferenceSession", watched)
+    model = graph.model()
+    assert weigh(model).rounds == rounds
+    OrtSession(model, Path(), weigh(model), 0)
+    assert told == [rounds]
 
 
 def test_rows_that_fit() -> None:

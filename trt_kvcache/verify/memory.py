@@ -41,12 +41,14 @@ class Weights:
         half: of those of float16.
         largest: of the largest of these.
         packed: engines need a copy, packed for products.
+        rounds: the model rounds what it computes (QuantizeLinear), not only its weights.
     """
 
     size: int
     half: int
     largest: int
     packed: bool
+    rounds: bool = False
 
     @property
     def converted(self) -> int:
@@ -63,8 +65,9 @@ def weigh(model: ModelProto) -> Weights:
     """The weights of a model."""
     sizes = [(byte_size(t) or 0, t.data_type == TensorProto.FLOAT16) for t in iter_tensors(model)]
     halves = [size for size, half in sizes if half]
-    packed = any(node.op_type == "MatMulNBits" for scope in iter_scopes(model) for node in scope.node)
-    return Weights(sum(size for size, _ in sizes), sum(halves), max(halves, default=0), packed)
+    operators = {node.op_type for scope in iter_scopes(model) for node in scope.node}
+    packed, rounds = "MatMulNBits" in operators, "QuantizeLinear" in operators
+    return Weights(sum(size for size, _ in sizes), sum(halves), max(halves, default=0), packed, rounds)
 
 
 @dataclass(frozen=True)

@@ -67,8 +67,10 @@ class OrtSession:
         options.log_severity_level = 4  # TensorScatter warns per node and step that past and present are two buffers
         # Where ONNX Runtime fuses a product with a DequantizeLinear, it rounds the other side to 8 bits by default.
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "0")
-        # What stands in the model is rounded where it stands: fusions round at other places, and break float8 (1.31.1).
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
+        if weights.rounds:
+            # What stands in the model is rounded where it stands: fusions round at other places, and break float8
+            # (1.31.1). Without them quantized weights are held as float32, so models with no more than these keep them.
+            options.add_session_config_entry("session.disable_quant_qdq", "1")
         # Threads that spin while they wait take the processor from whatever else runs: with the short steps here, twice
         # the processor time on two busy cores, and no less time altogether.
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
