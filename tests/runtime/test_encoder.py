@@ -90,6 +90,9 @@ def test_token_ids_and_text(tmp_path: Path) -> None:
     with DecodeSession.open(model, tokenizer=Words()) as session:
         ids = [7, 60, 0]
         found = [session.encode(given)["encoder_hidden_states"] for given in ("7 60 0", ids, {"input_ids": ids})]
+        for wrong in ([1.5], [], [[1], [2]]):
+            with pytest.raises(PromptError, match=r"'input_ids' is .*, and the encoder takes int64 \[1, length\]"):
+                session.encode(wrong)  # type: ignore[arg-type]
     for hidden in found:
         assert np.array_equal(hidden, table()[ids][np.newaxis])
 

@@ -87,11 +87,6 @@ class Encoder:
         self._later = self._find_later(rest)
 
     @property
-    def path(self) -> Path:
-        """Of the encoder's model."""
-        return self._path
-
-    @property
     def takes(self) -> str:
         """What goes in, in words."""
         return ", ".join(map(_describe, self._inputs.values()))
@@ -110,7 +105,7 @@ class Encoder:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
             SessionError: the encoder failed.
         """
-        feed = self._feed(source if isinstance(source, Mapping) else {_IDS: np.array(source, np.int64)})
+        feed = self._feed(source if isinstance(source, Mapping) else {_IDS: np.asarray(source)})
         names = list(dict.fromkeys([*self._own.values(), *([self._hidden] if self._hidden else [])]))
         made = dict(zip(names, run_on_cpu(self._session, self._path, names, feed), strict=True))
         found = {name: made[output] for name, output in self._own.items()}
