@@ -249,9 +249,10 @@ def flat(t: Tail, x: str) -> str:
     return t.op("Reshape", [t.op("Tanh", [rows]), shape])
 
 
-def quantized_by_the_largest(t: Tail, x: str) -> str:
-    codes = t.op("DynamicQuantizeLinear", [x], 3)
-    return t.op("DequantizeLinear", [codes, codes[:-1] + "1", codes[:-1] + "2"])
+def rounded_by_the_largest(t: Tail, x: str) -> str:
+    """To steps that all positions have in common, as quantization with a computed scale has them."""
+    step = t.op("Div", [t.op("ReduceMax", [t.op("Abs", [x]), t.ints(1, 2)]), t.constant(127)])
+    return t.op("Mul", [t.op("Round", [t.op("Div", [x, step])]), step])
 
 
 def counted(t: Tail, x: str) -> str:
@@ -265,7 +266,7 @@ MIXING: dict[str, Callable[[Tail, str], str]] = {
     f.__name__: f
     for f in (
         cumulative, mean_of_positions, softmax_of_positions, norm_over_positions, convolution, reversed_positions,
-        shifted, flat, quantized_by_the_largest, counted,
+        shifted, flat, rounded_by_the_largest, counted,
     )
 }  # fmt: skip
 

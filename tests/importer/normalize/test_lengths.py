@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 from cache_updates import along, count, index_copy, positions, prove_updates, update_model
-from concat_decode import normalized, rewritten
+from concat_decode import rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph
 from hypothesis import assume, given, settings
@@ -21,9 +21,10 @@ from slope_graphs import added, distance, table
 
 import trt_kvcache.importer.normalize as stage
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize import exported, lengths
+from trt_kvcache.importer.normalize import exported, lengths, normalize
 from trt_kvcache.importer.normalize.program import Program, Step
 from trt_kvcache.importer.normalize.samples import Samples
+from trt_kvcache.importer.plan import PlanOptions
 
 MODELS = Path(__file__).parents[2] / "models"
 CAPACITIES = (12, 24, 100, 700)
@@ -492,4 +493,4 @@ def test_masks_of_layers_that_are_alike_are_one(
 
 
 def _plan(model: onnx.ModelProto, capacity: int) -> Any:
-    return normalized(model, capacity)
+    return normalize(model, {}, PlanOptions(capacity=capacity))
