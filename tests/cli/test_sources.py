@@ -77,4 +77,7 @@ def test_mistakes(folder: Path) -> None:
     for arguments, words in cases:
         assert words in call(folder, *arguments, code=1).output
     (folder / "generation_config.json").unlink()
-    assert "names the decoder_start_token_id; give the start of the text" in call(folder, *source, code=1).output
+    assert (
+        "names the decoder_start_token_id, with which texts of an encoder-decoder start; give"
+        in call(folder, *source, code=1).output
+    )

@@ -34,7 +34,8 @@ def start_of(model: Path, encoder: Path | None) -> int:
         if place is not None and (token := decoder_start(place)) is not None:
             return token
     raise OptionError(
-        f"no config beside {model} names the decoder_start_token_id; give the start of the text with --tokens"
+        f"no config beside {model} names the decoder_start_token_id, with which texts of an encoder-decoder start; "
+        "give it with --tokens"
     )
 
 
