@@ -14,7 +14,7 @@ from onnx import GraphProto, NodeProto
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, describe, dtype_name, elem_type_of, is_op
 
-_TODO = (
+_ADVICE = (
     "ONNX Runtime does not load it either; convert the model again with another tool, such as "
     "onnxruntime.transformers.float16, or export it in the wanted type"
 )
@@ -40,14 +40,14 @@ def check_element_types(graph: GraphProto, version: int | None, source: str) -> 
         if to != stated:
             raise InvalidModelError(
                 f"{source}: {describe(node)} casts to {dtype_name(to)}, and the model states {dtype_name(stated)} for "
-                f"its result; {_TODO}"
+                f"its result; {_ADVICE}"
             )
         for first, other in _operands(node, version):
             one, two = types.get(first, 0), types.get(other, 0)
             if one and two and one != two:
                 raise InvalidModelError(
                     f"{source}: {describe(node)} reads '{first}' of {dtype_name(one)} and '{other}' of "
-                    f"{dtype_name(two)}, where ONNX demands one type; {_TODO}"
+                    f"{dtype_name(two)}, where ONNX demands one type; {_ADVICE}"
                 )
 
 
