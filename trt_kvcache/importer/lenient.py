@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import heapq
 
-from onnx import ModelProto, NodeProto
+from onnx import ModelProto
 
-from trt_kvcache.importer.protos import Scope, all_nodes, attribute_graphs, iter_scopes
+from trt_kvcache.importer.protos import Scope, iter_scopes, names_read
 
 _CONTRIB = "com.microsoft"
 
@@ -30,7 +30,7 @@ def _sort(scope: Scope) -> None:
     for index, node in enumerate(scope.node):
         for name in node.output:
             makers.setdefault(name, index)
-    needs = [{makers[name] for name in _reads(node) if name in makers} for node in scope.node]
+    needs = [{makers[name] for name in names_read(node) if name in makers} for node in scope.node]
     if all(not before or max(before) < index for index, before in enumerate(needs)):
         return
     readers: list[list[int]] = [[] for _ in needs]
@@ -51,10 +51,3 @@ def _sort(scope: Scope) -> None:
         places = {index: place for place, index in enumerate(order)}
         indices = iter(range(len(order)))
         scope.node.sort(key=lambda _: places[next(indices)])
-
-
-def _reads(node: NodeProto) -> set[str]:
-    """Names of what a node reads, and of what its bodies may take from outside; empty ones mean nothing."""
-    bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
-    inner = {name for body in bodies for n in all_nodes(body) for name in n.input}
-    return (inner | {*node.input, *(value.name for body in bodies for value in body.output)}) - {""}

@@ -46,6 +46,12 @@ def captured_names(body: GraphProto) -> set[str]:
     return {name for s in scopes for node in s.node for name in node.input} | {v.name for s in scopes for v in s.output}
 
 
+def names_read(node: NodeProto) -> set[str]:
+    """What a node reads, and what its bodies may take from outside."""
+    bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
+    return {*node.input}.union(*map(captured_names, bodies)) - {""}
+
+
 def attribute_graphs(attribute: AttributeProto) -> Iterable[GraphProto]:
     """The graphs that an attribute holds: the bodies of If, Loop, Scan."""
     if attribute.type == AttributeProto.GRAPH:

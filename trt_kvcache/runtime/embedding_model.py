@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import SessionError, UnsupportedModelError
@@ -24,7 +22,7 @@ from trt_kvcache.importer.source import load_source
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import check_range, check_width
 from trt_kvcache.runtime.given import Array, Indices
-from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line
+from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line, open_on_cpu
 
 __all__ = ["ModelEmbeddings"]
 
@@ -66,16 +64,8 @@ class ModelEmbeddings:
         self._rows = min(table_rows(model, self._ids.name) or vocab, vocab)
         self._table = np.empty((self._rows, int(tensor.shape[-1])), array_dtype(tensor.dtype))  # memory once written
         self._known = np.full(self._rows, _NEW)
-        options = ort.SessionOptions()
-        options.log_severity_level = 4  # errors arrive as exceptions
-        options.intra_op_num_threads = 1  # a row is too little for several, which would spin beside the decoder's
-        try:
-            self._session: Any = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except ORT_ERRORS as error:
-            raise UnsupportedModelError(
-                f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; give the table "
-                "of embeddings instead"
-            ) from None
+        # A row is too little for several threads, which would spin beside the decoder's.
+        self._session = open_on_cpu(str(path), path, "give the table of embeddings instead", threads=1)
         self._probe()
 
     @property

@@ -20,7 +20,7 @@ from trt_kvcache.errors import OptionError, PromptError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoder_files import find_encoder, find_first_step
-from trt_kvcache.runtime.first_step import HIDDEN, FirstStep
+from trt_kvcache.runtime.first_step import BY_HAND, HIDDEN, FirstStep
 from trt_kvcache.runtime.ort_calls import input_dtype, open_on_cpu, run_on_cpu, type_name
 
 __all__ = ["Encoder", "Source", "open_encoder"]
@@ -71,7 +71,7 @@ class Encoder:
 
     def __init__(self, path: Path, first_step: Path | None, constants: Sequence[TensorRole]) -> None:
         self._path = path
-        self._session = open_on_cpu(str(path), path)
+        self._session = open_on_cpu(str(path), path, BY_HAND, spinning=False)
         self._inputs = {v.name: v for v in self._session.get_inputs()}
         made = [v.name for v in self._session.get_outputs()]
         self._constants = list(constants)

@@ -16,13 +16,15 @@ import onnx
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.merged import take_first_branch
-from trt_kvcache.importer.protos import attribute_graphs, captured_names
+from trt_kvcache.importer.protos import names_read
 from trt_kvcache.importer.source import load_source
 from trt_kvcache.runtime.ort_calls import input_dtype, open_on_cpu, run_on_cpu
 
-__all__ = ["HIDDEN", "FirstStep"]
+__all__ = ["BY_HAND", "HIDDEN", "FirstStep"]
 
 HIDDEN = "encoder_hidden_states"
+BY_HAND = "run it yourself, and give what the decoder takes as constants"
+"""What is left to do where a model that stands before a decoder cannot be run."""
 _IDS, _MASK = "input_ids", "encoder_attention_mask"
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -54,7 +56,7 @@ class FirstStep:
                 f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {_IDS}, "
                 f"{HIDDEN} and {_MASK}: compute them yourself, and give them as constants"
             )
-        self._session = open_on_cpu(model.SerializeToString(), path)
+        self._session = open_on_cpu(model.SerializeToString(), path, BY_HAND, spinning=False)
         self._inputs = {v.name: input_dtype(v) for v in self._session.get_inputs()}
         self._tried = False
 
@@ -102,6 +104,5 @@ def _leading_to(names: set[str], graph: onnx.GraphProto) -> tuple[list[onnx.Node
     for node in reversed(graph.node):
         if read & {*node.output}:
             nodes.append(node)
-            bodies = [body for attribute in node.attribute for body in attribute_graphs(attribute)]
-            read |= {*node.input}.union(*map(captured_names, bodies))
-    return nodes[::-1], read - {""}
+            read |= names_read(node)
+    return nodes[::-1], read

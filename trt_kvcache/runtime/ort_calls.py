@@ -1,4 +1,4 @@
-"""ONNX Runtime as the runtime calls it: memory that it is given, what it raises, models that run beside the decoder."""
+"""ONNX Runtime as the runtime calls it: how models are opened and run, memory that it is given, what it raises."""
 
 from __future__ import annotations
 
@@ -41,29 +41,34 @@ def bind(side: Any, name: str, array: Array) -> None:
     side(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
 
 
-def open_on_cpu(model: str | bytes, path: Path) -> Any:
-    """Open a model that stands before a decoder.
+def open_on_cpu(
+    model: str | bytes, path: Path, advice: str, *, threads: int | None = None, spinning: bool = True
+) -> Any:
+    """Open a model.
 
     Args:
         model: its path; or the model itself, with external data relative to the folder of `path`.
         path: of its file.
+        advice: what to do where ONNX Runtime cannot run it.
+        threads: None: one per core.
+        spinning: threads spin while they wait, which makes short steps shorter, and takes the processor from others.
 
     Raises:
         UnsupportedModelError: ONNX Runtime cannot run it.
     """
     options = ort.SessionOptions()
     options.log_severity_level = 4  # errors arrive as exceptions
-    options.add_session_config_entry(
-        "session.intra_op.allow_spinning", "0"
-    )  # its threads would spin beside the decoder's
+    if threads is not None:
+        options.intra_op_num_threads = threads
+    if not spinning:
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if isinstance(model, bytes):
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
     try:
         return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except ORT_ERRORS as error:
         raise UnsupportedModelError(
-            f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; run it yourself, and "
-            "give what the decoder takes as constants"
+            f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; {advice}"
         ) from None
 
 

@@ -13,10 +13,11 @@ import onnx
 import onnxruntime as ort
 
 from trt_kvcache.engine.files import identify
-from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.machine import memory
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
@@ -24,7 +25,7 @@ from trt_kvcache.runtime.huge_pages import huge_pages
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort_attention import OPERATOR, fuse_attention
-from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line
+from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line, open_on_cpu
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
@@ -288,21 +289,10 @@ def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
 
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # errors arrive as exceptions
-    if threads is not None:
-        options.intra_op_num_threads = threads
-    folder = str(imported.source.path.parent)
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
     serialized = model.SerializeToString()
-    try:
-        with huge_pages():
-            return ort.InferenceSession(serialized, options, providers=["CPUExecutionProvider"])
-    except ORT_ERRORS as error:
-        raise UnsupportedModelError(
-            f"{imported.source.path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; "
-            "build an engine and run that on a GPU, or export the model in float32 or float16"
-        ) from None
+    with huge_pages():
+        return open_on_cpu(serialized, imported.source.path, advice, threads=threads)
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
@@ -335,11 +325,11 @@ def _bytes(buffer: Carried) -> int:
 
 def _admit(one: int, asked: int | None) -> int:
     """The batch whose caches, of `one` byte count per sequence, fit into this machine's memory."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    batch = asked or max(1, min(_DEFAULT_BATCH, memory // (2 * one)))
-    if batch * one > memory:
+    most = memory()
+    batch = asked or max(1, min(_DEFAULT_BATCH, most // (2 * one)))
+    if batch * one > most:
         raise SessionError(
             f"the caches of {batch} sequence(s) take {batch * one / 1e9:.1f} GB ({one / 1e9:.2f} GB each), and this "
-            f"machine has {memory / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
+            f"machine has {most / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
         )
     return batch
