@@ -84,6 +84,21 @@ def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
     return any(t is tensor for t in tensors)
 
 
+def made_of_constants(tensor: gs.Tensor) -> bool:
+    """Whether no input of the graph and no shape is behind a tensor."""
+    pending, seen = [tensor], set[int]()
+    while pending:
+        current = pending.pop()
+        if id(current) in seen or current.is_empty() or isinstance(current, gs.Constant):
+            continue
+        seen.add(id(current))
+        node = producer(current)
+        if node is None or (not node.inputs and not is_op(node, "Constant")) or is_op(node, "Shape", "Size"):
+            return False
+        pending += node.inputs
+    return True
+
+
 def small_constant(tensor: gs.Tensor | None, limit: int = 1024) -> npt.NDArray[Any] | None:
     """The value of a small constant whose data are inside the model; None for anything else. Never loads weights."""
     if tensor is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import onnx
@@ -107,10 +106,6 @@ class Interface:
     def of(self, *roles: OriginalRole) -> list[OriginalTensor]:
         """The inputs with one of these roles."""
         return [t for t in self.inputs.values() if t.role in roles]
-
-    def with_role(self, names: set[str], role: OriginalRole) -> tuple[OriginalTensor, ...]:
-        """All tensors, those named with another role."""
-        return tuple(replace(t, role=role) if t.name in names else t for t in self.tensors)
 
     def capacity(self, given: int | None) -> int:
         """The capacity: of fixed caches, or as given.

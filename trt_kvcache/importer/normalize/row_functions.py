@@ -20,7 +20,7 @@ import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import consumers, is_op, producer
+from trt_kvcache.importer.graph import consumers, is_op, made_of_constants
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
@@ -83,7 +83,6 @@ class RowFunctions:
         self._blueprint = samples.blueprint
         some = [s for s in samples.plain if s.length and s.total > 1]
         self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
-        self._closed: dict[int, bool] = {}
         if not self._samples:
             return
         for write in writes:
@@ -154,7 +153,7 @@ class RowFunctions:
         found = self._only(node)
         scales = self._shape(node.inputs[1], self._samples[0])
         rank = len(self._shape(node.outputs[0], self._samples[0]))
-        closed = (self._is_closed(t) for t in node.inputs[1:] if not t.is_empty())
+        closed = (made_of_constants(t) for t in node.inputs[1:] if not t.is_empty())
         if node.inputs[0].name not in self.found or not all(closed):
             raise _MixedError(f"{node.op} '{node.name}' has scales that are computed")
         if not int(node.attrs.get("saturate", 1)):
@@ -259,7 +258,7 @@ class RowFunctions:
             if float(node.attrs.get("epsilon", 1e-5)) <= 0:
                 raise _MixedError(f"{node.op} '{node.name}' may divide by 0 what a cache holds")
             outputs = [t for t in node.outputs[1:] if not t.is_empty() and consumers(t)]
-            if outputs or not all(self._is_closed(t) for t in node.inputs[1:] if not t.is_empty()):
+            if outputs or not all(made_of_constants(t) for t in node.inputs[1:] if not t.is_empty()):
                 raise _MixedError(f"{node.op} '{node.name}' is more than a norm with constants")
             return self._one(node, found.axes)
         operand = self._constant(node.inputs[1]) if len(node.inputs) > 1 else None
@@ -278,7 +277,7 @@ class RowFunctions:
         other, contracted = right, -1
         if found is None:
             found, other, contracted = self.found[right.name], left, -2
-        if not self._is_closed(other):
+        if not made_of_constants(other):
             raise _MixedError  # queries, or what a softmax makes of their scores
         for sample in self._samples:
             rank, factor = len(self._shape(found.tensor, sample)), self._shape(other, sample)
@@ -314,7 +313,7 @@ class RowFunctions:
             if (function := self.found.get(tensor.name)) is not None:
                 shift = whole - len(self._shape(tensor, self._samples[0]))
                 found.add((function.axes[0] + shift, function.axes[1] + shift))
-            elif not self._is_closed(tensor):
+            elif not made_of_constants(tensor):
                 raise _MixedError(f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant")
         if len(found) != 1:
             raise _MixedError(f"{node.op} '{node.name}' brings rows of different places together")
@@ -384,20 +383,6 @@ class RowFunctions:
 
     def _constant(self, tensor: gs.Tensor) -> Array | None:
         return self._blueprint.constant(tensor.name) if self._blueprint.is_constant(tensor.name) else None
-
-    def _is_closed(self, tensor: gs.Tensor) -> bool:
-        """Whether a tensor is made of constants alone."""
-        pending, seen = [tensor], set[int]()
-        while pending:
-            current = pending.pop()
-            if id(current) in seen or current.is_empty() or isinstance(current, gs.Constant):
-                continue
-            seen.add(id(current))
-            node = producer(current)
-            if node is None or (not node.inputs and not is_op(node, "Constant")) or is_op(node, "Shape", "Size"):
-                return False
-            pending += node.inputs
-        return True
 
 
 def _apart(node: gs.Node, axis: int, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
