@@ -151,6 +151,30 @@ def test_an_end_of_the_tokenizer_the_flag_and_the_file(folder: Path, tmp_path: P
     assert re.match(r"warning: .*temperature=0.5 has no effect", warning)
 
 
+def test_what_a_model_was_trained_with_is_read_beside_it(folder: Path, tmp_path: Path) -> None:
+    """Ends of a text and tokens that never come count where nothing else is said; ways of drawing do not."""
+    (tmp_path / "model.onnx").symlink_to(folder / "model.onnx")
+    arguments = ("--tokens", "5,6,7", "--max-new-tokens", "8")
+    (plain,) = report(folder, *arguments)["sequences"]
+    never, end = plain["tokens"][0], plain["tokens"][3]
+    file = tmp_path / "generation_config.json"
+    file.write_text(json.dumps({"eos_token_id": [end], "do_sample": True, "temperature": 2.0}))
+    (ended,) = report(tmp_path, *arguments)["sequences"]
+    assert ended["tokens"] == plain["tokens"][: plain["tokens"].index(end) + 1]
+    (through,) = report(tmp_path, *arguments, "--ignore-eos")["sequences"]
+    assert through["tokens"] == plain["tokens"]
+    file.write_text(json.dumps({"suppress_tokens": [never], "forced_eos_token_id": 9}))
+    (other,) = report(tmp_path, *arguments)["sequences"]
+    assert other["tokens"] == expected(folder, [[5, 6, 7]], max_new_tokens=8, suppress_tokens=[never],
+                                       forced_eos_token_id=9)[0][0]  # fmt: skip
+    assert other["tokens"][-1] == 9
+    assert never not in other["tokens"]
+    elsewhere = tmp_path / "another.json"
+    elsewhere.write_text("{}")
+    (again,) = report(tmp_path, *arguments, "--generation-config", str(elsewhere))["sequences"]
+    assert again["tokens"] == plain["tokens"]
+
+
 def test_a_stop_string_and_a_forbidden_token(folder: Path) -> None:
     arguments = ("--prompt", "the cache", "--max-new-tokens", "12", "--ignore-eos")
     (plain,) = report(folder, *arguments)["sequences"]

@@ -13,6 +13,7 @@ import pytest
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.config_file import settings_beside
 
 
 @pytest.mark.parametrize(
@@ -53,6 +54,23 @@ from trt_kvcache.runtime.config import GenerationConfig
         ({"num_beams": 2, "prompt_lookup_num_tokens": 3}, "cannot be combined with prompt_lookup_num_tokens"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
         ({"max_matching_ngram_size": 0}, "max_matching_ngram_size is 0"),
+        ({"min_length": -1}, "min_length is -1"),
+        ({"min_length": 1.5}, "min_length is 1.5"),
+        ({"bad_words_ids": [5]}, r"bad_words_ids is \[5\]; supported: runs of token ids, such as \[\[5\], \[7, 8\]\]"),
+        ({"bad_words_ids": [[]]}, "supported: runs of at least one token id"),
+        ({"bad_words_ids": [[-5]]}, "supported: runs of at least one token id"),
+        ({"suppress_tokens": 5}, "suppress_tokens is 5; supported: token ids"),
+        ({"suppress_tokens": [-5]}, r"suppress_tokens is \(-5,\); supported: token ids, 0 or more"),
+        ({"begin_suppress_tokens": ["a"]}, "begin_suppress_tokens is"),
+        ({"forced_bos_token_id": [1]}, r"forced_bos_token_id is \[1\]; supported: a token id, or None"),
+        ({"forced_eos_token_id": -1}, "forced_eos_token_id is -1"),
+        ({"forced_eos_token_id": [2, 3], "suppress_tokens": [1, 2, 3]}, r"forced_eos_token_id \[2, 3\] is among"),
+        ({"exponential_decay_length_penalty": 1.5}, "exponential_decay_length_penalty is 1.5"),
+        ({"exponential_decay_length_penalty": (0.5, 1.5)}, "exponential_decay_length_penalty is"),
+        ({"exponential_decay_length_penalty": (5, 0.0)}, "a factor above 0"),
+        ({"logits_processor": 5}, "logits_processor is 5; supported: a function, or several"),
+        ({"logits_processor": None}, "logits_processor is None"),
+        ({"renormalize_logits": True}, "renormalize_logits=True has no effect without num_beams above 1"),
         ({"sequence_bias": {(): 1.0}}, "sequence_bias of"),
         ({"sequence_bias": {-1: 1.0}}, "sequence_bias of"),
         ({"sequence_bias": {1: math.inf}}, "sequence_bias of .* is inf"),
@@ -123,6 +141,57 @@ def test_a_file_of_transformers(tmp_path: Path) -> None:
     )
 
 
+def test_files_of_encoder_decoders(tmp_path: Path) -> None:
+    """As BART, Marian and Whisper have them."""
+    config = GenerationConfig.from_file(
+        written(
+            tmp_path,
+            {
+                "bad_words_ids": [[58100]],
+                "begin_suppress_tokens": [220, 50257],
+                "early_stopping": True,
+                "forced_bos_token_id": 0,
+                "forced_eos_token_id": 2,
+                "length_penalty": 2.0,
+                "min_length": 56,
+                "no_repeat_ngram_size": 3,
+                "num_beams": 4,
+                "renormalize_logits": True,
+                "suppress_tokens": [1, 7],
+            },
+        )
+    )
+    assert config == GenerationConfig(
+        bad_words_ids=((58100,),),
+        begin_suppress_tokens=(220, 50257),
+        early_stopping=True,
+        forced_bos_token_id=0,
+        forced_eos_token_id=2,
+        length_penalty=2.0,
+        min_length=56,
+        no_repeat_ngram_size=3,
+        num_beams=4,
+        renormalize_logits=True,
+        suppress_tokens=(1, 7),
+    )
+
+
+def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
+    """How tokens are drawn is a choice; which ones end a text is not."""
+    model = tmp_path / "model.onnx"
+    assert settings_beside(model) == {}
+    (tmp_path / "genai_config.json").write_text(json.dumps({"model": {"eos_token_id": [1, 2], "vocab_size": 9}}))
+    assert settings_beside(model) == settings_beside(tmp_path) == {"eos_token_id": [1, 2]}
+    written(
+        tmp_path,
+        {"do_sample": True, "top_p": 0.9, "eos_token_id": [1, 106], "suppress_tokens": [5], "bad_words_ids": None},
+    )
+    assert settings_beside(model) == {"eos_token_id": [1, 106], "suppress_tokens": [5]}
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(OptionError, match="generation_config.json is not JSON"):
+        settings_beside(model)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -155,9 +224,8 @@ def test_a_change_that_has_no_effect_is_an_error(tmp_path: Path) -> None:
     "settings",
     [
         {"typical_p": 0.9},
-        {"bad_words_ids": [[5]]},
-        {"suppress_tokens": [1, 2]},
-        {"forced_eos_token_id": 2},
+        {"eta_cutoff": 0.1},
+        {"forced_decoder_ids": [[1, None], [2, 50359]]},
         {"num_beam_groups": 2},
         {"guidance_scale": 1.5},
         {"penalty_alpha": 0.6},

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.runtime import processors, warpers
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.warpers import Candidates
@@ -193,6 +193,88 @@ def test_no_end_before_the_minimum() -> None:
     assert processors.process(scores, np.array([0]), 2, config) is scores
 
 
+@pytest.mark.parametrize(
+    ("chosen", "prompt", "new", "left"),
+    [
+        ({"bad_words_ids": [[3], [0, 2], [1, 2]]}, 1, [0], {0, 1, 4}),
+        ({"bad_words_ids": [[3], [0, 2]], "eos_token_id": 3}, 1, [1], {0, 1, 2, 3, 4}),
+        ({"suppress_tokens": [1, 4, 99]}, 2, [0], {0, 2, 3}),
+        ({"begin_suppress_tokens": [1]}, 2, [], {0, 2, 3, 4}),
+        ({"begin_suppress_tokens": [1]}, 2, [0], {0, 1, 2, 3, 4}),
+        ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 1, [], {2}),
+        ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 1, [2], {0, 2, 3, 4}),
+        ({"begin_suppress_tokens": [1], "forced_bos_token_id": 2}, 2, [], {0, 2, 3, 4}),
+        ({"forced_bos_token_id": 2}, 2, [], {0, 1, 2, 3, 4}),
+        ({"forced_eos_token_id": [1, 3], "max_new_tokens": 3}, 2, [0, 0], {1, 3}),
+        ({"forced_eos_token_id": [1, 3], "max_new_tokens": 3}, 2, [0], {0, 1, 2, 3, 4}),
+        ({"min_length": 4, "eos_token_id": 1}, 2, [0], {0, 2, 3, 4}),
+        ({"min_length": 4, "eos_token_id": 1}, 3, [0], {0, 1, 2, 3, 4}),
+    ],
+    ids=str,
+)
+def test_what_is_forced_and_forbidden(chosen: dict[str, Any], prompt: int, new: list[int], left: set[int]) -> None:
+    config = GenerationConfig(**chosen)
+    tokens = np.array([4] * prompt + new)
+    scores = np.arange(5, dtype=np.float32)
+    assert kept(processors.process(scores, tokens, len(new), config)) == left
+    assert len(left) == 5 or processors.rules_apply(len(new), config)
+
+
+@pytest.mark.parametrize("name", ["forced_bos_token_id", "forced_eos_token_id"])
+def test_a_forced_token_that_the_model_lacks_is_refused(name: str) -> None:
+    config = GenerationConfig(**{name: 5, "max_new_tokens": 1})
+    with pytest.raises(OptionError, match=f"{name} names token 5; the model has 0 to 4"):
+        processors.process(np.zeros(5, np.float32), np.array([0]), 0, config)
+
+
+def test_the_end_becomes_likelier_with_the_length() -> None:
+    config = GenerationConfig(exponential_decay_length_penalty=(2, 1.5), eos_token_id=[0, 1, 2, 99])
+    scores = np.array([2, -2, -math.inf, 1], np.float32)
+    assert processors.process(scores, np.zeros(3, np.int64), 2, config) is scores
+    found = processors.process(scores, np.zeros(5, np.int64), 4, config)
+    assert found.tolist() == [2 * 1.5**2, -2 + 2 * (1.5**2 - 1), -math.inf, 1]
+    late = processors.process(np.array([0, -2, 3, 1], np.float32), np.zeros(9999, np.int64), 9998, config)
+    assert np.isfinite(late).all()
+    assert late.argmax() == 1
+
+
+def test_rules_of_the_callers_own() -> None:
+    """They come after the others, one after the other, and what they do to what they are given harms nothing."""
+    seen = []
+
+    def only_even(tokens: npt.NDArray[np.int64], scores: Scores) -> Scores:
+        seen.append((tokens.tolist(), scores.tolist()))
+        scores[1::2] = -np.inf
+        return scores
+
+    def less(tokens: npt.NDArray[np.int64], scores: Scores) -> Scores:
+        return scores - np.float64(1)
+
+    config = GenerationConfig(logits_processor=[only_even, less], suppress_tokens=[0])
+    scores = np.arange(5, dtype=np.float32)
+    found = processors.process(scores, np.array([7, 8]), 1, config)
+    assert found.tolist() == [-math.inf, -math.inf, 1, -math.inf, 3]
+    assert found.dtype == np.float32
+    assert seen == [([7, 8], [-math.inf, 1, 2, 3, 4])]
+    assert scores.tolist() == [0, 1, 2, 3, 4]
+    assert GenerationConfig(logits_processor=less).logits_processors == (less,)
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (lambda t, s: None, r"logits_processor <lambda> gave object \[\]; it has to return scores, float32 \[5\]"),
+        (lambda t, s: s[:3], r"gave float32 \[3\]"),
+        (lambda t, s: s * np.nan, "gave NaN"),
+        (lambda t, s: t.__setitem__(0, 1), "failed: ValueError: assignment destination is read-only"),
+        (lambda t, s: s[9], "failed: IndexError"),
+    ],
+)
+def test_a_rule_that_fails_is_named(result: Any, message: str) -> None:
+    with pytest.raises(SessionError, match=message):
+        processors.process(np.zeros(5, np.float32), np.array([0]), 0, GenerationConfig(logits_processor=result))
+
+
 @patient
 @given(score_rows)
 def test_log_softmax(scores: Scores) -> None:
@@ -222,7 +304,23 @@ configs = st.fixed_dictionaries(
         ),
         "eos_token_id": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=2),
         "min_new_tokens": st.integers(0, 4),
+        "min_length": st.integers(0, 20),
+        "max_new_tokens": st.integers(4, 7),
+        "bad_words_ids": st.lists(
+            st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3), min_size=1, max_size=4, unique_by=tuple
+        ),
+        "suppress_tokens": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+        "begin_suppress_tokens": st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
+        "forced_bos_token_id": st.integers(0, VOCAB - 1),
+        "forced_eos_token_id": st.integers(0, VOCAB - 1),
+        "exponential_decay_length_penalty": st.tuples(st.integers(0, 4), st.floats(0.5, 2.0)),
     },
+).filter(
+    lambda chosen: (
+        ("eos_token_id" in chosen or "exponential_decay_length_penalty" not in chosen)
+        and chosen.get("forced_bos_token_id") not in chosen.get("suppress_tokens", [])
+        and chosen.get("forced_eos_token_id") not in chosen.get("suppress_tokens", [])
+    )
 )
 distinct_rows = st.permutations(range(VOCAB)).flatmap(
     lambda order: st.floats(0.3, 2.0).map(lambda step: np.array(order, np.float32) * np.float32(step) - 5)
@@ -232,7 +330,8 @@ distinct_rows = st.permutations(range(VOCAB)).flatmap(
 def test_the_input_is_never_written() -> None:
     config = GenerationConfig(
         do_sample=True, temperature=0.5, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=2.0,
-        no_repeat_ngram_size=1, sequence_bias={0: 1.0}, eos_token_id=1, min_new_tokens=5,
+        no_repeat_ngram_size=1, sequence_bias={0: 1.0}, eos_token_id=1, min_new_tokens=5, bad_words_ids=[[0, 1]],
+        exponential_decay_length_penalty=(0, 1.5), suppress_tokens=[0],
     )  # fmt: skip
     scores = np.arange(4, dtype=np.float32)
     scores.flags.writeable = False
@@ -261,9 +360,11 @@ def test_the_same_as_transformers(
     Two differences are its own and left out: it has no order among equal scores, and it decides at a top-p boundary by
     a float32 sum from the small end, so tokens within 1e-6 of the boundary can fall either way.
     """
-    theirs = of_transformers(scores, tokens, chosen, min(new_tokens, tokens.size))
+    new_tokens = min(new_tokens, tokens.size - 1, chosen.get("max_new_tokens", 9) - 1)
+    theirs = of_transformers(scores, tokens, chosen, new_tokens)
     config = GenerationConfig(**chosen)
-    ruled = processors.process(scores, tokens, min(new_tokens, tokens.size), config)
+    ruled = processors.process(scores, tokens, new_tokens, config)
+    assert ruled is scores or processors.rules_apply(new_tokens, config)
     if not kept(ruled):
         return
     ours = masked(warpers.warp(ruled, config), ruled.size)
@@ -284,13 +385,15 @@ def of_transformers(scores: Scores, tokens: npt.NDArray[np.int64], chosen: dict[
     chosen = {"top_k": 50, **chosen}
     if "sequence_bias" in chosen:
         chosen["sequence_bias"] = dict(chosen["sequence_bias"]) or None
+    prompt = tokens.size - new_tokens
+    chosen["max_length"] = prompt + chosen.pop("max_new_tokens", GenerationConfig().max_new_tokens)  # as generate does
     config = Theirs(**chosen)
     config._eos_token_tensor = torch.tensor(chosen["eos_token_id"]) if "eos_token_id" in chosen else None
     model: Any = types.SimpleNamespace(
         config=types.SimpleNamespace(is_encoder_decoder=False),
         _merge_criteria_processor_list=lambda default, own: default,
     )
-    rules = GenerationMixin._get_logits_processor(model, config, input_ids_seq_length=tokens.size - new_tokens)
+    rules = GenerationMixin._get_logits_processor(model, config, input_ids_seq_length=prompt)
     found: Scores = rules(torch.tensor(tokens)[None], torch.tensor(scores)[None])[0].numpy()
     return found
 

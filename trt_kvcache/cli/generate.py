@@ -141,13 +141,19 @@ def generate(
         typer.Option(metavar="N", help="Propose N tokens at a time from what came before.", rich_help_panel=_CHOICE),
     ] = None,
     generation_config: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="generation_config.json; flags count.", rich_help_panel=_CHOICE)
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="generation_config.json; flags count. Default: of the one beside the model, only which tokens end or "
+            "start a text, or never come.",
+            rich_help_panel=_CHOICE,
+        ),
     ] = None,
     max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="128.", rich_help_panel=_END)] = None,
     min_new_tokens: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_END)] = None,
     eos: Annotated[
         list[int] | None,
-        typer.Option(metavar="ID", help="Default: the file's, else the tokenizer's.", rich_help_panel=_END),
+        typer.Option(metavar="ID", help="Default: the file's or model's, else the tokenizer's.", rich_help_panel=_END),
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel=_END)] = False,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", rich_help_panel=_END)] = None,
@@ -182,6 +188,7 @@ def generate(
     prompts = for_each(prompts, len(sources), encoder, bool(constants))
     before = [None] * (len(prompts) - len(given))
     config = _config(
+        model,
         generation_config,
         reader,
         ignore_eos,
@@ -313,9 +320,9 @@ def _biases(pairs: list[str]) -> dict[int, float]:
 
 
 def _config(
-    file: Path | None, tokenizer: Tokenizer | None, ignore_eos: bool, flags: dict[str, Any]
+    model: Path, file: Path | None, tokenizer: Tokenizer | None, ignore_eos: bool, flags: dict[str, Any]
 ) -> GenerationConfig:
-    """The settings: flags, then the file's, then what follows from them."""
+    """The settings: flags, then the file's, or what the model was trained with, then what follows from them."""
     import secrets
     import warnings
     from dataclasses import replace
@@ -323,6 +330,7 @@ def _config(
     from trt_kvcache.cli.output import print_warnings
     from trt_kvcache.errors import OptionError
     from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.config_file import settings_beside
 
     given = {name: value for name, value in flags.items() if value is not None}
     if ignore_eos and "eos_token_id" in given:
@@ -331,10 +339,13 @@ def _config(
         given.setdefault("do_sample", True)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        config = GenerationConfig(**given) if file is None else GenerationConfig.from_file(file, **given)
+        if file is None:
+            config = GenerationConfig(**{**settings_beside(model), **given})
+        else:
+            config = GenerationConfig.from_file(file, **given)
     print_warnings(str(warning.message) for warning in said)
     if ignore_eos:
-        config = replace(config, eos_token_id=None)
+        config = replace(config, eos_token_id=None, forced_eos_token_id=None)
     elif not config.eos_token_ids and tokenizer is not None:
         config = replace(config, eos_token_id=tokenizer.eos_token_id)
     if config.do_sample and config.seed is None:

@@ -88,9 +88,7 @@ def beam_search(
     for length in range(1, most + 1):
         ranked = _expand(live, scores, prompt, config)
         if not ranked and not ended:
-            raise SessionError(
-                "no token is left: sequence_bias, no_repeat_ngram_size or min_new_tokens forbid them all"
-            )
+            raise SessionError("no token is left: the settings, such as sequence_bias, min_new_tokens, forbid them all")
         parents: list[int] = []
         beams: list[_Beam] = []
         for rank, (parent, beam) in enumerate(ranked):
@@ -148,6 +146,8 @@ def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: Generatio
         process(row, np.concatenate([prompt, np.array(beam.tokens, dtype=np.int64)]), len(beam.tokens), config)
         for row, beam in zip(own, live, strict=True)
     ]
+    if config.renormalize_logits:
+        ruled = [log_softmax(row) if row.max() > -np.inf else row for row in ruled]
     totals = np.stack(ruled) + np.array([[beam.total] for beam in live])
     best = _highest(totals.ravel(), (1 + len(config.eos_token_ids)) * config.num_beams)
     expanded = []

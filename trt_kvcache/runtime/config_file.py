@@ -12,7 +12,7 @@ from typing import Any
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.config import GenerationConfig, idle_settings
 
-__all__ = ["read_config_file"]
+__all__ = ["read_config_file", "settings_beside"]
 
 _WITHOUT_EFFECT = {
     # Other tokens' ids, how transformers runs and what it returns: none of it changes which tokens are chosen.
@@ -27,32 +27,57 @@ _WITHOUT_EFFECT = {
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     # Ways of choosing tokens that are not supported, and the values that leave them off.
-    "bad_words_ids": ((),),
-    "begin_suppress_tokens": ((),),
     "constraints": (),
     "diversity_penalty": (0.0,),
     "dola_layers": (),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
-    "exponential_decay_length_penalty": (),
     "force_words_ids": (),
-    "forced_bos_token_id": (),
-    "forced_decoder_ids": (),
-    "forced_eos_token_id": (),
     "guidance_scale": (1.0,),
     "max_time": (),
-    "min_length": (0,),
     "num_beam_groups": (1,),
     "num_return_sequences": (1,),
     "penalty_alpha": (0.0,),
-    "renormalize_logits": (False,),
-    "suppress_tokens": ((),),
     "token_healing": (False,),
     "top_h": (),
     "typical_p": (1.0,),
     "use_mtp": (False,),
     "watermarking_config": (),
 }
+
+
+_OF_MODEL = (
+    # What the model was trained with, whatever way its tokens are chosen.
+    "eos_token_id",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
+
+
+def settings_beside(model: Path) -> dict[str, Any]:
+    """What files beside a model say of its tokens: which end a text, start or end it by force, or never come.
+
+    Args:
+        model: an ``.onnx`` file, an engine, or their folder. Read are transformers' ``generation_config.json`` and
+            onnxruntime-genai's ``genai_config.json``; the former counts.
+
+    Returns:
+        Fields of `GenerationConfig`.
+
+    Raises:
+        OptionError: a file is unreadable.
+    """
+    folder = model if model.is_dir() else model.parent
+    found: dict[str, Any] = {}
+    if (path := folder / "genai_config.json").exists():
+        of_model = _load(path).get("model")
+        found |= of_model if isinstance(of_model, dict) else {}
+    if (path := folder / "generation_config.json").exists():
+        found |= _load(path)
+    return {name: found[name] for name in _OF_MODEL if found.get(name) is not None}
 
 
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,6 +112,10 @@ def _check_other(path: Path, key: str, value: Any, changes: Mapping[str, Any]) -
     if key in _UNSUPPORTED:
         if (tuple(value) if isinstance(value, list) else value) not in _UNSUPPORTED[key]:
             raise OptionError(f"{path}: {key}={value!r} is not supported; remove it from the file, or do without it")
+    elif key == "forced_decoder_ids":
+        raise OptionError(
+            f"{path}: {key}={value!r} is not supported; give these tokens as the prompt, and remove it from the file"
+        )
     elif key == "max_length":
         if "max_new_tokens" not in changes:
             _warn(path, f"max_length={value} counts the prompt too and is ignored; say max_new_tokens")

@@ -88,7 +88,7 @@ class Sampler:
 
 def _check_ruled(top: float) -> None:
     if top == -math.inf:
-        raise SessionError("no token is left: sequence_bias, no_repeat_ngram_size or min_new_tokens forbid them all")
+        raise SessionError("no token is left: the settings, such as sequence_bias, min_new_tokens, forbid them all")
     if not math.isfinite(top):
         raise SessionError(f"the scores hold {top} after sequence_bias and repetition_penalty; use moderate ones")
 
