@@ -277,6 +277,9 @@ def test_the_same_as_transformers(early_stopping: Any, length_penalty: float) ->
         (5, likely[:2], {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}),
         (3, likely[:3], {"min_new_tokens": 4}),
         (4, list(range(3, 12)), {}),
+        (3, likely[:2], {"renormalize_logits": True, "suppress_tokens": likely[2:4], "begin_suppress_tokens": [0, 1]}),
+        (3, likely[:1], {"forced_eos_token_id": likely[0], "bad_words_ids": [likely[1:2], [likely[2], likely[3]]]}),
+        (2, likely[:2], {"exponential_decay_length_penalty": (3, 1.4), "min_length": len(PROMPT) + 3}),
     ]:
         chosen = {
             "max_new_tokens": 9, "num_beams": beams, "eos_token_id": eos, "early_stopping": early_stopping,

@@ -187,6 +187,8 @@ def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
         {"do_sample": True, "top_p": 0.9, "eos_token_id": [1, 106], "suppress_tokens": [5], "bad_words_ids": None},
     )
     assert settings_beside(model) == {"eos_token_id": [1, 106], "suppress_tokens": [5]}
+    config = GenerationConfig.for_model(str(model), suppress_tokens=[6], max_new_tokens=3)
+    assert config == GenerationConfig(eos_token_id=[1, 106], suppress_tokens=[6], max_new_tokens=3)
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(OptionError, match="generation_config.json is not JSON"):
         settings_beside(model)

@@ -330,7 +330,6 @@ def _config(
     from trt_kvcache.cli.output import print_warnings
     from trt_kvcache.errors import OptionError
     from trt_kvcache.runtime.config import GenerationConfig
-    from trt_kvcache.runtime.config_file import settings_beside
 
     given = {name: value for name, value in flags.items() if value is not None}
     if ignore_eos and "eos_token_id" in given:
@@ -340,7 +339,7 @@ def _config(
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         if file is None:
-            config = GenerationConfig(**{**settings_beside(model), **given})
+            config = GenerationConfig.for_model(model, **given)
         else:
             config = GenerationConfig.from_file(file, **given)
     print_warnings(str(warning.message) for warning in said)

@@ -152,6 +152,24 @@ class GenerationConfig:
 
         return cls(**read_config_file(Path(path), changes))
 
+    @classmethod
+    def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
+        """Take what files beside a model say of its tokens: which end a text, start or end it by force, or never come.
+
+        How tokens are drawn is not taken from there. Read are transformers' ``generation_config.json`` and
+        onnxruntime-genai's ``genai_config.json``; the former counts.
+
+        Args:
+            model: an ``.onnx`` file, an engine, or their folder.
+            changes: fields to use instead of the files', and others.
+
+        Raises:
+            OptionError: a file is unreadable, or a value is out of range.
+        """
+        from trt_kvcache.runtime.config_file import settings_beside
+
+        return cls(**{**settings_beside(Path(model)), **changes})
+
     def _normalize(self) -> None:
         for name in (*_TOKENS, "stop_strings", "exponential_decay_length_penalty", "logits_processor"):
             value = getattr(self, name)

@@ -58,18 +58,7 @@ _OF_MODEL = (
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
-    """What files beside a model say of its tokens: which end a text, start or end it by force, or never come.
-
-    Args:
-        model: an ``.onnx`` file, an engine, or their folder. Read are transformers' ``generation_config.json`` and
-            onnxruntime-genai's ``genai_config.json``; the former counts.
-
-    Returns:
-        Fields of `GenerationConfig`.
-
-    Raises:
-        OptionError: a file is unreadable.
-    """
+    """The fields that `GenerationConfig.for_model` takes from files beside `model`."""
     folder = model if model.is_dir() else model.parent
     found: dict[str, Any] = {}
     if (path := folder / "genai_config.json").exists():
