@@ -26,7 +26,8 @@ class OriginalRole(str, Enum):
     MASK = "mask"
     """The caller's own mask over every row of a cache: ``[B, 1, S, L]``."""
     GROWING_CACHE = "growing_cache"
-    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out; or as long as what it keeps of that."""
+    """A cache that is as long as the text: ``P`` rows in, ``P + S`` rows out; or as long as what it keeps of that,
+    or the new rows only."""
     FIXED_CACHE = "fixed_cache"
     """A cache of fixed capacity, the same length in and out."""
     CONSTANT = "constant"
@@ -68,6 +69,9 @@ class OriginalTensor:
         kept: rows, at most, of a growing cache that is cut to the newest ones: ``min(P, kept)`` in,
             ``min(P + S, kept)`` out; of a padding mask over it, which has ``min(P, kept) + S`` columns; None: it is as
             long as the text.
+        order: of a cache, its axes as the rewritten model has them in the order in which they lie as exported, where
+            some may be merged; None: the same.
+        rows_only: an output that holds the new rows of a cache only.
     """
 
     name: str
@@ -77,6 +81,8 @@ class OriginalTensor:
     shape: tuple[Dim, ...]
     axes: tuple[str, ...]
     kept: int | None = None
+    order: tuple[int, ...] | None = None
+    rows_only: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
+    new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
     where only the newest rows are kept     <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
 
@@ -190,7 +191,8 @@ class OriginalInterface:
         for rows, before, outputs in ran:
             for name, tensor in seen.items():
                 if name in caches:
-                    self._place(tensor, made[name], outputs[name], rows, before + self._length(feeds))
+                    held = self._held(tensor, made[name].shape, outputs[name], self._length(feeds))
+                    self._place(tensor, made[name], held, rows, before + self._length(feeds))
                 else:
                     parts[name].append(outputs[name])
         for name, values in parts.items():
@@ -202,15 +204,31 @@ class OriginalInterface:
         """Tokens of a step."""
         return int(feeds[self._tokens.name].shape[self._token_axis])
 
+    def _held(self, tensor: OriginalTensor, cache: tuple[int, ...], given: Array, length: int) -> Array:
+        """What the original gives of a cache, with the axes of the rewritten model's."""
+        if tensor.order is None:
+            return given
+        sizes = list(cache)
+        axis = self._row_axis(tensor)
+        sizes[0], sizes[axis] = -1, length if tensor.rows_only else given.shape[tensor.order.index(axis)]
+        ordered: Array = given.reshape([sizes[a] for a in tensor.order]).transpose(np.argsort(tensor.order))
+        return ordered
+
+    def _row_axis(self, tensor: OriginalTensor) -> int:
+        """The axis of a cache, as the rewritten model has it, along which its tokens lie."""
+        if tensor.order is None:
+            return next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
+        return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
+
     def _place(self, tensor: OriginalTensor, present: Array, held: Array, rows: slice, tokens: int) -> None:
         """Puts the rows of the original's cache that hold tokens into that of the rewritten model.
 
         Circular caches have no other rows once they are full.
         """
-        axis = next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
-        if self._past_of[tensor.name] not in self._circular or tensor.kept is not None:
+        axis = self._row_axis(tensor)
+        if not tensor.rows_only and (self._past_of[tensor.name] not in self._circular or tensor.kept is not None):
             held = np.moveaxis(np.moveaxis(held, axis, 0)[:tokens], 0, axis)
-        first = 0 if tensor.kept is None else tokens - held.shape[axis]
+        first = 0 if tensor.kept is None and not tensor.rows_only else tokens - held.shape[axis]
         place = [rows, *[slice(None)] * (axis - 1), slice(first, first + held.shape[axis])]
         present[tuple(place)] = held
 

@@ -46,6 +46,7 @@ from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.merged_heads import settle_heads
 from trt_kvcache.importer.normalize.narrow import narrow_caches
+from trt_kvcache.importer.normalize.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.operators import holds_cache
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.samples import Sample, Samples
@@ -136,6 +137,7 @@ def _rewrite(exported: Exported, options: PlanOptions, wide: Mapping[str, str]) 
         named = [None if d == "?" else d for d in shape]
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = tuple(replace(t, dtype=wide.get(t.name, t.dtype)) for t in interface.tensors)
+    tensors = say_new_rows(tensors, exported.writes)
     changes = find_changes(tensors, model, counts, copies)
     notes = (*_own_masks(exported.cores), *note(absorbed.values()), *((NOTE,) if ids else ()), *rings.notes)
     return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))

@@ -38,6 +38,7 @@ class Candidate:
         index: tensors that decide which rows are written.
         inner: the nodes between the operand and the output of `node`, `node` included, where these are several.
         kept: the newest rows that are left of a cache that grows, at most; None: all.
+        rows_only: present holds the new rows only, in whatever layout.
         reason: why it cannot be proven, where the search already sees that; "" otherwise.
         advice: what to do about `reason`.
     """
@@ -55,6 +56,7 @@ class Candidate:
     index: tuple[gs.Tensor, ...] = ()
     inner: tuple[gs.Node, ...] = ()
     kept: int | None = None
+    rows_only: bool = False
     reason: str = ""
     advice: str = ""
 

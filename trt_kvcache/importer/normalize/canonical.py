@@ -20,7 +20,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, dims, elem_type
+from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, dims, elem_type, replace_uses
 from trt_kvcache.importer.normalize.bias import emit_bias
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.normalize.sinks import Sinks
@@ -83,6 +83,8 @@ class Canonical:
             update = self.emit.op("Transpose", [update], "update", perm=list(write.perm))
         mode = "circular" if write.circular else "linear"
         self.scatter(write.past, update, write.present, write.axis, mode, write.idiom)
+        for whole in write.aliases if write.new_rows is not None else ():
+            replace_uses(whole, write.present)
 
     def scatter(
         self,

@@ -46,6 +46,8 @@ def find_changes(
                     else _WHY.get(tensor.role, "nothing reads it")
                 )
                 changes.append(InterfaceChange(io, _old(tensor), "", why))
+            elif tensor.rows_only:
+                changes.append(_whole(tensor, shape_of(kept[tensor.name]) or ()))
             elif tensor.role is OriginalRole.GROWING_CACHE:
                 changes.append(_bounded(io, tensor, shape_of(kept[tensor.name]) or (), tensor.name in circular))
             if tensor.name in kept and (dtype := dtype_name(elem_type_of(kept[tensor.name]))) != tensor.dtype:
@@ -90,6 +92,12 @@ def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circ
         str(d) if isinstance(d, int) else names.get(a, str(d)) for a, d in zip(tensor.axes, tensor.shape, strict=True)
     )
     return InterfaceChange(io, _old(tensor), _join(tensor.name, dims), f"{what}, updated in place")
+
+
+def _whole(tensor: OriginalTensor, shape: tuple[int | str, ...]) -> InterfaceChange:
+    """New rows, and the buffer that they are written to."""
+    new = _text(tensor.name, ["B", *shape[1:]])
+    return InterfaceChange("output", _old(tensor), new, "the whole cache, updated in place: copy no rows")
 
 
 def _text(name: str, shape: Iterable[int | str]) -> str:

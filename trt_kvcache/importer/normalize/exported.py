@@ -32,6 +32,7 @@ from trt_kvcache.importer.normalize.kept import find_kept, find_short_masks, is_
 from trt_kvcache.importer.normalize.lengths import check_promises
 from trt_kvcache.importer.normalize.merged_heads import split_heads
 from trt_kvcache.importer.normalize.mha import lower_mha
+from trt_kvcache.importer.normalize.new_rows import part_from_rows
 from trt_kvcache.importer.normalize.operators import find_held, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.rounded import check_presents, round_first
@@ -119,6 +120,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         check_presents(graph)
         round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})
+    part_from_rows(graph, find_candidates(graph))
     model = export_inferred(graph.cleanup().toposort())
     held = find_held(graph)
     if held:  # they state the shapes of their caches

@@ -37,6 +37,8 @@ class Write:
             rows are cut off, with past and new rows before they are.
         promise: that it writes the right rows in every step; None where the shapes of past and present say so.
         operands: of the views from past to present and from `update` to the operator that writes.
+        new_rows: present as exported holds the new rows only: the axes of the cache in the order in which they lie in
+            it, which may merge some. None: it holds the whole cache.
     """
 
     idiom: str
@@ -53,6 +55,7 @@ class Write:
     promise: Promise | None = None
     operands: tuple[gs.Tensor, ...] = ()
     kept: int | None = None
+    new_rows: tuple[int, ...] | None = None
 
     def rows(self, sample: Sample) -> int:
         """Rows of past and new tokens together in a sample, where the cache grows."""

@@ -63,6 +63,10 @@ def split_heads(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
 def _read(candidates: Iterable[Candidate]) -> Iterator[tuple[str, gs.Tensor]]:
     """What attention may read of a cache, by name: the present, and what that is a view of."""
     for candidate in candidates:
+        if candidate.rows_only:
+            assert candidate.node is not None
+            yield str(candidate.node.outputs[0].name), candidate.past
+            continue
         yield str(candidate.present.name), candidate.past
         yield str(trace_back(candidate.present, cut=True)[0].name), candidate.past
 

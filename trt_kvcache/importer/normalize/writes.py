@@ -21,10 +21,12 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, dims, elem_type, is_op, producer
 from trt_kvcache.importer.normalize import concat, scatter, select
+from trt_kvcache.importer.normalize.blueprint import Array
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, may_be_cache, richest
 from trt_kvcache.importer.normalize.even import operands
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.kept import is_cut, prove_cut
+from trt_kvcache.importer.normalize.new_rows import find_new_rows, prove_new_rows, views_of
 from trt_kvcache.importer.normalize.reach import reach
 from trt_kvcache.importer.normalize.rows import check_rows
 from trt_kvcache.importer.normalize.samples import Promise, Sample
@@ -63,6 +65,7 @@ def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
     """
     found = [c for output in graph.outputs if (c := _find(graph, output)) is not None]
     found = [c for c in found if not _is_constant(c, found)]
+    found += find_new_rows(graph, found)
     found += _unreachable(graph, found)
     found = [c if c.reason else replace(c, reason=_second_use(c, found)) for c in found]
     return tuple(found)
@@ -207,7 +210,9 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
     idiom = concat if candidate.growing else scatter if candidate.idiom in _SCATTERS else select
     proof = idiom.prove(candidate, geometries)
     cut = prove_cut(candidate, geometries) if is_cut(candidate) else None
-    _check_return(candidate, proof, richest(plain))
+    new_rows = prove_new_rows(candidate, proof, plain) if candidate.rows_only else None
+    if new_rows is None:
+        _check_return(candidate, proof, richest(plain))
     for geometry in plain:
         _replay(candidate, proof, geometry)
     assert candidate.node is not None
@@ -225,8 +230,12 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
         candidate.positions,
         _aliases(candidate, richest(plain)),
         cut if proof.rows_of is None else _promise(candidate, proof, plain[0].layout),
-        operands((*(n for n in moves if not is_op(n, "Slice")), *_between(proof.update, candidate.updates[0]))),
+        (
+            *operands((*(n for n in moves if not is_op(n, "Slice")), *_between(proof.update, candidate.updates[0]))),
+            *(views_of(candidate) if candidate.rows_only else ()),
+        ),
         candidate.kept,
+        new_rows,
     )
 
 
@@ -307,7 +316,11 @@ def _replay(candidate: Candidate, proof: Proof, geometry: Geometry) -> None:
     else:
         wanted = past.copy()
         wanted[(slice(None),) * proof.axis + (slice(start, start + length),)] = rows
-    present = geometry.step.probe.given(given).value(candidate.present.name)
+    whole = candidate.present
+    if candidate.rows_only:
+        assert candidate.node is not None
+        whole, wanted = candidate.node.outputs[0], _laid(wanted, geometry)
+    present = geometry.step.probe.given(given).value(whole.name)
     if present is None and not past.size:
         return  # -1 in a Reshape stands for nothing definite where the past is empty
     if present is None or not np.array_equal(present, wanted):
@@ -316,13 +329,21 @@ def _replay(candidate: Candidate, proof: Proof, geometry: Geometry) -> None:
         )
 
 
+def _laid(cache: Array, geometry: Geometry) -> Array:
+    """A cache as the writing node has it."""
+    order = [axis for group in geometry.layout for axis in group]
+    shape = [prod(cache.shape[axis] for axis in group) for group in geometry.layout]
+    laid: Array = cache.transpose([*order, *(a for a in range(cache.ndim) if a not in order)]).reshape(shape)
+    return laid
+
+
 def _aliases(candidate: Candidate, geometry: Geometry) -> tuple[gs.Tensor, ...]:
     """Tensors with the contents and the layout of present, other than present; as they are before they are cut."""
     assert candidate.node is not None
     written = candidate.node.outputs[0]
     rank = len(geometry.sizes)
     static = static_layout(candidate.views, rank)
-    stack = [] if is_cut(candidate) else [(candidate.present, own_layout(rank))]
+    stack = [] if is_cut(candidate) or candidate.rows_only else [(candidate.present, own_layout(rank))]
     stack += [(written, static)] if static is not None else []
     seen: set[int] = set()
     found: list[gs.Tensor] = []

@@ -1,0 +1,60 @@
+"""Decoders that give back the new rows of their caches only: what models that grow by Concat become if edited so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import onnx
+from onnx import TensorProto, helper
+
+Nodes = list[onnx.NodeProto]
+Form = Callable[[str, str], Nodes]
+
+
+def as_joined(rows: str, output: str) -> Nodes:
+    return [helper.make_node("Identity", [rows], [output], name=f"{output}/given")]
+
+
+def transposed(*perm: int) -> Form:
+    return lambda rows, output: [helper.make_node("Transpose", [rows], [output], name=f"{output}/given", perm=perm)]
+
+
+def flat(rows: str, output: str) -> Nodes:
+    """``[B, S, N * D]`` of ``[B, N, S, D]``."""
+    shape = helper.make_tensor("shape", TensorProto.INT64, [3], [0, 0, -1])
+    return [
+        helper.make_node("Transpose", [rows], [f"{output}/rows"], name=f"{output}/moved", perm=(0, 2, 1, 3)),
+        helper.make_node("Constant", [], [f"{output}/shape"], name=f"{output}/sizes", value=shape),
+        helper.make_node("Reshape", [f"{output}/rows", f"{output}/shape"], [output], name=f"{output}/given"),
+    ]
+
+
+def changed(op: str) -> Form:
+    """Something else than what is joined."""
+    return lambda rows, output: [helper.make_node(op, [rows], [output], name=f"{output}/given")]
+
+
+def give_new_rows(model: onnx.ModelProto, *forms: Form) -> onnx.ModelProto:
+    """The same decoder, whose outputs are what its Concats join with the past.
+
+    Args:
+        model: each of its caches is the output of a Concat. Not changed.
+        forms: how the outputs are made of the new rows, taken in turn.
+    """
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    makers = {name: node for node in made.graph.node for name in node.output}
+    inputs = {value.name for value in made.graph.input}
+    turn = 0
+    for value in made.graph.output:
+        node = makers[value.name]
+        if node.op_type != "Concat" or not inputs & set(node.input):
+            continue
+        whole = f"{value.name}/whole"
+        for reader in made.graph.node:
+            reader.input[:] = [whole if name == value.name else name for name in reader.input]
+        node.output[0] = whole
+        made.graph.node.extend(forms[turn % len(forms)](node.input[1], value.name))
+        value.type.tensor_type.ClearField("shape")
+        turn += 1
+    return onnx.shape_inference.infer_shapes(made, data_prop=True)
