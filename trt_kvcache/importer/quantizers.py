@@ -6,7 +6,7 @@
 
 TensorRT's parser looks operators up by name alone and takes both forms for the same (measured on TensorRT for RTX
 1.7.1); ONNX and ONNX Runtime know no operator of this domain. ModelOpt 0.47 leaves the domain where it turns the
-operators of its exports from torch into ONNX's.
+operators of its exports from torch into ONNX's. What it quantizes in blocks is in `block_quantizers`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.block_quantizers import DOMAIN
 from trt_kvcache.importer.protos import iter_scopes, opset_version
 
-DOMAIN = "trt"
 _QUANTIZE, _DEQUANTIZE = "TRT_FP8QuantizeLinear", "TRT_FP8DequantizeLinear"
 _NAMES = {
     _QUANTIZE: "QuantizeLinear", _DEQUANTIZE: "DequantizeLinear", "QuantizeLinear": "QuantizeLinear",

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.verify.blocks import with_plain_blocks
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.normalized import NormalizedVerification
@@ -55,10 +56,11 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
 def _both_sides(imported: ImportedModel, folder: Path) -> Iterator[tuple[Side, Side, bool]]:
     """Original and rewritten model, and whether they are float32 twins; `folder`: of their external data."""
     original = with_plugin_functions(with_packed_function(imported.source.proto))
-    original = with_unrounded_products(with_exact_products(original))
-    if not has_bfloat16(original) and not has_bfloat16(imported.model):
-        yield (original, folder), (imported.model, folder), False
+    original = with_plain_blocks(with_unrounded_products(with_exact_products(original)))
+    rewritten = with_plain_blocks(imported.model)
+    if not has_bfloat16(original) and not has_bfloat16(rewritten):
+        yield (original, folder), (rewritten, folder), False
         return
     with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
         twins = TwinFolder(Path(name), folder)
-        yield (twins.twin(original), twins.folder), (twins.twin(imported.model), twins.folder), True
+        yield (twins.twin(original), twins.folder), (twins.twin(rewritten), twins.folder), True

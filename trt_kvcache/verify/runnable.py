@@ -13,6 +13,7 @@ from typing import Any
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.block_quantizers import is_block_operator
 from trt_kvcache.importer.dynamic_products import NOTE, keep_weights_only, may_round
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
@@ -20,6 +21,7 @@ from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
 from trt_kvcache.importer.rewrite.packed import add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
+from trt_kvcache.verify.blocks import block_steps
 
 _ACCURACY = "accuracy_level"
 _EXPERTS = "ORT_QMOE_CPU_QNBIT_GEMM"
@@ -36,7 +38,9 @@ def check_runnable(rewritten: ModelProto) -> None:
     nodes = [
         n.name
         for n in rewritten.graph.node
-        if (n.domain.startswith("trt") or n.op_type.startswith("TRT_")) and (n.domain, n.op_type) not in defined
+        if (n.domain.startswith("trt") or n.op_type.startswith("TRT_"))
+        and (n.domain, n.op_type) not in defined
+        and not is_block_operator(n)
     ]
     if nodes:
         raise UnsupportedModelError(
@@ -131,6 +135,11 @@ def spelled_out(original: ModelProto) -> list[str]:
         )
     if any(node.op_type == "QMoE" for scope in iter_scopes(original) for node in scope.node):
         notes.append(f"experts of the original (QMoE) ran with activations of float32: {_EXPERTS}=fp32")
+    if steps := block_steps(original):
+        notes.append(
+            f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without that "
+            "rounding in both models: what it makes of the numbers only TensorRT shows"
+        )
     if any(_vanishes(node, scope) for scope in iter_scopes(original) for node in scope.node):
         notes.append(
             "ONNX Runtime 1.31.1 computes products of zero for experts (MoE) of float16 without "

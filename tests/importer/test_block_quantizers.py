@@ -1,0 +1,114 @@
+"""Decoders that NVIDIA ModelOpt quantized in blocks (NVFP4, MXFP8), from the plan to the engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import onnx
+import pytest
+from block_graphs import FORMS, in_blocks
+from concat_decode import CAPACITY, rewritten, run
+from concat_graphs import Decoder, make_decoder
+from onnx import ModelProto, TensorProto, helper, numpy_helper
+
+from trt_kvcache import (
+    DecodeSession,
+    PlanOptions,
+    UnsupportedModelError,
+    plan_model,
+    rewrite_model,
+)
+from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.block_quantizers import is_block_operator
+from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+from trt_kvcache.verify.blocks import with_plain_blocks
+
+DECODER = Decoder(heads=8, size=8, layers=1, opset=23)
+OPTIONS = PlanOptions(capacity=CAPACITY)
+
+
+def decoder(form: str, dtype: Any = np.float32, *, plain: bool = False) -> ModelProto:
+    return in_blocks(make_decoder(replace(DECODER, dtype=dtype)), form, plain=plain)
+
+
+def verify(folder: Path, model: ModelProto, factor: float = 1.0) -> VerifyReport:
+    """The report of a model, and of its rewritten form with one scale multiplied."""
+    both = rewritten(model, folder)
+    wrong = ModelProto()
+    wrong.CopyFrom(both.model)
+    scale = next(t for t in wrong.graph.initializer if t.name.endswith(("_whole", "_e8")))
+    value = numpy_helper.to_array(scale)
+    changed = value + np.uint8(factor - 1) if value.dtype == np.uint8 else value * np.float32(factor)
+    scale.CopyFrom(numpy_helper.from_array(changed, scale.name))
+    return verify_import(ImportedModel(both.source, both.plan, wrong), VerifyOptions())
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_operators_and_weights_stay_as_they_are(tmp_path: Path, form: str) -> None:
+    model = decoder(form)
+    result = rewritten(model, tmp_path)
+    assert [c.route.value for c in result.plan.caches] == ["native"] * 2
+    operators = Counter(n.op_type for n in model.graph.node if is_block_operator(n))
+    assert len(operators) == (1 if form == "nvfp4" else 2)
+    assert Counter(n.op_type for n in result.model.graph.node if is_block_operator(n)) == operators
+    rewrite_model(tmp_path / "model.onnx", tmp_path / "out.onnx", OPTIONS)
+    kept = {t.name: t.SerializeToString() for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
+    small = (TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)
+    weights = [t for t in model.graph.initializer if t.data_type in small]
+    assert weights
+    for tensor in weights:
+        assert kept[tensor.name] == tensor.SerializeToString()
+    assert plan_model(tmp_path / "out.onnx") == result.plan
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_weights_are_exact_where_they_are_compared(form: str, dtype: Any) -> None:
+    feeds = {
+        "input_ids": np.arange(6)[None], "position_ids": np.arange(6)[None],
+        **{f"past_key_values.0.{kind}": np.zeros((1, 2, 0, 8), dtype) for kind in ("key", "value")},
+    }  # fmt: skip
+    wanted = run(decoder(form, dtype, plain=True), feeds)["logits"]
+    found = run(with_plain_blocks(decoder(form, dtype)), feeds)["logits"]
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 if dtype is np.float32 else 1e-2)
+    before = run(make_decoder(replace(DECODER, dtype=dtype)), feeds)["logits"]
+    assert np.abs(before - wanted).max() > 0.02
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("nvfp4", np.float16), ("mxfp8", np.float32)])
+def test_compared_without_rounding(tmp_path: Path, form: str, dtype: Any) -> None:
+    report = verify(tmp_path, decoder(form, dtype))
+    report.check()
+    assert report.original_engine.startswith("ONNX Runtime")
+    assert any("at 5 places (NVFP4, MXFP8), ran without that rounding in both models" in n for n in report.notes)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_wrong_weight_is_found(tmp_path: Path, form: str) -> None:
+    assert not verify(tmp_path, decoder(form, np.float16), 2).passed
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_builds(tmp_path: Path, form: str) -> None:
+    outcome = harness.build(rewritten(decoder(form, np.float16), tmp_path))
+    assert outcome.stage == "built", outcome.words
+
+
+def test_scales_that_are_read_elsewhere_are_refused() -> None:
+    model = decoder("mxfp8")
+    scales = next(n.output[1] for n in model.graph.node if n.op_type == "TRT_MXFP8DynamicQuantize")
+    model.graph.node.append(helper.make_node("Cast", [scales], ["scales"], to=TensorProto.FLOAT))
+    model.graph.output.append(helper.make_tensor_value_info("scales", TensorProto.FLOAT, None))
+    with pytest.raises(UnsupportedModelError, match="'scales' is computed from the scales of numbers"):
+        with_plain_blocks(model)
+
+
+def test_the_cpu_does_not_run_them(tmp_path: Path) -> None:
+    onnx.save(decoder("nvfp4"), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="TRT_FP4DynamicQuantize.*build an engine"):
+        DecodeSession.open(tmp_path / "model.onnx", plan_options=OPTIONS)

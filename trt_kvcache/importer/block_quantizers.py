@@ -1,0 +1,100 @@
+"""Operators of TensorRT that quantize in blocks, as NVIDIA ModelOpt writes them in the domain ``trt``: NVFP4 and MXFP8.
+
+    q, s = TRT_FP4DynamicQuantize(x, scale, axis, block_size)     float4 numbers, a float8 scale for each block
+    y = DequantizeLinear(q, DequantizeLinear(s, scale), axis, block_size)
+
+    q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
+    y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         of weights as well
+
+ONNX has no operator that chooses scales while it runs, and none of exponents kept in uint8, so they stay as they are:
+TensorRT's parser knows them (measured on TensorRT for RTX 1.7.1). Importing this registers them with ONNX, which then
+infers the shapes behind them; what they compute is in no package that runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from onnx import NodeProto, TensorProto, TypeProto, defs
+from onnx.shape_inference import InferenceContext
+
+DOMAIN = "trt"
+"""Of operators that TensorRT alone has."""
+
+FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE = (
+    "TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear",
+)  # fmt: skip
+_PORTS = {FP4_QUANTIZE: (2, 2), MX_QUANTIZE: (1, 2), MX_DEQUANTIZE: (2, 1)}
+_TYPES = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "uint8", "float8e4m3fn", "float4e2m1")]
+_ATTRIBUTES = ("axis", "block_size", "scale_type", "output_dtype")
+
+
+def is_block_operator(node: NodeProto) -> bool:
+    """Whether a node is one of these operators."""
+    return node.domain == DOMAIN and node.op_type in _PORTS
+
+
+def _register() -> None:
+    """Add the operators to ONNX's list, which is one for the whole process."""
+    for name, counts in _PORTS.items():
+        if defs.has(name, 1, DOMAIN):
+            continue
+        inputs, outputs = (
+            [defs.OpSchema.FormalParameter(f"{side}{i}", f"T{side}{i}") for i in range(count)]
+            for side, count in zip(("input", "output"), counts, strict=True)
+        )
+        integer = defs.OpSchema.AttrType.INT
+        schema = defs.OpSchema(
+            name,
+            DOMAIN,
+            1,
+            inputs=inputs,
+            outputs=outputs,
+            type_constraints=[(port.type_str, _TYPES, "") for port in (*inputs, *outputs)],
+            attributes=[defs.OpSchema.Attribute(a, integer, required=False) for a in _ATTRIBUTES],
+        )
+        schema.set_type_and_shape_inference_function(_INFER[name])
+        defs.register_schema(schema)
+
+
+def _infer_fp4(context: InferenceContext) -> None:
+    _infer_blocks(context, TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN, 16)
+
+
+def _infer_mx(context: InferenceContext) -> None:
+    _infer_blocks(context, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8, 32)
+
+
+def _infer_blocks(context: InferenceContext, numbers: int, scales: int, block: int) -> None:
+    """Numbers have the shape of what is quantized, scales the same but for the axis of the blocks."""
+    given = context.get_input_type(0)
+    context.set_output_type(0, _of(given, numbers))
+    made = _of(given, scales)
+    dims = made.tensor_type.shape.dim
+    axis, size = _attribute(context, "axis", -1), _attribute(context, "block_size", block)
+    if dims and -len(dims) <= axis < len(dims) and size > 0:
+        width = dims[axis].dim_value
+        dims[axis].Clear()
+        if width:
+            dims[axis].dim_value = -(-width // size)
+    context.set_output_type(1, made)
+
+
+def _infer_dequantized(context: InferenceContext) -> None:
+    kind = _attribute(context, "output_dtype", TensorProto.FLOAT)
+    context.set_output_type(0, _of(context.get_input_type(0), kind))
+
+
+def _of(given: TypeProto, kind: int) -> TypeProto:
+    """The same shape, if any, of another type."""
+    made = TypeProto()
+    made.CopyFrom(given)
+    made.tensor_type.elem_type = kind
+    return made
+
+
+def _attribute(context: InferenceContext, name: str, default: int) -> int:
+    found = context.get_attribute(name)
+    return default if found is None else int(found.i)
+
+
+_INFER = {FP4_QUANTIZE: _infer_fp4, MX_QUANTIZE: _infer_mx, MX_DEQUANTIZE: _infer_dequantized}
+_register()

@@ -1,0 +1,139 @@
+"""What TensorRT quantizes in blocks (`trt_kvcache.importer.block_quantizers`), for ONNX Runtime on the CPU.
+
+    weights of float4       numbers  -> their doubles in int8, by a table of 16; scales  -> half of them
+    weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
+    what a step computes    y        -> x, in the type of y
+
+ONNX Runtime 1.31.1 has nothing for float4, and nobody but TensorRT runs TensorRT's operators. Weights are exact. What a
+step computes is not rounded, in either model: scales follow from the numbers of each block, so that the smallest
+difference moves many of them, by up to a quarter.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.block_quantizers import MX_DEQUANTIZE, is_block_operator
+from trt_kvcache.importer.normalize.opset import raise_opset
+from trt_kvcache.importer.protos import elem_type_of, is_op, opset_version
+from trt_kvcache.importer.reinterpret import reinterpret
+
+_DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # float4, by its bits
+_BIAS = 127  # of exponents
+_BLOCK = 32  # of MXFP8
+_BLOCKS_OPSET = 21  # of DequantizeLinear with blocks
+_PREFIX = "trt_kvcache.verify/blocks/"
+
+
+def has_blocks(model: ModelProto) -> bool:
+    """Whether a model has weights of float4, or operators of TensorRT that quantize in blocks."""
+    floats = any(t.data_type == TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
+    return floats or any(is_block_operator(node) for node in model.graph.node)
+
+
+def block_steps(model: ModelProto) -> int:
+    """How many operators quantize what a step computes."""
+    return sum(is_block_operator(node) and node.op_type != MX_DEQUANTIZE for node in model.graph.node)
+
+
+def with_plain_blocks(model: ModelProto) -> ModelProto:
+    """A copy that ONNX Runtime runs, or the model itself where it has none of these.
+
+    Raises:
+        UnsupportedModelError: the operators stand in another form than ModelOpt writes.
+    """
+    if not has_blocks(model):
+        return model
+    if (opset_version(model) or 0) < _BLOCKS_OPSET:
+        model = raise_opset(model)
+    copy = ModelProto()
+    copy.CopyFrom(shape_inference.infer_shapes(model))
+    _Editor(copy).edit()
+    return copy
+
+
+class _Editor:
+    """Edits one model in place."""
+
+    def __init__(self, model: ModelProto) -> None:
+        self._graph = model.graph
+        self._weights = {t.name: t for t in model.graph.initializer}
+        self._types = {v.name: elem_type_of(v) for v in (*model.graph.value_info, *model.graph.output)}
+        self._nodes: list[NodeProto] = []
+        self._plain: dict[str, str] = {}  # numbers, and what they were made of
+        self._gone: set[str] = set()  # what only scales of numbers that are not rounded go through
+        self._made: dict[str, str] = {}  # constants and doubles, by what they are
+
+    def edit(self) -> None:
+        for node in self._graph.node:
+            self._replace(NodeProto.FromString(node.SerializeToString()))
+        lost = sorted(self._gone & {value.name for value in self._graph.output})
+        if lost:
+            raise UnsupportedModelError(
+                f"'{lost[0]}' is computed from the scales of numbers that TensorRT quantizes in blocks; verification "
+                "knows these where they are dequantized again, as ModelOpt writes it"
+            )
+        del self._graph.node[:], self._graph.value_info[:]
+        self._graph.node.extend(self._nodes)
+
+    def _replace(self, node: NodeProto) -> None:
+        first = node.input[0] if node.input else ""
+        is_dequantizing = is_op(node, "DequantizeLinear") or (is_block_operator(node) and node.op_type == MX_DEQUANTIZE)
+        if is_block_operator(node) and not is_dequantizing:
+            self._plain[node.output[0]] = first
+            self._gone |= {*node.output}
+        elif is_dequantizing and first in self._plain:
+            self._emit("Cast", [self._plain[first]], node.output[0], to=self._types.get(node.output[0]) or 1)
+        elif self._gone & {*node.input}:
+            self._gone |= {*node.output}
+        elif is_dequantizing and not is_op(node, "DequantizeLinear"):
+            self._exponents(node)
+        elif is_dequantizing and first in self._weights and self._is_float4(first):
+            node.input[0], node.input[1] = self._doubles(first), self._halved(node.input[1])
+            self._nodes.append(node)
+        else:
+            self._nodes.append(node)
+
+    def _is_float4(self, name: str) -> bool:
+        return bool(self._weights[name].data_type == TensorProto.FLOAT4E2M1)
+
+    def _exponents(self, node: NodeProto) -> None:
+        """A weight with exponents in the place of scales."""
+        result, shift, two = node.output[0], self._constant(np.float32(_BIAS)), self._constant(np.float32(2))
+        wide = self._emit("Cast", node.input[1:2], f"{_PREFIX}{result}/wide", to=TensorProto.FLOAT)
+        power = self._emit("Sub", [wide, shift], f"{_PREFIX}{result}/power")
+        scales = self._emit("Pow", [two, power], f"{_PREFIX}{result}/scales")
+        sizes = {"axis": -1, "block_size": _BLOCK} | {a.name: a.i for a in node.attribute if a.name != "output_dtype"}
+        floats = self._emit("DequantizeLinear", [node.input[0], scales], f"{_PREFIX}{result}/floats", **sizes)
+        self._emit("Cast", [floats], result, to=self._types.get(result) or TensorProto.FLOAT)
+
+    def _doubles(self, name: str) -> str:
+        """A weight of float4, doubled, in int8."""
+        if name not in self._made:
+            weight = self._weights[name]
+            bits = reinterpret(weight, f"{_PREFIX}{name}/bits", TensorProto.UINT4, weight.dims)
+            self._graph.initializer.append(bits)
+            index = self._emit("Cast", [bits.name], f"{_PREFIX}{name}/index", to=TensorProto.INT32)
+            self._made[name] = self._emit("Gather", [self._constant(_DOUBLED), index], f"{_PREFIX}{name}/doubled")
+        return self._made[name]
+
+    def _halved(self, scales: str) -> str:
+        if f"{scales}/half" not in self._made:
+            half = self._emit("CastLike", [self._constant(np.float32(0.5)), scales], f"{_PREFIX}{scales}/one_half")
+            self._made[f"{scales}/half"] = self._emit("Mul", [scales, half], f"{_PREFIX}{scales}/halved")
+        return self._made[f"{scales}/half"]
+
+    def _emit(self, op: str, inputs: Any, output: str, **attributes: Any) -> str:
+        self._nodes.append(helper.make_node(op, inputs, [output], output, **attributes))
+        return output
+
+    def _constant(self, value: Any) -> str:
+        name = f"{_PREFIX}{np.asarray(value).tobytes().hex()}"
+        if name not in self._made:
+            self._graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+            self._made[name] = name
+        return name
