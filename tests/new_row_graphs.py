@@ -58,3 +58,53 @@ def give_new_rows(model: onnx.ModelProto, *forms: Form) -> onnx.ModelProto:
         value.type.tensor_type.ClearField("shape")
         turn += 1
     return onnx.shape_inference.infer_shapes(made, data_prop=True)
+
+
+def lay_caches(model: onnx.ModelProto, *orders: tuple[int, ...]) -> onnx.ModelProto:
+    """The same decoder with caches in other layouts.
+
+    Args:
+        model: each of its caches is the output of a Concat. Not changed.
+        orders: the axes of caches in the order in which they shall lie, taken in turn.
+    """
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    outputs = {value.name: value for value in made.graph.output}
+    inputs = {value.name: value for value in made.graph.input}
+    nodes: Nodes = []
+    turn = 0
+    for node in made.graph.node:
+        nodes.append(node)
+        if node.op_type != "Concat" or node.input[0] not in inputs or node.output[0] not in outputs:
+            continue
+        order, (past, new), whole = orders[turn % len(orders)], node.input, node.output[0]
+        turn += 1
+        for value in (inputs[past], outputs[whole]):
+            shape = value.type.tensor_type.shape
+            dims = [shape.dim[axis] for axis in order]
+            moved = onnx.TensorShapeProto(dim=dims)
+            shape.CopyFrom(moved)
+        nodes[-1:] = [
+            helper.make_node("Transpose", [new], [f"{new}/laid"], name=f"{new}/lay", perm=order),
+            node,
+            helper.make_node("Transpose", [whole], [f"{whole}/read"], name=f"{whole}/read", perm=_inverse(order)),
+        ]
+        rank = len(order)
+        node.input[1] = f"{new}/laid"
+        axis = next(a for a in node.attribute if a.name == "axis")
+        axis.i = order.index(axis.i % rank)
+        for reader in made.graph.node:
+            if reader is node:
+                continue
+            for old, other in ((past, f"{past}/read"), (whole, f"{whole}/read")):
+                reader.input[:] = [other if name == old else name for name in reader.input]
+        nodes.insert(
+            0, helper.make_node("Transpose", [past], [f"{past}/read"], name=f"{past}/read", perm=_inverse(order))
+        )
+    del made.graph.node[:]
+    made.graph.node.extend(nodes)
+    return made
+
+
+def _inverse(order: tuple[int, ...]) -> list[int]:
+    return [order.index(axis) for axis in range(len(order))]

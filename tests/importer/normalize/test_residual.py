@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from concat_decode import Decode, compare, rewritten
 from concat_graphs import Build, Decoder, make_decoder
+from new_row_graphs import lay_caches
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -25,6 +26,13 @@ def test_positions_are_counted_from_the_write_indices(tmp_path: Path, positions:
         "input_ids", "past_key_values.0.key", "past_key_values.0.value", "write_indices", "nonpad_kv_seqlen",
         "attention_span", "logits_span",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("positions", ["past", "present"])
+def test_lengths_read_off_views_of_caches(tmp_path: Path, positions: str) -> None:
+    model = make_decoder(Decoder(positions=positions))
+    same = lay_caches(model, (0, 1, 2, 3))  # with Transposes that change nothing
+    Decode(model, rewritten(same, tmp_path).model).run()
 
 
 @pytest.mark.parametrize("positions", ["past", "padding", "present", "input"])

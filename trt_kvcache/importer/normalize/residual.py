@@ -63,6 +63,10 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         for node in consumers(tensor):
             if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
                 continue
+            if contains(presents, tensor) and is_op(node, "Transpose", "Reshape"):
+                presents += node.outputs  # a view is as long
+                queue += node.outputs
+                continue
             if contains(presents, tensor) and not is_op(node, "Shape", "Size"):
                 continue  # who reads what a cache holds is checked elsewhere
             for output in node.outputs:
