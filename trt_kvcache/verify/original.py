@@ -159,8 +159,9 @@ class OriginalInterface:
         if tensor.role is OriginalRole.FIXED_CACHE:
             return whole
         first = 0 if tensor.kept is None else max(0, sizes["past"] - tensor.kept)
-        held = (slice(None),) * tensor.axes.index("past") + (slice(first, sizes["past"]),)
-        return np.ascontiguousarray(whole[held])
+        order = tensor.order or tuple(range(whole.ndim))
+        held = (slice(None),) * order[tensor.axes.index("past")] + (slice(first, sizes["past"]),)
+        return np.ascontiguousarray(whole[held].transpose(order))
 
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
@@ -216,8 +217,9 @@ class OriginalInterface:
 
     def _row_axis(self, tensor: OriginalTensor) -> int:
         """The axis of a cache, as the rewritten model has it, along which its tokens lie."""
-        if tensor.order is None:
-            return next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
+        if not tensor.rows_only:
+            place = next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
+            return place if tensor.order is None else tensor.order[place]
         return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
 
     def _place(self, tensor: OriginalTensor, present: Array, held: Array, rows: slice, tokens: int) -> None:

@@ -48,6 +48,7 @@ from trt_kvcache.importer.normalize.merged_heads import settle_heads
 from trt_kvcache.importer.normalize.narrow import narrow_caches
 from trt_kvcache.importer.normalize.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.operators import holds_cache
+from trt_kvcache.importer.normalize.relayout import Relayout, relay_caches, say_layouts
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
@@ -93,13 +94,16 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     graph = gs.import_onnx(model)
     fold_identities(graph)
     wide = narrow_caches(graph)
+    laid = relay_caches(graph)
     if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
     exported = read_exported(graph, weights, options)
-    return Normalized(model, None) if exported is None else _rewrite(exported, options, wide)
+    return Normalized(model, None) if exported is None else _rewrite(exported, options, wide, laid)
 
 
-def _rewrite(exported: Exported, options: PlanOptions, wide: Mapping[str, str]) -> Normalized:
+def _rewrite(
+    exported: Exported, options: PlanOptions, wide: Mapping[str, str], laid: Mapping[str, Relayout]
+) -> Normalized:
     """Edit the graph as proven, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
     is_absorbed = options.latent_attention is LatentAttention.ABSORBED
@@ -137,7 +141,7 @@ def _rewrite(exported: Exported, options: PlanOptions, wide: Mapping[str, str]) 
         named = [None if d == "?" else d for d in shape]
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = tuple(replace(t, dtype=wide.get(t.name, t.dtype)) for t in interface.tensors)
-    tensors = say_new_rows(tensors, exported.writes)
+    tensors = say_new_rows(say_layouts(tensors, laid), exported.writes)
     changes = find_changes(tensors, model, counts, copies)
     notes = (*_own_masks(exported.cores), *note(absorbed.values()), *((NOTE,) if ids else ()), *rings.notes)
     return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))

@@ -88,9 +88,12 @@ def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circ
     rows = str(shape[axis]) if axis is not None and axis < len(shape) else "L"
     what = "a circular buffer of a window" if circular else "a buffer of fixed capacity L"
     names = {"batch": "B", "past": rows}
-    dims = (
+    dims = [
         str(d) if isinstance(d, int) else names.get(a, str(d)) for a, d in zip(tensor.axes, tensor.shape, strict=True)
-    )
+    ]
+    if tensor.order is not None:
+        dims = [dims[tensor.order.index(axis)] for axis in range(len(dims))]
+        what += ", in another layout"
     return InterfaceChange(io, _old(tensor), _join(tensor.name, dims), f"{what}, updated in place")
 
 
