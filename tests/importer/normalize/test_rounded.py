@@ -44,14 +44,19 @@ def rounds(kind: Any, scale: float = 0.0, zero: int = 0, behind: float = 0.0, **
     return hook
 
 
-def modelopt(kind: Any, parts: tuple[str, ...] = PARTS) -> Callable[[Build, str, str, str], str]:
-    """Attention as ModelOpt's PTQ of ONNX models leaves it: what a product reads is rounded right before it."""
+def modelopt(
+    kind: Any, parts: tuple[str, ...] = PARTS, *, from_sizes: bool = False
+) -> Callable[[Build, str, str, str], str]:
+    """Attention as ModelOpt's PTQ of ONNX models leaves it: what a product reads is rounded right before it.
+
+    `from_sizes`: with the factor as TorchScript computes it.
+    """
 
     def rounded(g: Build, tensor: str, part: str, step: float = 1.0) -> str:
         return rounds(kind, STEPS[kind] * step)(g, tensor) if part in parts else tensor
 
     def attend(g: Build, query: str, keys: str, values: str) -> str:
-        root = g.constant(g.decoder.size**-0.25, g.decoder.dtype)
+        root = _root(g, query) if from_sizes else g.constant(g.decoder.size**-0.25, g.decoder.dtype)
         turned = g.node("Transpose", [keys], perm=[0, 1, 3, 2])
         query, turned = (g.node("Mul", [tensor, root]) for tensor in (query, turned))
         scores = g.node("MatMul", [rounded(g, query, "query"), rounded(g, turned, "keys", 0.75)])
@@ -61,6 +66,15 @@ def modelopt(kind: Any, parts: tuple[str, ...] = PARTS) -> Callable[[Build, str,
         return g.node("MatMul", [weights, rounded(g, values, "values")])
 
     return attend
+
+
+def _root(g: Build, query: str) -> str:
+    """The fourth root of one by the size of a head."""
+    ends = [g.constant([n]) for n in (-1, np.iinfo(np.int64).max)]
+    size = g.node("Slice", [g.node("Shape", [query]), *ends])
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(g.decoder.dtype))
+    root = g.node("Sqrt", [g.node("Cast", [size], to=kind)])
+    return g.node("Sqrt", [g.node("Div", [g.constant([1.0], g.decoder.dtype), root])])
 
 
 def lowered(result: Any) -> set[tuple[AttentionKind, str]]:
@@ -79,6 +93,13 @@ def test_as_modelopt_leaves_it(tmp_path: Path, kind: Any, repeat: str, dtype: An
     assert lowered(result) == {(AttentionKind.LOWERED, f"rounded to {name} on the way")}
     assert {a.keys for a in result.plan.attention} == {"span"}
     onnx.checker.check_model(result.model, full_check=True)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+def test_a_factor_that_sizes_make(tmp_path: Path, dtype: Any) -> None:
+    decoder = Decoder(attend=modelopt(INT8, from_sizes=True), dtype=dtype, opset=OPSET)
+    result = compare(make_decoder(decoder), tmp_path, 1e-4 if dtype is np.float32 else 0.1)
+    assert lowered(result) == {(AttentionKind.LOWERED, "rounded to int8 on the way")}
 
 
 def test_rows_in_use_alone_are_rounded_and_before_heads_are_repeated(tmp_path: Path) -> None:

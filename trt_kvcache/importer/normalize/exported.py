@@ -22,6 +22,7 @@ from trt_kvcache.importer.normalize.computed import Computed, find_computed
 from trt_kvcache.importer.normalize.contrib import lower_contrib
 from trt_kvcache.importer.normalize.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.even import hold_even
+from trt_kvcache.importer.normalize.factors import fold_factors
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.fixed import fold_fixed
 from trt_kvcache.importer.normalize.held import HeldCache, Rewrite
@@ -118,6 +119,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     graph.cleanup().toposort()
     split_heads(graph, find_candidates(graph))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
+        fold_factors(graph)
         check_presents(graph)
         round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})
     part_from_rows(graph, find_candidates(graph))
