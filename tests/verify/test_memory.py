@@ -24,8 +24,8 @@ from trt_kvcache import machine
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.verify import VerifyOptions, verify_model
 from trt_kvcache.verify import decode as decode_module
-from trt_kvcache.verify import verify_model
 from trt_kvcache.verify.caches import find_caches
 from trt_kvcache.verify.memory import Needs, needs, spare, weigh
 from trt_kvcache.verify.record import Tape, Written
@@ -184,6 +184,23 @@ def test_weights_larger_than_memory_are_read_from_their_files(tmp_path: Path, mo
     report = verify_model(path)
     report.check()
     assert "weights do not fit into memory beside the rest: steps read them from their files" in report.notes
+
+
+def test_large_models_that_grow_take_fewer_steps_over_as_many_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    onnx.save(make_foreign("concat", DecoderConfig()), tmp_path / "m.onnx")
+    options = PlanOptions(capacity=64)
+    small = verify_model(tmp_path / "m.onnx", options)
+    monkeypatch.setattr("trt_kvcache.verify.normalized._HEAVY", 0)
+    large = verify_model(tmp_path / "m.onnx", options)
+    large.check()
+    ends = [{step.episode: step.valid for step in report.steps} for report in (small, large)]
+    assert ends[0] == ends[1]
+    assert [s.length for s in large.steps if s.episode == "decode"] == [5, 3, 20, 1, 1, 1, 1]
+    assert any("20 went in one chunk" in note and "--tokens 24" in note for note in large.notes)
+    asked = verify_model(tmp_path / "m.onnx", options, VerifyOptions(tokens=24))
+    assert asked == small
 
 
 def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> None:

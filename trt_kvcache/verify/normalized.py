@@ -17,17 +17,18 @@ from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, fir
 from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.dtypes import tolerance
+from trt_kvcache.verify.memory import weigh
 from trt_kvcache.verify.original import OriginalInterface, OriginalSession, size_of
 from trt_kvcache.verify.record import Expected, Written, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
-from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule
+from trt_kvcache.verify.schedule import Episode, Limits, Step, beyond_prompt, plan_schedule
 from trt_kvcache.verify.sessions import Session
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _OTHER = 1e3  # magnitude of what stands for rows without a token; any that no model gives by chance
-_TIMES_PROMPT = 3  # single-token steps, where the caller does not say how many
+_HEAVY = 2 << 30  # bytes of weights; every run reads all of them, and most runs are steps of single tokens
 
 
 class NormalizedVerification(Verification):
@@ -41,8 +42,10 @@ class NormalizedVerification(Verification):
         self, imported: ImportedModel, verify: VerifyOptions, original: ModelProto, rewritten: ModelProto,
         folder: Path | tuple[Path, Path], *, twin: bool,
     ) -> None:  # fmt: skip
-        if verify.tokens is None:
-            verify = replace(verify, tokens=_TIMES_PROMPT * max(sum(verify.chunks), 1))
+        self.size = max(weigh(model).size for model in (original, rewritten))
+        is_open = not any(isinstance(c.update_length, int) for c in imported.plan.caches)
+        given, verify = verify, beyond_prompt(verify, few=self.size > _HEAVY and is_open)
+        self.chunked = sum(verify.chunks) - sum(given.chunks)
         self.interface = OriginalInterface(imported.plan, twin=twin)
         self.original_caches: dict[str, CacheTensor] = {}
         self.greedy = [0, 0]
@@ -178,6 +181,12 @@ class NormalizedVerification(Verification):
         self.notes.append(
             "the original has no valid lengths: steps with fewer valid tokens than the update were left out"
         )
+        if self.chunked and self.verify.tokens is not None:
+            tokens = self.chunked + self.verify.tokens
+            self.notes.append(
+                f"of the {tokens} tokens behind the prompt {self.chunked} went in one chunk, since each run reads "
+                f"{self.size / 1e9:.1f} GB of weights; --tokens {tokens} takes them one by one"
+            )
         if self.interface.unseen:
             self.notes.append(f"outputs that the rewritten model does not have: {', '.join(self.interface.unseen)}")
 

@@ -8,13 +8,14 @@ case of its own here and not a way to prefill (https://onnx.ai/onnx/operators/on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Role, UpdateMode
 from trt_kvcache.verify.report import VerifyOptions
 
 _TOKENS = 4  # single-token steps, where the caller does not say how many
+_TIMES_PROMPT = 3  # tokens behind the prompt, where the interface changed and the caller does not say how many
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,21 @@ class Limits:
     indexed: bool
     ragged: bool
     lengths: bool
+
+
+def beyond_prompt(options: VerifyOptions, *, few: bool) -> VerifyOptions:
+    """The options for a model whose caches grow, as long as they do not say how many single tokens to decode.
+
+    Args:
+        options: as given.
+        few: in few steps: most of the tokens in one more chunk. Both decode as many tokens.
+    """
+    if options.tokens is not None:
+        return options
+    tokens = _TIMES_PROMPT * max(sum(options.chunks), 1)
+    if not few or tokens <= 2 * _TOKENS:
+        return replace(options, tokens=tokens)
+    return replace(options, chunks=(*options.chunks, tokens - _TOKENS), tokens=_TOKENS)
 
 
 def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
