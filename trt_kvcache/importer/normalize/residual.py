@@ -53,8 +53,9 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     """
     pair = samples.twins
     queue = [t for t in graph.inputs if t.name in interface.inputs and _is_source(interface, t.name)]
-    presents = [n.outputs[0] for n in graph.nodes if is_op(n, "TensorScatter")]
-    queue += presents
+    updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
+    caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
+    queue += [n.outputs[0] for n in updates]
     seen: set[str] = set()
     cancelled: list[str] = []
     ids: set[int] = set()
@@ -63,11 +64,11 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         for node in consumers(tensor):
             if is_op(node, "TensorScatter") or (is_op(node, "Attention") and contains(node.inputs[1:], tensor)):
                 continue
-            if contains(presents, tensor) and is_op(node, "Transpose", "Reshape"):
-                presents += node.outputs  # a view is as long
+            if contains(caches, tensor) and is_op(node, "Transpose", "Reshape"):
+                caches += node.outputs  # a view is as long
                 queue += node.outputs
                 continue
-            if contains(presents, tensor) and not is_op(node, "Shape", "Size"):
+            if contains(caches, tensor) and not is_op(node, "Shape", "Size"):
                 continue  # who reads what a cache holds is checked elsewhere
             for output in node.outputs:
                 if output.name in seen or output.is_empty():
