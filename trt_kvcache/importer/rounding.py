@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
@@ -36,6 +37,24 @@ class Rounding:
     def numbers(self) -> list[float]:
         """The same as an attribute."""
         return [self.scale, float(self.elem_type), self.factor]
+
+    def is_stable(self, dtype: int | None) -> bool:
+        """Whether what is rounded already stays as it is, whatever number it is.
+
+        Args:
+            dtype: of the rounded numbers.
+        """
+        if dtype is None:
+            return False
+        wide, kind = (onnx.helper.tensor_dtype_to_np_dtype(t) for t in (dtype, self.elem_type))
+        codes = np.arange(256, dtype=np.uint8).view(kind)
+        codes = codes[np.isfinite(codes.astype(np.float32))]
+        scale = np.asarray(self.scale, wide)
+        numbers = codes.astype(wide) * scale
+        again = numbers.astype(np.float32) / scale.astype(np.float32)
+        if kind.kind in "iu":
+            again = np.rint(again)
+        return bool((again.astype(kind) == codes).all())
 
     @property
     def type_name(self) -> str:

@@ -18,7 +18,7 @@ from concat_decode import CAPACITY, Decode, compare, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto, helper
+from onnx import ModelProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache import PlanOptions, UnsupportedModelError, plan_model, verify_model
 from trt_kvcache.importer.graph import producer
@@ -215,25 +215,52 @@ def test_refused(tmp_path: Path, name: str) -> None:
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
 
 
-@pytest.mark.parametrize("cast", [False, True])
-def test_a_cache_that_is_rounded_as_a_whole_is_refused(tmp_path: Path, cast: bool) -> None:
+def rounded_as_a_whole(kind: Any, dtype: Any = np.float32, scale: float = 0.05, cast: bool = False) -> ModelProto:
     """ModelOpt rounds the very output where attention reads it without repeating heads."""
-    model = make_decoder(Decoder(kv_heads=4, opset=OPSET))
+    model = make_decoder(Decoder(kv_heads=4, dtype=dtype, opset=OPSET))
     concat = next(n for n in model.graph.node if n.output[0] == "present.0.value")
     concat.output[0] = "joined"
-    scale, zero = helper.make_tensor("s", 1, [], [0.05]), helper.make_tensor("z", TensorProto.INT8, [], [0])
-    model.graph.initializer.extend([scale, zero])
+    number = numpy_helper.from_array(np.asarray(scale, dtype), "s")
+    zero = helper.make_tensor("z", helper.np_dtype_to_tensor_dtype(np.dtype(kind)), [], b"\0", raw=True)
+    model.graph.initializer.extend([number, zero])
     last = "rounded" if cast else "present.0.value"
     more = [
         helper.make_node("QuantizeLinear", ["joined", "s", "z"], ["small"], name="rounds"),
         helper.make_node("DequantizeLinear", ["small", "s", "z"], [last]),
-        *([helper.make_node("Cast", [last], ["present.0.value"], to=TensorProto.FLOAT)] if cast else []),
     ]
+    if cast:
+        more.append(helper.make_node("Cast", [last], ["present.0.value"], to=number.data_type))
     place = list(model.graph.node).index(concat) + 1
     for node in reversed(more):
         model.graph.node.insert(place, node)
+    return model
+
+
+@pytest.mark.parametrize("kind", [INT8, FP8])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("cast", [False, True])
+def test_a_cache_that_is_rounded_as_a_whole(tmp_path: Path, kind: Any, dtype: Any, cast: bool) -> None:
+    result = compare(rounded_as_a_whole(kind, dtype, cast=cast), tmp_path, 1e-4 if dtype is np.float32 else 2e-2)
+    graph = gs.import_onnx(result.model)
+    writes = [n for n in graph.nodes if n.op == "TensorScatter"]
+    assert [producer(n.inputs[1]).op for n in writes].count("DequantizeLinear") == 1
+    assert sum(n.op == "QuantizeLinear" for n in graph.nodes) == 1
+
+
+def test_a_cache_that_is_read_as_it_is_and_rounded_as_a_whole_is_refused(tmp_path: Path) -> None:
+    model = rounded_as_a_whole(INT8)
+    product = next(n for n in model.graph.node if "present.0.value" in n.input)
+    product.input[1] = "joined"
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError, match=r"'rounds' rounds the cache 'past_key_values.0.value' as a whole"):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
+
+
+@pytest.mark.parametrize("scale", [1e-7, 3e-8])
+def test_a_cache_that_changes_each_time_it_is_rounded_is_refused(tmp_path: Path, scale: float) -> None:
+    """float8 times a scale that float16 hardly has comes out as other numbers."""
+    onnx.save(rounded_as_a_whole(FP8, np.float16, scale), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="as a whole"):
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
 
 

@@ -20,6 +20,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import (
     Emitter,
     consumers,
+    contains,
     dims,
     elem_type,
     input_or_none,
@@ -35,6 +36,7 @@ from trt_kvcache.importer.rounding import Rounding
 _MOVES = (
     "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
 )  # fmt: skip
+_WRITERS = {"Concat": -1, "ScatterND": 2, "ScatterElements": 2, "TensorScatter": 1}
 _ADVICE = "leave the products of the attention out of the quantization (ModelOpt: nodes_to_exclude)"
 
 
@@ -56,6 +58,51 @@ def round_first(graph: gs.Graph, caches: Collection[str]) -> None:
             tensor = _copy(emitter, old, tensor)
         replace_uses(node.outputs[0], tensor)
     graph.cleanup().toposort()
+
+
+def round_new_rows(graph: gs.Graph) -> None:
+    """Edit, in place, caches of which all rows are rounded in each step, so that only new ones are.
+
+        present = Dequantize(Quantize(Concat(past, new)))    ->    present = Concat(past, Dequantize(Quantize(new)))
+
+    Without repeated heads, what a product reads is the model's own output, and calibration rounds that. The past comes
+    from steps before, so its rows are rounded already, and rounding them again changes nothing: shown for each number
+    that there is.
+    """
+    emitter = Emitter(graph)
+    for present in graph.outputs:
+        dequantize = producer(_before_cast(present))
+        quantize = _reads_only(dequantize, "DequantizeLinear")
+        writer = _reads_only(quantize, "QuantizeLinear")
+        place = None if writer is None else _new_rows(graph, writer)
+        if dequantize is None or quantize is None or writer is None or place is None:
+            continue
+        pair = read_pair(dequantize, f"the cache '{present.name}'")
+        if pair is None or not pair[1].is_stable(elem_type(quantize.inputs[1])):
+            continue
+        writer.inputs[place] = _copy(emitter, dequantize, _copy(emitter, quantize, writer.inputs[place]))
+        rounded, dequantize.outputs = dequantize.outputs[0], []
+        writer.outputs = [rounded]
+    graph.cleanup().toposort()
+
+
+def _reads_only(node: gs.Node | None, op: str) -> gs.Node | None:
+    """What makes the numbers that `node` alone reads, if it is an `op`."""
+    if node is None or not is_op(node, op):
+        return None
+    tensor = node.inputs[0]
+    return producer(tensor) if len(consumers(tensor)) == 1 else None
+
+
+def _new_rows(graph: gs.Graph, writer: gs.Node) -> int | None:
+    """Which operand of a node holds new rows, if it writes these, and nothing else, into a cache."""
+    if not is_op(writer, *_WRITERS) or contains(graph.outputs, writer.outputs[0]):
+        return None
+    sources = [trace_back(_before_cast(trace_back(tensor)[0]))[0] for tensor in writer.inputs]
+    pasts = [place for place, source in enumerate(sources) if may_be_cache(graph, source)]
+    if is_op(writer, "Concat"):
+        return 1 - pasts[0] if len(pasts) == 1 and len(sources) == 2 else None
+    return _WRITERS[writer.op] if pasts == [0] else None
 
 
 def check_presents(graph: gs.Graph) -> None:
@@ -152,7 +199,8 @@ def read_pair(node: gs.Node | None, what: str) -> tuple[gs.Tensor, Rounding] | N
     if before is None or not is_op(before, "QuantizeLinear"):
         return None
     scales, zeros = zip(*(_numbers(n) for n in (before, node)), strict=True)
-    kind = elem_type(before.outputs[0])
+    point = input_or_none(before, 2)
+    kind = elem_type(before.outputs[0] if point is None else point)
     scale, zero = scales[0], zeros[0]
     if scale is None or scale <= 0 or zero != 0 or (scales[1], zeros[1]) != (scale, zero) or not kind:
         raise UnsupportedModelError(
