@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import secrets
 import stat
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -17,6 +20,7 @@ from blake3 import blake3
 from trt_kvcache.errors import OutputError
 
 _BLOCK = 1 << 20
+_NEW = 10.0  # seconds; between the making of a temporary file and its lock is less
 
 
 @dataclass(frozen=True)
@@ -68,21 +72,39 @@ def check_output(path: str | os.PathLike[str]) -> Path:
 def temporary_file(final: Path) -> Iterator[Path]:
     """A new empty file in the folder of `final`, to be filled and moved there; removed on exit if it still exists.
 
-    In the same folder, because a file can be moved in one step only within a file system.
+    In the same folder, because a file can be moved in one step only within a file system. Locked for as long as this
+    process lives: what others left behind when they were killed is removed.
 
     Raises:
         OutputError: it cannot be created.
     """
+    _remove_abandoned(final)
     path = final.with_name(f".{final.name}.{secrets.token_hex(4)}.tmp")
     try:
-        try:
-            # Not mkstemp, whose files are private to the user for good.
-            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-        except OSError as error:
-            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+        # Not mkstemp, whose files are private to the user for good.
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    except OSError as error:
+        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield path
     finally:
         path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _remove_abandoned(final: Path) -> None:
+    """Remove temporary files of processes that are gone; nothing where that cannot be told."""
+    for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(descriptor).st_mtime > _NEW:
+                    path.unlink()
+            finally:
+                os.close(descriptor)
 
 
 @contextmanager

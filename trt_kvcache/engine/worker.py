@@ -42,12 +42,15 @@ def main() -> None:
     watcher = threading.Thread(target=_end_with_parent, args=(engine,), daemon=True)
     watcher.start()
     try:
-        send(_build(job, model, send))
-        watcher.join()
-    except TrtKvCacheError as error:
-        send(Failed(type(error).__name__, str(error)))
-    except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
-        send(Bug(traceback.format_exc()))
+        try:
+            send(_build(job, model, send))
+            watcher.join()
+        except TrtKvCacheError as error:
+            send(Failed(type(error).__name__, str(error)))
+        except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
+            send(Bug(traceback.format_exc()))
+    except BrokenPipeError:  # the caller has ended, and the watcher may not have seen it yet
+        engine.unlink(missing_ok=True)
     os._exit(1)
 
 
