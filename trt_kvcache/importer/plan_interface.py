@@ -84,6 +84,12 @@ class OriginalTensor:
     order: tuple[int, ...] | None = None
     rows_only: bool = False
 
+    @property
+    def room(self) -> int | None:
+        """Rows of the past of a growing cache that always has as many, whether they hold tokens or not."""
+        known = dict(zip(self.axes, self.shape, strict=True)).get("past")
+        return known if self.io == "input" and isinstance(known, int) else None
+
 
 @dataclass(frozen=True)
 class StateUpdate:

@@ -8,6 +8,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
     new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
+    past of F rows, and masks over F + S    <-   its first P rows, and masks that hide the others
     where only the newest rows are kept     <->  these rows of the cache, and the others as they were
     float32 cache that the model casts      <->  cache of the type that it casts to
 
@@ -76,6 +77,7 @@ class OriginalInterface:
                 "says at which position a step of the original starts"
             )
         self._starts, self._tokens = starts.name, tokens
+        self._room = next((t.room for t in self._inputs if t.role is OriginalRole.GROWING_CACHE), None)
         self._token_axis = tokens.axes.index("sequence") if "sequence" in tokens.axes else 1
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
         self._axes = {t.name: t.axes for t in plan.tensors if t.io == "input"}
@@ -131,7 +133,10 @@ class OriginalInterface:
             )
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
-            return _cut(_take(feeds[tensor.name], axes, rows), tensor, sizes).astype(dtype)
+            taken = _take(feeds[tensor.name], axes, rows)
+            if tensor.role is OriginalRole.MASK and self._room is not None:
+                return _spread(taken, self._room, sizes).astype(dtype)
+            return _cut(taken, tensor, sizes).astype(dtype)
         if tensor.role not in _COUNTED:  # normalization dropped it, because nothing but a copy reads it
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
@@ -145,7 +150,9 @@ class OriginalInterface:
             case OriginalRole.PAST_LENGTH:
                 return np.full(shape, past, dtype)
             case OriginalRole.PADDING_MASK:
-                return np.broadcast_to(np.arange(shape[-1]) < past + length, shape).astype(dtype)
+                places = np.arange(shape[-1])
+                held = places < past + length if self._room is None else (places < past) | (places >= self._room)
+                return np.broadcast_to(held, shape).astype(dtype)
         visible = np.arange(shape[-1])[None] <= past + np.arange(length)[:, None]
         allowed = np.broadcast_to(visible, shape)
         return np.where(allowed, 0, np.finfo(dtype).min).astype(dtype) if dtype.kind == "f" else allowed.astype(dtype)
@@ -158,14 +165,27 @@ class OriginalInterface:
         whole = feeds[tensor.name][rows].astype(numpy_dtype(tensor.dtype, twin=self._twin), copy=False)
         if tensor.role is OriginalRole.FIXED_CACHE:
             return whole
+        if tensor.room is not None:
+            return self._roomy(tensor, whole, sizes["past"])
         first = 0 if tensor.kept is None else max(0, sizes["past"] - tensor.kept)
         order = tensor.order or tuple(range(whole.ndim))
         held = (slice(None),) * order[tensor.axes.index("past")] + (slice(first, sizes["past"]),)
         return np.ascontiguousarray(whole[held].transpose(order))
 
+    def _roomy(self, tensor: OriginalTensor, whole: Array, past: int) -> Array:
+        """A past that always has as many rows: those of tokens first, and others that nothing shows."""
+        order = tensor.order or tuple(range(whole.ndim))
+        axis = order[tensor.axes.index("past")]
+        rows = np.moveaxis(whole, axis, 0)
+        made = np.zeros((tensor.room or 0, *rows.shape[1:]), whole.dtype)
+        made[:past] = rows[:past]
+        return np.ascontiguousarray(np.moveaxis(made, 0, axis).transpose(order))
+
     def _shape(self, tensor: OriginalTensor, sizes: Mapping[str, int]) -> tuple[int, ...]:
         capacity = max(c.capacity for c in self._plan.caches)
         known = {**sizes, "capacity": self._plan.options.capacity or capacity}
+        if self._room is not None:
+            known["total"] = self._room + sizes["sequence"]
         if tensor.kept is not None:
             known["total"] = min(sizes["past"], tensor.kept) + sizes["sequence"]
         shape = []
@@ -281,3 +301,12 @@ def _cut(values: Array, tensor: OriginalTensor, sizes: Mapping[str, int]) -> Arr
     if tensor.role is OriginalRole.MASK and tensor.axes[-1] == "total":
         return np.ascontiguousarray(values[..., : sizes["total"]])
     return values
+
+
+def _spread(mask: Array, room: int, sizes: Mapping[str, int]) -> Array:
+    """A mask over the capacity, as one over `room` rows of a past, of which those beyond the tokens are hidden."""
+    past, total = sizes["past"], sizes["total"]
+    hidden = np.finfo(mask.dtype).min if mask.dtype.kind == "f" else 0
+    spread = np.full((*mask.shape[:-1], room + total - past), hidden, mask.dtype)
+    spread[..., :past], spread[..., room:] = mask[..., :past], mask[..., past:total]
+    return spread

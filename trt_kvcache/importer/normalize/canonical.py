@@ -82,6 +82,8 @@ class Canonical:
         if write.perm is not None and write.perm != tuple(range(len(write.perm))):
             update = self.emit.op("Transpose", [update], "update", perm=list(write.perm))
         mode = "circular" if write.circular else "linear"
+        if write.room is not None:
+            write.past.shape = [self.capacity if i == write.axis else d for i, d in enumerate(write.past.shape)]
         self.scatter(write.past, update, write.present, write.axis, mode, write.idiom)
         for whole in write.aliases if write.new_rows is not None else ():
             replace_uses(whole, write.present)

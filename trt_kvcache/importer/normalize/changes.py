@@ -15,6 +15,7 @@ _WHY = {
     OriginalRole.POSITIONS: "new tokens are at write_indices, write_indices + 1, ...",
     OriginalRole.MASK: "masks follow from write_indices and nonpad_kv_seqlen",
 }
+_COLUMNS = "a column is a row of the cache: those of new tokens begin at write_indices, not behind all rows of the past"
 _ADDED = {
     "write_indices": "tokens in the cache before this step: the row of the first new token, per sequence",
     "nonpad_kv_seqlen": "write_indices + number of new tokens, per sequence",
@@ -34,6 +35,7 @@ def find_changes(
     """
     changes: list[InterfaceChange] = []
     circular = _circular(model)
+    room = next((t.room for t in exported if t.role is OriginalRole.GROWING_CACHE and t.io == "input"), None)
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         kept = {v.name: v for v in values}
         for tensor in (t for t in exported if t.io == io):
@@ -45,9 +47,12 @@ def find_changes(
                     if tensor.name in copies
                     else _WHY.get(tensor.role, "nothing reads it")
                 )
-                changes.append(InterfaceChange(io, _old(tensor), "", why))
+                changes.append(InterfaceChange(io, _old(tensor, room), "", why))
             elif tensor.rows_only:
                 changes.append(_whole(tensor, shape_of(kept[tensor.name]) or ()))
+            elif tensor.role is OriginalRole.MASK and room is not None:
+                new = _text(tensor.name, shape_of(kept[tensor.name]) or ())
+                changes.append(InterfaceChange(io, _old(tensor, room), new, _COLUMNS))
             elif tensor.role is OriginalRole.GROWING_CACHE:
                 changes.append(_bounded(io, tensor, shape_of(kept[tensor.name]) or (), tensor.name in circular))
             if tensor.name in kept and (dtype := dtype_name(elem_type_of(kept[tensor.name]))) != tensor.dtype:
@@ -62,8 +67,10 @@ def find_changes(
     return tuple(changes)
 
 
-def _old(tensor: OriginalTensor) -> str:
+def _old(tensor: OriginalTensor, room: int | None = None) -> str:
     names = {"batch": "B", "sequence": "S", "past": "P", "total": "P + S", "capacity": "L"}
+    if room is not None:
+        names["total"] = f"{room} + S"
     if tensor.io == "output" and tensor.role is OriginalRole.GROWING_CACHE:
         names["past"] = "P + S"
     if tensor.kept is not None:
@@ -89,7 +96,8 @@ def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circ
     what = "a circular buffer of a window" if circular else "a buffer of fixed capacity L"
     names = {"batch": "B", "past": rows}
     dims = [
-        str(d) if isinstance(d, int) else names.get(a, str(d)) for a, d in zip(tensor.axes, tensor.shape, strict=True)
+        str(d) if isinstance(d, int) and a != "past" else names.get(a, str(d))
+        for a, d in zip(tensor.axes, tensor.shape, strict=True)
     ]
     if tensor.order is not None:
         dims = [dims[tensor.order.index(axis)] for axis in range(len(dims))]
@@ -99,7 +107,7 @@ def _bounded(io: str, tensor: OriginalTensor, shape: tuple[int | str, ...], circ
 
 def _whole(tensor: OriginalTensor, shape: tuple[int | str, ...]) -> InterfaceChange:
     """New rows, and the buffer that they are written to."""
-    new = _text(tensor.name, ["B", *shape[1:]])
+    new = _text(tensor.name, [shape[0] if isinstance(shape[0], int) else "B", *shape[1:]])
     return InterfaceChange("output", _old(tensor), new, "the whole cache, updated in place: copy no rows")
 
 

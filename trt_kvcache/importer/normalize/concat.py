@@ -53,10 +53,16 @@ def _why_not(node: gs.Node, index: int, past: gs.Tensor, axis: int | None) -> st
         return "it puts the new rows before the past"
     if axis == 0:
         return "it grows along the batch"
-    length = dims(past)[axis] if axis is not None else "?"  # type: ignore[index]
-    if isinstance(length, int):
+    length = room_of(past, axis)
+    if length is not None:
         return f"its axis {axis} has the fixed size {length}, so that a step's result is no input of the next"
     return ""
+
+
+def room_of(past: gs.Tensor, axis: int | None) -> int | None:
+    """Rows of a past that always has as many."""
+    length = dims(past)[axis] if axis is not None else "?"  # type: ignore[index]
+    return length if isinstance(length, int) else None
 
 
 def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
@@ -86,7 +92,8 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
                 "as whether a sliding window is full",
                 _ONE_SIDE,
             )
-        if g.sizes[axis] != g.step.held(candidate.kept) or shape != tuple(wanted):
+        held = g.step.held(candidate.kept) if candidate.room is None else candidate.room
+        if g.sizes[axis] != held or shape != tuple(wanted):
             raise candidate.refusal(
                 f"'{update.name}' has shape {_shape(shape)} in a step of {g.step.length} tokens, where the new rows "
                 f"have {_shape(tuple(wanted))}"

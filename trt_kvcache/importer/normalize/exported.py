@@ -36,7 +36,7 @@ from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.new_rows import part_from_rows
 from trt_kvcache.importer.normalize.operators import find_held, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.normalize.rounded import check_presents, round_first
+from trt_kvcache.importer.normalize.rounded import round_first
 from trt_kvcache.importer.normalize.samples import Samples
 from trt_kvcache.importer.normalize.sizes import check_sizes
 from trt_kvcache.importer.normalize.states import find_states, resized
@@ -101,7 +101,7 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
     samples.promises += [write.promise for write in writes if write.promise is not None]
     for write in writes:
         hold_even(write.operands, samples, f"what is written to the cache '{write.past.name}'")
-    computed = find_computed(graph, writes, samples)
+    computed = find_computed(graph, [w for w in writes if w.room is None], samples)
     cores = computed.find_cores(graph, writes, interface, samples)
     rewrites = tuple(prove_held(graph, interface, samples))
     check_promises(samples)
@@ -120,7 +120,6 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     split_heads(graph, find_candidates(graph))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         fold_factors(graph)
-        check_presents(graph)
         round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})
     part_from_rows(graph, find_candidates(graph))
     model = export_inferred(graph.cleanup().toposort())
@@ -179,9 +178,11 @@ def _sampled(
 def _may_be_state(cache: Candidate) -> bool:
     """Whether what looks like a cache may be state: `find_states` says.
 
-    Of a convolution, like a rolling cache whose next value nothing reads; of linear attention, like a cache written by
-    masked addition that cannot be one.
+    Of a convolution, like a rolling cache whose next value nothing reads, or like new rows behind a past of a fixed
+    length; of linear attention, like a cache written by masked addition that cannot be one.
     """
     if cache.idiom == "rolling":
         return not consumers(cache.present)
+    if cache.room is not None:
+        return True
     return bool(cache.reason) and cache.node is not None and is_op(cache.node, "Add")

@@ -39,6 +39,7 @@ class Write:
         operands: of the views from past to present and from `update` to the operator that writes.
         new_rows: present as exported holds the new rows only: the axes of the cache in the order in which they lie in
             it, which may merge some. None: it holds the whole cache.
+        room: rows of a past that always has as many, those of tokens first; None: as many as hold tokens.
     """
 
     idiom: str
@@ -56,10 +57,11 @@ class Write:
     operands: tuple[gs.Tensor, ...] = ()
     kept: int | None = None
     new_rows: tuple[int, ...] | None = None
+    room: int | None = None
 
     def rows(self, sample: Sample) -> int:
         """Rows of past and new tokens together in a sample, where the cache grows."""
-        return sample.held(self.kept) + sample.length
+        return (sample.held(self.kept) if self.room is None else self.room) + sample.length
 
 
 @dataclass(frozen=True, eq=False)

@@ -113,6 +113,14 @@ class Interface:
         Raises:
             OptionError: caches grow or have a symbolic length, and none is given; or it contradicts a fixed one.
         """
+        if self.room is not None:
+            whole = self.room + (self._new_tokens() or 1)
+            if given not in (None, whole):
+                raise OptionError(
+                    f"--capacity is {given}, but the model has {self.room} rows of a past beside the new ones, {whole} "
+                    "in all: leave the option out, or export with another length"
+                )
+            return whole
         fixed = {
             int(t.shape[axis])
             for t in self.of(OriginalRole.FIXED_CACHE)
@@ -134,6 +142,28 @@ class Interface:
                 "needs a fixed one: pass --capacity N, the most tokens that a sequence may have"
             )
         return max(fixed)
+
+    @property
+    def room(self) -> int | None:
+        """Rows of a past that always has as many, of which a mask hides those that hold nothing; None: it grows.
+
+        Raises:
+            UnsupportedModelError: caches have it otherwise.
+        """
+        growing = self.of(OriginalRole.GROWING_CACHE)
+        found = {t.room for t in growing}
+        if len(found) > 1 or (found > {None} and self.of(OriginalRole.FIXED_CACHE)):
+            shown = ", ".join(f"'{t.name}' {list(t.shape)}" for t in growing[:4])
+            raise UnsupportedModelError(
+                f"some caches have another fixed length, or none ({shown}); supported are new rows behind pasts that "
+                "all grow, or that all have one fixed length"
+            )
+        return found.pop() if found else None
+
+    def _new_tokens(self) -> int | None:
+        tokens = self.inputs[self.tokens]
+        length = dict(zip(tokens.axes, tokens.shape, strict=True)).get("sequence")
+        return length if isinstance(length, int) else None
 
     def _find_tokens(self, roles: Mapping[tuple[str, str], Role], counted: set[str]) -> str:
         named = [n for (io, n), role in roles.items() if io == "input" and role is Role.TOKENS]
@@ -171,11 +201,21 @@ class Interface:
             per_row = len(shape) == 0 or (len(shape) == 1 and (first in (1, batch)) and first not in news)
             return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
         is_bool = elem_type_of(value) == onnx.TensorProto.BOOL
-        if role is Role.MASK or (len(shape) == 4 and (is_bool or _is_over_queries(shape, news))):
+        if role is Role.MASK or (
+            len(shape) == 4 and (is_bool or _is_over_queries(shape, news) or self._is_over_room(shape))
+        ):
             if shape and shape[-1] in self._lengths_of_constants(news):
                 return OriginalRole.CONSTANT
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
         return OriginalRole.CONSTANT if elem_type_of(value) in _FLOATS else OriginalRole.OTHER
+
+    def _is_over_room(self, shape: Sequence[int | str]) -> bool:
+        """Whether a shape is that of a mask over a past that always has as many rows, and so many new tokens."""
+        length = dict(enumerate(shape_of(self._inputs[self.tokens]) or ())).get(1)
+        if not isinstance(length, int) or len(shape) != 4 or shape[1:3] != (1, length):
+            return False
+        lengths = {(shape_of(self._inputs[n]) or ())[f.axis] for n, f in self._found.items() if f.growing and f.axis}
+        return any(isinstance(room, int) and shape[3] == room + length for room in lengths)
 
     def _lengths_of_constants(self, news: set[str]) -> set[str]:
         """Symbols of what is only read, such as the length of an encoder's output: its masks are no masks of tokens."""

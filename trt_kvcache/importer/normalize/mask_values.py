@@ -77,7 +77,14 @@ class Masks:
     def key(self) -> tuple[object, ...]:
         """Equal for attentions that see the same through the same tensors: what was promised for one holds."""
         kinds = tuple((use.kind, use.slanted) for use in self.uses)
-        return (*kinds, self.is_causal, self.write is None, self.write is None or self.write.growing, self.kept)
+        return (
+            *kinds,
+            self.is_causal,
+            self.write is None,
+            self.write is None or self.write.growing,
+            self.kept,
+            None if self.write is None else self.write.room,
+        )
 
     def rows(self, sample: Sample) -> int:
         """How many keys there are."""
@@ -117,9 +124,18 @@ class Masks:
         visible = np.ones(shape, bool)
         for part in parts:
             visible &= part
+        visible = self.in_order(visible, sample)
         if self.kept is not None:  # the newest tokens: no query sees those that are cut off
             visible = np.pad(visible, [(0, 0)] * 3 + [(sample.total - total, 0)])
         return visible
+
+    def in_order(self, mask: Array, sample: Sample) -> Array:
+        """A mask over all keys with those of tokens first, in their order, before rows that hold nothing."""
+        room = None if self.write is None else self.write.room
+        if room is None or not mask.ndim or mask.shape[-1] != room + sample.length:
+            return mask
+        rows = np.arange(room + sample.length)
+        return mask[..., [*rows[: sample.past], *rows[room:], *rows[sample.past : room]]]
 
     def _part(self, use: MaskUse, sample: Sample) -> Array:
         """One mask as bool, True where a key is visible."""

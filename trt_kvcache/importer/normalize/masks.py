@@ -65,6 +65,11 @@ def classify(
     rest, bias, slopes = _split_bias(node, uses, samples, sinks=sinks)
     masks = Masks(node, tuple(rest), is_causal, write)
     own = find_own_mask(masks, graph, interface, samples)
+    if write is not None and write.room is not None and (bias is not None or slopes is not None):
+        raise UnsupportedModelError(
+            f"'{node}' adds a position bias to the scores of the cache '{write.past.name}', whose past always has "
+            f"{write.room} rows, so that new tokens are not where they lie; supported are such caches without a bias"
+        )
     if own is not None:
         if bias is not None or slopes is not None:
             raise UnsupportedModelError(
@@ -251,6 +256,11 @@ def _unknown(masks: Masks, sample: Sample, visible: Array) -> str:
         cut = (
             f". The cache '{masks.write.past.name}' keeps its newest {masks.kept} rows: supported is a window of at "
             f"most {masks.kept + 1} tokens over it, which hides from each query of a step what others have lost"
+        )
+    if masks.write is not None and masks.write.room is not None:
+        cut = (
+            f". The past of the cache '{masks.write.past.name}' always has {masks.write.room} rows: supported are "
+            "masks that hide those that hold no token, by a padding mask or a mask of the caller's own, and nothing else"
         )
     return (
         f"the mask of '{masks.node}' is none of the supported ones (causal, padding, window, the caller's own): with "

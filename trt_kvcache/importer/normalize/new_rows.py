@@ -53,11 +53,15 @@ def find_new_rows(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidate
         if not is_op(node, "Concat") or id(node) in used:
             continue
         joined = concat.find(graph, node, node.outputs[0], ())
-        if joined is None or joined.reason or id(joined.past) in taken or any(is_op(v, "Slice") for v in joined.views):
+        if joined is None or id(joined.past) in taken or any(is_op(v, "Slice") for v in joined.views):
+            continue
+        room = concat.room_of(joined.past, joined.axis)
+        is_first = len(node.inputs) == 2 and node.inputs[0] is joined.operand
+        if joined.reason and not (room and is_first and joined.axis):
             continue
         source, _ = trace_back(joined.updates[0])
         given = [t for t in graph.outputs if id(t) not in used and trace_back(t)[0] is source]
-        candidate = replace(joined, idiom=IDIOM, rows_only=True)
+        candidate = replace(joined, idiom=IDIOM, rows_only=True, room=room, reason="")
         if given:
             more.append(replace(candidate, present=given[0]))
             used.add(id(given[0]))

@@ -54,7 +54,7 @@ def check_own_mask(masks: Masks, own: gs.Tensor, samples: Samples) -> None:
         given = sample.own[own.name]
         fits = all(n in (1, m) for n, m in zip(given.shape[::-1], visible.shape[::-1], strict=False))
         fits = fits and all(_arrives(use, own, sample) for use in added)
-        if not fits or not np.all(visible == np.broadcast_to(given, visible.shape)):
+        if not fits or not np.all(visible == np.broadcast_to(masks.in_order(given, sample), visible.shape)):
             raise UnsupportedModelError(
                 f"the mask of '{masks.node}' is made of the input '{own.name}' and of something else; supported is the "
                 "caller's own mask as it stands, or a causal, padding or window mask"

@@ -99,6 +99,7 @@ class Samples:
         self.capacity = capacity
         self.promises: list[Promise] = []
         self._interface = interface
+        self._room = interface.room
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
         self.fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
@@ -112,7 +113,9 @@ class Samples:
         self.plain = self._unique([self.step(*s) for s in (*sizes, *ends)])
         length = fixed_length or min(3, max(1, capacity // 2))
         fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
-        room = max(0, capacity - length) if fixed else 9  # a past that grows knows no capacity
+        room = (
+            max(0, capacity - length) if fixed or self._room is not None else 9
+        )  # a past that grows knows no capacity
         self.twins = (self.step(2, min(5, room // 2), length), self.step(2, min(9, room), length))
         masked = bool(interface.of(OriginalRole.PADDING_MASK))
         first = (2, 0, fixed_length or min(4, capacity))  # a prompt, whose own tokens are padded
@@ -193,6 +196,7 @@ class Samples:
         own: dict[str, Array] = {}
         for tensor in self._interface.inputs.values():
             held = past if tensor.kept is None else min(past, tensor.kept)
+            held = held if self._room is None else self._room
             known = sizes | {"past": held, "total": held + length}
             shape = tuple(
                 d if isinstance(d, int) else known.get(a, other) for d, a in zip(tensor.shape, tensor.axes, strict=True)
@@ -207,7 +211,11 @@ class Samples:
                 values[tensor.name] = np.full(shape, past, dtype)
             elif tensor.role is OriginalRole.PADDING_MASK:
                 visible = np.zeros(shape)
-                visible[:, : held + length] = 1 if padding is None else padding[:, past - held :][:, : shape[1]]
+                if self._room is not None:  # tokens first, then rows that hold nothing, then the new tokens
+                    tokens = np.ones((batch, past + length)) if padding is None else padding
+                    visible[:, :past], visible[:, held:] = tokens[:, :past], tokens[:, past:]
+                else:
+                    visible[:, : held + length] = 1 if padding is None else padding[:, past - held :][:, : shape[1]]
                 values[tensor.name] = visible.astype(dtype)
             elif tensor.role is OriginalRole.MASK:
                 own[tensor.name] = self._rng.random(shape) >= _HIDDEN_SHARE

@@ -236,6 +236,7 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
         ),
         candidate.kept,
         new_rows,
+        candidate.room,
     )
 
 
