@@ -260,7 +260,7 @@ def _unknown(masks: Masks, sample: Sample, visible: Array) -> str:
     if masks.write is not None and masks.write.room is not None:
         cut = (
             f". The past of the cache '{masks.write.past.name}' always has {masks.write.room} rows: supported are "
-            "masks that hide those that hold no token, by a padding mask or a mask of the caller's own, and nothing else"
+            "masks that hide those that hold no token, by a padding mask or the caller's own, and nothing else"
         )
     return (
         f"the mask of '{masks.node}' is none of the supported ones (causal, padding, window, the caller's own): with "
