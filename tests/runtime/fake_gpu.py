@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from runtime.fake_kernels import FakeKernelDevice
 from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache.engine import backend, build, doctor
-from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
+from trt_kvcache.engine.manifest import Manifest, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.runtime import trt_runner
@@ -47,11 +48,20 @@ def _build(
 ) -> Manifest:
     build = build or BuildOptions()
     name = "tensorrt-rtx" if build.backend == "auto" else build.backend
-    limits = {"max_batch": build.max_batch or 1, "max_chunk": build.max_chunk or 16}
-    made = write_engine(Path(model), options=options, backend=name, version=VERSIONS[name], **limits)
-    shutil.move(made, output)
-    shutil.move(manifest_path(made), manifest_path(output))
-    return load_manifest(output)
+    made = write_engine(
+        Path(model), options=options, backend=name, version=VERSIONS[name], max_batch=build.max_batch or 1,
+        max_chunk=build.max_chunk or 16, max_encoder=build.max_encoder, encoder=build.encoder,
+    )  # fmt: skip
+    manifest = load_manifest(made)
+    pairs = [(made, output)]
+    if manifest.encoder is not None:
+        pairs.append((encoder_path(made), encoder_path(output)))
+        manifest = replace(manifest, encoder=replace(manifest.encoder, name=encoder_path(output).name))
+    for before, after in pairs:
+        shutil.move(before, after)
+        shutil.move(manifest_path(before), manifest_path(after))
+    save_manifest(manifest, manifest_path(output))
+    return manifest
 
 
 install()

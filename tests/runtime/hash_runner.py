@@ -56,6 +56,7 @@ class HashRunner:
     """
 
     max_positions: int | None = None
+    home = None
     name = "hash"
     vocab = VOCAB
 

@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import InvalidModelError, OptionError, PromptError, SessionError, UnsupportedModelError
-from trt_kvcache.runtime.encoder_files import decoder_start, find_encoder, find_first_step
+from trt_kvcache.importer.encoder_files import decoder_start, find_encoder, find_first_step
 
 CONFIG = GenerationConfig(max_new_tokens=10)
 PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16], [60])
@@ -133,7 +133,7 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
     model = export(tmp_path, "keys of the first step", "ones", mask=True)
     features = heard(6, 0)
     cases: list[tuple[Any, str]] = [
-        ({}, "takes 'input_features' .float .1, length, 32.., 'attention_mask' .*; 'input_features' is missing"),
+        ({}, "takes 'input_features' .float32 .1, length, 32.., 'attention_mask' .*; 'input_features' is missing"),
         ({"attention_mask": np.ones(6, int)}, "'input_features' is missing"),
         ({"input_features": features, "x": 1}, "'x' is no input of the encoder"),
         ([1, 2], "'input_ids' is no input of the encoder"),

@@ -355,7 +355,7 @@ def test_nothing_is_taken_from_under_a_thread(engine: Path) -> None:
     """That still runs a step when the process ends."""
     machine = Machine()
     runner = open_(engine, machine)
-    with runner._running():
+    with runner.running():
         runner._held.close()
         assert machine.used
     runner.close()

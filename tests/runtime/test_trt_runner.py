@@ -290,7 +290,9 @@ def test_span_inputs_count_from_zero(model: Path, open_engine: Open) -> None:
     names = {"short": 16, "long": 64}
     spans = tuple(replace(span, name=name, capacity=size) for name, size in names.items())
     tensors = tuple(t for t in plan.tensors if t is not role) + tuple(replace(role, name=name) for name in names)
-    largest = runner._largest_shapes() | {name: (size,) for name, size in names.items()}
+    largest = runner._shapes.largest(runner._held.contexts, runner.max_batch, runner.max_chunk, runner.max_logits) | {
+        name: (size,) for name, size in names.items()
+    }
     buffers = StepBuffers(runner._cuda, replace(plan, spans=spans, tensors=tensors), largest, 3)
     buffers.allocate()
     for name, size in names.items():

@@ -87,6 +87,15 @@ def build(
             min=1, metavar="N", help="Length of it to choose kernels for. Default: the longest.", rich_help_panel=_SIZES
         ),
     ] = None,
+    encoder: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|none|FILE|DIR",
+            help="Which encoder becomes an engine too. auto: the exporter's beside the model, if TensorRT takes it. "
+            "Else it runs on the CPU.",
+            rich_help_panel=_SIZES,
+        ),
+    ] = "auto",
     decode_weights: Annotated[
         DecodeWeights,
         typer.Option(
@@ -173,6 +182,7 @@ def build(
         max_logits=max_logits,
         max_encoder=max_encoder,
         opt_encoder=opt_encoder,
+        encoder=encoder,
         decode_weights=decode_weights.value,
         min_shapes=parse_shapes(min_shapes) if min_shapes else {},
         opt_shapes=parse_shapes(opt_shapes) if opt_shapes else {},
@@ -222,6 +232,9 @@ def _print(output: Path, manifest: Manifest, seconds: float) -> None:
     size = human_bytes(manifest.engine.size)
     out.print(f"{output}: {size}, built in {seconds:.1f} s with {manifest.backend} {manifest.backend_version}")
     out.print(f"{output}.json: its manifest")
+    if manifest.encoder is not None:
+        encoder, encoder_size = output.with_name(manifest.encoder.name), human_bytes(manifest.encoder.size)
+        out.print(f"{encoder}: {encoder_size}, the engine of its encoder; {encoder.name}.json: the manifest of that")
     out.print(
         f"{in_place_text(plan)}; cache memory: {human_bytes(sequence)} per sequence, "
         f"{human_bytes(total)} for a batch of {batch}"

@@ -106,7 +106,8 @@ def generate(
         Path | None,
         typer.Option(
             metavar="FILE|DIR",
-            help="It runs on the CPU. Default: the exporter's beside the model.",
+            help="Default: the engine that was built with the decoder's, else the exporter's model beside it, which "
+            "runs on the CPU.",
             rich_help_panel=_SOURCES,
         ),
     ] = None,

@@ -20,9 +20,14 @@ def print_manifest(out: Console, manifest: Manifest) -> None:
     out.print(f"backend     {manifest.backend} {manifest.backend_version}, compute capabilities: {built_for}")
     for title, file in [("engine", manifest.engine), *(("model", file) for file in manifest.model)]:
         out.print(f"{title:12}{file_text(file)}")
-    out.print(f"batch       up to {manifest.max_batch} sequences")
-    out.print(f"chunk       up to {manifest.max_chunk} tokens per update")
-    out.print(f"caches      {len(manifest.aliases)} with one buffer, {len(manifest.double_buffered)} with two")
+    if manifest.encoder is not None:
+        out.print(f"encoder     {file_text(manifest.encoder)}")
+    if manifest.is_encoder:
+        out.print("encoder     of one source at a time")
+    else:
+        out.print(f"batch       up to {manifest.max_batch} sequences")
+        out.print(f"chunk       up to {manifest.max_chunk} tokens per update")
+        out.print(f"caches      {len(manifest.aliases)} with one buffer, {len(manifest.double_buffered)} with two")
     given = {name: value for name, value in manifest.options.items() if value not in (None, "", False)}
     if given:
         out.print(f"options     {', '.join(f'{name}={value}' for name, value in given.items())}")

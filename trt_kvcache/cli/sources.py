@@ -7,8 +7,8 @@ from pathlib import Path
 
 from trt_kvcache.cli.given import token_ids
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.encoder_files import decoder_start
 from trt_kvcache.runtime.encoder import Source
-from trt_kvcache.runtime.encoder_files import decoder_start
 from trt_kvcache.verify.inputs import load_inputs
 
 __all__ = ["for_each", "read_sources", "start_of"]

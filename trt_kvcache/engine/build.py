@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
 
 from trt_kvcache import __version__
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.encoder import EncoderJob, find_job
 from trt_kvcache.engine.files import FileIdentity, check_output, identify, publish, sync, temporary_file
-from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, manifest_path
+from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path
 from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
-from trt_kvcache.engine.profiles import Limits, make_profiles, resolve_limits
+from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
-from trt_kvcache.errors import BuildError, ModelError, OutputError
+from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateContract
 
+if TYPE_CHECKING:
+    import onnx
+
+    from trt_kvcache.importer.flipped import Flipped
+    from trt_kvcache.importer.source import SourceModel
+
 __all__ = ["ProgressEvent", "build_engine"]
+
+_T = TypeVar("_T")
 
 
 def build_engine(
@@ -36,8 +46,9 @@ def build_engine(
 ) -> Manifest:
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
-    The engine goes to `output`, the manifest to ``<output>.json``. Both appear together and complete, or existing files
-    stay as they are. TensorRT runs in a child process, which ends with the caller; Ctrl-C leaves nothing behind.
+    The engine goes to `output`, the manifest to ``<output>.json``; the engine of an encoder that lies beside the model,
+    for ``model.engine``, to ``model.encoder.engine``. All appear together and complete, or existing files stay as they
+    are. TensorRT runs in a child process, which ends with the caller; Ctrl-C leaves nothing behind.
 
     Args:
         model: path of an ONNX decoder, opset 24 or later.
@@ -59,9 +70,7 @@ def build_engine(
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
     from trt_kvcache.importer.index_limits import index_limits
-    from trt_kvcache.importer.protos import byte_size, is_op, iter_tensors
-    from trt_kvcache.importer.serialize import serialize_model
-    from trt_kvcache.importer.signed import sign_weights
+    from trt_kvcache.importer.protos import is_op
 
     build = build or BuildOptions()
     engine_path = check_output(output)
@@ -73,38 +82,141 @@ def build_engine(
     options = replace(options or PlanOptions(), target=backend.target, packed_native=backend.packed_native)
 
     imported = import_model(model, options)
-    source, plan, rewritten = imported.source.path, imported.plan, [imported.model]
-    files = {source: source.name} | {p: os.path.relpath(p, source.parent) for p in imported.source.external_files}
+    plan, part = imported.plan, _part([imported.source], imported.model)
     tables = index_limits(imported.model, plan)
-    flipped = sign_weights(imported.model, source.parent)
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
-    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(imported.model))
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
-    _check_not_model(engine_path, files)
-    limits = resolve_limits(plan, build)
-    profiles = make_profiles(plan, build, limits, quantized=quantized)
-    plan = _bound_contracts(plan, limits.max_chunk)
-    if build.memory_check and backend.target is Target.TENSORRT_RTX:
-        twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
-        check_memory(weights, sum(weight.length for weight in flipped), twice=twice)
+    _check_not_model(engine_path, part.files)
 
-    with temporary_file(engine_path) as engine_file, _identities(files) as identities:
-        job = Job(backend.target, backend.title, str(source), str(engine_file), plan, profiles, build, flipped)
+    encoder, said = _or_on_the_cpu(build, lambda: find_job(part.path, plan, build))
+    own = build if encoder is None else without_shapes(build, plan, encoder.encoder.plan)
+    limits = resolve_limits(plan, own)
+    profiles = make_profiles(plan, own, limits, quantized=quantized)
+    plan = _bound_contracts(plan, limits.max_chunk)
+
+    with ExitStack() as stack:
+        ready: list[tuple[Manifest, Path, Path]] = []
+        if encoder is not None:
+            made, more = _or_on_the_cpu(
+                build, lambda: _build_encoder(stack, encoder, build, backend, engine_path, progress)
+            )
+            ready, said = [made] if made is not None else [], (*said, *more)
+        twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
         try:
-            done, warnings = run_worker(job, lambda: serialize_model(rewritten.pop()), progress)
+            built = stack.enter_context(
+                _built(part, plan, profiles, build, backend, engine_path, progress, twice=twice)
+            )
         except BuildError as error:
             if not scans or limits.max_chunk == 1:
                 raise
             raise BuildError(f"{error}; {_about_scans(scans)}") from None
-        manifest = _manifest(backend, build, plan, limits, profiles, done, warnings, engine_path, identities.result())
+        manifest = _manifest(backend, build, plan, profiles, built, engine_path)
         manifest = replace(
             manifest,
+            max_batch=limits.max_batch,
+            max_chunk=limits.max_chunk,
+            max_logits=limits.max_logits,
             vocab=min(tables.tokens.values(), default=None),
             max_positions=min(tables.positions.values(), default=None),
+            encoder=ready[0][0].engine if ready else None,
+            warnings=(*said, *manifest.warnings),
         )
-        _write(manifest, engine_file, engine_path)
+        _publish([*ready, (manifest, built.file, engine_path)])
     return manifest
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A model that becomes an engine.
+
+    Attributes:
+        path: of its file; external data lie in its folder.
+        files: all that it is read from, by path, and their names in the manifest.
+        model: it, rewritten; taken out when it is sent to TensorRT.
+        flipped: external data that TensorRT wants otherwise.
+        weights: bytes.
+    """
+
+    path: Path
+    files: dict[Path, str]
+    model: list[onnx.ModelProto]
+    flipped: tuple[Flipped, ...]
+    weights: int
+
+
+@dataclass(frozen=True)
+class _Built:
+    """An engine in a temporary file."""
+
+    file: Path
+    done: Done
+    warnings: tuple[str, ...]
+    model: tuple[FileIdentity, ...]
+
+
+def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
+    from trt_kvcache.importer.protos import byte_size, iter_tensors
+    from trt_kvcache.importer.signed import sign_weights
+
+    folder = sources[0].path.parent
+    paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
+    files = {path: os.path.relpath(path, folder) for path in paths}
+    flipped = sign_weights(model, folder)
+    weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(model))
+    return _Part(sources[0].path, files, [model], flipped, weights)
+
+
+def _or_on_the_cpu(build: BuildOptions, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
+    """What `work` makes for an engine of the encoder; where it cannot and nobody insists, None and what to know."""
+    try:
+        return work(), ()
+    except (ModelError, OptionError, BuildError) as error:
+        if build.encoder != "auto":
+            raise type(error)(f"{error}; with --encoder none the encoder runs on the CPU") from error
+        return None, (f"the encoder becomes no engine, and runs on the CPU: {error}",)
+
+
+def _build_encoder(
+    stack: ExitStack,
+    job: EncoderJob,
+    build: BuildOptions,
+    backend: Backend,
+    engine: Path,
+    progress: Callable[[ProgressEvent], None] | None,
+) -> tuple[Manifest, Path, Path]:
+    """Build an encoder: its manifest, its engine, and where that goes. `stack` removes what is not published."""
+    path = check_output(encoder_path(engine))
+    check_output(manifest_path(path))
+    part, plan, profiles = _part(job.encoder.sources, job.encoder.model), job.encoder.plan, (job.profile,)
+    _check_not_model(path, part.files)
+    built = stack.enter_context(_built(part, plan, profiles, build, backend, path, progress))
+    return replace(_manifest(backend, build, plan, profiles, built, path), vocab=job.vocab), built.file, path
+
+
+@contextmanager
+def _built(
+    part: _Part,
+    plan: CachePlan,
+    profiles: tuple[Profile, ...],
+    build: BuildOptions,
+    backend: Backend,
+    output: Path,
+    progress: Callable[[ProgressEvent], None] | None,
+    *,
+    twice: bool = False,
+) -> Iterator[_Built]:
+    """Build an engine into a temporary file beside `output`, which goes with the block unless it is moved."""
+    from trt_kvcache.importer.serialize import serialize_model
+
+    if build.memory_check and backend.target is Target.TENSORRT_RTX:
+        check_memory(part.weights, sum(weight.length for weight in part.flipped), twice=twice)
+    with temporary_file(output) as file:
+        with _identities(part.files) as identities:
+            job = Job(backend.target, backend.title, str(part.path), str(file), plan, profiles, build, part.flipped)
+            done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), progress)
+            model = identities.result()
+        yield _Built(file, done, warnings, model)
 
 
 def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
@@ -155,33 +267,25 @@ def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, .
 
 
 def _manifest(
-    backend: Backend,
-    build: BuildOptions,
-    plan: CachePlan,
-    limits: Limits,
-    profiles: tuple[Profile, ...],
-    done: Done,
-    warnings: tuple[str, ...],
-    engine: Path,
-    model: tuple[FileIdentity, ...],
+    backend: Backend, build: BuildOptions, plan: CachePlan, profiles: tuple[Profile, ...], built: _Built, engine: Path
 ) -> Manifest:
+    """What every engine's has; of sizes, those of an encoder, which reads one source at a time."""
     carried = [c for c in plan.caches if c.carried]
     return Manifest(
         created_by=f"trt_kvcache {__version__}",
         backend=backend.target.value,
-        backend_version=done.version,
+        backend_version=built.done.version,
         compute_capabilities=_built_for(build),
         plan=plan,
         aliases={c.present: c.past for c in carried if c.in_place},
         double_buffered=plan.double_buffered,
         profiles=profiles,
-        max_batch=limits.max_batch,
-        max_chunk=limits.max_chunk,
-        max_logits=limits.max_logits,
-        model=model,
-        engine=FileIdentity(engine.name, done.size, done.blake3),
+        max_batch=1,
+        max_chunk=1,
+        model=built.model,
+        engine=FileIdentity(engine.name, built.done.size, built.done.blake3),
         options=_flat(build),
-        warnings=warnings,
+        warnings=built.warnings,
     )
 
 
@@ -202,14 +306,18 @@ def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
     return flat
 
 
-def _write(manifest: Manifest, engine_file: Path, engine: Path) -> None:
-    """Put engine and manifest in place: the manifest last, and neither if one fails."""
-    final = check_output(manifest_path(engine))
-    with temporary_file(final) as manifest_file:
-        try:
-            with open(manifest_file, "wb") as file:
-                file.write(encode_manifest(manifest))
-                sync(file)
-        except OSError as error:
-            raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-        publish([(engine_file, engine), (manifest_file, final)])
+def _publish(engines: Sequence[tuple[Manifest, Path, Path]]) -> None:
+    """Put engines and manifests in place, from temporary files: a manifest behind its engine, and none if one fails."""
+    with ExitStack() as stack:
+        files = []
+        for manifest, engine_file, engine in engines:
+            final = check_output(manifest_path(engine))
+            manifest_file = stack.enter_context(temporary_file(final))
+            try:
+                with open(manifest_file, "wb") as file:
+                    file.write(encode_manifest(manifest))
+                    sync(file)
+            except OSError as error:
+                raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+            files += [(engine_file, engine), (manifest_file, final)]
+        publish(files)

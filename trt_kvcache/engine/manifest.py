@@ -13,6 +13,7 @@ from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan
 
 __all__ = [
+    "ENCODER",
     "SCHEMA_VERSION",
     "FileIdentity",
     "Manifest",
@@ -20,12 +21,15 @@ __all__ = [
     "ShapeRange",
     "check_engine",
     "encode_manifest",
+    "encoder_path",
     "load_manifest",
     "manifest_path",
     "save_manifest",
 ]
 
 SCHEMA_VERSION = 1
+ENCODER = "encoder"
+"""The profile of an encoder's engine."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Profile:
     """One optimization profile; its position in `Manifest.profiles` is its index in the engine.
 
     Attributes:
-        name: ``"prefill"`` or ``"decode"``.
+        name: ``"prefill"`` or ``"decode"``; `ENCODER` of an encoder.
         shapes: per input with a dynamic dimension.
     """
 
@@ -66,6 +70,8 @@ class Manifest:
         model: the source model and its external data files.
         options: the build options as given, for the audit.
         warnings: what TensorRT warned about while it built, each once.
+        encoder: the engine of the encoder that was built with this decoder's, by its name beside it; None: there is
+            none. An encoder's own engine has no caches, and one profile, `ENCODER`.
     """
 
     created_by: str
@@ -85,7 +91,13 @@ class Manifest:
     vocab: int | None = None
     max_positions: int | None = None
     max_logits: int | None = None
+    encoder: FileIdentity | None = None
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether the engine is an encoder's."""
+        return tuple(profile.name for profile in self.profiles) == (ENCODER,)
 
 
 @dataclass(frozen=True)
@@ -99,6 +111,11 @@ def manifest_path(engine: str | os.PathLike[str]) -> Path:
     """Where the manifest of this engine is: ``model.engine.json`` for ``model.engine``."""
     engine = Path(engine)
     return engine.with_name(engine.name + ".json")
+
+
+def encoder_path(engine: Path) -> Path:
+    """Where the engine of a decoder's encoder is: ``model.encoder.engine`` for ``model.engine``."""
+    return engine.with_name(f"{engine.stem}.{ENCODER}{engine.suffix}")
 
 
 def save_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:

@@ -43,6 +43,8 @@ class BuildOptions:
         max_encoder: the longest output of an encoder, in positions, for models that attend one. None: `max_shapes`
             says.
         opt_encoder: the length of it that kernels are chosen for. None: `max_encoder`.
+        encoder: whether the encoder of an encoder-decoder becomes an engine too: ``"auto"``: where one lies beside the
+            model and TensorRT takes it; ``"none"``: no; or the path of its ``.onnx`` file, or of its folder.
         decode_weights: for `max_batch` 1; without effect beyond. ``"own"``: decode is for a batch of exactly one, for
             which TensorRT stores weights in a layout of their own. ``"shared"``: it could also take two, and uses the
             weights of prefill. ``"auto"``: what gives the smaller engine (measured with TensorRT for RTX 1.7.1): own
@@ -75,6 +77,7 @@ class BuildOptions:
     max_logits: int | None = None
     max_encoder: int | None = None
     opt_encoder: int | None = None
+    encoder: str = "auto"
     decode_weights: str = "auto"
     min_shapes: Mapping[str, Shape] = field(default_factory=dict)
     opt_shapes: Mapping[str, Shape] = field(default_factory=dict)

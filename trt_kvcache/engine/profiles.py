@@ -13,10 +13,10 @@ one, 323 MB instead of 245 MB for 232 MB. With quantized weights it is the other
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from trt_kvcache.engine.manifest import Profile, ShapeRange
+from trt_kvcache.engine.manifest import ENCODER, Profile, ShapeRange
 from trt_kvcache.engine.options import DEFAULT_CHUNK, DEFAULT_LOGITS, BuildOptions, Shape
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, TensorRole
@@ -77,7 +77,7 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
             f"--max-chunk is {max_chunk}, but cache {smallest.past!r} holds {capacity} tokens; "
             f"give --max-chunk {capacity} or less, or a larger --capacity if the model leaves it open"
         )
-    encoder = None if build.max_encoder is None else (1, build.opt_encoder or build.max_encoder, build.max_encoder)
+    encoder = _encoder(build)
     if encoder and not any("encoder" in t.axes for t in plan.tensors):
         raise OptionError("--max-encoder is given, and no input of the model is as long as an encoder's output")
     return Limits(max_batch, opt_batch, max_chunk, capacity, _logits(plan, build, chunk, max_chunk), encoder)
@@ -133,6 +133,41 @@ def make_profiles(
     if prefill.shapes == decode.shapes:
         return (decode if limits.max_chunk == 1 else prefill,)
     return prefill, _wider(plan, decode) if several else decode
+
+
+def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
+    """The profile of an encoder, which reads one source at a time.
+
+    Args:
+        plan: of the encoder.
+        build: what the caller decides; shapes of inputs that the encoder lacks are the decoder's.
+
+    Raises:
+        OptionError: nothing says how long a source may be, or a shape from the caller does not fit the model.
+    """
+    inputs = [t for t in plan.tensors if t.io == "input"]
+    names = {t.name for t in inputs}
+    own = _with_shapes(build, lambda name: name in names)
+    _check_names(inputs, own)
+    return Profile(ENCODER, dict(_ranges(plan, inputs, own, Limits(1, 1, 1, 1, encoder=_encoder(build)), 1)))
+
+
+def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) -> BuildOptions:
+    """The same options without the shapes of inputs that the encoder has alone."""
+    own, others = ({t.name for t in plan.tensors if t.io == "input"} for plan in (decoder, encoder))
+    return _with_shapes(build, lambda name: name not in others - own)
+
+
+def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOptions:
+    def kept(kind: str) -> dict[str, Shape]:
+        return {name: shape for name, shape in _user_shapes(build, kind).items() if wanted(name)}
+
+    return replace(build, min_shapes=kept("min"), opt_shapes=kept("opt"), max_shapes=kept("max"))
+
+
+def _encoder(build: BuildOptions) -> Range | None:
+    """Lengths of an encoder's output, where the caller says the largest."""
+    return None if build.max_encoder is None else (1, build.opt_encoder or build.max_encoder, build.max_encoder)
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:

@@ -28,7 +28,7 @@ class Need:
     per_row: int = 0
 
 
-def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int) -> None:
+def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int, advice: str | None = None) -> None:
     """Refuse what does not fit.
 
     Args:
@@ -37,6 +37,7 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
         total: all its bytes.
         gpu: its name.
         max_batch: rows.
+        advice: what to do; None: with the batch and the sizes of a decoder.
 
     Raises:
         BackendError: `needs` and `RESERVE` together are more than `free`; the message says how many rows fit.
@@ -47,7 +48,7 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
     parts = ", ".join(f"{need.what} {format_size(need.size)}" for need in needs)
     raise BackendError(
         f"{gpu} has {format_size(free)} of {format_size(total)} free, and {format_size(needed)} are needed: {parts}, "
-        f"reserve {format_size(RESERVE)}; {_advice(needs, needed - free, max_batch)}"
+        f"reserve {format_size(RESERVE)}; {advice or _advice(needs, needed - free, max_batch)}"
     )
 
 

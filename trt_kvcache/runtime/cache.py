@@ -42,7 +42,7 @@ class KVCache:
         self._caches = carried_caches(runner.plan)
         self._rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
         self.limits = SequenceLimits(runner)
-        self._constants = ConstantInputs(runner.plan)
+        self._constants = ConstantInputs(runner.plan, runner.home)
         self._slots: dict[int, Slot] = {}
         self._next = 0
         self._dirty = [0] * runner.max_batch  # per row: cache rows from here on are 0

@@ -76,7 +76,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
     for name, slot in slots.items():
         tensors[f"{name}/tokens"] = np.array(slot.tokens, np.int64)
         for constant, array in slot.constants.arrays.items():
-            tensors[f"{name}/{constant}"] = np.ascontiguousarray(_plain(array))
+            tensors[f"{name}/{constant}"] = np.ascontiguousarray(_plain(np.asarray(array)))
         for buffer in carried_buffers(runner.plan):
             data = runner.read_row(buffer.past, slot.row, min(slot.written, buffer.capacity))
             tensors[f"{name}/{buffer.past}"] = np.ascontiguousarray(_plain(data))

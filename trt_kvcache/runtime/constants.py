@@ -13,6 +13,7 @@ import numpy as np
 
 from trt_kvcache.errors import PromptError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
+from trt_kvcache.runtime.device_array import DeviceArray
 from trt_kvcache.runtime.dtypes import array_dtype
 
 __all__ = ["NO_CONSTANTS", "ConstantInputs", "Constants"]
@@ -25,11 +26,12 @@ class Constants:
     """The constants of one sequence. Two are equal if they are the same object.
 
     Attributes:
-        arrays: ``[1, ...]`` by the name of the input, C-contiguous, in the model's dtype.
+        arrays: ``[1, ...]`` by the name of the input, C-contiguous, in the model's dtype; on the host, or where the
+            runner is.
         sizes: of all of them, in the order of the plan: rows of equal sizes share a step.
     """
 
-    arrays: Mapping[str, Array] = field(default_factory=dict)
+    arrays: Mapping[str, Array | DeviceArray] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -50,12 +52,14 @@ class ConstantInputs:
 
     Args:
         plan: of the model.
+        home: the GPU whose arrays a step reads where they lie; None: host memory only.
 
     Raises:
         UnsupportedModelError: the shape of one is not understood.
     """
 
-    def __init__(self, plan: CachePlan) -> None:
+    def __init__(self, plan: CachePlan, home: object = None) -> None:
+        self._home = home
         self.tensors = tuple(t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT)
         for tensor in self.tensors:
             if not tensor.shape or tensor.axes[0] not in ("batch", "") or not {*tensor.axes[1:]} <= {"encoder", ""}:
@@ -65,11 +69,12 @@ class ConstantInputs:
                     "that do not depend on the text"
                 )
 
-    def read(self, given: Mapping[str, Array] | Constants | None) -> Constants:
+    def read(self, given: Mapping[str, Any] | Constants | None) -> Constants:
         """The constants of one sequence, checked.
 
         Args:
-            given: an array ``[1, ...]`` for every input; what was read before is taken as it is.
+            given: an array ``[1, ...]`` for every input, also such as an encoder left on this GPU; what was read before
+                is taken as it is.
 
         Raises:
             PromptError: one is missing, unknown, or of another dtype or shape than the model takes.
@@ -87,26 +92,32 @@ class ConstantInputs:
         if unknown := [name for name in given if name not in names]:
             takes = f"it takes {', '.join(names)}" if names else "it takes none"
             raise PromptError(f"{unknown[0]!r} is no input of the model that is given once per sequence; {takes}")
-        return Constants({t.name: _checked(t, given[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
+        return Constants({t.name: self._checked(t, given[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
         """Of the inputs of a step of `rows` rows like this one."""
         return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
 
-
-def _checked(tensor: TensorRole, value: Any) -> Array:
-    array = np.asarray(value)
-    dtype = array_dtype(tensor.dtype)
-    fits = array.ndim == len(tensor.shape) and all(
-        size == want if isinstance(want, int) else size >= 1
-        for size, want in zip(array.shape, (1, *tensor.shape[1:]), strict=True)
-    )
-    if array.dtype != dtype or not fits:
-        raise PromptError(
-            f"'{tensor.name}' is {array.dtype} {list(array.shape)}, and the model takes {dtype} {_shape(tensor)} "
-            "for each sequence"
+    def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:
+        array: Array | DeviceArray = value if isinstance(value, DeviceArray) else np.asarray(value)
+        dtype = array_dtype(tensor.dtype)
+        fits = array.ndim == len(tensor.shape) and all(
+            size == want if isinstance(want, int) else size >= 1
+            for size, want in zip(array.shape, (1, *tensor.shape[1:]), strict=True)
         )
-    return np.array(array, order="C")  # the caller may change his
+        if array.dtype != dtype or not fits:
+            raise PromptError(
+                f"'{tensor.name}' is {array.dtype} {list(array.shape)}, and the model takes {dtype} {_shape(tensor)} "
+                "for each sequence"
+            )
+        if isinstance(array, DeviceArray):
+            if array.home is not self._home:
+                raise PromptError(
+                    f"'{tensor.name}' lies on the GPU of another session; give numpy.asarray of it, or let this "
+                    "session's encoder make it"
+                )
+            return array
+        return np.array(array, order="C")  # the caller may change his
 
 
 def _shape(tensor: TensorRole) -> str:

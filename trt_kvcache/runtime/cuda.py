@@ -128,6 +128,11 @@ class Cuda:
         self._check("cuMemsetD8Async", self._driver.cuMemsetD8Async(address, 0, size, self.stream))
         return address
 
+    def free(self, address: int) -> None:
+        """Give GPU memory back before the end; nothing on the stream may use it any more."""
+        self._check("cuMemFree", self._driver.cuMemFree(address))
+        del self._memory[address]
+
     def allocate_pinned(self, size: int) -> Pinned:
         """Take `size` bytes of page-locked host memory, from and to which copies run at full speed."""
         size = max(size, 1)

@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.encoder_parts import HIDDEN, IDS, MASK, cut_to
 from trt_kvcache.importer.merged import take_first_branch
-from trt_kvcache.importer.protos import names_read
 from trt_kvcache.importer.source import load_source
 from trt_kvcache.runtime.ort_calls import input_dtype, open_on_cpu, run_on_cpu
 
-__all__ = ["BY_HAND", "HIDDEN", "FirstStep"]
+__all__ = ["BY_HAND", "FirstStep"]
 
-HIDDEN = "encoder_hidden_states"
 BY_HAND = "run it yourself, and give what the decoder takes as constants"
 """What is left to do where a model that stands before a decoder cannot be run."""
-_IDS, _MASK = "input_ids", "encoder_attention_mask"
 Array = np.ndarray[Any, np.dtype[Any]]
 
 
@@ -49,12 +46,12 @@ class FirstStep:
         self.path = path
         model = load_source(path, first_step=True).proto
         take_first_branch(model.graph)
-        self.outputs = _cut(model.graph, wanted)
-        unknown = [v.name for v in model.graph.input if v.name not in (_IDS, HIDDEN, _MASK)]
+        self.outputs = cut_to(model.graph, wanted)
+        unknown = [v.name for v in model.graph.input if v.name not in (IDS, HIDDEN, MASK)]
         if unknown:
             raise UnsupportedModelError(
-                f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {_IDS}, "
-                f"{HIDDEN} and {_MASK}: compute them yourself, and give them as constants"
+                f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {IDS}, "
+                f"{HIDDEN} and {MASK}: compute them yourself, and give them as constants"
             )
         self._session = open_on_cpu(model.SerializeToString(), path, BY_HAND, spinning=False)
         self._inputs = {v.name: input_dtype(v) for v in self._session.get_inputs()}
@@ -78,31 +75,6 @@ class FirstStep:
         return made
 
     def _run(self, hidden: Array, token: int) -> list[Array]:
-        given = {_IDS: np.array([[token]]), HIDDEN: hidden, _MASK: np.ones(hidden.shape[:2])}
+        given = {IDS: np.array([[token]]), HIDDEN: hidden, MASK: np.ones(hidden.shape[:2])}
         feed = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
         return run_on_cpu(self._session, self.path, self.outputs, feed)
-
-
-def _cut(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
-    """Leave what leads to the wanted outputs; returns those that are there. `graph` is changed."""
-    outputs = [v for v in graph.output if v.name in wanted]
-    nodes, read = _leading_to({v.name for v in outputs}, graph)
-    held = [t for t in graph.initializer if t.name in read]
-    constants = {t.name for t in held}
-    inputs = [v for v in graph.input if v.name in read and v.name not in constants]
-    del graph.node[:], graph.initializer[:], graph.input[:], graph.output[:], graph.value_info[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend(held)
-    graph.input.extend(inputs)
-    graph.output.extend(outputs)
-    return [v.name for v in outputs]
-
-
-def _leading_to(names: set[str], graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], set[str]]:
-    """The nodes that `names` need, in order, and all that these read."""
-    read, nodes = set(names), []
-    for node in reversed(graph.node):
-        if read & {*node.output}:
-            nodes.append(node)
-            read |= names_read(node)
-    return nodes[::-1], read

@@ -54,7 +54,7 @@ class _Bound:
         if constants != self.constants:
             for name, array in self.given.items():
                 for row, held in zip(array, constants, strict=True):
-                    row[...] = held.arrays[name][0]
+                    row[...] = np.asarray(held.arrays[name])[0]
             self.constants = constants
 
 
@@ -128,6 +128,11 @@ class OnnxRuntimeRunner:
     def plan(self) -> CachePlan:
         """Of the rewritten model."""
         return self._plan
+
+    @property
+    def home(self) -> None:
+        """See `Runner.home`."""
+        return
 
     @property
     def max_batch(self) -> int:

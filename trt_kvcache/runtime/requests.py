@@ -149,6 +149,27 @@ class PromptReader:
         beside = [self._cache.read_constants(given) for given in for_each(checked, constants, "constants", "a mapping")]
         return [replace(prompt, constants=given) for prompt, given in zip(checked, beside, strict=True)]
 
+    def read_updates(
+        self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
+    ) -> dict[int, ReadPrompt]:
+        """What is to be written to slots, by slot.
+
+        Raises:
+            PromptError: see `read`; or there is nothing to write.
+            CapacityError: see `after`.
+            SlotError: a slot is not in use, or runs.
+        """
+        if unknown := [slot for slot in (*inputs_embeds, *positions) if slot not in tokens]:
+            raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
+        checked = {}
+        for slot, ids in tokens.items():
+            held = self._cache.idle(slot)
+            checked[slot] = self.read(ids, inputs_embeds.get(slot), positions.get(slot))
+            if not checked[slot].tokens and not held.pending:
+                raise PromptError(f"slot {slot}: no tokens to write; give at least one")
+            self.after(held, checked[slot], f"slot {slot}")
+        return checked
+
     def after(self, held: Slot, prompt: ReadPrompt, what: str) -> Slot:
         """What a slot will hold with a prompt behind what it holds now.
 

@@ -98,6 +98,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def home(self) -> object:
+        """The GPU whose arrays may be constants of a step, see `DeviceArray.home`; None: those of the host only."""
+        ...
+
+    @property
     def max_batch(self) -> int:
         """Rows of every cache buffer."""
         ...

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError
+from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.importer.embedding_files import find_embeddings
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.beam_slots import beam_events
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.continuation import Continuation
-from trt_kvcache.runtime.embedding_files import find_embeddings
 from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
-from trt_kvcache.runtime.encoder import Encoder, Source, open_encoder
+from trt_kvcache.runtime.encoder import Encoder, Source, Sources, open_encoder
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
@@ -39,7 +39,7 @@ from trt_kvcache.runtime.requests import (
 )
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.streams import Streams
+from trt_kvcache.runtime.streams import Streams, in_a_thread
 
 __all__ = ["DecodeSession", "Generation", "Prompt"]
 
@@ -60,7 +60,7 @@ class DecodeSession:
         runner: executes the steps; the session closes it.
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.tokenizer`.
         embeddings: of token ids, for a model that takes embeddings; see `open`.
-        encoder: opens the model's encoder, when one is asked for.
+        encoder: opens the model's encoder, when one is asked for; it is given the session's lock.
 
     Attributes:
         cache: the caches, and what may be done to them.
@@ -71,7 +71,7 @@ class DecodeSession:
         runner: Runner,
         tokenizer: Any = None,
         embeddings: GivenEmbeddings = None,
-        encoder: Callable[[], Encoder] | None = None,
+        encoder: Callable[[Guard], Encoder] | None = None,
     ) -> None:
         self._guard = Guard()
         self._runner = runner
@@ -81,8 +81,7 @@ class DecodeSession:
         self._reader = PromptReader(runner, self.cache, made, tokenizer)
         self._loop = DecodeLoop(runner, self.cache, made)
         self._streams = Streams(self._guard, self.cache, self._loop)
-        self._open_encoder = encoder
-        self._encoder: Encoder | None = None
+        self._sources = Sources(encoder, self._guard, tokenizer)
 
     @classmethod
     def open(
@@ -106,8 +105,9 @@ class DecodeSession:
             embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
                 the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a tensor
                 in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside `path`.
-            encoder: of an encoder-decoder, for `encode`: the encoder's ``.onnx`` file, which runs on the CPU, or its
-                folder. None: the exporter's beside `path`.
+            encoder: of an encoder-decoder, for `encode`: the encoder's engine, or its ``.onnx`` file, which runs on the
+                CPU, or the folder of that. None: the engine that was built with the decoder's; else the exporter's
+                model beside `path`.
             max_batch: most sequences at a time; None: what the engine was built for, or what fits.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
             options: for the runner: ``capacity`` (of caches that grow or have a symbolic length), ``plan_options``,
@@ -123,7 +123,7 @@ class DecodeSession:
             if embeddings is None and embedded_input(runner.plan) is not None:
                 embeddings = find_embeddings(Path(path))
             beside = None if encoder is None else Path(encoder)
-            return cls(runner, reader, embeddings, partial(open_encoder, beside, Path(path), runner.plan))
+            return cls(runner, reader, embeddings, partial(open_encoder, beside, Path(path), runner))
         except BaseException:
             runner.close()
             raise
@@ -131,7 +131,7 @@ class DecodeSession:
     @property
     def name(self) -> str:
         """What runs where."""
-        return self._runner.name
+        return ", ".join(part for part in (self._runner.name, self._sources.where) if part)
 
     @property
     def plan(self) -> CachePlan:
@@ -163,32 +163,26 @@ class DecodeSession:
         """What turns text into tokens and back, or None."""
         return self._tokenizer
 
-    def encode(self, source: Source) -> dict[str, npt.NDArray[Any]]:
-        """What the decoder of an encoder-decoder reads beside each text: the encoder is run on the CPU.
+    def encode(self, source: Source) -> dict[str, Any]:
+        """What the decoder of an encoder-decoder reads beside each text.
+
+        The encoder runs where the decoder does; on the CPU where no engine of it was built. Then `name` says so.
 
         Args:
             source: text or token ids to be translated, summed up, ...; or arrays by names of the encoder's inputs, such
                 as ``{"input_features": [1, 80, 3000]}``. Of one sequence, without padding.
 
         Returns:
-            Constants of one sequence, for `generate`, `stream` and `add`.
+            Constants of one sequence, for `generate`, `stream` and `add`. An encoder on the GPU leaves them there, for
+            as long as anything holds them; ``numpy.asarray`` copies them.
 
         Raises:
             OptionError: the model takes nothing from an encoder, or there is none beside it.
-            ModelError: the encoder cannot be used.
+            ModelError, ManifestError: the encoder cannot be used.
             PromptError: the source does not fit it.
             SessionError: it failed, or the session is closed.
         """
-        with self._guard:
-            if self._encoder is None:
-                if self._open_encoder is None:
-                    raise OptionError("the session has no encoder; open the model with DecodeSession.open")
-                self._encoder = self._open_encoder()
-            if isinstance(source, str) and self._tokenizer is None:
-                raise PromptError("a source is text, and there is no tokenizer; open the session with one")
-            read = self._tokenizer.encode(source) if isinstance(source, str) else source
-            encoder = self._encoder
-        return encoder.encode(read)  # beside the steps of other threads
+        return self._sources.encode(source)
 
     # --- whole generations
 
@@ -267,20 +261,9 @@ class DecodeSession:
     ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after that step."""
         events = self.stream(prompts, config, constants, inputs_embeds=inputs_embeds, positions=positions)
-        step: asyncio.Task[TokenEvent | None] | None = None
-        try:
-            while True:
-                step = asyncio.create_task(asyncio.to_thread(next, events, None))
-                event = await asyncio.shield(step)
-                if event is None:
-                    return
+        async with aclosing(in_a_thread(events)) as found:
+            async for event in found:
                 yield event
-        finally:
-            if step is not None and not step.done():  # cancelled: the iterator cannot be closed while it runs
-                await asyncio.wait([step])
-            close = getattr(events, "close", None)
-            if close is not None:
-                close()
 
     # --- continuous batching
 
@@ -344,14 +327,7 @@ class DecodeSession:
                 call gives the events of the others.
         """
         with self._guard:
-            if not any(isinstance(o, TrtKvCacheError) for o in self._streams.outcomes):
-                self._streams.advance()
-            for place, outcome in enumerate(self._streams.outcomes):
-                if isinstance(outcome, TrtKvCacheError):
-                    del self._streams.outcomes[place]
-                    raise outcome
-            outcomes, self._streams.outcomes = self._streams.outcomes, []
-            return [outcome for outcome in outcomes if isinstance(outcome, TokenEvent)]
+            return self._streams.step()
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -396,17 +372,7 @@ class DecodeSession:
             PromptError, CapacityError, SlotError, SessionError: see `generate`; a refused update writes nothing.
         """
         with self._guard:
-            embeds, places = inputs_embeds or {}, positions or {}
-            if unknown := [slot for slot in (*embeds, *places) if slot not in tokens]:
-                raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
-            checked = {}
-            for slot, ids in tokens.items():
-                held = self.cache.idle(slot)
-                checked[slot] = self._reader.read(ids, embeds.get(slot), places.get(slot))
-                if not checked[slot].tokens and not held.pending:
-                    raise PromptError(f"slot {slot}: no tokens to write; give at least one")
-                self._reader.after(held, checked[slot], f"slot {slot}")
-            return self._loop.update(checked, keep)
+            return self._loop.update(self._reader.read_updates(tokens, inputs_embeds or {}, positions or {}), keep)
 
     # --- the end
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import suppress
 
 from trt_kvcache.errors import SessionError, SlotError, TrtKvCacheError
@@ -14,7 +15,7 @@ from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop, Outcome
 from trt_kvcache.runtime.requests import ReadPrompt
 
-__all__ = ["Streams"]
+__all__ = ["Streams", "in_a_thread"]
 
 _Mailbox = deque[tuple[int, Outcome]]
 _Waiting = deque[tuple[Continuation, ReadPrompt]]
@@ -28,25 +29,34 @@ class Streams:
         cache: of the session.
         loop: over the same cache.
 
-    Attributes:
-        outcomes: of sequences that no stream added.
     """
 
     def __init__(self, guard: Guard, cache: KVCache, loop: DecodeLoop) -> None:
         self._guard, self._cache, self._loop = guard, cache, loop
         self._mailboxes: dict[int, _Mailbox] = {}
-        self.outcomes: list[Outcome] = []
+        self._outcomes: list[Outcome] = []  # of sequences that no stream added
 
     def advance(self) -> None:
         """One step of the loop; everybody's outcomes go to where they are waited for."""
         for slot, outcome in self._loop.step():
             mailbox = self._mailboxes.get(slot)
             if mailbox is None:
-                self.outcomes.append(outcome)
+                self._outcomes.append(outcome)
                 continue
             mailbox.append((slot, outcome))
             if isinstance(outcome, TrtKvCacheError) or outcome.finish_reason is not None:
                 del self._mailboxes[slot]
+
+    def step(self) -> list[TokenEvent]:
+        """See `DecodeSession.step`."""
+        if not any(isinstance(outcome, TrtKvCacheError) for outcome in self._outcomes):
+            self.advance()
+        for place, outcome in enumerate(self._outcomes):
+            if isinstance(outcome, TrtKvCacheError):
+                del self._outcomes[place]
+                raise outcome
+        outcomes, self._outcomes = self._outcomes, []
+        return [outcome for outcome in outcomes if isinstance(outcome, TokenEvent)]
 
     def forget(self, slot: int) -> None:
         """Nobody waits for this slot any more."""
@@ -99,3 +109,21 @@ class Streams:
                 if self._mailboxes.pop(slot, None) is not None and slot in self._loop.slots:
                     self._loop.remove(slot)
                     self._cache.release(slot)
+
+
+async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:
+    """The events of a stream, each waited for in a thread; closing it closes the stream after the step under way."""
+    step: asyncio.Task[TokenEvent | None] | None = None
+    try:
+        while True:
+            step = asyncio.create_task(asyncio.to_thread(next, events, None))
+            event = await asyncio.shield(step)
+            if event is None:
+                return
+            yield event
+    finally:
+        if step is not None and not step.done():  # cancelled: the iterator cannot be closed while it runs
+            await asyncio.wait([step])
+        close = getattr(events, "close", None)
+        if close is not None:
+            close()

@@ -8,6 +8,7 @@ from trt_kvcache.errors import BackendError
 from trt_kvcache.runtime.cuda import Cuda
 from trt_kvcache.runtime.graphs import StepGraphs
 from trt_kvcache.runtime.trt_context import Context, ContextFactory
+from trt_kvcache.runtime.trt_function import EngineFunction
 from trt_kvcache.runtime.trt_load import TensorRT
 
 __all__ = ["Held"]
@@ -21,6 +22,7 @@ class Held:
         trt: the engine, once it is open.
         factory: of contexts, once the engine is open.
         contexts: one for each profile.
+        functions: other engines that run there.
         graphs: the recorded steps; None where none are.
         in_use: a call is under way.
     """
@@ -31,6 +33,7 @@ class Held:
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
         self.contexts: list[Context] = []
+        self.functions: list[EngineFunction] = []
         self.graphs: StepGraphs | None = None
         self.in_use = False
 
@@ -46,8 +49,9 @@ class Held:
             with suppress(BackendError):
                 self.cuda.activate()
                 self.cuda.sync()
-                if self.factory.kernels is not None:
-                    self.factory.kernels.save()
+                for factory in (self.factory, *(function.factory for function in self.functions)):
+                    if factory.kernels is not None:
+                        factory.kernels.save()
             if self.graphs is not None:
                 self.graphs.close()
         finally:
@@ -57,6 +61,8 @@ class Held:
         """Free what TensorRT holds, and then the memory that it is bound to."""
         while self.contexts:
             self.contexts.pop().let_go()
+        while self.functions:
+            self.functions.pop().let_go()
         for name in ("factory", "trt"):
             self.__dict__.pop(name, None)
         self.cuda.close()

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.runtime.constants import Constants
 from trt_kvcache.runtime.cuda import ALIGNMENT, Cuda, Pinned
+from trt_kvcache.runtime.device_array import DeviceArray
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
@@ -97,18 +98,27 @@ class StepBuffers:
         return reason
 
     def give(self, constants: tuple[Constants, ...]) -> None:
-        """Copy the constants of the rows of a step to the GPU, unless they are there since the last one."""
+        """Copy the constants of the rows of a step to where it reads them, unless they are there since the last one."""
         if constants == self._given:
             return
         self._given = ()
         for name in constants[0].arrays if constants else ():
-            data = np.concatenate([held.arrays[name] for held in constants]).reshape(-1).view(np.uint8)
-            for start in range(0, data.size, self._staging.data.size):
-                piece = data[start : start + self._staging.data.size]
-                _put(self._staging, 0, piece)
-                self._cuda.upload(self.addresses[name] + start, self._staging.address, piece.size)
-                self._cuda.sync()  # the next piece goes through the same pinned memory
+            address = self.addresses[name]
+            for array in (held.arrays[name] for held in constants):
+                if isinstance(array, DeviceArray):
+                    self._cuda.copy_rows(address, array.address, array.nbytes, array.nbytes, 1)
+                else:
+                    self._upload(address, array.reshape(-1).view(np.uint8))
+                address += array.nbytes
         self._given = constants
+
+    def _upload(self, address: int, data: Array) -> None:
+        """Copy bytes to the GPU, as many at a time as fit into pinned memory."""
+        for start in range(0, data.size, self._staging.data.size):
+            piece = data[start : start + self._staging.data.size]
+            _put(self._staging, 0, piece)
+            self._cuda.upload(address + start, self._staging.address, piece.size)
+            self._cuda.sync()  # the next piece goes through the same pinned memory
 
     def put(self, values: Mapping[str, Array]) -> None:
         """Write the inputs of a step into pinned memory."""

@@ -11,22 +11,18 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from trt_kvcache.engine.manifest import check_engine, load_manifest
-from trt_kvcache.errors import BackendError, OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
+from trt_kvcache.errors import BackendError, OptionError, SessionError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.admission import Need, admit
-from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.cuda import Cuda, CudaBindings, cuda_bindings
-from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.graphs import StepGraphs
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
@@ -34,16 +30,16 @@ from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 from trt_kvcache.runtime.trt_caches import DeviceCaches
 from trt_kvcache.runtime.trt_context import Context, ContextFactory
+from trt_kvcache.runtime.trt_function import EngineFunction
 from trt_kvcache.runtime.trt_held import Held
 from trt_kvcache.runtime.trt_io import StepBuffers
 from trt_kvcache.runtime.trt_jit import kernel_cache_path
 from trt_kvcache.runtime.trt_load import check_manifest, load_tensorrt, open_engine
+from trt_kvcache.runtime.trt_shapes import StepShapes
 
 __all__ = ["Bindings", "TensorRTRunner"]
 
 Shape = tuple[int, ...]
-
-_MOST_KINDS = 1024
 
 
 @dataclass(frozen=True)
@@ -92,6 +88,8 @@ class TensorRTRunner:
         path = Path(engine)
         self._manifest = load_manifest(path)
         check_manifest(self._manifest, path)
+        if self._manifest.is_encoder:
+            raise OptionError(f"{path} is the engine of an encoder; open that of its decoder, which finds it")
         self._inputs = StepInputs(self._manifest.plan)
         self._logits = StepLogits(self._manifest.plan)
         self._max_chunk = _within("max_chunk", max_chunk, self._inputs.chunk(None, self._manifest.max_chunk))
@@ -99,20 +97,21 @@ class TensorRTRunner:
         self._max_batch = _within("max_batch", self._inputs.batch(max_batch), rows)
         check_engine(self._manifest, path)
         bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
-        self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
         self._bound: dict[tuple[int, int], dict[str, int]] = {}
         self._cuda = Cuda(device, bindings.cuda)
+        self._kernels = None if kernel_cache is None else Path(kernel_cache)
         self._held = Held(self._cuda)
         try:
-            self._open(path, bindings.tensorrt, cuda_graphs, kernel_cache)
+            self._open(path, bindings.tensorrt, cuda_graphs)
         except BaseException:
             self._held.let_go()
             raise
         self._end = weakref.finalize(self, self._held.close)  # where nobody closes it, and at exit
 
-    def _open(self, path: Path, module: Any, cuda_graphs: bool, kernel_cache: str | os.PathLike[str] | None) -> None:
+    def _open(self, path: Path, module: Any, cuda_graphs: bool) -> None:
         manifest, cuda = self._manifest, self._cuda
         self._caches = DeviceCaches(cuda, manifest.plan, self._max_batch)
+        self._shapes = StepShapes(manifest, self._inputs, self._caches.buffers)
         per_row = self._caches.bytes_per_row
         caches = Need(f"caches for {self._max_batch} sequences", self._max_batch * per_row, per_row)
         # Before the engine is opened, which takes memory for the weights: about as much as the file is long.
@@ -120,12 +119,10 @@ class TensorRTRunner:
         self._held.trt = trt = open_engine(path, manifest, module, cuda)
         self._name = f"{trt.title}, {cuda.name}"
 
-        folder = None if kernel_cache is None else Path(kernel_cache)
-        kernels = kernel_cache_path(path, cuda.compute_capability, folder)
-        self._held.factory = factory = ContextFactory(trt, cuda, kernels)
+        self._held.factory = factory = ContextFactory(trt, cuda, self._kernel_file(path))
         for index in range(len(manifest.profiles)):
             self._contexts.append(factory.make(index))
-        largest = self._largest_shapes()
+        largest = self._shapes.largest(self._contexts, self._max_batch, self._max_chunk, self.max_logits)
         self._logits.settle(largest[self._logits.name][-1])
         self._buffers = StepBuffers(cuda, manifest.plan, largest, self._max_batch)
         needs = [
@@ -157,6 +154,16 @@ class TensorRTRunner:
     def name(self) -> str:
         """What runs where, for people."""
         return self._name
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the engine."""
+        return self._manifest
+
+    @property
+    def home(self) -> Cuda:
+        """See `Runner.home`."""
+        return self._cuda
 
     @property
     def plan(self) -> CachePlan:
@@ -209,10 +216,10 @@ class TensorRTRunner:
         return asked_logits(logits, batch, whole)
 
     def _step(self, batch: StepBatch) -> Logits:
-        with self._running():
+        with self.running():
             self._logits.check(batch)
             signature = self._inputs.signature(batch)
-            index, shapes = self._kind(signature, batch)
+            index, shapes = self._shapes.of(signature, batch)
             self._buffers.give(batch.constants)
             self._buffers.put(self._inputs.arrays(batch))
             side = self._caches.side(batch.first_row, batch.rows)
@@ -236,38 +243,64 @@ class TensorRTRunner:
 
     def copy_rows(self, source: int, target: int, tokens: int) -> None:
         """See `Runner.copy_rows`."""
-        with self._running():
+        with self.running():
             self._caches.copy_rows(source, target, tokens)
             self._cuda.sync()
 
     def zero_rows(self, row: int, start: int, stop: int) -> None:
         """See `Runner.zero_rows`."""
-        with self._running():
+        with self.running():
             self._caches.zero_rows(row, start, stop)
             self._cuda.sync()
 
     def read_row(self, name: str, row: int, tokens: int) -> Array:
         """See `Runner.read_row`."""
-        with self._running():
+        with self.running():
             return self._caches.read_row(name, row, tokens)
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """See `Runner.write_row`."""
-        with self._running():
+        with self.running():
             self._caches.write_row(name, row, data)
 
     def view(self, name: str) -> Any:
         """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. Not to be used after `close`."""
-        with self._running():
+        with self.running():
             return self._caches.view(name, self)
 
     def close(self) -> None:
         """Free everything, and keep compiled kernels for the next start. Closing again does nothing."""
         self._end()
 
+    def encoder_beside(self, engine: Path) -> tuple[Path | None, str]:
+        """The engine of the encoder that was built with this one's; None: there is none, and why."""
+        built = self._manifest.encoder
+        if built is None:
+            return None, f"{engine} was built without the engine of an encoder"
+        path = engine.with_name(built.name)
+        return (path, "") if path.is_file() else (None, f"{path}, which was built with {engine}, is not there")
+
+    def open_function(self, engine: Path, manifest: Manifest) -> EngineFunction:
+        """Open another engine on this GPU and stream; it is closed with the runner.
+
+        Args:
+            engine: its path; its hash has been checked.
+            manifest: of it.
+
+        Raises:
+            BackendError, ManifestError, UnsupportedModelError: see `EngineFunction`.
+        """
+        with self.running():
+            made = EngineFunction(engine, manifest, self._held.trt.module, self._cuda, self._kernel_file(engine))
+            self._held.functions.append(made)
+            return made
+
     @contextmanager
-    def _running(self) -> Iterator[None]:
-        """For the calls of an open runner: CUDA's context is current, and faults are the session's."""
+    def running(self) -> Iterator[None]:
+        """For the calls of an open runner: CUDA's context is current, and faults are the session's.
+
+        Not to be held by two threads at once.
+        """
         if not self._end.alive:
             raise SessionError("the runner is closed; open the engine again")
         self._held.in_use = True
@@ -279,88 +312,14 @@ class TensorRTRunner:
         finally:
             self._held.in_use = False
 
-    def _kind(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
-        """Profile and shapes of a step; worked out once for steps of one signature, as decoding has them."""
-        found = self._kinds.get(signature)
-        if found is None:
-            shapes = self._shapes(batch)
-            found = self._profile(shapes, batch), shapes
-            if len(self._kinds) == _MOST_KINDS:
-                self._kinds.clear()
-            self._kinds[signature] = found
-        return found
+    def _kernel_file(self, engine: Path) -> Path:
+        return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
 
     def _bindings(self, first_row: int, side: int) -> dict[str, int]:
         """The address of every tensor for a step from this row on; at most two for each row."""
         if (first_row, side) not in self._bound:
             self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
         return self._bound[first_row, side]
-
-    def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
-        """Of every input in a step."""
-        caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._caches.buffers.items()}
-        return self._inputs.shapes(batch) | caches
-
-    def _largest_shapes(self) -> dict[str, Shape]:
-        """Of every tensor but the caches, over all steps that can come; outputs as TensorRT infers them."""
-        carried = set(self._caches.buffers) | {b.carried.present for b in self._caches.buffers.values()}
-        largest: dict[str, Shape] = {}
-        for length in sorted({self.max_chunk, 1}):
-            end = max(b.carried.capacity for b in self._caches.buffers.values())
-            tokens = np.zeros((self._max_batch, length), np.int64)
-            starts = np.full(self._max_batch, max(end - length, 0), np.int64)
-            keep = min(length, self.max_logits or length)
-            batch = StepBatch(0, tokens, starts, keep, (self._largest_constants(),) * self._max_batch)
-            shapes = self._shapes(batch)
-            context = self._contexts[self._profile(shapes, batch)]
-            context.prepare(shapes, {})
-            found = dict(shapes)
-            for tensor in self.plan.tensors:
-                if tensor.io == "output":
-                    found[tensor.name] = context.output_shape(tensor.name)
-            for state in self.plan.states:
-                if found[state.present] != found[state.past]:
-                    raise UnsupportedModelError(
-                        f"state {state.past!r} is {list(found[state.past])}, and what replaces it, {state.present!r}, "
-                        f"{list(found[state.present])}; state must keep its shape from step to step"
-                    )
-            for name, shape in found.items():
-                if name not in carried:
-                    if min(shape, default=1) < 0:
-                        raise UnsupportedModelError(
-                            f"the size of output {name!r} depends on the data: {list(shape)}; the runtime allocates "
-                            "outputs before it runs: remove it from the model"
-                        )
-                    largest[name] = tuple(map(max, zip(shape, largest.get(name, shape), strict=True)))
-        return largest
-
-    def _largest_constants(self) -> Constants:
-        """As large as the profiles allow; without contents."""
-        arrays: dict[str, Array] = {}
-        for tensor in self._inputs.constants.tensors:
-            ranges = [p.shapes[tensor.name].max for p in self._manifest.profiles if tensor.name in p.shapes]
-            sizes = [max(column) for column in zip(*ranges, strict=True)] or [int(d) for d in tensor.shape]
-            arrays[tensor.name] = np.broadcast_to(np.zeros((), array_dtype(tensor.dtype)), (1, *sizes[1:]))
-        return Constants(arrays) if arrays else NO_CONSTANTS
-
-    def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
-        """The profile for a step: that for decoding where it fits."""
-        profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
-        for index, profile in profiles:
-            if all(
-                low <= size <= high
-                for name, range_ in profile.shapes.items()
-                for low, size, high in zip(range_.min, shapes[name], range_.max, strict=True)
-            ):
-                return index
-        given = "".join(
-            f", {name!r} {list(shapes[name])}" for name in (batch.constants[0].arrays if batch.constants else ())
-        )
-        raise BackendError(
-            f"a step of {batch.rows} sequences and {batch.length} tokens each{given} fits none of the engine's "
-            f"profiles (batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache "
-            "inspect' shows all ranges); build the engine again with other shapes"
-        )
 
 
 def _within(name: str, asked: int | None, most: int) -> int:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.runtime.embedding_files import export_suffix
+from trt_kvcache.importer.embedding_files import export_suffix
 
 __all__ = ["decoder_start", "find_encoder", "find_first_step"]
 

@@ -1,0 +1,252 @@
+"""Encoders built by TensorRT for RTX beside their decoders, without a GPU, and what is refused before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from encoders import encoder, first_step, heard
+from graphs import Graph
+from hybrids import WIDTH, cross_model, write
+from onnx import TensorProto, helper, numpy_helper
+
+from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.encoder import EncoderJob, find_job
+from trt_kvcache.engine.files import identify
+from trt_kvcache.engine.inspect import inspect_engine
+from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.encoder_model import import_encoder
+from trt_kvcache.importer.plan import PlanOptions, Role, Target
+
+FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
+SIZES = {"max_chunk": 8, "max_encoder": 12}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """An export as optimum writes it: the first step makes the encoder's keys and values."""
+    encoder(tmp_path / "encoder_model.onnx", mask=True)
+    first_step(tmp_path / "decoder_model.onnx")
+    return write(tmp_path / "decoder_with_past_model.onnx", cross_model("keys", "ones"))
+
+
+def build(model: Path, **options: Any) -> Manifest:
+    return build_engine(model, model.with_name("model.engine"), build=BuildOptions(**SIZES, **options))
+
+
+def test_an_encoder_is_built_beside_its_decoder(model: Path) -> None:
+    manifest = build(model)
+    path = encoder_path(model.with_name("model.engine"))
+    assert path.name == "model.encoder.engine"
+    assert manifest.encoder == identify(path)
+    assert manifest.warnings == ()
+    report = inspect_engine(path)
+    made = report.manifest
+    assert made.is_encoder
+    assert not manifest.is_encoder
+    assert [f.name for f in made.model] == ["encoder_model.onnx", "decoder_model.onnx"]
+    assert {t.name for t in made.plan.tensors if t.io == "output"} == {
+        f"past_key_values.{layer}.encoder.{part}" for layer in "ab" for part in ("key", "value")
+    }
+    assert made.profiles[0].shapes == {
+        "input_features": ShapeRange((1, 1, WIDTH), (1, 12, WIDTH), (1, 12, WIDTH)),
+        "attention_mask": ShapeRange((1, 1), (1, 12), (1, 12)),
+    }
+    again = build(model, encoder="none")
+    assert again.encoder is None  # whatever lies beside it
+
+
+def test_without_an_encoder_nothing_is_said(model: Path) -> None:
+    for name in ("encoder_model.onnx", "decoder_model.onnx"):
+        model.with_name(name).unlink()
+    manifest = build(model)
+    assert (manifest.encoder, manifest.warnings) == (None, ())
+    assert {p.name for p in model.parent.iterdir()} == {model.name, "model.engine", "model.engine.json"}
+
+
+def test_an_encoder_elsewhere(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "elsewhere"
+    folder.mkdir()
+    for name in ("encoder_model.onnx", "decoder_model.onnx"):
+        model.with_name(name).rename(folder / name)
+    assert build(model).encoder is None
+    assert build(model, encoder=str(folder)).encoder is not None
+    with pytest.raises(OptionError, match="--encoder names an encoder, and there is none in .*nowhere"):
+        build(model, encoder=str(tmp_path / "nowhere"))
+
+
+def nonzero(path: Path) -> Path:
+    """An encoder that TensorRT's parser refuses."""
+    g = Graph()
+    g.input("input_features", FLOAT, ["batch", "length", WIDTH])
+    rows = g.node(
+        "Squeeze", [g.node("NonZero", [g.node("ReduceMax", ["input_features", g.constant([2])], keepdims=0)])]
+    )
+    places = g.node("Gather", [rows, g.constant(1)], axis=0)
+    g.node("Gather", ["input_features", places], "last_hidden_state", axis=1)
+    g.output("last_hidden_state", FLOAT, ["batch", "kept", WIDTH])
+    onnx.save(g.model(), path)
+    return path
+
+
+def test_what_tensorrt_refuses_runs_on_the_cpu(tmp_path: Path) -> None:
+    """The decoder is built all the same, and nothing of the encoder is left."""
+    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
+    nonzero(tmp_path / "encoder_model.onnx")
+    shapes = {"max_shapes": {"input_features": (1, 12, WIDTH)}}
+    (warning,) = build(model, **shapes).warnings
+    assert warning.startswith("the encoder becomes no engine, and runs on the CPU: ")
+    assert "NonZero" in warning
+    assert not any("encoder.engine" in p.name for p in tmp_path.iterdir())
+    with pytest.raises(BuildError, match="NonZero.*; with --encoder none the encoder runs on the CPU"):
+        build(model, encoder=str(tmp_path / "encoder_model.onnx"), **shapes)
+
+
+def constants(model: Path) -> tuple[Any, list[Any]]:
+    plan = plan_model(model, PlanOptions(target=Target.TENSORRT_RTX))
+    return plan, [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
+
+
+def run(model: onnx.ModelProto, feed: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    path = folder / "rewritten.onnx"
+    onnx.save(model, path)
+    session = ort.InferenceSession(path, providers=["CPUExecutionProvider"])
+    return dict(zip([v.name for v in session.get_outputs()], session.run(None, dict(feed)), strict=True))
+
+
+def test_operators_of_onnx_runtime(tmp_path: Path) -> None:
+    """As onnxruntime-genai writes encoders: Attention projects its input, sums are normalized; large weights stay."""
+    model = write(tmp_path / "decoder.onnx", cross_model("hidden", "none"))
+    rng = np.random.default_rng(3)
+    g = Graph()
+    g.input("audio_features", FLOAT, ["batch", "length", WIDTH])
+    weight, bias = (g.constant(rng.normal(size=s) / 4, np.float32) for s in ((WIDTH, 3 * WIDTH), (3 * WIDTH,)))
+    ones, zeros = g.constant(np.ones(WIDTH), np.float32), g.constant(np.zeros(WIDTH), np.float32)
+    domain = {"domain": "com.microsoft"}
+    x = g.node("Attention", ["audio_features", weight, bias], num_heads=4, scale=0.3, **domain)
+    g.node("SkipLayerNormalization", [x, "audio_features", ones, zeros], "hidden_states", epsilon=1e-5, **domain)
+    g.output("hidden_states", FLOAT, ["batch", "length", WIDTH])
+    exported = g.model()
+    exported.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    onnx.save(exported, tmp_path / "encoder.onnx")
+    plan, taken = constants(model)
+    made = import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
+    assert not any(node.domain == "com.microsoft" for node in made.model.graph.node)
+    for length in (1, 7):
+        feed = {"audio_features": heard(length, length)}
+        wanted = run(exported, feed, tmp_path)["hidden_states"]
+        found = run(made.model, feed, tmp_path)["encoder_hidden_states"]
+        np.testing.assert_allclose(found, wanted, atol=2e-5)
+    job = find_job(model, plan, BuildOptions(**SIZES))
+    assert job is not None
+    assert job.vocab is None
+
+
+@pytest.mark.parametrize("odd", ["mask", "unidirectional", "present"])
+def test_attention_that_is_more_is_refused(odd: str, tmp_path: Path) -> None:
+    model = write(tmp_path / "decoder.onnx", cross_model("hidden", "none"))
+    g = Graph()
+    g.input("audio_features", FLOAT, ["batch", "length", WIDTH])
+    weight, bias = g.constant(np.zeros((WIDTH, 3 * WIDTH)), np.float32), g.constant(np.zeros(3 * WIDTH), np.float32)
+    inputs = ["audio_features", weight, bias]
+    if odd == "mask":
+        g.input("attention_mask", TensorProto.INT32, ["batch", "length"])
+        inputs.append("attention_mask")
+    outputs = ["hidden_states", "present"] if odd == "present" else ["hidden_states"]
+    attrs = {"unidirectional": 1} if odd == "unidirectional" else {}
+    g.nodes.append(helper.make_node("Attention", inputs, outputs, "att", domain="com.microsoft", num_heads=4, **attrs))
+    for name in outputs:
+        g.output(name, FLOAT, ["batch", "length", WIDTH] if name == "hidden_states" else [2, "batch", 4, "length", 8])
+    exported = g.model()
+    exported.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+    onnx.save(exported, tmp_path / "encoder.onnx")
+    plan, taken = constants(model)
+    with pytest.raises(
+        UnsupportedModelError, match="Attention 'att' .* supported is attention of all positions to all"
+    ):
+        import_encoder(tmp_path / "encoder.onnx", None, taken, plan.options)
+
+
+def table_encoder(path: Path, rows: int, *, counted: bool = False) -> Path:
+    """Token ids and positions, which are counted in the graph: by the shape, or by what is no padding (1)."""
+    g = Graph()
+    g.input("input_ids", INT, ["batch", "length"])
+    x = g.node("Gather", [g.constant(np.ones((50, WIDTH)), np.float32), "input_ids"])
+    if counted:
+        real = g.node("Cast", [g.node("Not", [g.node("Equal", ["input_ids", g.constant(1)])])], to=INT)
+        places = g.node("Mul", [g.node("CumSum", [real, g.constant(1)]), real])
+    else:
+        length = g.node("Squeeze", [g.node("Shape", ["input_ids"], start=1, end=2)])
+        places = g.node("Add", [g.node("Range", [g.constant(0), length, g.constant(1)]), g.constant(2)])
+    table = numpy_helper.from_array(np.ones((rows, WIDTH), np.float32), "positions.weight")
+    g.initializers.append(table)
+    g.node("Add", [x, g.node("Gather", ["positions.weight", places])], "last_hidden_state")
+    g.output("last_hidden_state", FLOAT, ["batch", "length", WIDTH])
+    onnx.save(g.model(), path)
+    return path
+
+
+@pytest.mark.parametrize(("counted", "offset"), [(False, 2), (True, 1)])
+def test_sources_longer_than_the_table_of_positions(counted: bool, offset: int, tmp_path: Path) -> None:
+    """TensorRT would read anything, and say nothing."""
+    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
+    plan, _ = constants(model)
+
+    def job(rows: int) -> EncoderJob | None:
+        table_encoder(tmp_path / "encoder_model.onnx", rows, counted=counted)
+        return find_job(model, plan, BuildOptions(**SIZES))
+
+    found = job(12 + offset)
+    assert found is not None
+    assert found.vocab == 50
+    with pytest.raises(OptionError, match=r"input_ids \[1, 12\] takes row \d+ of 'positions.weight', which has \d+"):
+        job(12 + offset - 1)
+
+
+def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
+    """Of an encoder whose output has another length than what it reads; shapes of the decoder are not looked at."""
+    g = Graph()
+    g.input("pixels", FLOAT, ["batch", "size", WIDTH])
+    half = g.node("Slice", ["pixels", g.constant([0]), g.constant([2**62]), g.constant([1]), g.constant([2])])
+    g.node("Identity", [half], "last_hidden_state")
+    g.output("last_hidden_state", FLOAT, ["batch", "length", WIDTH])
+    onnx.save(g.model(), tmp_path / "encoder_model.onnx")
+    plan, _ = constants(model)
+    with pytest.raises(
+        OptionError, match="input 'pixels' .1, size, 32.: nothing says how large size may be; .*maxShapes"
+    ):
+        find_job(model, plan, BuildOptions(**SIZES))
+    (warning,) = build(model).warnings
+    assert "nothing says how large size may be" in warning
+    manifest = build(model, max_shapes={"pixels": (1, 24, WIDTH), "input_ids": (1, 8)})
+    assert manifest.warnings == ()
+    made = load_manifest(encoder_path(model.with_name("model.engine")))
+    assert made.profiles[0].shapes["pixels"].max == (1, 24, WIDTH)
+
+
+def test_first_steps_that_read_more(model: Path) -> None:
+    plan, _ = constants(model)
+    for reads, words in (("input_ids", "on the text"), ("speaker", "on 'speaker'")):
+        first_step(model.with_name("decoder_model.onnx"), reads=reads)
+        with pytest.raises(UnsupportedModelError, match=f"the encoder's keys and values depend {words}"):
+            find_job(model, plan, BuildOptions(**SIZES))
+
+
+def test_weights_in_two_folders(model: Path, tmp_path: Path) -> None:
+    step = onnx.load(model.with_name("decoder_model.onnx"))
+    model.with_name("decoder_model.onnx").unlink()
+    folder = tmp_path / "encoder"
+    folder.mkdir()
+    model.with_name("encoder_model.onnx").rename(folder / "model.onnx")
+    onnx.save(step, tmp_path / "decoder_model.onnx", save_as_external_data=True, location="step.data", size_threshold=0)
+    plan, _ = constants(model)
+    with pytest.raises(UnsupportedModelError, match="lie in two folders.*put the files of the export into one folder"):
+        find_job(model, plan, BuildOptions(**SIZES))

@@ -1,0 +1,59 @@
+"""Encoders on the GPU beside their decoders: what the CPU makes, within rounding, and the tokens of its meaning."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from encoders import encoder, first_step, heard
+from gpu_measure import built_for
+from hybrids import cross_logits, cross_model, greedy, write
+
+from trt_kvcache.engine.build import build_engine
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.device_array import DeviceArray
+from trt_kvcache.runtime.session import DecodeSession
+
+pytestmark = pytest.mark.gpu
+
+PROMPTS, LENGTHS = ([5, 9, 3], [1, 2, 4, 8, 16], [60]), (6, 11, 1)
+TOLERANCE = 5e-3  # of the scale: products in TF32
+
+
+@pytest.mark.parametrize("kind", ["hidden", "keys"])
+def test_constants_and_tokens_are_those_of_the_cpu(workshop: Any, kind: str, tmp_path: Path) -> None:
+    """What an encoder makes stays on the GPU; sources of several lengths, one after the other and again."""
+    encoder(tmp_path / "encoder_model.onnx")
+    if kind == "keys":
+        first_step(tmp_path / "decoder_model.onnx")
+    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model(kind, "none"))
+    engine = tmp_path / "model.engine"
+    options = BuildOptions(backend=workshop.backend, max_batch=3, max_chunk=16, max_encoder=12, **built_for())
+    assert build_engine(model, engine, build=options).encoder is not None
+    sources = [{"input_features": heard(n, i)} for i, n in enumerate(LENGTHS)]
+    config = GenerationConfig(max_new_tokens=10)
+    with DecodeSession.open(model) as session:
+        wanted = [session.encode(source) for source in sources]
+    with DecodeSession.open(engine) as session:
+        for _ in range(3):
+            made = [session.encode(source) for source in sources]
+            for found, array in ((f[name], w[name]) for f, w in zip(made, wanted, strict=True) for name in w):
+                assert isinstance(found, DeviceArray)
+                np.testing.assert_allclose(np.asarray(found), array, atol=TOLERANCE * np.abs(array).max())
+            tokens = [g.tokens for g in session.generate(PROMPTS, config, made)]
+            assert tokens == [g.tokens for g in session.generate(PROMPTS, config, wanted)]
+            assert tokens == [
+                greedy(lambda t, i=i: cross_logits(t, "none", LENGTHS[i], i), PROMPTS[i], 10) for i in range(3)
+            ]
+            del made, found
+            gc.collect()
+        used = session._runner.device_bytes  # type: ignore[attr-defined]
+        for _ in range(20):
+            session.encode(sources[1])
+        gc.collect()
+        session.encode(sources[0])
+        assert session._runner.device_bytes <= used  # type: ignore[attr-defined]

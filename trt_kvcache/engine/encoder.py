@@ -1,0 +1,68 @@
+"""The encoder that becomes an engine beside its decoder's: which one, and for sources of which lengths."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trt_kvcache.engine.manifest import Profile
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.profiles import make_encoder_profile
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.plan import CachePlan, Role
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer.encoder_model import EncoderModel
+
+__all__ = ["EncoderJob", "find_job"]
+
+
+@dataclass(frozen=True)
+class EncoderJob:
+    """What to build.
+
+    Attributes:
+        encoder: the model and its plan.
+        profile: the lengths of sources.
+        vocab: token ids are below; None: there are none, or no table of them is known.
+    """
+
+    encoder: EncoderModel
+    profile: Profile
+    vocab: int | None
+
+
+def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
+    """The encoder to build; None: there is none, or none is wanted.
+
+    Args:
+        model: path of the decoder.
+        plan: of the decoder.
+        build: says which encoder, and how long what it gives may be.
+
+    Raises:
+        OptionError: an encoder is named and there is none, or nothing says how long a source may be, or it may be
+            longer than the encoder can tell positions apart.
+        ModelError: it cannot be used.
+    """
+    from trt_kvcache.importer.encoder_files import find_encoder, find_first_step
+    from trt_kvcache.importer.encoder_model import import_encoder
+    from trt_kvcache.importer.encoder_tables import check_positions, most_ids
+
+    if build.encoder == "none":
+        return None
+    constants = [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
+    named = None if build.encoder == "auto" else Path(build.encoder)
+    path = named if named is not None and named.is_file() else find_encoder(named or model)
+    if not constants or path is None:
+        if named is None:
+            return None
+        found = f"there is none in {named}" if constants else f"{model} takes nothing from one"
+        raise OptionError(f"--encoder names an encoder, and {found}; leave it out")
+    encoder = import_encoder(path, find_first_step(path) or find_first_step(model), constants, plan.options)
+    profile = make_encoder_profile(encoder.plan, build)
+    fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
+    largest = {name: range_.max for name, range_ in profile.shapes.items()}
+    check_positions(encoder.model, {**fixed, **largest})  # type: ignore[dict-item]  # fixed ones are of ints
+    return EncoderJob(encoder, profile, most_ids(encoder.model))

@@ -1,0 +1,130 @@
+"""Which output of an export gives which constant of its decoder.
+
+encoder_hidden_states              the encoder's output [B, S_enc, H]
+past_key_values.0.encoder.key ...  the encoder, under the name of what is present; else the first step's model
+encoder_attention_mask             nobody: ones, or the encoder's own mask
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.plan import TensorRole
+from trt_kvcache.importer.protos import names_read
+
+__all__ = ["HIDDEN", "IDS", "MASK", "EncoderParts", "cut_to", "find_later", "find_parts", "present_names"]
+
+HIDDEN, IDS, MASK = "encoder_hidden_states", "input_ids", "encoder_attention_mask"
+"""What a first step takes, as optimum calls it."""
+
+_MASK = "mask"
+_HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
+
+
+@dataclass(frozen=True)
+class EncoderParts:
+    """Where the constants of a decoder come from.
+
+    Attributes:
+        own: outputs of the encoder by the constant that they give.
+        hidden: the encoder's output ``[B, S_enc, H]``; empty where nothing needs it.
+        masks: constants ``[B, S_enc]`` that say which positions the decoder sees.
+        rest: constants that the first step must give.
+    """
+
+    own: dict[str, str]
+    hidden: str
+    masks: tuple[TensorRole, ...]
+    rest: tuple[TensorRole, ...]
+
+
+def find_parts(constants: Sequence[TensorRole], made: Mapping[str, int], path: Path) -> EncoderParts:
+    """Read off an encoder's outputs what they are to the decoder.
+
+    Args:
+        constants: what the decoder takes.
+        made: ranks of the encoder's outputs, by name.
+        path: of the encoder, for messages.
+
+    Raises:
+        UnsupportedModelError: nothing tells which output is the encoder's.
+    """
+    masks = tuple(t for t in constants if _MASK in t.name and len(t.shape) == 2)
+    own = {t.name: name for t in constants if (name := _among(made, t.name))}
+    rest = [t for t in constants if t not in masks and t.name not in own]
+    hidden = [t for t in rest if t.name == HIDDEN or len(t.shape) == 3]  # keys and values have heads
+    rest = [t for t in rest if t not in hidden]
+    output = _find_hidden(made, path) if hidden or rest or masks else ""
+    return EncoderParts(own | {t.name: output for t in hidden}, output, masks, tuple(rest))
+
+
+def find_later(rest: Sequence[TensorRole], made: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
+    """What the first step gives, by the names of what the decoder takes.
+
+    Args:
+        rest: constants that the encoder does not give.
+        made: outputs of the first step.
+        encoder: its path, for messages.
+        first: path of the first step; None: there is none.
+
+    Raises:
+        UnsupportedModelError: nobody gives one.
+    """
+    later = {t.name: name for t in rest if (name := _among(made, t.name))}
+    if lacking := [t.name for t in rest if t.name not in later]:
+        others = "and there is no decoder_model.onnx beside it" if first is None else f"nor does {first}"
+        raise UnsupportedModelError(
+            f"the decoder takes '{lacking[0]}', which {encoder} does not give, {others}; give what it takes as "
+            "constants"
+        )
+    return later
+
+
+def present_names(constant: str) -> tuple[str, ...]:
+    """What exporters call an output that a past input takes."""
+    return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
+
+
+def cut_to(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
+    """Leave what leads to the wanted outputs; returns those that are there. `graph` is changed."""
+    outputs = [v for v in graph.output if v.name in wanted]
+    nodes, read = _leading_to({v.name for v in outputs}, graph)
+    held = [t for t in graph.initializer if t.name in read]
+    constants = {t.name for t in held}
+    inputs = [v for v in graph.input if v.name in read and v.name not in constants]
+    del graph.node[:], graph.initializer[:], graph.input[:], graph.output[:], graph.value_info[:]
+    graph.node.extend(nodes)
+    graph.initializer.extend(held)
+    graph.input.extend(inputs)
+    graph.output.extend(outputs)
+    return [v.name for v in outputs]
+
+
+def _find_hidden(made: Mapping[str, int], path: Path) -> str:
+    """The encoder's output ``[B, S_enc, H]``, by name if there are several."""
+    found = [name for name, rank in made.items() if rank == 3]
+    named = [name for name in found if name in _HIDDEN_NAMES] or found
+    if len(named) != 1:
+        given = ", ".join(f"'{name}' of rank {rank}" for name, rank in made.items())
+        raise UnsupportedModelError(f"{path}: an encoder gives float [batch, length, width]; it gives {given}")
+    return named[0]
+
+
+def _among(made: Collection[str], constant: str) -> str | None:
+    """The output that gives a constant."""
+    return next((name for name in present_names(constant) if name in made), None)
+
+
+def _leading_to(names: set[str], graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], set[str]]:
+    """The nodes that `names` need, in order, and all that these read."""
+    read, nodes = set(names), []
+    for node in reversed(graph.node):
+        if read & {*node.output}:
+            nodes.append(node)
+            read |= names_read(node)
+    return nodes[::-1], read

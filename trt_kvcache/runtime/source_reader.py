@@ -1,0 +1,124 @@
+"""What an encoder reads: checked, in its types, and masks of ones where they were left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.errors import PromptError
+from trt_kvcache.importer.plan import Dim
+
+__all__ = ["Array", "Source", "SourceInput", "SourceReader"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Source = str | Sequence[int] | Mapping[str, Any]
+"""What an encoder reads: a text, its token ids, or arrays by the names of the encoder's inputs."""
+
+_MASK = "mask"
+_IDS = "input_ids"
+
+
+@dataclass(frozen=True)
+class SourceInput:
+    """One input of an encoder: sizes, or symbols that mean the same in all inputs; of one sequence, the first is 1."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[Dim, ...]
+
+    def __str__(self) -> str:
+        return f"'{self.name}' ({self.dtype} {self.sizes})"
+
+    @property
+    def sizes(self) -> str:
+        """Of one sequence, for people."""
+        return f"[{', '.join(str(d) for d in (1, *self.shape[1:]))}]"
+
+
+class SourceReader:
+    """Reads sources of one sequence each, without padding.
+
+    Args:
+        path: of the encoder, for messages.
+        inputs: of the encoder.
+    """
+
+    def __init__(self, path: Path, inputs: Sequence[SourceInput]) -> None:
+        self._path = path
+        self._inputs = {i.name: i for i in inputs}
+
+    def read(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Array]:
+        """The encoder's inputs.
+
+        Args:
+            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without that axis.
+
+        Raises:
+            PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
+        """
+        given = source if isinstance(source, Mapping) else {_IDS: np.asarray(source)}
+        if unknown := [name for name in given if name not in self._inputs]:
+            raise PromptError(f"{unknown[0]!r} is no input of the encoder {self._path}, which takes {self._takes}")
+        feed = {name: _checked(self._inputs[name], value) for name, value in given.items()}
+        sizes = {
+            symbol: size
+            for name, array in feed.items()
+            for symbol, size in zip(self._inputs[name].shape, array.shape, strict=True)
+            if isinstance(symbol, str)
+        }
+        for name, value in self._inputs.items():
+            if name in feed:
+                continue
+            shape = [
+                1 if axis == 0 else sizes.get(d) if isinstance(d, str) else d for axis, d in enumerate(value.shape)
+            ]
+            if _MASK not in name or None in shape:
+                raise PromptError(f"the encoder {self._path} takes {self._takes}; '{name}' is missing")
+            feed[name] = np.ones(shape, value.dtype)
+        return feed
+
+    def mask(self, feed: Mapping[str, Array], length: int) -> Array:
+        """Which positions of the encoder's output the decoder sees.
+
+        Args:
+            feed: what the encoder read.
+            length: of its output.
+
+        Returns:
+            ``[1, length]``.
+
+        Raises:
+            PromptError: the encoder's mask hides something, and is of another length.
+        """
+        given = [array for name, array in feed.items() if _MASK in name]
+        fitting = [array for array in given if array.shape == (1, length)]
+        if not fitting and not all(array.all() for array in given):
+            raise PromptError(
+                f"the encoder gives {length} positions, and its mask is {list(given[0].shape)} and not all ones: "
+                "nothing says which of them the decoder is to see; leave out what is masked, or give what the decoder "
+                "takes as constants"
+            )
+        return fitting[0] if fitting else np.ones((1, length), np.int64)
+
+    @property
+    def _takes(self) -> str:
+        return ", ".join(map(str, self._inputs.values()))
+
+
+def _checked(value: SourceInput, given: Any) -> Array:
+    array = np.asarray(given)
+    array = array[np.newaxis] if array.ndim == len(value.shape) - 1 else array
+    wanted = (1, *value.shape[1:])
+    fits = array.ndim == len(wanted) and all(
+        size == want if isinstance(want, int) else size >= 1 for size, want in zip(array.shape, wanted, strict=True)
+    )
+    if not fits or not np.can_cast(array.dtype, value.dtype, "same_kind"):
+        raise PromptError(
+            f"'{value.name}' is {array.dtype} {list(np.shape(given))}, and the encoder takes {value.dtype} "
+            f"{value.sizes} for each sequence"
+        )
+    return np.ascontiguousarray(array, value.dtype)
