@@ -256,6 +256,25 @@ def test_a_cache_that_is_read_as_it_is_and_rounded_as_a_whole_is_refused(tmp_pat
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
 
 
+def test_a_cache_that_concat_rounds_is_refused(tmp_path: Path) -> None:
+    """As onnxruntime's quantize_static leaves it, unless products alone are quantized: each with a scale of its own."""
+    model = rounded_as_a_whole(INT8)
+    concat = next(n for n in model.graph.node if n.output[0] == "joined")
+    place = list(model.graph.node).index(concat)
+    for i, tensor in enumerate(list(concat.input)):
+        scale = numpy_helper.from_array(np.float32(0.03 + i / 100), f"s{i}")
+        model.graph.initializer.append(scale)
+        back = helper.make_node("DequantizeLinear", [f"q{i}", f"s{i}", "z"], [f"r{i}"])
+        model.graph.node.insert(place, back)
+        model.graph.node.insert(place, helper.make_node("QuantizeLinear", [tensor, f"s{i}", "z"], [f"q{i}"]))
+        concat = next(n for n in model.graph.node if n.output[0] == "joined")
+        concat.input[i] = f"r{i}"
+    onnx.save(model, tmp_path / "model.onnx")
+    words = r"rounds the cache 'past_key_values.0.value' as a whole .* not Concat \(onnxruntime: op_types_to_quantize="
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
+
+
 @pytest.mark.parametrize("scale", [1e-7, 3e-8])
 def test_a_cache_that_changes_each_time_it_is_rounded_is_refused(tmp_path: Path, scale: float) -> None:
     """float8 times a scale that float16 hardly has comes out as other numbers."""

@@ -50,7 +50,7 @@ from trt_kvcache.importer.normalize.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.operators import holds_cache
 from trt_kvcache.importer.normalize.relayout import Relayout, relay_caches, say_layouts
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
-from trt_kvcache.importer.normalize.rounded import round_new_rows
+from trt_kvcache.importer.normalize.rounded import check_presents, round_new_rows
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.tables import check_tables
@@ -95,6 +95,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     graph = gs.import_onnx(model)
     fold_identities(graph)
     round_new_rows(graph)
+    check_presents(graph)
     wide = narrow_caches(graph)
     laid = relay_caches(graph)
     if not find_candidates(graph) and not holds_cache(graph):

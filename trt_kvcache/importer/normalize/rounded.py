@@ -112,23 +112,43 @@ def check_presents(graph: gs.Graph) -> None:
         UnsupportedModelError: naming the first, and what reads it beside the caller.
     """
     for present in graph.outputs:
-        node = producer(trace_back(_before_cast(present))[0])
-        if node is None or not is_op(node, "DequantizeLinear"):
-            continue
-        before = producer(node.inputs[0])
-        if before is None or not is_op(before, "QuantizeLinear"):
+        rounded = trace_back(_before_cast(present))[0]
+        before = _rounds(rounded)
+        if before is None:
             continue
         writer = producer(trace_back(before.inputs[0])[0])
-        pasts = [] if writer is None else [trace_back(_before_cast(trace_back(t)[0]))[0] for t in writer.inputs]
+        pasts = [] if writer is None else [_unrounded(tensor) for tensor in writer.inputs]
         past = next((t for t in pasts if may_be_cache(graph, t)), None)
-        if past is not None:
-            readers = [n.name for n in consumers(node.outputs[0]) if not is_op(n, "Cast", "Shape")]
-            raise UnsupportedModelError(
-                f"QuantizeLinear '{before.name}' rounds the cache '{past.name}' as a whole in each step, old rows as "
-                f"well as new ones, before it becomes '{present.name}'; supported is rounding of new rows before they "
-                f"are written, or of a float cache where attention reads it: leave {' and '.join(map(repr, readers))} "
-                "out of the quantization (ModelOpt: nodes_to_exclude), so that nothing rounds an output of the model"
-            )
+        if writer is None or past is None:
+            continue
+        readers = [n.name for n in consumers(rounded) if not is_op(n, "Cast", "Shape")]
+        advice = f"leave {' and '.join(map(repr, readers))} out of the quantization (ModelOpt: nodes_to_exclude)"
+        if any(_rounds(tensor) is not None for tensor in writer.inputs):
+            advice = f"quantize products alone, not {writer.op} (onnxruntime: op_types_to_quantize=['MatMul', 'Gemm'])"
+        raise UnsupportedModelError(
+            f"QuantizeLinear '{before.name}' rounds the cache '{past.name}' as a whole in each step, old rows as "
+            f"well as new ones, before it becomes '{present.name}'; supported is rounding of new rows before they "
+            f"are written, or of a float cache where attention reads it: {advice}, so that nothing rounds an output "
+            "of the model"
+        )
+
+
+def _unrounded(tensor: gs.Tensor) -> gs.Tensor:
+    """What is moved, cast and rounded on its way to `tensor`."""
+    while True:
+        source = _before_cast(trace_back(tensor)[0])
+        if (quantize := _rounds(source)) is not None:
+            source = quantize.inputs[0]
+        if source is tensor:
+            return source
+        tensor = source
+
+
+def _rounds(tensor: gs.Tensor) -> gs.Node | None:
+    """The QuantizeLinear of a tensor that is dequantized behind it."""
+    node = producer(tensor)
+    before = producer(node.inputs[0]) if node is not None and is_op(node, "DequantizeLinear") else None
+    return before if before is not None and is_op(before, "QuantizeLinear") else None
 
 
 def _before_cast(tensor: gs.Tensor) -> gs.Tensor:
@@ -206,7 +226,7 @@ def read_pair(node: gs.Node | None, what: str) -> tuple[gs.Tensor, Rounding] | N
         raise UnsupportedModelError(
             f"QuantizeLinear '{before.name}' and DequantizeLinear '{node.name}' round {what} with scales {scales} and "
             f"zero points {zeros} (None: not one constant for the whole tensor); supported are one positive scale and "
-            f"no zero point, the same in both: quantize symmetrically, or {_ADVICE}"
+            f"no zero point, the same in both: quantize symmetrically (onnxruntime: ActivationSymmetric), or {_ADVICE}"
         )
     if int(before.attrs.get("saturate", 1)) == 0:
         raise UnsupportedModelError(
