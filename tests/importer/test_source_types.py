@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import onnx
 import onnxruntime
 import pytest
@@ -54,12 +55,21 @@ def mixed_far() -> onnx.ModelProto:
     return made.model()
 
 
+def quantized() -> onnx.ModelProto:
+    """NVIDIA ModelOpt's PTQ of a file that was float16 already."""
+    made = graph(HALF)
+    small = made.node("QuantizeLinear", ["float", made.constant(0.1, np.float32), made.constant(0, np.int8)])
+    made.node("Add", ["half", made.node("DequantizeLinear", [small, made.constant(0.1, np.float32)])], "y")
+    return made.model()
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
         (stated_otherwise, "Cast 'node_cast' casts to float, and the model states float16"),
         (stated_output, "Cast 'node_y' casts to float, and the model states float16"),
         (mixed, "Add 'node_y' reads 'half' of float16 and 'float' of float, where ONNX demands one type"),
+        (quantized, "Add 'node_y' reads 'half' .*NVIDIA ModelOpt quantizes ONNX files of float32"),
         (mixed_far, "Concat 'node_y' reads 'half' of float16 and 'negative' of float"),
     ],
 )

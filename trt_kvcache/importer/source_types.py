@@ -18,6 +18,10 @@ _ADVICE = (
     "ONNX Runtime does not load it either; convert the model again with another tool, such as "
     "onnxruntime.transformers.float16, or export it in the wanted type"
 )
+_QUANTIZED = (
+    "; NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest float16), and a torch "
+    "model that it quantized is exported as model.half()"
+)
 
 
 def check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
@@ -31,6 +35,9 @@ def check_element_types(graph: GraphProto, version: int | None, source: str) -> 
     Raises:
         InvalidModelError: naming the node.
     """
+    advice = _ADVICE + (
+        _QUANTIZED if any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node) else ""
+    )
     infos = (*graph.value_info, *graph.output, *graph.input)
     types = {info.name: kind for info in infos if (kind := elem_type_of(info))}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
@@ -40,14 +47,14 @@ def check_element_types(graph: GraphProto, version: int | None, source: str) -> 
         if to != stated:
             raise InvalidModelError(
                 f"{source}: {describe(node)} casts to {dtype_name(to)}, and the model states {dtype_name(stated)} for "
-                f"its result; {_ADVICE}"
+                f"its result; {advice}"
             )
         for first, other in _operands(node, version):
             one, two = types.get(first, 0), types.get(other, 0)
             if one and two and one != two:
                 raise InvalidModelError(
                     f"{source}: {describe(node)} reads '{first}' of {dtype_name(one)} and '{other}' of "
-                    f"{dtype_name(two)}, where ONNX demands one type; {_ADVICE}"
+                    f"{dtype_name(two)}, where ONNX demands one type; {advice}"
                 )
 
 
