@@ -19,8 +19,8 @@ _ADVICE = (
     "onnxruntime.transformers.float16, or export it in the wanted type"
 )
 _QUANTIZED = (
-    "; NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest float16), and a torch "
-    "model that it quantized is exported as model.half()"
+    "; NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest float16), and a "
+    "torch model that it quantized is exported as model.half()"
 )
 
 
