@@ -20,7 +20,8 @@ first:
   elsewhere, open; aliases; garbage and NaN in unused rows; IAttention's masks and lengths (``gpu_answers.py``);
 - measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
   bandwidth (``gpu_measure.py``);
-- engine tests, for each backend: ``tests/gpu/test_engines.py``, ``test_embeddings.py``, ``test_plugin_engines.py``;
+- engine tests, for each backend: ``tests/gpu/test_engines.py``, ``test_embeddings.py``, ``test_encoder.py``,
+  ``test_plugin_engines.py``;
 - compile, kernel tests: every kernel compiled for this GPU (registers, spills), and against numpy: cache updates, and
   the choice of tokens;
 - sanitizer: some kernels under compute-sanitizer, where there is one.
@@ -60,6 +61,7 @@ from trt_kvcache.importer.plan import Target
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 CAPACITIES = {False: (8192, 1024, 32_768), True: (64, 128)}
+ENGINE_TESTS = ("engines", "embeddings", "encoder", "plugin_engines")
 KERNEL = "kernel"
 SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two or float16-31"
 NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
@@ -172,9 +174,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
             command += ("--output={out}", *(["--small"] if options.small else []))
             found.append(Step(name, f"measure {capacity}", command, 130, merged=True))
     for name in backends:
-        files = [
-            str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("engines", "embeddings", "plugin_engines")
-        ]
+        files = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ENGINE_TESTS]
         found.append(Step(name, "engine tests", (*tests, *files), 150))
     # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
     command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")

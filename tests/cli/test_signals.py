@@ -110,7 +110,7 @@ MOMENTS = [
     (REWRITE, "pathlib:Path.replace", "after"),
     (BUILD, "trt_kvcache.engine.build:run_worker", "before"),
     (BUILD, "trt_kvcache.engine.process:_feed", "after"),
-    (BUILD, "trt_kvcache.engine.build:_write", "before"),
+    (BUILD, "trt_kvcache.engine.build:_publish", "before"),
     (BUILD, "pathlib:Path.replace", "before"),
     (BUILD, "pathlib:Path.replace", "after"),
 ]

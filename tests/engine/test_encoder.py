@@ -211,6 +211,26 @@ def test_sources_longer_than_the_table_of_positions(counted: bool, offset: int, 
         job(12 + offset - 1)
 
 
+def test_pairs_of_positions(tmp_path: Path) -> None:
+    """Looked up for every pair of as many positions as that takes no longer than the build."""
+    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
+    g = Graph()
+    g.input("input_ids", INT, ["batch", "length"])
+    length = g.node("Squeeze", [g.node("Shape", ["input_ids"], start=1, end=2)])
+    places = g.node("Range", [g.constant(0), length, g.constant(1)])
+    apart = g.node("Sub", [places, g.node("Unsqueeze", [places, g.constant([1])])])
+    near = g.node("Min", [g.node("Abs", [apart]), g.constant(7)])
+    bias = g.node("Gather", [g.constant(np.ones((8, WIDTH)), np.float32), near])
+    x = g.node("Gather", [g.constant(np.ones((50, WIDTH)), np.float32), "input_ids"])
+    g.node("Add", [x, g.node("ReduceMean", [bias, g.constant([0])], keepdims=0)], "last_hidden_state")
+    g.output("last_hidden_state", FLOAT, ["batch", "length", WIDTH])
+    onnx.save(g.model(), tmp_path / "encoder_model.onnx")
+    plan, _ = constants(model)
+    assert find_job(model, plan, BuildOptions(max_encoder=1100)) is not None
+    with pytest.raises(OptionError, match=r"takes 25000000 rows, too many to look at, .*--max-encoder"):
+        find_job(model, plan, BuildOptions(max_encoder=5000))
+
+
 def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     """Of an encoder whose output has another length than what it reads; shapes of the decoder are not looked at."""
     g = Graph()

@@ -61,6 +61,8 @@ def test_each_sequence_has_its_source(machine: Machine, layout: str, mask: str, 
             hidden = [session.generate([PROMPTS[i]], CONFIG, [made[i]])[0].tokens for i in range(3)]
             assert hidden == [r.tokens for r in session.generate(PROMPTS, CONFIG, made)]
     assert machine.used == 0
+    kernels = {path.name for path in tmp_path.glob("*.kernels")}
+    assert {name.rpartition(".sm")[0] for name in kernels} == {engine.name, encoder_path(engine).name}
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

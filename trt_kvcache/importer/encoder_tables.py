@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 
 import numpy as np
 import onnx
@@ -19,6 +20,9 @@ __all__ = ["check_positions", "most_ids"]
 _IDS = (0, 1, 2, 3)
 """Of a whole source: exporters pad with one of the first, which has a place of its own."""
 
+_PAIRS, _LARGEST = 1 << 20, 1 << 24
+"""Elements of what looks something up: more are pairs of positions, whatever the tokens; of 4,096 with each other."""
+
 
 def most_ids(model: onnx.ModelProto) -> int | None:
     """Token ids are below; None: nothing is known to be looked up by an input."""
@@ -34,7 +38,7 @@ def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
         shapes: of all its inputs.
 
     Raises:
-        OptionError: a table ends before the source does.
+        OptionError: a table ends before the source does, or the source is too long to look.
     """
     shell, weights = detach_weights(model)
     blueprint = Blueprint(shell, weights)
@@ -49,11 +53,17 @@ def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]
         }
         probe = Probe(blueprint, shapes, values)
         for node in lookups:
+            table, index = node.input[:2]
             axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-            rows, found = tables[node.input[0]][axis], probe.value(node.input[1])
-            if found is not None and found.size and int(found.max()) >= rows:
-                sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
-                raise OptionError(
-                    f"a source of {sizes} takes row {int(found.max())} of '{node.input[0]}', which has {rows}: allow "
-                    "shorter ones (--max-encoder, --maxShapes)"
-                )
+            count = prod(probe.shape(index) or (0,))
+            if count > _PAIRS and token != _IDS[0]:
+                continue
+            found = probe.value(index) if count <= _LARGEST else None
+            if count <= _LARGEST and (found is None or not found.size or int(found.max()) < tables[table][axis]):
+                continue
+            takes = f"takes {count} rows, too many to look at," if found is None else f"takes row {int(found.max())}"
+            sizes = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+            raise OptionError(
+                f"a source of {sizes} {takes} of '{table}', which has {tables[table][axis]}: allow shorter ones "
+                "(--max-encoder, --maxShapes)"
+            )
