@@ -257,3 +257,11 @@ def test_files_that_are_none(text: str | None, message: str, tmp_path: Path) -> 
         path.write_text(text, encoding="utf-8")
     with pytest.raises(OptionError, match=message):
         GenerationConfig.from_file(path)
+
+
+def test_its_text_is_what_differs_from_the_default() -> None:
+    """Signatures show it."""
+    assert repr(GenerationConfig()) == "GenerationConfig()"
+    config = GenerationConfig(max_new_tokens=5, eos_token_id=[2, 3], sequence_bias={7: 1.5})
+    assert "temperature" not in repr(config)
+    assert eval(repr(config)) == config

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
@@ -26,7 +26,7 @@ LogitsProcessor = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float32]], npt
 """A rule of the caller's: the tokens so far ``[T]``, prompt included, and scores ``[V]`` give new scores ``[V]``."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class GenerationConfig:
     """How to generate. The default is greedy.
 
@@ -100,6 +100,12 @@ class GenerationConfig:
     output_logprobs: bool = False
     prompt_lookup_num_tokens: int | None = None
     max_matching_ngram_size: int = 2
+
+    def __repr__(self) -> str:
+        """What differs from the default: it is in every signature that has one."""
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        changed = [f"{name}={value!r}" for name, d in defaults.items() if (value := getattr(self, name)) != d]
+        return f"GenerationConfig({', '.join(changed)})"
 
     def __post_init__(self) -> None:
         _check_types(self)
