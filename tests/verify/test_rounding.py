@@ -1,4 +1,4 @@
-"""float16 models whose numbers rounding decides: their rewrites pass, mistakes in them do not."""
+"""Models whose numbers rounding decides: their rewrites pass, mistakes in them do not."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from decoders import DecoderConfig, make_decoder
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 from verify.test_catches import IMPORTER_MISTAKES, Mistake, constant, insert, nodes
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 from trt_kvcache.verify.decode import Verification
-from trt_kvcache.verify.rounding import computed_in_float32
+from trt_kvcache.verify.rounding import computed_wide
 from trt_kvcache.verify.twin import TwinFolder
 
 NORM = "SkipSimplifiedLayerNormalization"
 DOMAIN = "com.microsoft"
 SMALL, LARGE = 2.0, 256.0  # factors in front of a sine; the larger one makes half a unit of the last bit
+WIDE = 2048.0  # the same for a float32 model: ten times what is allowed
 
 
 def norm_function(epsilon: float = 1e-6, offset: float = 0.0) -> onnx.FunctionProto:
@@ -51,9 +53,9 @@ def norm_function(epsilon: float = 1e-6, offset: float = 0.0) -> onnx.FunctionPr
     return helper.make_function(DOMAIN, NORM, ["x", "skip", "weight"], ["y", "mean", "deviation", "sum"], lines, opset)
 
 
-def sensitive(factor: float = LARGE, **function: float) -> ModelProto:
-    """A float16 decoder with that function, and logits of the sine of `factor` times what they were of."""
-    model = make_decoder(DecoderConfig(dtype="float16"))
+def sensitive(factor: float = LARGE, dtype: str = "float16", **function: float) -> ModelProto:
+    """A decoder with that function, and logits of the sine of `factor` times what they were of."""
+    model = make_decoder(DecoderConfig(dtype=dtype))
     model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     model.functions.append(norm_function(**function))
     sums = {n.output[0]: n for n in nodes(model, "Add")}
@@ -68,7 +70,7 @@ def sensitive(factor: float = LARGE, **function: float) -> ModelProto:
         model.graph.node.remove(norm)
         model.graph.node.remove(total)
     last = next(n for n in nodes(model, "MatMul") if n.output[0] == "logits")
-    insert(model, last, 0, "Mul", constant(model, "factor", factor, np.float16))
+    insert(model, last, 0, "Mul", constant(model, "factor", factor, np.dtype(dtype).type))
     insert(model, last, 0, "Sin")
     onnx.checker.check_model(model)
     return model
@@ -107,12 +109,14 @@ def test_who_says_what_is_allowed_gets_that(tmp_path: Path) -> None:
     assert not report.float32_twin
 
 
-def stored(model: ModelProto, node: NodeProto, op: str, back: str, value: float, size: int) -> None:
+def stored(
+    model: ModelProto, node: NodeProto, op: str, back: str, value: float, size: int, dtype: type = np.float16
+) -> None:
     """An operator and its inverse in front of a node, with a rounding to float16 in between.
 
     ONNX Runtime 1.31.1 computes a single operator between others of float32 in float32, too: hence two.
     """
-    other = constant(model, f"{node.name}.other", value, np.float16)
+    other = constant(model, f"{node.name}.other", value, dtype)
     every = constant(model, f"{node.name}.all", list(range(size)))
     steps = [(op, other, {}), ("Gather", every, {"axis": -1}), ("Gather", every, {"axis": -1}), (back, other, {})]
     for number, (kind, operand, attributes) in enumerate(steps):
@@ -151,6 +155,42 @@ def test_a_function_that_loses_what_the_operator_keeps_fails(tmp_path: Path) -> 
     assert not verify(tmp_path, sensitive(SMALL, offset=1024.0)).passed
 
 
+def test_a_float32_model_that_rounding_moves_is_compared_in_float64(tmp_path: Path) -> None:
+    report = verify(tmp_path, sensitive(WIDE, "float32"))
+    report.check()
+    assert not report.float32_twin
+    assert any("compared computed in float64" in note for note in report.notes)
+    assert all(o.max_relative < 1e-5 for o in report.outputs)
+    assert {o.dtype for o in report.outputs} == {"float32"}
+
+
+def lose_few_bits(model: ModelProto) -> None:
+    """What float32 loses and float64 does not."""
+    for node in nodes(model, "MatMul"):
+        if node.input[1].endswith("gate.weight"):
+            stored(model, node, "Add", "Sub", 64.0, 64, np.float32)
+
+
+def shift(model: ModelProto) -> None:
+    """What moves numbers by less than rounding to float32 moves them."""
+    insert(model, nodes(model, "Sin")[0], 0, "Mul", constant(model, "nearly_one", 1 + 2**-22, np.float32))
+
+
+@pytest.mark.parametrize("mistake", [*IMPORTER_MISTAKES, lose_few_bits, shift])
+def test_a_mistake_in_float32_fails_whatever_rounding_does(tmp_path: Path, mistake: Mistake) -> None:
+    assert not verify(tmp_path, sensitive(WIDE, "float32"), mistake).passed
+
+
+def test_without_float64_a_float32_model_fails_as_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: ModelProto) -> ModelProto:
+        raise UnsupportedModelError("no definition")
+
+    monkeypatch.setattr("trt_kvcache.verify.twin.widenable", refuse)
+    report = verify(tmp_path, sensitive(WIDE, "float32"))
+    assert not report.passed
+    assert "not compared in float64: no definition" in report.notes
+
+
 def test_inputs_and_outputs_stay_float16(tmp_path: Path) -> None:
     """Bodies of control flow that read an input of the model, an output that is read on, a function, casts."""
     half, opset = TensorProto.FLOAT16, [helper.make_opsetid("", 24), helper.make_opsetid("own", 1)]
@@ -177,7 +217,7 @@ def test_inputs_and_outputs_stay_float16(tmp_path: Path) -> None:
         [third],
     )
     model = helper.make_model(graph, opset_imports=opset, ir_version=10, functions=[twice])
-    made = computed_in_float32(model, TwinFolder(tmp_path, tmp_path, half))
+    made = computed_wide(model, TwinFolder(tmp_path, tmp_path, half))
     onnx.checker.check_model(made, full_check=True)
     x = np.array([1, 2.5, -3, 1000], np.float16)
     y, wide, back = ort.InferenceSession(made.SerializeToString()).run(None, {"x": x, "flag": np.array(True)})

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.experts import exact_experts
 from trt_kvcache.verify.blocks import with_plain_blocks
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out
@@ -17,7 +18,6 @@ from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.rounding import Side, judge_rounding
 from trt_kvcache.verify.runnable import (
     check_runnable,
-    exact_experts,
     with_exact_products,
     with_packed_function,
     with_plugin_functions,
@@ -45,10 +45,12 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyRepor
         exact_experts(),
     ):
 
-        def run(left: Side, right: Side) -> VerifyReport:
-            return kind(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin).run()
+        def run(left: Side, right: Side, anywhere: bool) -> VerifyReport:
+            verification = kind(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin)
+            verification.anywhere = anywhere
+            return verification.run()
 
-        report = run(original, rewritten)
+        report = run(original, rewritten, False)
         return report if twin or verify.tolerance is not None else judge_rounding(report, run, original, rewritten)
 
 

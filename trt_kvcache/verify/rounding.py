@@ -1,4 +1,4 @@
-"""Whether a difference in float16 is a mistake, or what rounding makes of this model.
+"""Whether a difference is a mistake, or what rounding makes of this model.
 
 Some models turn the last bit of a float16 into a large difference: they divide by the norm of what may be small
 (linear attention, gated norms), or choose experts by scores that are nearly equal. Any other order of operations then
@@ -15,6 +15,17 @@ Rounding to 8 bits (QuantizeLinear, DequantizeLinear) does the same in any type:
 middle between two neighbours comes out a whole step away. Such a model, of float32 as well, must round in the same ways
 on both sides, and agree without (`trt_kvcache.verify.rounded`); its weights move by their rounding to its own type.
 
+A float32 model is computed in float64 likewise:
+
+    original      rewritten, both in float64         must agree: structure, masks, indices, layouts
+    original      rewritten in float64               must differ, by half as much as both did in float32
+
+since its many sums take it further from what float64 gives than moving its weights would. They move all the same, on
+both sides alike: which step comes near a choice differs from run to run. Of a Qwen3-Next with six layers both give the
+same in float64, and differ by 0.00015, 0.00019, 0.00015 in float32, where the original is 0.0004, 0.00005, 0.0002 from
+float64. ONNX Runtime has no float64 for some operators (Conv, Softplus); ONNX's reference evaluator runs small models
+with these, and large ones fail as ever.
+
 The weights move at random by no more than rounding them to float16 has moved them already: what changes then is
 nothing that the model knows. What only float16 shows, such as an overflow or a lost cast, fails as ever, unless it is
 smaller than twice that, at the worst step and at a typical one. Measured with random weights and six layers:
@@ -28,7 +39,7 @@ smaller than twice that, at the worst step and at a typical one. Measured with r
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableSequence
+from collections.abc import Callable, Iterator, MutableSequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -36,28 +47,30 @@ from tempfile import TemporaryDirectory
 import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
-from trt_kvcache.errors import OutputError, UnsupportedModelError
-from trt_kvcache.importer.protos import dtype_name, is_op, nested_scopes
+from trt_kvcache.errors import OptionError, OutputError, UnsupportedModelError
+from trt_kvcache.importer.protos import is_op, nested_scopes
 from trt_kvcache.verify.report import VerifyReport
 from trt_kvcache.verify.rounded import rounding_steps, unrounded
-from trt_kvcache.verify.twin import TwinFolder
+from trt_kvcache.verify.twin import TwinFolder, numpy_name
 
 Side = tuple[ModelProto, Path]
 """What runs on one side, and the folder of its external data."""
 
 _TRIALS = 3  # of weights moved at random: not every one of them comes near a choice
 _SIDES = 2  # both are as far from what float32 gives as rounding takes them, and the two may go different ways
+_MOST = 1e-2  # of an output's scale: that rounding to float32 is asked to explain
 _PREFIX = "trt_kvcache.verify/float32/"
 
 
 def judge_rounding(
-    report: VerifyReport, run: Callable[[Side, Side], VerifyReport], original: Side, rewritten: Side
+    report: VerifyReport, run: Callable[[Side, Side, bool], VerifyReport], original: Side, rewritten: Side
 ) -> VerifyReport:
-    """The report of a float16 model computed in float32, where rounding alone makes it fail in float16.
+    """The report of a model computed in a wider type, where rounding alone makes it fail in its own.
 
     Args:
         report: of both models as they are.
-        run: the same verification, of other forms of both.
+        run: the same verification, of other forms of both, which the reference evaluator may run if ONNX Runtime
+            does not.
         original: as in `report`.
         rewritten: as in `report`.
 
@@ -65,52 +78,80 @@ def judge_rounding(
         `report` itself where it passed, or where rounding does not explain it.
     """
     found, steps = _differences(report), rounding_steps(original[0])
+    if report.passed or found is None or steps != rounding_steps(rewritten[0]):
+        return report
     kind = TensorProto.FLOAT16 if _is_half(original[0]) else TensorProto.FLOAT
-    if report.passed or found is None or (kind == TensorProto.FLOAT and not steps):
+    is_double = kind == TensorProto.FLOAT and not steps
+    if is_double and found[0] > _MOST:
         return report
-    if steps != rounding_steps(rewritten[0]):
-        return report
+    wide = TensorProto.DOUBLE if is_double else TensorProto.FLOAT
     try:
         with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
-            twins = TwinFolder(Path(name), original[1], kind)
-            left, right = ((computed_in_float32(model, twins), twins.folder) for model, _ in (original, rewritten))
-            exact = run((unrounded(left[0]), left[1]), (unrounded(right[0]), right[1]))
-            for trial in range(_TRIALS if exact.passed else 0):
-                with TemporaryDirectory(prefix="trt-kvcache-verify-") as other:
-                    moving = TwinFolder(Path(other), rewritten[1], kind, np.random.default_rng(trial))
-                    moved = _differences(run(left, (computed_in_float32(rewritten[0], moving), moving.folder)))
+            twins = TwinFolder(Path(name), original[1], kind, wide=wide)
+            left, right = ((computed_wide(model, twins), twins.folder) for model, _ in (original, rewritten))
+            exact = run((unrounded(left[0]), left[1]), (unrounded(right[0]), right[1]), is_double)
+            others = _narrow_and_wide(original, rewritten) if is_double else _as_is_and_moved(left, rewritten, kind)
+            for sides in others if exact.passed else ():
+                moved = _differences(run(*sides, is_double))
                 if moved is not None and found[0] <= _SIDES * moved[0] and found[1] <= _SIDES * moved[1]:
-                    note = _note(found[0], moved[0], kind, len(steps))
-                    return replace(exact, float32_twin=True, notes=(*exact.notes, note))
-    except (OutputError, UnsupportedModelError) as error:
-        return replace(report, notes=(*report.notes, f"not compared in float32: {error}"))
+                    note = _note(found[0], moved[0], kind, wide, len(steps))
+                    return replace(exact, float32_twin=not is_double, notes=(*exact.notes, note))
+    except (OptionError, OutputError, UnsupportedModelError) as error:
+        return replace(report, notes=(*report.notes, f"not compared in {numpy_name(wide)}: {error}"))
     return report
 
 
-def _note(found: float, moved: float, kind: int, steps: int) -> str:
-    name = dtype_name(kind)
-    how = "computed in float32, between inputs and outputs of float16" if kind == TensorProto.FLOAT16 else ""
+def _as_is_and_moved(left: Side, rewritten: Side, kind: int) -> Iterator[tuple[Side, Side]]:
+    """Both sides in float32, one with its weights moved at random; each is gone when the next one comes."""
+    for trial in range(_TRIALS):
+        with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
+            moved = TwinFolder(Path(name), rewritten[1], kind, np.random.default_rng(trial))
+            yield left, (computed_wide(rewritten[0], moved), moved.folder)
+
+
+def _narrow_and_wide(original: Side, rewritten: Side) -> Iterator[tuple[Side, Side]]:
+    """The original in float32 and the rewritten model in float64, with the same weights, moved at random."""
+    for trial in range(_TRIALS):
+        with (
+            TemporaryDirectory(prefix="trt-kvcache-verify-") as name,
+            TemporaryDirectory(prefix="trt-kvcache-verify-") as other,
+        ):
+            narrow = TwinFolder(Path(name), original[1], TensorProto.FLOAT, np.random.default_rng(trial))
+            left, right = (narrow.twin(model) for model, _ in (original, rewritten))
+            wide = TwinFolder(Path(other), narrow.folder, TensorProto.FLOAT, wide=TensorProto.DOUBLE)
+            yield (left, narrow.folder), (computed_wide(right, wide), wide.folder)
+
+
+def _note(found: float, moved: float, kind: int, wide: int, steps: int) -> str:
+    name = numpy_name(kind)
+    how = f"computed in {numpy_name(wide)}, between inputs and outputs of {name}" if kind != wide else ""
     without = f"without its {steps} ways of rounding to 8 bits, which are the same in both models" if steps else ""
+    moves = (
+        f"the original in {name} is up to {moved:.2g} of its outputs' scale away from what {numpy_name(wide)} gives"
+        if wide == TensorProto.DOUBLE
+        else f"moving its weights by no more than their rounding to {name} changes outputs by up to {moved:.2g} of "
+        "their scale"
+    )
     return (
-        f"rounding decides the numbers of this model: moving its weights by no more than their rounding to {name} "
-        f"changes outputs by up to {moved:.2g} of their scale. In {name} both models differ by up to {found:.2g}; "
+        f"rounding decides the numbers of this model: {moves}. In {name} both models differ by up to {found:.2g}; "
         f"they were compared {' and '.join(filter(None, (how, without)))}"
     )
 
 
-def computed_in_float32(model: ModelProto, twins: TwinFolder) -> ModelProto:
-    """The model with float32 in place of float16, but for its inputs and outputs, which are cast.
+def computed_wide(model: ModelProto, twins: TwinFolder) -> ModelProto:
+    """The model with float32 in place of float16, or as `twins` say, but for its inputs and outputs, which are cast.
 
     Args:
-        model: a float16 model.
+        model: a model of the narrow type.
         twins: takes the weights.
 
     Raises:
-        OutputError: no room for the weights in float32.
+        OutputError: no room for the wider weights.
     """
-    ports = _half_ports(model)
+    ports = _ports(model, twins.dtype) if twins.dtype != twins.wide else set()
     wide = twins.twin(model)
-    _keep_casts(model, wide)
+    if twins.dtype == TensorProto.FLOAT16:
+        _keep_casts(model, wide)
     for scope in nested_scopes(wide.graph):
         for node in scope.node:
             _rename(node.input, ports)
@@ -118,29 +159,30 @@ def computed_in_float32(model: ModelProto, twins: TwinFolder) -> ModelProto:
     before, after = [], []
     for port in (*wide.graph.input, *wide.graph.output):
         if port.name in ports:
-            port.type.tensor_type.elem_type = TensorProto.FLOAT16
+            port.type.tensor_type.elem_type = twins.dtype
     for port in wide.graph.input:
         if port.name in ports:
-            before.append(helper.make_node("Cast", [port.name], [_inside(port.name)], to=TensorProto.FLOAT))
+            before.append(helper.make_node("Cast", [port.name], [_inside(port.name)], to=twins.wide))
     for port in wide.graph.output:
         if port.name in ports:
-            after.append(helper.make_node("Cast", [_inside(port.name)], [port.name], to=TensorProto.FLOAT16))
+            after.append(helper.make_node("Cast", [_inside(port.name)], [port.name], to=twins.dtype))
     nodes = [*before, *(NodeProto.FromString(n.SerializeToString()) for n in wide.graph.node), *after]
     del wide.graph.node[:]
     wide.graph.node.extend(nodes)
     return wide
 
 
-def _half_ports(model: ModelProto) -> set[str]:
-    """Names of the inputs and outputs of float16."""
+def _ports(model: ModelProto, dtype: int) -> set[str]:
+    """Names of the inputs and outputs of a type."""
     weights = {t.name for t in model.graph.initializer}
     ports = (*model.graph.input, *model.graph.output)
-    return {p.name for p in ports if p.type.tensor_type.elem_type == TensorProto.FLOAT16} - weights
+    return {p.name for p in ports if p.type.tensor_type.elem_type == dtype} - weights
 
 
 def _is_half(model: ModelProto) -> bool:
     """Whether a model computes in float16, whatever its inputs and outputs are."""
-    return bool(_half_ports(model)) or any(t.data_type == TensorProto.FLOAT16 for t in model.graph.initializer)
+    half = TensorProto.FLOAT16
+    return bool(_ports(model, half)) or any(t.data_type == half for t in model.graph.initializer)
 
 
 def _keep_casts(model: ModelProto, wide: ModelProto) -> None:

@@ -13,10 +13,20 @@ from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from onnx import AttributeProto, GraphProto, ModelProto, TensorProto, TypeProto, external_data_helper, numpy_helper
+from onnx import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    TensorProto,
+    TypeProto,
+    external_data_helper,
+    helper,
+    numpy_helper,
+)
 
 from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+from trt_kvcache.verify.widenable import widenable
 
 _DATA = "float32-twin.data"
 _BLOCK = 1 << 25  # bytes read at a time
@@ -76,37 +86,45 @@ def refer(tensor: TensorProto, dtype: int, location: str, place: tuple[int, int]
 class TwinFolder:
     """Makes twins of models that share their weights; each weight is converted once, block by block, into one file.
 
+    Attributes:
+        folder: of the twins' external data.
+        dtype: what becomes `wide`.
+        wide: the type of the twins.
+
     Args:
         folder: an existing folder that takes the file.
         source: folder of the models' external data.
-        dtype: what becomes float32: ``TensorProto.BFLOAT16`` or ``TensorProto.FLOAT16``; float32 stays.
+        dtype: what becomes `wide`: ``TensorProto.BFLOAT16``, ``TensorProto.FLOAT16`` or ``TensorProto.FLOAT``.
         moved: moves each large enough weight of this type, if not bfloat16, at random, by no more than its rounding
             has: 2**-11 of it, or 2**-24.
+        wide: ``TensorProto.FLOAT`` or ``TensorProto.DOUBLE``; what is of this type already stays.
     """
 
     def __init__(
-        self, folder: Path, source: Path, dtype: int = TensorProto.BFLOAT16, moved: np.random.Generator | None = None
-    ) -> None:
+        self, folder: Path, source: Path, dtype: int = TensorProto.BFLOAT16, moved: np.random.Generator | None = None,
+        wide: int = TensorProto.FLOAT,
+    ) -> None:  # fmt: skip
         self.folder = folder
+        self.dtype = dtype
+        self.wide = wide
         self._source = source
-        self._dtype = dtype
         self._moved = moved
         self._data = Data(folder / _DATA)
 
     def twin(self, model: ModelProto) -> ModelProto:
-        """The float32 twin; its external data are in `folder`.
+        """The twin; its external data are in `folder`.
 
         Raises:
-            OutputError: the folder has no room for the float32 weights.
+            OutputError: the folder has no room for the wider weights.
         """
         twin = ModelProto()
-        twin.CopyFrom(model)
+        twin.CopyFrom(widenable(model) if self.wide == TensorProto.DOUBLE else model)
         self._check_room(twin)
-        for attribute in _dtype_attributes(twin, self._dtype):
-            attribute.i = TensorProto.FLOAT
+        for attribute in _dtype_attributes(twin, self.dtype):
+            attribute.i = self.wide
         for kind in _types(twin):
-            if kind.tensor_type.elem_type == self._dtype:
-                kind.tensor_type.elem_type = TensorProto.FLOAT
+            if kind.tensor_type.elem_type == self.dtype:
+                kind.tensor_type.elem_type = self.wide
         initializers = {t.name for s in iter_scopes(twin) if isinstance(s, GraphProto) for t in s.initializer}
         for tensor in iter_tensors(twin):
             self._convert(tensor, tensor.name in initializers)
@@ -116,34 +134,35 @@ class TwinFolder:
         needed = 2 * sum(byte_size(t) or 0 for t in iter_tensors(model)) if not self._data else 0
         free = shutil.disk_usage(self.folder).free
         if needed > free:
-            name = "bfloat16" if self._dtype == TensorProto.BFLOAT16 else "float16"
             raise OutputError(
-                f"the float32 twin of this {name} model takes up to {needed / 1e9:.1f} GB, and {self.folder} has "
+                f"the {numpy_name(self.wide)} twin of this {numpy_name(self.dtype)} model takes up to "
+                f"{needed / 1e9:.1f} GB, and {self.folder} has "
                 f"{free / 1e9:.1f} GB free: set TMPDIR to a folder with room"
             )
 
     def _convert(self, tensor: TensorProto, initializer: bool) -> None:
         external = tensor.data_location == TensorProto.EXTERNAL
-        half = tensor.data_type == self._dtype
+        half = tensor.data_type == self.dtype
         if not external and not half:
             return
         if not external and (not initializer or (byte_size(tensor) or 0) <= _SMALL):
-            values = numpy_helper.to_array(tensor).astype(np.float32)
+            values = numpy_helper.to_array(tensor).astype(helper.tensor_dtype_to_np_dtype(self.wide))
             name = tensor.name
             tensor.CopyFrom(numpy_helper.from_array(values, name))
             return
         key, blocks = self._blocks(tensor, external)
         place = self._data.add(key, map(self._widened, blocks) if half else blocks)
-        refer(tensor, TensorProto.FLOAT if half else tensor.data_type, _DATA, place)
+        refer(tensor, self.wide if half else tensor.data_type, _DATA, place)
 
     def _widened(self, block: bytes) -> bytes:
-        if self._dtype == TensorProto.BFLOAT16:
+        if self.dtype == TensorProto.BFLOAT16:
             return (np.frombuffer(block, "<u2").astype("<u4") << 16).tobytes()  # the upper half of a float32
-        half = self._dtype == TensorProto.FLOAT16
-        values = np.frombuffer(block, "<f2" if half else "<f4").astype("<f4")
+        half = self.dtype == TensorProto.FLOAT16
+        wide = "<f8" if self.wide == TensorProto.DOUBLE else "<f4"
+        values = np.frombuffer(block, "<f2" if half else "<f4").astype(wide)
         if self._moved is not None:
             part = 2**-11 if half else 2**-24
-            values = (values * (1 + self._moved.uniform(-part, part, values.shape))).astype("<f4")
+            values = (values * (1 + self._moved.uniform(-part, part, values.shape))).astype(wide)
         return values.tobytes()
 
     def _blocks(self, tensor: TensorProto, external: bool) -> tuple[tuple[object, ...], Iterator[bytes]]:
@@ -154,6 +173,11 @@ class TwinFolder:
         info = external_data_helper.ExternalDataInfo(tensor)
         offset, length = info.offset or 0, byte_size(tensor) or 0
         return (info.location, offset, length), _read(self._source / info.location, offset, length)
+
+
+def numpy_name(dtype: int) -> str:
+    """What numpy calls an element type, such as ``"float32"``."""
+    return str(helper.tensor_dtype_to_np_dtype(dtype).name)
 
 
 def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
