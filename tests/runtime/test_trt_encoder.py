@@ -19,9 +19,11 @@ from runtime.test_encoder import CONFIG, LAYOUTS, LENGTHS, PROMPTS, expected, ex
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.engine.manifest import encoder_path, load_manifest, manifest_path, save_manifest
-from trt_kvcache.errors import ManifestError, OptionError, PromptError, SessionError
+from trt_kvcache.errors import BackendError, ManifestError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime import trt_runner
+from trt_kvcache.runtime.cuda import Cuda
 from trt_kvcache.runtime.device_array import DeviceArray
+from trt_kvcache.runtime.trt_context import ContextFactory
 
 Open = Callable[..., DecodeSession]
 
@@ -251,6 +253,39 @@ def test_too_little_memory(machine: Machine, tmp_path: Path) -> None:
         machine.total = machine.used + (128 << 20)
         with pytest.raises(SessionError, match="the encoder's weights .*; open the decoder with a smaller max_batch"):
             session.encode(source)
+
+
+def test_what_cannot_be_opened_leaves_nothing(
+    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And can be opened later, when there is room."""
+    engine = built(tmp_path)
+    source = {"input_features": heard(6, 0)}
+    with DecodeSession.open(engine) as session:
+        module, used = session._runner._held.trt.module, machine.used  # type: ignore[attr-defined]
+        machine.total = used + (128 << 20) + encoder_path(engine).stat().st_size
+        with pytest.raises(
+            SessionError, match="encoder's activations .*, its inputs .*, what it makes of one"
+        ):
+            session.encode(source)
+        machine.total = 1 << 30
+        for words in ("activations", "pinned"):
+            with monkeypatch.context() as patch:
+                name = "allocate" if words == "activations" else "allocate_pinned"
+
+                def fail(*_: Any) -> None:
+                    raise BackendError("no more")
+
+                patch.setattr(ContextFactory if words == "activations" else Cuda, name, fail)
+                with pytest.raises(SessionError, match="no more"):
+                    session.encode(source)
+            gc.collect()
+            assert machine.used == used
+            assert not module.hung
+        made = session.encode(source)
+        assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
+    assert machine.used == 0
+    assert not module.hung
 
 
 def test_two_sessions_of_one_engine(machine: Machine, tmp_path: Path) -> None:

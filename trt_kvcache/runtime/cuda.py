@@ -133,6 +133,16 @@ class Cuda:
         self._check("cuMemFree", self._driver.cuMemFree(address))
         del self._memory[address]
 
+    @contextmanager
+    def undone_on_failure(self) -> Iterator[None]:
+        """Where the block fails, what it took is given back."""
+        memory, pinned = set(self._memory), set(self._pinned)
+        try:
+            yield
+        except BaseException:
+            self._free(self._memory.keys() - memory, self._pinned - pinned)
+            raise
+
     def allocate_pinned(self, size: int) -> Pinned:
         """Take `size` bytes of page-locked host memory, from and to which copies run at full speed."""
         size = max(size, 1)
@@ -231,14 +241,18 @@ class Cuda:
 
         Never fails: after a fault of the GPU every call does, and its memory goes with the process's context.
         """
-        for address in tuple(self._memory):
-            self._driver.cuMemFree(address)
-        for address in self._pinned:
-            self._driver.cuMemFreeHost(address)
-        self._memory.clear()
-        self._pinned.clear()
+        self._free(set(self._memory), set(self._pinned))
         with suppress(BackendError), self._core_errors("close the stream"):
             self._stream.close()
+
+    def _free(self, memory: Iterable[int], pinned: Iterable[int]) -> None:
+        """Give back, whatever the driver says."""
+        for address in memory:
+            self._driver.cuMemFree(address)
+            del self._memory[address]
+        for address in pinned:
+            self._driver.cuMemFreeHost(address)
+            self._pinned.remove(address)
 
     def _copy_2d(self, source: tuple[str, int, int], target: tuple[str, int, int], width: int, height: int) -> None:
         """One copy of all runs where they can be so far apart; else one for each."""

@@ -53,25 +53,33 @@ class EngineFunction:
         self._inputs = {t.name: array_dtype(t.dtype) for t in tensors if t.io == "input"}
         self._outputs = {t.name: array_dtype(t.dtype) for t in tensors if t.io == "output"}
         self._gone: deque[int] = deque()
-        self._made: Mapping[str, tuple[int, Shape]] = {}
+        with cuda.undone_on_failure():
+            try:
+                self._open(manifest, module, kernels)
+            except BaseException:
+                self.let_go()
+                raise
+
+    def _open(self, manifest: Manifest, module: Any, kernels: Path) -> None:
+        cuda = self._cuda
         weights = Need("the encoder's weights", manifest.engine.size)
         admit([weights], *cuda.free_memory(), cuda.name, 1, _LESS)
-        self._trt: TensorRT = open_engine(path, manifest, module, cuda)
+        self._trt: TensorRT = open_engine(self._path, manifest, module, cuda)
         self.factory = ContextFactory(self._trt, cuda, kernels)
         self._context: Context = self.factory.make(0)
         ranges = manifest.profiles[0].shapes
         largest = {
             t.name: ranges[t.name].max if t.name in ranges else tuple(int(d) for d in t.shape)
-            for t in tensors
+            for t in manifest.plan.tensors
             if t.io == "input"
         }
         self._context.prepare(largest, {})
-        size, _ = self._layout()
+        made, _ = self._layout()
         sizes = {name: prod(largest[name]) * dtype.itemsize for name, dtype in self._inputs.items()}
         needs = [
             Need("the encoder's activations", self.factory.activation_bytes),
             Need("its inputs", sum(sizes.values())),
-            Need("what it makes of one source", size),
+            Need("what it makes of one source", made),
         ]
         admit(needs, *cuda.free_memory(), cuda.name, 1, _LESS)
         self._addresses = {name: cuda.allocate(size) for name, size in sizes.items()}
@@ -123,7 +131,8 @@ class EngineFunction:
 
     def let_go(self) -> None:
         """Free what TensorRT holds; the memory goes with the GPU's."""
-        self._context.let_go()
+        if "_context" in self.__dict__:
+            self._context.let_go()
         for name in ("_context", "factory", "_trt"):
             self.__dict__.pop(name, None)
 
