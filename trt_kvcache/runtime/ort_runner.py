@@ -15,6 +15,7 @@ import onnxruntime as ort
 from trt_kvcache.engine.files import identify
 from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.experts import exact_experts
 from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.machine import memory
@@ -26,6 +27,7 @@ from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort_attention import OPERATOR, fuse_attention
 from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line, open_on_cpu
+from trt_kvcache.runtime.ort_experts import keep_experts
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
@@ -284,19 +286,20 @@ class OnnxRuntimeRunner:
 
 
 def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
-    """The rewritten model with attention as ONNX Runtime computes it fastest.
+    """The rewritten model with experts and attention as ONNX Runtime computes them fastest.
 
-    Not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches.
+    Attention not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches.
     """
-    if inputs.fixed_rows is not None or inputs.fixed_length not in (None, 1):
-        return imported.model
-    return fuse_attention(imported.model, imported.plan)
+    model = imported.model
+    if inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
+        model = fuse_attention(model, imported.plan)
+    return keep_experts(model, imported.source.proto)
 
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
     advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
     serialized = model.SerializeToString()
-    with huge_pages():
+    with huge_pages(), exact_experts():
         return open_on_cpu(serialized, imported.source.path, advice, threads=threads)
 
 

@@ -5,9 +5,6 @@ Each function returns a copy, or the model itself where there is nothing to spel
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 from onnx import ModelProto, NodeProto, TensorProto, helper
@@ -15,6 +12,7 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.block_quantizers import is_block_operator
 from trt_kvcache.importer.dynamic_products import NOTE, keep_weights_only, may_round
+from trt_kvcache.importer.experts import ROUNDING
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
@@ -24,7 +22,6 @@ from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 from trt_kvcache.verify.blocks import block_steps
 
 _ACCURACY = "accuracy_level"
-_EXPERTS = "ORT_QMOE_CPU_QNBIT_GEMM"
 _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
 
 
@@ -104,23 +101,6 @@ def with_exact_products(model: ModelProto) -> ModelProto:
     return copy
 
 
-@contextmanager
-def exact_experts() -> Iterator[None]:
-    """Lets ONNX Runtime's kernel of QMoE compute with activations of float32, in sessions that open meanwhile.
-
-    With 8 bits in blocks, ONNX Runtime 1.31.1 rounds activations to 8 bits whatever the node says, and with 4 where its
-    ``accuracy_level`` says so; what it reads from the environment decides over both.
-    """
-    before = os.environ.get(_EXPERTS)
-    os.environ[_EXPERTS] = "fp32"
-    try:
-        yield
-    finally:
-        os.environ.pop(_EXPERTS)
-        if before is not None:
-            os.environ[_EXPERTS] = before
-
-
 def spelled_out(original: ModelProto) -> list[str]:
     """What a reader of a report should know about how the original ran."""
     notes = []
@@ -134,7 +114,7 @@ def spelled_out(original: ModelProto) -> list[str]:
             "to 8 bits: neither the rewritten model nor an engine rounds them"
         )
     if any(node.op_type == "QMoE" for scope in iter_scopes(original) for node in scope.node):
-        notes.append(f"experts of the original (QMoE) ran with activations of float32: {_EXPERTS}=fp32")
+        notes.append(f"experts of the original (QMoE) ran with activations of float32: {ROUNDING}=fp32")
     if steps := block_steps(original):
         notes.append(
             f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without that "
