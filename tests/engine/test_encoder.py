@@ -246,6 +246,8 @@ def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
         find_job(model, plan, BuildOptions(**SIZES))
     (warning,) = build(model).warnings
     assert "nothing says how large size may be" in warning
+    with pytest.raises(OptionError, match="names 'pixel', which is no input .*nothing says how large size may be"):
+        build(model, max_shapes={"pixel": (1, 24, WIDTH)})
     manifest = build(model, max_shapes={"pixels": (1, 24, WIDTH), "input_ids": (1, 8)})
     assert manifest.warnings == ()
     made = load_manifest(encoder_path(model.with_name("model.engine")))

@@ -46,10 +46,10 @@ def write_engine(
     beside = None
     if (job := find_job(model, plan, build)) is not None:
         beside = encoder_path(engine)
-        _write(beside, job.encoder.model, (job.profile,), {})
+        _write(beside, job.model[0], (job.profile,), {})
         manifest = Manifest(
             created_by="tests", backend=backend, backend_version=version, compute_capabilities=(),
-            plan=job.encoder.plan, aliases={}, double_buffered={}, profiles=(job.profile,), max_batch=1, max_chunk=1,
+            plan=job.plan, aliases={}, double_buffered={}, profiles=(job.profile,), max_batch=1, max_chunk=1,
             model=(), engine=identify(beside), vocab=job.vocab,
         )  # fmt: skip
         save_manifest(manifest, manifest_path(beside))

@@ -90,9 +90,12 @@ def build_engine(
     _check_not_model(engine_path, part.files)
 
     encoder, said = _or_on_the_cpu(build, lambda: find_job(part.path, plan, build))
-    own = build if encoder is None else without_shapes(build, plan, encoder.encoder.plan)
-    limits = resolve_limits(plan, own)
-    profiles = make_profiles(plan, own, limits, quantized=quantized)
+    own = build if encoder is None else without_shapes(build, plan, encoder.plan)
+    try:
+        limits = resolve_limits(plan, own)
+        profiles = make_profiles(plan, own, limits, quantized=quantized)
+    except OptionError as error:
+        raise OptionError("; ".join([str(error), *said])) from None
     plan = _bound_contracts(plan, limits.max_chunk)
 
     with ExitStack() as stack:
@@ -188,10 +191,11 @@ def _build_encoder(
     """Build an encoder: its manifest, its engine, and where that goes. `stack` removes what is not published."""
     path = check_output(encoder_path(engine))
     check_output(manifest_path(path))
-    part, plan, profiles = _part(job.encoder.sources, job.encoder.model), job.encoder.plan, (job.profile,)
+    part = _part(job.sources, job.model.pop())
     _check_not_model(path, part.files)
-    built = stack.enter_context(_built(part, plan, profiles, build, backend, path, progress))
-    return replace(_manifest(backend, build, plan, profiles, built, path), vocab=job.vocab), built.file, path
+    built = stack.enter_context(_built(part, job.plan, (job.profile,), build, backend, path, progress))
+    manifest = _manifest(backend, build, job.plan, (job.profile,), built, path)
+    return replace(manifest, vocab=job.vocab), built.file, path
 
 
 @contextmanager

@@ -13,7 +13,9 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Role
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.encoder_model import EncoderModel
+    import onnx
+
+    from trt_kvcache.importer.source import SourceModel
 
 __all__ = ["EncoderJob", "find_job"]
 
@@ -23,12 +25,16 @@ class EncoderJob:
     """What to build.
 
     Attributes:
-        encoder: the model and its plan.
+        sources: files that it is made of; external data lie in the folder of the first.
+        plan: of it.
+        model: it, for TensorRT; to be taken out, because it may be large.
         profile: the lengths of sources.
         vocab: token ids are below; None: there are none, or no table of them is known.
     """
 
-    encoder: EncoderModel
+    sources: tuple[SourceModel, ...]
+    plan: CachePlan
+    model: list[onnx.ModelProto]
     profile: Profile
     vocab: int | None
 
@@ -65,4 +71,4 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
     largest = {name: range_.max for name, range_ in profile.shapes.items()}
     check_positions(encoder.model, {**fixed, **largest})  # type: ignore[dict-item]  # fixed ones are of ints
-    return EncoderJob(encoder, profile, most_ids(encoder.model))
+    return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model))
