@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from trt_kvcache import (
     verify_model,
 )
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.experts import ROUNDING, exact_experts
 from trt_kvcache.importer.normalize.expert_blocks import route
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
@@ -125,3 +127,20 @@ def test_sixteen_bits_without_normalized_shares(tmp_path: Path) -> None:
     assert not report.passed
     assert any("ONNX Runtime 1.31.1 computes products of zero" in note for note in report.notes)
     verify_model(decoder(tmp_path, Mixture(normalized=False))).check()
+
+
+@pytest.mark.parametrize("before", [None, "int8"])
+def test_sessions_of_several_threads_find_the_environment_as_it_was(
+    before: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one that came first may leave first."""
+    monkeypatch.delenv(ROUNDING, raising=False)
+    if before is not None:
+        monkeypatch.setenv(ROUNDING, before)
+    first, second = exact_experts(), exact_experts()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert os.environ[ROUNDING] == "fp32"
+    second.__exit__(None, None, None)
+    assert os.environ.get(ROUNDING) == before

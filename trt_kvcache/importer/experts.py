@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from threading import Lock
 
 EXPERTS = (
     "export a mixture of experts with mobius-onnx, or with torch.onnx (dynamo) from transformers 5 after "
@@ -15,6 +16,10 @@ EXPERTS = (
 ROUNDING = "ORT_QMOE_CPU_QNBIT_GEMM"
 """From the environment, how ONNX Runtime's kernel of QMoE computes."""
 
+_lock = Lock()
+_before: list[str | None] = []
+"""What the environment said before the first of those that are in `exact_experts`, and an entry for each other."""
+
 
 @contextmanager
 def exact_experts() -> Iterator[None]:
@@ -23,11 +28,15 @@ def exact_experts() -> Iterator[None]:
     With 8 bits in blocks, ONNX Runtime 1.31.1 rounds activations to 8 bits whatever the node says, and with 4 where its
     ``accuracy_level`` says so; what it reads from the environment decides over both.
     """
-    before = os.environ.get(ROUNDING)
-    os.environ[ROUNDING] = "fp32"
+    with _lock:
+        _before.append(os.environ.get(ROUNDING) if not _before else None)
+        os.environ[ROUNDING] = "fp32"
     try:
         yield
     finally:
-        os.environ.pop(ROUNDING)
-        if before is not None:
-            os.environ[ROUNDING] = before
+        with _lock:
+            before = _before.pop()
+            if not _before:  # others still open theirs
+                del os.environ[ROUNDING]
+                if before is not None:
+                    os.environ[ROUNDING] = before
