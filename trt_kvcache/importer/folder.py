@@ -62,8 +62,8 @@ def check_takes_past(graph: GraphProto, path: Path) -> None:
     Raises:
         UnsupportedModelError: with the name of the file to take instead, where it lies beside this one.
     """
-    if any(_is_cache(v.type.tensor_type.elem_type, shape_of(v)) for v in graph.input):
-        return
+    if any(elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
+        return  # of more axes: the caches of several layers
     made = [v.name for v in graph.output if _is_cache(elem_type_of(v), shape_of(v)) and _CACHE_NAME.search(v.name)]
     if len(made) < 2:
         return

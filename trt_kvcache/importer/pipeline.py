@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -19,6 +19,7 @@ from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.importer.rewritten import record_plan, recorded_plan
 from trt_kvcache.importer.signed import sign_weights
 from trt_kvcache.importer.source import SourceModel, load_source, save_model, take_readable
+from trt_kvcache.importer.stacks import check_slots
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
@@ -57,7 +58,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     if recorded is not None:
         return recorded
     prepared, graph = _prepare(source, options)
-    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
+    plan = _plan(prepared, graph, options)
     rewrite_graph(graph, plan)  # of a graph that nobody keeps: what a rewrite refuses, its dry run refuses
     return plan
 
@@ -80,7 +81,7 @@ def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> Impo
     if recorded is not None:
         return ImportedModel(source, recorded, source.proto)
     prepared, graph = _prepare(source, options)
-    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
+    plan = _plan(prepared, graph, options)
     rewrite_graph(graph, plan)
     rewritten = _export(source.proto, prepared, graph)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
@@ -120,6 +121,13 @@ def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Gr
     check_unique_outputs(graph)
     fold_identities(graph)
     return prepared, graph
+
+
+def _plan(prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
+    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
+    plan = replace(plan, stacks=prepared.stacks)
+    check_slots(plan)
+    return plan
 
 
 def _export(source: onnx.ModelProto, prepared: Prepared, graph: gs.Graph) -> onnx.ModelProto:

@@ -21,6 +21,8 @@ from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
+from trt_kvcache.importer.plan_stacks import Stack as Stack
+from trt_kvcache.importer.plan_stacks import StackPart as StackPart
 
 
 class Route(str, Enum):
@@ -291,6 +293,7 @@ class CachePlan:
         original: the interface of the model as exported; empty where normalization left it as it is.
         states: state that is no attention cache.
         logits_span: what says of how many positions the logits are; None: of those that the model as exported gives.
+        stacks: tensors of the model as exported that hold several caches; `original` has these one by one.
     """
 
     options: PlanOptions
@@ -307,6 +310,7 @@ class CachePlan:
     original: tuple[OriginalTensor, ...] = ()
     states: tuple[StateUpdate, ...] = ()
     logits_span: LogitsSpan | None = None
+    stacks: tuple[Stack, ...] = ()
     schema_version: int = field(default=1)
 
     def cache_bytes(self, batch: int = 1) -> int:

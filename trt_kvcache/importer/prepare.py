@@ -19,9 +19,10 @@ from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.fixed import fold_constant
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.plan import PlanOptions, Stack
 from trt_kvcache.importer.protos import all_nodes
 from trt_kvcache.importer.reinterpret import detached, stand_in
+from trt_kvcache.importer.stacks import unstack
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
@@ -36,12 +37,14 @@ class Prepared:
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
         findings: what normalization did; None where the caches were canonical already.
+        stacks: tensors of the source that hold several caches, of which each has its own in `model`.
     """
 
     model: onnx.ModelProto
     weights: dict[str, onnx.TensorProto]
     inlined: tuple[str, ...]
     findings: Findings | None = None
+    stacks: tuple[Stack, ...] = ()
 
 
 def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
@@ -66,7 +69,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     fold_constant(model)
-    normalized = normalize(model, weights, options)
+    unstacked = unstack(model, weights)
+    normalized = normalize(unstacked.model, weights, options)
     model = normalized.model
     if normalized.findings is not None:
         name_nodes(model.graph)
@@ -76,7 +80,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     if notes:
         findings = findings if findings is not None else Findings({})
         findings = replace(findings, notes=(*notes, *findings.notes))
-    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), findings)
+    findings = unstacked.add_to(findings)
+    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), findings, unstacked.stacks)
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:

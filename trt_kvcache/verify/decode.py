@@ -27,6 +27,7 @@ from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits, schedule_notes
 from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_session
+from trt_kvcache.verify.stacked import StackedSession, joined
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -165,7 +166,7 @@ class Verification:
             )
         self._note_schedule(episodes)
         comparison = Comparison(
-            {o.name: self._role(o.name) for o in self.models[0].graph.output},
+            {name: self._role(name) for name in (*(o.name for o in self.models[0].graph.output), *self._parts())},
             self.verify.tolerance,
             twin=self.twin,
             half=any(c.role.dtype == "float16" for c in self.caches),
@@ -272,6 +273,15 @@ class Verification:
         return engine, None
 
     def _open_original(self, trial: Feeds) -> Session:
+        """A session of the original, its caches one by one.
+
+        Raises:
+            UnsupportedModelError: no engine runs it.
+        """
+        stacks = self.plan.stacks
+        return StackedSession(self._open_whole(joined(trial, stacks)), stacks) if stacks else self._open_whole(trial)
+
+    def _open_whole(self, trial: Feeds) -> Session:
         """A session of the original: as it is, or with masks or norms spelled out, or on the reference evaluator.
 
         Raises:
@@ -395,6 +405,10 @@ class Verification:
 
     def _note_schedule(self, episodes: Sequence[Episode]) -> None:
         self.notes += schedule_notes(self.limits, self.verify, episodes)
+
+    def _parts(self) -> list[str]:
+        """Names of the outputs that lie in one tensor of the original."""
+        return [part.name for stack in self.plan.stacks if stack.io == "output" for part in stack.parts]
 
     def _role(self, name: str) -> str:
         return next((t.role.value for t in self.plan.tensors if t.io == "output" and t.name == name), Role.OTHER.value)

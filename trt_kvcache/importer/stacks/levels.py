@@ -1,0 +1,352 @@
+"""Caches of several layers in one tensor, taken apart before anything else looks at them.
+
+    past [L, 2, B, N, P, H] -- Gather(i) -- Gather(0) -- Concat -- Unsqueeze, Concat -> present [L, 2, B, N, P + S, H]
+
+        becomes
+
+    past.0.0 [B, N, P, H] -- Concat -> present.0.0 [B, N, P + S, H]     and so on for past.0.1 .. past.(L - 1).1
+
+An axis is one that caches are stacked along if constants choose single places of it; several such axes go one after the
+other. Outputs that are stacked of such caches are taken apart as well. All that is done holds by itself, operator by
+operator (`moves`, `writes`): no samples are needed, and what the caches are is seen later, of each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    FLOATS,
+    INT32,
+    INT64,
+    consumers,
+    contains,
+    dims,
+    elem_type,
+    fold_identities,
+    is_op,
+    producer,
+    replace_uses,
+    small_constant,
+)
+from trt_kvcache.importer.normalize.blueprint import Blueprint
+from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.probe import Probe
+from trt_kvcache.importer.normalize.writes import find_candidates
+from trt_kvcache.importer.plan import Dim, InterfaceChange, Stack, StackPart
+from trt_kvcache.importer.protos import elem_type_of, opset_version, shape_of
+from trt_kvcache.importer.stacks.order import put_batch_first
+from trt_kvcache.importer.stacks.pieces import Pieces, UnsplittableError, Value
+from trt_kvcache.importer.stacks.rules import split_readers
+from trt_kvcache.importer.stacks.uses import Use, find_use
+
+__all__ = ["Unstacked", "unstack"]
+
+_LEAST_OPSET = 13  # from which axes are inputs of Squeeze and Unsqueeze; others are refused later on
+_LEAST_RANK = 4
+_WRITES = ("Concat", "ScatterND", "ScatterElements")
+_CHOICES = ("Gather", "Slice", "Split", "Squeeze")
+_THROUGH = ("Transpose", "Unsqueeze", "Reshape", "Identity", "Cast", "ScatterND", "ScatterElements", "Concat", "Where")
+_ADVICE = (
+    "supported are tensors of which every layer reads and writes its own part, chosen by a constant index (past[i], or "
+    "unbind and stack): export them so, or with one input and one output for each cache"
+)
+
+
+@dataclass(frozen=True)
+class Unstacked:
+    """A model whose inputs and outputs hold one cache each.
+
+    Attributes:
+        model: the same object where nothing was to do.
+        stacks: what was taken apart, inputs before outputs.
+    """
+
+    model: onnx.ModelProto
+    stacks: tuple[Stack, ...] = ()
+
+    def add_to(self, findings: Findings | None) -> Findings | None:
+        """What normalization found, with this before it."""
+        if not self.stacks:
+            return findings
+        findings = findings if findings is not None else Findings({})
+        return replace(findings, changes=(*_changes(self.stacks, findings.changes),))
+
+
+def unstack(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> Unstacked:
+    """Take apart what holds several caches.
+
+    Args:
+        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
+        weights: the detached weights.
+
+    Raises:
+        UnsupportedModelError: something reads or writes such a tensor in a way that is none of one cache by itself.
+    """
+    if (opset_version(model) or 0) < _LEAST_OPSET or not _may_be_stacked(model.graph):
+        return Unstacked(model)
+    whole = {v.name: (io, v) for io, vs in (("input", model.graph.input), ("output", model.graph.output)) for v in vs}
+    parts = {name: [StackPart(name, (None,) * len(shape_of(v) or ()))] for name, (_, v) in whole.items()}
+    while True:
+        taken = onnx.shape_inference.infer_shapes(model, data_prop=True)
+        graph: gs.Graph = gs.import_onnx(taken)
+        fold_identities(graph)
+        graph.toposort()
+        made = _Level(graph, taken, weights).split()
+        if not made:
+            break
+        for name, held in parts.items():
+            parts[name] = [part for old in held for part in _refined(old, made)]
+        model = _export(graph, model)
+    if orders := put_batch_first(graph, batch_of(graph)):
+        model = _export(graph, model)
+        parts = {name: [replace(p, order=orders.get(p.name)) for p in held] for name, held in parts.items()}
+    stacks = tuple(
+        Stack(name, whole[name][0], tuple(shape_of(whole[name][1]) or ()), tuple(held))
+        for name, held in parts.items()
+        if held[0].name != name or held[0].order is not None
+    )
+    return Unstacked(model, stacks)
+
+
+def _may_be_stacked(graph: onnx.GraphProto) -> bool:
+    """Whether it is worth looking: something chooses among the rows of a large input, or joins an output."""
+    floats = {v.name for v in graph.input if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _LEAST_RANK}
+    large = [v for v in graph.input if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _LEAST_RANK - 1]
+    first = {v.name: (0, -len(shape_of(v) or ())) for v in large}  # where their first axis lies, also from the end
+    reached = set(floats)
+    joined = {v.name for v in graph.output if len(shape_of(v) or (0,) * 9) > _LEAST_RANK}
+    for node in graph.node:
+        if node.op_type in _CHOICES and node.input[0] in reached:
+            return True
+        if node.op_type == "Transpose" and node.input[0] in first:
+            perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), [0])
+            first[node.output[0]] = (perm.index(0), perm.index(0) - len(perm))
+        if node.op_type in _WRITES and any(_axis_of(node) in first.get(name, ()) for name in node.input):
+            return True  # perhaps with the text along the first axis
+        if node.op_type == "Concat" and joined & set(node.output):
+            return True
+        if node.op_type in _THROUGH and any(name in reached for name in node.input):
+            reached.update(node.output)
+    return False
+
+
+def _axis_of(node: onnx.NodeProto) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == "axis"), 0)
+
+
+def _refined(old: StackPart, made: Mapping[str, tuple[int, Sequence[str]]]) -> Iterator[StackPart]:
+    if old.name not in made:
+        yield old
+        return
+    axis, names = made[old.name]
+    place = [i for i, at in enumerate(old.place) if at is None][axis]
+    for number, name in enumerate(names):
+        yield replace(old, name=name, place=(*old.place[:place], number, *old.place[place + 1 :]))
+
+
+def _changes(stacks: Sequence[Stack], changes: Sequence[InterfaceChange]) -> Iterator[InterfaceChange]:
+    """What changes for each cache, from the tensor in which it lay; then what else changes."""
+    ends = {(c.io, c.old.partition(" ")[0]): c for c in changes if c.old}
+    parts = {(stack.io, part.name) for stack in stacks for part in stack.parts}
+    for stack in stacks:
+        for part in stack.parts:
+            own = [str(d) for d, at in zip(stack.shape, part.place, strict=True) if at is None]
+            shape = [own[a] for a in part.order or range(len(own))]
+            end = ends.get((stack.io, part.name))
+            new = f"{part.name} [{', '.join(shape)}]" if end is None else end.new
+            whys = ["one tensor for each cache"] if len(stack.parts) > 1 else []
+            whys += ["the batch comes first"] if part.order is not None else []
+            why = "; ".join([*whys, *([end.why] if end is not None and end.why else [])])
+            yield InterfaceChange(stack.io, _at(stack, part), new, why)
+    yield from (c for c in changes if (c.io, c.old.partition(" ")[0]) not in parts)
+
+
+def _at(stack: Stack, part: StackPart) -> str:
+    """Where a cache lies, such as ``past[0, 1] of [4, 2, B, 8, P, 64]``."""
+    places = [":" if at is None else str(at) for at in part.place]
+    while places and places[-1] == ":":
+        places.pop()
+    at = f"[{', '.join(places)}] of" if places else ""
+    return f"{stack.name}{at} [{', '.join(map(str, stack.shape))}]"
+
+
+def _export(graph: gs.Graph, like: onnx.ModelProto) -> onnx.ModelProto:
+    graph.cleanup(remove_unused_graph_inputs=False).toposort()
+    model: onnx.ModelProto = gs.export_onnx(graph)
+    del model.graph.value_info[:]
+    model.ir_version = like.ir_version
+    return model
+
+
+def batch_of(graph: gs.Graph) -> Dim:
+    """The batch, as the new tokens have it."""
+    ids = [t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(t.shape or ()) == 2]
+    embedded = [t for t in graph.inputs if elem_type(t) in FLOATS and len(t.shape or ()) == 3]
+    return next((shape[0] for t in (*ids, *embedded) if (shape := dims(t))), "?")
+
+
+class _Level:
+    """One axis of every stacked tensor.
+
+    Args:
+        graph: edited.
+        model: the same, not edited.
+        weights: the detached weights.
+    """
+
+    def __init__(self, graph: gs.Graph, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+        self._graph = graph
+        probe = Probe(Blueprint(model, weights), {}, {})
+        known = set(graph.tensors())
+        self._value: Value = lambda t: probe.value(t.name) if t.name in known else small_constant(t)
+        self._inputs = [t for t in graph.inputs if elem_type(t) in FLOATS and t.shape is not None]
+        self._outputs = [t for t in graph.outputs if elem_type(t) in FLOATS and t.shape is not None]
+        self._pieces = Pieces(graph, self._value)
+        self._taken = known
+
+    def split(self) -> dict[str, tuple[int, list[str]]]:
+        """Take apart, and say what became of which tensor: the axis, and the names.
+
+        Raises:
+            UnsupportedModelError: it cannot be done.
+        """
+        uses = {
+            t.name: use for t in self._inputs if len(t.shape) >= _LEAST_RANK and (use := find_use(t, self._value)).axes
+        }
+        if not uses and not any(self._pieces.is_joined(t, a) for t in self._outputs for a in range(len(t.shape))):
+            return {}
+        candidates = find_candidates(self._graph)
+        taken = self._stacked_inputs(uses, candidates)
+        moved = {c.past.name for c in candidates if c.reason}
+        kinds = [
+            _Kind.of(t, uses[t.name].axes if t.name in taken else ())
+            for t in self._inputs
+            if t.name in {*taken, *moved}
+        ]
+        made = {t.name: self._take_input(t, taken[t.name]) for t in self._inputs if t.name in taken}
+        try:
+            split_readers(self._pieces)
+            for tensor in self._outputs:
+                if (axis := self._output_axis(tensor, kinds)) is not None:
+                    made[tensor.name] = self._take_output(tensor, axis)
+        except UnsplittableError as error:
+            raise UnsupportedModelError(f"{error}; {_ADVICE}") from None
+        self._graph.cleanup(remove_unused_graph_inputs=False)
+        _join_once(self._graph)
+        for tensor in self._inputs:
+            if tensor.name in taken and (left := consumers(tensor)):
+                raise UnsupportedModelError(
+                    f"'{tensor.name}' holds several caches, and {left[0].op} '{left[0].name}' reads it as a whole; "
+                    + _ADVICE
+                )
+        return made
+
+    def _stacked_inputs(self, uses: Mapping[str, Use], candidates: Sequence[Candidate]) -> dict[str, int]:
+        """The inputs that hold several caches, and an axis of each that these lie along."""
+        whole = {c.past.name for c in candidates if not c.reason}
+        outputs = [_static(t) for t in self._outputs]
+        taken: dict[str, int] = {}
+        read: dict[str, int] = {}
+        for tensor in (t for t in self._inputs if t.name in uses):
+            axes = [a for a in sorted(uses[tensor.name].axes) if self._is_layers(tensor, a, tensor.name in whole)]
+            if axes:
+                core = _Kind.of(tensor, uses[tensor.name].axes).core
+                is_written = any(core <= sizes for sizes in outputs)
+                (taken if is_written else read)[tensor.name] = axes[0]
+        shapes = {t.name: t.shape for t in self._inputs}
+        alike = {(axis, shapes[name][axis]) for name, axis in taken.items()}
+        # What is only read, such as the keys of an encoder for every layer: with the caches, or not at all.
+        more = {n: a for n, a in read.items() if (a, shapes[n][a]) in alike and uses[n].closed}
+        return {**taken, **more}
+
+    def _is_layers(self, tensor: gs.Tensor, axis: int, is_cache: bool) -> bool:
+        """Whether caches may lie along an axis; `is_cache`: the tensor looks like one of them as it is."""
+        if tensor.shape[axis] != 1 or axis > 0:
+            return not is_cache
+        batch = batch_of(self._graph)  # which an axis of one place, in front, may be
+        return batch != 1 and (batch != "?" or len(tensor.shape) > _LEAST_RANK)
+
+    def _take_input(self, tensor: gs.Tensor, axis: int) -> tuple[int, list[str]]:
+        rest = [d for a, d in enumerate(tensor.shape) if a != axis]
+        pieces = [gs.Variable(self._name(f"{tensor.name}.{i}"), tensor.dtype, rest) for i in range(tensor.shape[axis])]
+        self._graph.inputs = [p for t in self._graph.inputs for p in (pieces if t is tensor else [t])]
+        self._pieces.stack(tensor, axis, pieces)
+        return axis, [p.name for p in pieces]
+
+    def _output_axis(self, tensor: gs.Tensor, kinds: Sequence[_Kind]) -> int | None:
+        """The axis that an output was stacked along, of caches like those that go in; None: it was not."""
+        if (known := self._pieces.of(tensor)) is not None:
+            return known.axis
+        sizes, rank = _static(tensor), len(tensor.shape)
+        if not any(kind.dtype == elem_type(tensor) and kind.rank < rank and kind.core <= sizes for kind in kinds):
+            return None
+        return next((axis for axis in range(rank) if self._pieces.is_joined(tensor, axis)), None)
+
+    def _take_output(self, tensor: gs.Tensor, axis: int) -> tuple[int, list[str]]:
+        graph, rest = self._graph, [d for a, d in enumerate(tensor.shape) if a != axis]
+        outputs: list[gs.Tensor] = []
+        for number, piece in enumerate(self._pieces.taken_apart(tensor, axis)):
+            name = self._name(f"{tensor.name}.{number}")
+            if producer(piece) is None or contains((*graph.outputs, *outputs), piece):
+                copy = gs.Variable(name, tensor.dtype, rest)
+                graph.nodes.append(gs.Node("Identity", f"{name}/copy", {}, [piece], [copy]))
+                piece = copy
+            piece.name, piece.dtype, piece.shape = name, tensor.dtype, rest
+            outputs.append(piece)
+        graph.outputs = [p for t in graph.outputs for p in (outputs if t is tensor else [t])]
+        return axis, [p.name for p in outputs]
+
+    def _name(self, name: str) -> str:
+        while name in self._taken:
+            name += "_"
+        self._taken.add(name)
+        return name
+
+
+def _join_once(graph: gs.Graph) -> None:
+    """Make the same cache once, where attention reads past and new rows, and the whole tensor is joined on its own."""
+    made: dict[object, gs.Node] = {}
+    for node in [n for n in graph.nodes if is_op(n, "Concat")]:
+        rank = len(node.inputs[0].shape or ())
+        if not rank or not any(contains(graph.inputs, t) for t in node.inputs):
+            continue
+        key = (int(node.attrs["axis"]) % rank, *map(id, node.inputs))
+        other = made.setdefault(key, node)
+        kept, gone = (node, other) if contains(graph.outputs, node.outputs[0]) else (other, node)
+        if kept is not gone and not contains(graph.outputs, gone.outputs[0]):
+            replace_uses(gone.outputs[0], kept.outputs[0])
+            gone.outputs.clear()
+            made[key] = kept
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What all caches of one kind have in common.
+
+    Attributes:
+        dtype: their ONNX element type.
+        core: their fixed sizes.
+        rank: of each.
+    """
+
+    dtype: int | None
+    core: Counter[int]
+    rank: int
+
+    @classmethod
+    def of(cls, tensor: gs.Tensor, axes: Collection[int]) -> _Kind:
+        """The kind of what lies along some axes of a tensor."""
+        core = Counter(d for a, d in enumerate(tensor.shape) if a not in axes and isinstance(d, int))
+        return cls(elem_type(tensor), core, len(tensor.shape) - len(axes))
+
+
+def _static(tensor: gs.Tensor) -> Counter[int]:
+    return Counter(d for d in tensor.shape if isinstance(d, int))
