@@ -31,6 +31,8 @@ from trt_kvcache.verify.memory import Needs, needs, spare, weigh
 from trt_kvcache.verify.record import Tape, Written
 from trt_kvcache.verify.sessions import OrtSession
 
+GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
+
 LARGE = {
     "layers": 4,
     "hidden": 1024,
@@ -124,6 +126,14 @@ def test_quantized_weights_are_not_unpacked_unless_the_model_rounds(
     assert weigh(model).rounds == rounds
     OrtSession(model, Path(), weigh(model), 0)
     assert told == [rounds]
+
+
+def test_experts_are_weighed_as_floats() -> None:
+    model = import_model(GENAI, PlanOptions(capacity=64)).model
+    found = weigh(model)
+    assert found.experts == 4 * 64 * 64 * 4  # of gate and up, in float32
+    assert found.least == int(4.2 * found.experts)
+    assert weigh(make_decoder(DecoderConfig())).experts == 0
 
 
 def test_rows_that_fit() -> None:
