@@ -20,7 +20,7 @@ QUERIES = "val_39"  # the first layer's projection of FIXED
 
 
 @pytest.mark.parametrize("stored", [STORED, SCATTERED])
-@pytest.mark.parametrize(("scale", "garbage"), [(0.25, 1e4), (5.25, 1e3)])
+@pytest.mark.parametrize(("scale", "garbage"), [(0.25, 1e4), (10.0, 1e3)])
 def test_garbage_is_as_large_as_scores_allow(stored: Path, scale: float, garbage: float, tmp_path: Path) -> None:
     """Valid lengths hide all garbage; a mask that is added to scores, as the rewritten model has it, does not."""
     model = onnx.load(stored)
@@ -36,19 +36,23 @@ def test_garbage_is_as_large_as_scores_allow(stored: Path, scale: float, garbage
 
 
 def _sharp(folder: Path) -> Path:
-    """Fixed float16 caches, and queries so large that garbage of 1e4 outweighs the mask in some rows and steps."""
+    """Fixed float16 caches, and queries so large that garbage of 1e4 outweighs the mask."""
     model = onnx.load(FIXED)
     weight = next(t for t in model.graph.initializer if t.name == QUERIES)
-    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 13, QUERIES))
+    weight.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(weight) * 20, QUERIES))
     onnx.save(convert_float_to_float16(model, keep_io_types=False), folder / "model.onnx")
     return folder / "model.onnx"
 
 
-def test_garbage_that_outweighs_the_mask_of_the_original_is_made_smaller(tmp_path: Path) -> None:
+def test_garbage_that_outweighs_the_mask_of_the_original_is_made_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As if the first step, by which garbage is chosen, did not show it yet.
+    monkeypatch.setattr("trt_kvcache.verify.decode.difference", lambda *_: (0.0, 0.0))
     report = verify_model(_sharp(tmp_path))
     report.check()
     assert report.garbage == 1e3
-    assert any("garbage of 1000" in note and "other numbers" in note for note in report.notes)
+    assert any("garbage of 1000: that of 10000 gave" in note for note in report.notes)
 
 
 def test_logits_of_float32_over_float16_caches_have_the_tolerance_of_float16(tmp_path: Path) -> None:
