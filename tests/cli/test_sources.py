@@ -10,9 +10,14 @@ import numpy as np
 import pytest
 from encoders import encoder, first_step, heard
 from hybrids import cross_logits, cross_model, greedy, write
+from runtime.fake_cuda import Machine
+from runtime.fake_engines import write_engine
+from runtime.fake_tensorrt import fake_module
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
+from trt_kvcache.engine.manifest import encoder_path
+from trt_kvcache.runtime import trt_runner
 
 LENGTHS = (6, 11)
 
@@ -81,3 +86,35 @@ def test_mistakes(folder: Path) -> None:
         "names the decoder_start_token_id, with which texts of an encoder-decoder start; give"
         in call(folder, *source, code=1).output
     )
+
+
+def test_an_encoder_on_the_gpu_and_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine that was built with the decoder's; where it is gone, stderr says so."""
+    machine = Machine()
+    monkeypatch.setattr(trt_runner, "load_tensorrt", lambda backend: fake_module(machine))
+    monkeypatch.setattr(trt_runner, "cuda_bindings", machine.bindings)
+    engine = write_engine(folder / "decoder_with_past_model.onnx", max_encoder=12, encoder="auto")
+    source = ["--source-inputs", folder / "0.npz"]
+    assert tokens(engine, *source) == [expected([9], 0)]
+    assert "CPU" not in call(engine, *source).stderr
+    encoder_path(engine).unlink()
+    result = call(engine, *source)
+    (line,) = (line for line in result.stderr.splitlines() if "CPU" in line and line.startswith("warning"))
+    assert "runs on the CPU: " in line
+    assert "was built with" in " ".join(result.stderr.split())
+
+
+def test_build_says_where_the_encoder_is(folder: Path) -> None:
+    command = ["build", str(folder), "-o", str(folder / "m.engine"), "--max-encoder=12", "--max-chunk=8"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+    assert "m.encoder.engine: " in result.stdout
+    assert "warning" not in result.stderr
+    for engine, words in (
+        ("m.engine", "encoder     m.encoder.engine"),
+        ("m.encoder.engine", "of one source at a time"),
+    ):
+        assert words in CliRunner().invoke(app, ["inspect", str(folder / engine)]).stdout
+    refused = CliRunner().invoke(app, [*command, "--encoder=nowhere"])
+    assert refused.exit_code == 1
+    assert "there is none in nowhere" in refused.output

@@ -12,7 +12,7 @@ import onnxruntime as ort
 import pytest
 from encoders import encoder, first_step, heard
 from graphs import Graph
-from hybrids import WIDTH, cross_model, write
+from hybrids import WIDTH, cross_model, hybrid_model, write
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.engine.build import build_engine
@@ -24,7 +24,7 @@ from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.encoder_model import import_encoder
-from trt_kvcache.importer.plan import PlanOptions, Role, Target
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 SIZES = {"max_chunk": 8, "max_encoder": 12}
@@ -60,27 +60,29 @@ def test_an_encoder_is_built_beside_its_decoder(model: Path) -> None:
         "input_features": ShapeRange((1, 1, WIDTH), (1, 12, WIDTH), (1, 12, WIDTH)),
         "attention_mask": ShapeRange((1, 1), (1, 12), (1, 12)),
     }
-    again = build(model, encoder="none")
-    assert again.encoder is None  # whatever lies beside it
 
 
-def test_without_an_encoder_nothing_is_said(model: Path) -> None:
-    for name in ("encoder_model.onnx", "decoder_model.onnx"):
-        model.with_name(name).unlink()
-    manifest = build(model)
-    assert (manifest.encoder, manifest.warnings) == (None, ())
-    assert {p.name for p in model.parent.iterdir()} == {model.name, "model.engine", "model.engine.json"}
+def test_which_encoder(model: Path, tmp_path: Path) -> None:
+    """That beside the model, that of a folder, or none; a decoder has none to begin with."""
+    plan, _ = constants(model)
 
+    def found(plan: CachePlan = plan, **options: Any) -> list[str]:
+        job = find_job(model, plan, BuildOptions(**SIZES, **options))
+        return [] if job is None else [str(source.path.relative_to(tmp_path)) for source in job.sources]
 
-def test_an_encoder_elsewhere(model: Path, tmp_path: Path) -> None:
+    assert found() == ["encoder_model.onnx", "decoder_model.onnx"]
+    assert found(encoder="none") == []
     folder = tmp_path / "elsewhere"
     folder.mkdir()
     for name in ("encoder_model.onnx", "decoder_model.onnx"):
         model.with_name(name).rename(folder / name)
-    assert build(model).encoder is None
-    assert build(model, encoder=str(folder)).encoder is not None
-    with pytest.raises(OptionError, match="--encoder names an encoder, and there is none in .*nowhere"):
-        build(model, encoder=str(tmp_path / "nowhere"))
+    assert found() == []
+    assert found(encoder=str(folder)) == ["elsewhere/encoder_model.onnx", "elsewhere/decoder_model.onnx"]
+    with pytest.raises(OptionError, match=r"--encoder names an encoder, and there is none in .*nowhere"):
+        found(encoder=str(tmp_path / "nowhere"))
+    alone = plan_model(write(tmp_path / "alone.onnx", hybrid_model()), PlanOptions(target=Target.TENSORRT_RTX))
+    with pytest.raises(OptionError, match="takes nothing from one; leave it out"):
+        found(alone, encoder=str(folder))
 
 
 def nonzero(path: Path) -> Path:
@@ -244,8 +246,6 @@ def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
         OptionError, match="input 'pixels' .1, size, 32.: nothing says how large size may be; .*maxShapes"
     ):
         find_job(model, plan, BuildOptions(**SIZES))
-    (warning,) = build(model).warnings
-    assert "nothing says how large size may be" in warning
     with pytest.raises(OptionError, match="names 'pixel', which is no input .*nothing says how large size may be"):
         build(model, max_shapes={"pixel": (1, 24, WIDTH)})
     manifest = build(model, max_shapes={"pixels": (1, 24, WIDTH), "input_ids": (1, 8)})

@@ -176,7 +176,7 @@ def generate(
     """Continue prompts; text comes as it is made. Ctrl-C ends it with what there is, a second one at once."""
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run
     from trt_kvcache.cli.given import read_prompt
-    from trt_kvcache.cli.sources import for_each, read_sources, start_of
+    from trt_kvcache.cli.sources import encode, for_each, read_sources, start_of
     from trt_kvcache.runtime.session import DecodeSession
 
     reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat or source))
@@ -231,7 +231,7 @@ def generate(
         config,
         view,
         lambda session: {
-            "constants": _constants(constants or [], [session.encode(s) for s in sources], len(prompts)),
+            "constants": _constants(constants or [], encode(session, sources), len(prompts)),
             "inputs_embeds": [*before, *(g.embeds for g in given)],
             "positions": [*before, *(g.positions for g in given)],
         },

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.given import token_ids
+from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.encoder_files import decoder_start
 from trt_kvcache.runtime.encoder import Source
 from trt_kvcache.verify.inputs import load_inputs
 
-__all__ = ["for_each", "read_sources", "start_of"]
+if TYPE_CHECKING:
+    from trt_kvcache.runtime.session import DecodeSession
+
+__all__ = ["encode", "for_each", "read_sources", "start_of"]
 
 
 def read_sources(texts: Sequence[str], ids: Sequence[str], files: Sequence[Path]) -> list[Source]:
@@ -22,6 +28,15 @@ def read_sources(texts: Sequence[str], ids: Sequence[str], files: Sequence[Path]
     """
     arrays = [load_inputs(str(file)) for file in files]
     return [*texts, *(token_ids(text, "--source-tokens") for text in ids), *arrays]
+
+
+def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """What the encoder makes of each; where it runs slower than it could, stderr says so."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = [session.encode(source) for source in sources]
+    print_warnings(str(warning.message) for warning in said)
+    return made
 
 
 def start_of(model: Path, encoder: Path | None) -> int:
