@@ -106,5 +106,35 @@ def lay_caches(model: onnx.ModelProto, *orders: tuple[int, ...]) -> onnx.ModelPr
     return made
 
 
+def turn_within(model: onnx.ModelProto, order: tuple[int, ...]) -> onnx.ModelProto:
+    """The same decoder, whose caches come and go in another layout than it joins them in.
+
+    Args:
+        model: each of its caches is the output of a Concat. Not changed.
+        order: the axes of caches as the Concat has them, in the order in which they shall lie outside.
+    """
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    nodes: Nodes = []
+    for value in (*made.graph.input, *made.graph.output):
+        if not value.name.startswith(("past", "present")):
+            continue
+        shape = value.type.tensor_type.shape
+        shape.CopyFrom(onnx.TensorShapeProto(dim=[shape.dim[axis] for axis in order]))
+        inner = f"{value.name}/inner"
+        for node in made.graph.node:
+            node.input[:] = [inner if name == value.name else name for name in node.input]
+            node.output[:] = [inner if name == value.name else name for name in node.output]
+        ends, perm = ([value.name], [inner]), _inverse(order)
+        if value.name.startswith("present"):
+            ends, perm = ([inner], [value.name]), list(order)
+        nodes.append(helper.make_node("Transpose", *ends, name=f"{value.name}/turn", perm=perm))
+    pasts = [n for n in nodes if n.output[0].endswith("/inner")]
+    kept = [*pasts, *made.graph.node, *(n for n in nodes if n not in pasts)]
+    del made.graph.node[:]
+    made.graph.node.extend(kept)
+    return made
+
+
 def _inverse(order: tuple[int, ...]) -> list[int]:
     return [order.index(axis) for axis in range(len(order))]

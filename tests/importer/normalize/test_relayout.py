@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from concat_decode import CAPACITY, Decode, rewritten
-from concat_graphs import Decoder, make_decoder
-from new_row_graphs import as_joined, give_new_rows, lay_caches
+from concat_graphs import Build, Decoder, make_decoder
+from new_row_graphs import as_joined, give_new_rows, lay_caches, turn_within
 
 from trt_kvcache import verify_model
 from trt_kvcache.importer.plan import PlanOptions
@@ -35,6 +35,34 @@ def test_any_layout(tmp_path: Path, name: str, form: str) -> None:
     Decode(whole, result.model).run()
     if decoder.layers > 1:  # where keys and values lie differently
         verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
+
+
+def test_one_head_is_no_batch(tmp_path: Path) -> None:
+    whole = make_decoder(Decoder(kv_heads=1, batch=3))
+    result = rewritten(whole, tmp_path)
+    assert [c.logical_shape for c in result.plan.caches] == [(3, 1, CAPACITY, 4)] * 2
+    Decode(whole, result.model).run()
+
+
+def by_batch(g: Build, x: str) -> str:
+    """Hidden states, spread over as many sequences as the past has."""
+    batch = g.node("Slice", [g.node("Shape", [g.pasts[0]]), g.constant([0]), g.constant([1])])
+    return g.node("Expand", [x, g.node("Concat", [batch, g.constant([1, 1])], axis=0)])
+
+
+def test_sizes_read_off_a_past_are_no_use_of_it(tmp_path: Path) -> None:
+    whole = make_decoder(Decoder(after=by_batch))
+    result = rewritten(lay_caches(whole, KEYS, VALUES), tmp_path)
+    assert {c.route.value for c in result.plan.caches} == {"native"}
+    Decode(whole, result.model).run()
+
+
+@pytest.mark.parametrize("positions", ["input", "present"])
+def test_transposed_before_new_rows_are_joined(tmp_path: Path, positions: str) -> None:
+    model = turn_within(make_decoder(Decoder(positions=positions)), (0, 2, 1, 3))
+    plan = rewritten(model, tmp_path).plan
+    assert {c.route.value for c in plan.caches} == {"native"}
+    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
 
 
 def test_changes_say_both_layouts(tmp_path: Path) -> None:

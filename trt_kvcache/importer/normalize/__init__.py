@@ -54,7 +54,7 @@ from trt_kvcache.importer.normalize.rounded import check_presents, round_new_row
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.tables import check_tables
-from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes
+from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
 from trt_kvcache.importer.normalize.writes import find_candidates
 from trt_kvcache.importer.normalize.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import Dim, LatentAttention, PlanOptions, Sliding
@@ -134,6 +134,7 @@ def _rewrite(
     check_tables(graph, canonical, interface, samples, ids)
     check_independence(graph, canonical, interface, samples, ids)
     check_promises(samples)
+    lift_shapes(graph, canonical.emit)
     rings = Rings({}, ())
     if options.sliding is Sliding.CIRCULAR:
         rings = make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)

@@ -85,7 +85,7 @@ class Canonical:
         if write.room is not None:
             write.past.shape = [self.capacity if i == write.axis else d for i, d in enumerate(write.past.shape)]
         self.scatter(write.past, update, write.present, write.axis, mode, write.idiom)
-        for whole in write.aliases if write.new_rows is not None else ():
+        for whole in write.aliases if write.growing and write.kept is None else ():
             replace_uses(whole, write.present)
 
     def scatter(

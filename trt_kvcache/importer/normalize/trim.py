@@ -13,6 +13,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT64, Emitter, consumers, contains, is_op, producer, replace_uses
 from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.views import static_layout, trace_back
 from trt_kvcache.importer.plan import OriginalRole
 
 _LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
@@ -53,6 +54,26 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface) -> None:
             if taken:
                 shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
                 replace_uses(node.outputs[0], shape)
+
+
+def lift_shapes(graph: gs.Graph, emit: Emitter) -> None:
+    """Read sizes, in place, off caches themselves, not off views: a view is a reader of its own, which has to run.
+
+    Shape(Transpose(cache))  becomes  Gather(Shape(cache))
+    """
+    for node in [n for n in graph.nodes if is_op(n, "Shape")]:
+        tensor, views = trace_back(node.inputs[0])
+        is_cache = any(is_op(n, "TensorScatter") for n in (producer(tensor), *consumers(tensor)) if n is not None)
+        order = static_layout(views, len(tensor.shape)) if views and is_cache else None
+        if order is None:
+            continue
+        axes = [axis for group in order for axis in group]
+        taken = axes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(axes)))]
+        sizes, output = emit.op("Shape", [tensor], "sizes", INT64), node.outputs[0]
+        node.outputs.clear()
+        made = gs.Node("Gather", emit.name("sizes:Gather"), {"axis": 0}, [sizes, emit.ints(taken)], [output])
+        graph.nodes.append(made)
+    graph.cleanup().toposort()
 
 
 def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Tensor | None:
