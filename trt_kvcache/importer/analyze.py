@@ -65,8 +65,10 @@ def analyze(
     foreign = _foreign_cache(graph) if not caches else ""
     if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
         raise UnsupportedModelError(
-            f"the model updates no cache that is known here (found: {foreign or 'no cache at all'}); supported are "
-            "decoders whose caches are inputs and outputs: export with a past"
+            "the model updates no cache that is known here "
+            f"(found: {foreign or _read_cache(graph) or 'no cache at all'}); supported are "
+            "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
+            "that give Concat(past, new), or what is joined so"
         )
     if findings is not None:
         caches = tuple(_with_findings(c, findings) for c in caches)
@@ -138,6 +140,10 @@ def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
     return replace(cache, contract=replace(contract, max_update_length=longest))
 
 
+_VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze")
+_READS = (*_VIEWS, "Expand", "Cast", "Slice", "Gather", "Split")
+
+
 def _foreign_cache(graph: gs.Graph) -> str:
     """The first sign of a cache that is written some other way, or an empty string."""
     for node in graph.nodes:
@@ -148,9 +154,18 @@ def _foreign_cache(graph: gs.Graph) -> str:
     return ""
 
 
-def _input_behind(graph: gs.Graph, tensor: gs.Tensor) -> str:
-    """The name of the graph input of rank 3 or more that `tensor` is a view of, or an empty string."""
-    while (node := producer(tensor)) is not None and is_op(node, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
+def _read_cache(graph: gs.Graph) -> str:
+    """The first sign of a cache that is read, and that nothing writes as a whole, or an empty string."""
+    for node in graph.nodes:
+        for operand in node.inputs if is_op(node, "Concat") else node.inputs[1:] if is_op(node, "MatMul") else ():
+            if past := _input_behind(graph, operand, _READS):
+                return f"{node.op} '{node.name}' on '{past}', or on a part of it"
+    return ""
+
+
+def _input_behind(graph: gs.Graph, tensor: gs.Tensor, ops: tuple[str, ...] = _VIEWS) -> str:
+    """The name of the graph input of rank 3 or more that `tensor` is made of by `ops`, or an empty string."""
+    while (node := producer(tensor)) is not None and is_op(node, *ops):
         tensor = node.inputs[0]
     return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
 
