@@ -25,6 +25,7 @@ from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.encoder_model import import_encoder
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
+from trt_kvcache.runtime.encoder import OnnxEncoder
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 SIZES = {"max_chunk": 8, "max_encoder": 12}
@@ -252,6 +253,30 @@ def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     assert manifest.warnings == ()
     made = load_manifest(encoder_path(model.with_name("model.engine")))
     assert made.profiles[0].shapes["pixels"].max == (1, 24, WIDTH)
+
+
+def test_what_only_sizes_come_from_goes(model: Path, tmp_path: Path) -> None:
+    """Exporters take the batch from what a layer makes of the text: all layers before it would be built for that."""
+    step = onnx.load(model.with_name("decoder_model.onnx"))
+    (shape,) = (n for n in step.graph.node if n.op_type == "Shape" and n.input[0] == "input_ids")
+    step.graph.initializer.append(numpy_helper.from_array(np.ones((50, WIDTH), np.float32), "text.weight"))
+    text = [helper.make_node("Gather", ["text.weight", "input_ids"], ["text"], "text"),
+            helper.make_node("NonZero", ["text"], ["text.places"], "places"),
+            helper.make_node("Add", ["text", "text"], ["text.states"], "states")]  # fmt: skip
+    shape.input[0] = "text.states"
+    for node in reversed(text):
+        step.graph.node.insert(0, node)
+    onnx.save(step, model.with_name("decoder_model.onnx"))
+    plan, taken = constants(model)
+    paths = model.with_name("encoder_model.onnx"), model.with_name("decoder_model.onnx")
+    made = import_encoder(*paths, taken, plan.options).model
+    assert not any("text" in t.name for t in made.graph.initializer)
+    assert not any(node.op_type == "Gather" for node in made.graph.node)
+    for length in (1, 5):
+        feed = {"input_features": heard(length, length), "attention_mask": np.ones((1, length), np.int64)}
+        wanted = OnnxEncoder(*paths, taken).encode(feed)
+        for name, found in run(made, feed, tmp_path).items():
+            np.testing.assert_array_equal(found, wanted[name])
 
 
 def test_first_steps_that_read_more(model: Path) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-from onnx import helper
+from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.attention import analyze_attention
@@ -36,11 +36,13 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_first_branch
+from trt_kvcache.importer.normalize.blueprint import Blueprint
 from trt_kvcache.importer.normalize.contrib import CONTRIB, become, lower_contrib, used
 from trt_kvcache.importer.normalize.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fixed import fold_constant
 from trt_kvcache.importer.normalize.mha import lower_mha
 from trt_kvcache.importer.normalize.opset import raise_opset
+from trt_kvcache.importer.normalize.probe import Probe
 from trt_kvcache.importer.normalize.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, TensorRole
 from trt_kvcache.importer.prepare import (
@@ -50,13 +52,15 @@ from trt_kvcache.importer.prepare import (
     fix_digit_dims,
     name_nodes,
 )
-from trt_kvcache.importer.protos import elem_type_of, shape_of
+from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.source import SourceModel, load_source
 
 __all__ = ["EncoderModel", "import_encoder"]
 
 _STEP = "first_step/"  # before the names of everything in it
+_LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # of sources, with which sizes are tried; too short for some encoders
+_ENOUGH = 3
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,9 @@ def import_encoder(
     _give(graph, [t for t in constants if t not in parts.masks], given)
     for tensor in graph.inputs:
         tensor.shape = [1, *(tensor.shape or [])[1:]]
-    graph = gs.import_onnx(export_inferred(graph.cleanup(remove_unused_graph_inputs=True).toposort()))
+    model = export_inferred(graph.cleanup(remove_unused_graph_inputs=True).toposort())
+    _fold_sizes(model, weights)
+    graph = gs.import_onnx(model).cleanup(remove_unused_graph_inputs=True).toposort()
     plan = _plan(graph, constants, length, options, notes)
     rewrite_graph(graph, plan)
     rewritten: onnx.ModelProto = gs.export_onnx(graph)
@@ -221,7 +227,7 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
     graph = step.proto.graph
     inputs = {v.name: elem_type_of(v) for v in graph.input}
     reads = next((f"'{name}'" for name in inputs if name not in (IDS, HIDDEN, MASK)), "")
-    if not reads and IDS in inputs and _by_value(graph, IDS):
+    if not reads and IDS in inputs and IDS in _by_value(graph):
         reads = "the text"
     if reads:
         raise UnsupportedModelError(
@@ -251,13 +257,33 @@ def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, 
     model.opset_import.extend(entry for entry in step.opset_import if entry.domain not in known)
 
 
-def _by_value(graph: onnx.GraphProto, name: str) -> bool:
-    """Whether the outputs depend on what an input holds, beside its shape."""
+def _by_value(graph: onnx.GraphProto) -> set[str]:
+    """The tensors of which the outputs depend on what they hold, beside their shapes."""
     read = {v.name for v in graph.output}
     for node in reversed(graph.node):
         if read & {*node.output} and node.op_type not in ("Shape", "Size"):
-            read |= {*node.input}
-    return name in read
+            read |= names_read(node)
+    return read
+
+
+def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+    """Make constants, in place, of sizes for which alone something is computed, and which no source changes.
+
+    Keys and values of a layer often have the batch of what the layer before makes of the text: all of the decoder.
+    """
+    graph, read = model.graph, _by_value(model.graph)
+    alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
+    blueprint = Blueprint(model, weights)
+    inputs = {v.name: shape_of(v) or () for v in graph.input}
+    probes = [
+        Probe(blueprint, {name: tuple(d if isinstance(d, int) else n for d in s) for name, s in inputs.items()}, {})
+        for n in _LENGTHS
+    ]
+    for node in alone:
+        found = [value for probe in probes if (value := probe.value(node.output[0])) is not None]
+        if len(found) >= _ENOUGH and all(np.array_equal(found[0], value) for value in found):
+            graph.initializer.append(numpy_helper.from_array(found[0], node.output[0]))
+            graph.node.remove(node)
 
 
 def _give(graph: gs.Graph, constants: Sequence[TensorRole], given: dict[str, str]) -> None:
