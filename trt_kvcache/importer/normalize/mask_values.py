@@ -11,6 +11,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import producer
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.samples import Sample
 
@@ -143,8 +144,8 @@ class Masks:
         if value is None:
             raise UnsupportedModelError(
                 f"the mask '{use.tensor.name}' of '{self.node}' cannot be evaluated from lengths and masks alone: "
-                "weights or tokens take part in it (such as a learned position bias); supported are causal, padding "
-                "and window masks, and the caller's own"
+                f"{_unknown(use.tensor, sample)} take part in it; supported are causal, padding and window masks, and "
+                "the caller's own"
             )
         if use.kind is MaskKind.HIDDEN:
             return ~value.astype(bool)
@@ -158,6 +159,26 @@ class Masks:
                 "position bias); supported are causal, padding and window masks, and the caller's own"
             )
         return np.asarray(visible)
+
+
+def _unknown(tensor: gs.Tensor, sample: Sample) -> str:
+    """What a tensor without a value is made of: inputs that only the caller knows, or else weights."""
+    names: set[str] = set()
+    seen, waiting = {tensor.name}, [tensor]
+    while waiting:
+        node = producer(waiting.pop())
+        for given in () if node is None else node.inputs:
+            if given.name in seen or sample.probe.value(given.name) is not None:
+                continue
+            seen.add(given.name)
+            waiting.append(given)
+            if producer(given) is None and not isinstance(given, gs.Constant):
+                names.add(given.name)
+    if not names:
+        return "weights (such as a learned position bias)"
+    return (
+        f"values of {', '.join(repr(name) for name in sorted(names))} (such as images that attend in both directions)"
+    )
 
 
 def is_low(value: Array | None) -> bool:

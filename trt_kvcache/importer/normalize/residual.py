@@ -173,10 +173,11 @@ def _check_rows(graph: gs.Graph, output: gs.Tensor, offset: int, samples: Sample
         for tensor in graph.outputs:
             before, after = sample.probe.shape(tensor.name), rows.shape(tensor.name)
             if before is not None and before != after:
+                becomes = "gets a shape that does not fit" if after is None else f"becomes {list(after)}"
                 raise UnsupportedModelError(
                     f"'{output.name}' holds the positions of the new tokens; with positions of its own for each row of "
-                    f"the batch, '{tensor.name}' becomes {list(after or ())} instead of {list(before)}; supported are "
-                    "positions [1, S] and [B, S]"
+                    f"the batch, '{tensor.name}' {becomes} instead of {list(before)}; supported are positions [1, S] "
+                    "and [B, S]"
                 )
 
 
