@@ -8,7 +8,7 @@ import numpy as np
 import onnx
 import pytest
 from concat_decode import CAPACITY, Decode, rewritten
-from concat_graphs import Decoder, make_decoder
+from concat_graphs import Build, Decoder, make_decoder
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 from graphs import Dim
@@ -17,7 +17,7 @@ from new_row_graphs import Form, as_joined, changed, flat, give_new_rows, transp
 from trt_kvcache import verify_model
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.plan import PlanOptions, Sliding
 
 FORMS: dict[str, tuple[Form, ...]] = {
     "as joined": (as_joined,),
@@ -56,6 +56,25 @@ def test_verification_writes_the_rows_itself(tmp_path: Path, form: tuple[Form, .
     model = give_new_rows(make_foreign("concat-attention", DecoderConfig()), *form)
     onnx.save(model, tmp_path / "model.onnx")
     verify_model(tmp_path / "model.onnx", PlanOptions(capacity=32)).check()
+
+
+def test_windows_as_circular_buffers(tmp_path: Path) -> None:
+    onnx.save(give_new_rows(make_decoder(Decoder(window=3)), flat), tmp_path / "model.onnx")
+    options = PlanOptions(capacity=CAPACITY, sliding=Sliding.CIRCULAR, window_chunk=3)
+    assert {c.capacity for c in import_model(tmp_path / "model.onnx", options).plan.caches} == {5}
+    verify_model(tmp_path / "model.onnx", options).check()
+
+
+def test_another_input_that_is_joined_is_no_cache(tmp_path: Path) -> None:
+    """Such as embeddings of a prefix, in front of those of tokens."""
+
+    def joined(g: Build, x: str) -> str:
+        prefix = g.input("prefix", onnx.TensorProto.FLOAT, ["batch", "rows", 16])
+        more = g.node("Concat", [prefix, x], axis=1)
+        return g.node("Add", [x, g.node("ReduceMean", [more, g.constant([1])])])
+
+    model = give_new_rows(make_decoder(Decoder(after=joined)), as_joined)
+    assert len(rewritten(model, tmp_path).plan.caches) == 2
 
 
 def test_changes_say_that_no_rows_are_copied(tmp_path: Path) -> None:

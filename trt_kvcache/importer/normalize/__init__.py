@@ -7,8 +7,9 @@
     what the inputs are, samples of a step              samples, probe (blueprint), sizes
     constants in disguise                               fixed
     caches in the type that they are kept in            narrow
+    caches along other axes                             relayout
     cache updates, found and proven                     writes (candidate, views, reach, rows),
-                                                        concat (kept), scatter, select
+                                                        concat (kept, new_rows), scatter, select
     attention over them, found and proven               attention (cache_reads, merged_heads, rounded), sinks, guards,
                                                         masks (scaled_masks, bias, slopes)
     keys and values computed from caches                computed (row_functions), joined, absorbed

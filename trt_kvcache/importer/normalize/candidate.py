@@ -25,7 +25,8 @@ class Candidate:
     """What looks like a cache update.
 
     Attributes:
-        idiom: the operator that writes, or ``"Concat, Slice"``, ``"one-hot"``, ``"rolling"``, ``"unchanged"``.
+        idiom: the operator that writes, or ``"Concat, Slice"``, ``"Concat, new rows returned"``, ``"one-hot"``,
+            ``"rolling"``, ``"unchanged"``.
         past: the graph input.
         present: the graph output.
         node: the node that writes; None: nothing does.

@@ -43,7 +43,7 @@ def find_new_rows(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidate
         found: its other caches.
 
     Returns:
-        Where some are found, those as well of which no output gives anything back: with the reason.
+        Where some are found, those of the same rank as well of which no output gives anything back: with the reason.
     """
     taken = {id(c.past) for c in found}
     used = {id(t) for c in found for t in (c.present, c.node)}
@@ -68,7 +68,8 @@ def find_new_rows(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidate
             taken.add(id(joined.past))
         else:
             lost.append(replace(candidate, reason=_why_lost(graph, joined), advice=_ADVICE))
-    return more + [c for c in lost if more and id(c.past) not in taken]
+    ranks = {len(c.past.shape) for c in more}
+    return more + [c for c in lost if len(c.past.shape) in ranks and id(c.past) not in taken]
 
 
 def _why_lost(graph: gs.Graph, candidate: Candidate) -> str:
