@@ -25,7 +25,6 @@ from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.verify import VerifyOptions, verify_model
-from trt_kvcache.verify import decode as decode_module
 from trt_kvcache.verify.caches import find_caches
 from trt_kvcache.verify.memory import Needs, needs, spare, weigh
 from trt_kvcache.verify.record import Tape, Written
@@ -143,7 +142,7 @@ def test_rows_that_fit() -> None:
 
 
 def little(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(decode_module, "spare", lambda: free)
+    monkeypatch.setattr("trt_kvcache.verify.memory.spare", lambda: free)
 
 
 def needed(path: Path) -> Needs:

@@ -16,12 +16,11 @@ from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.index_limits import index_limits
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.machine import memory
 from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
-from trt_kvcache.verify.memory import give_back, needs, spare, weigh
+from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
@@ -110,28 +109,9 @@ class Verification:
         lengths = [s.length for e in plan_schedule(limits, self.verify) for s in e.steps]
         weights = [weigh(model) for model in self.models]
         need = needs(self.plan, self.caches, weights, max(lengths, default=1), twin=self.twin)
-        free = spare()
         fixed = any(isinstance(c.logical_shape[0], int) for c in self.plan.caches)
-        least = limits.batch if fixed else 1
-        if need.rows(free) < least:
-            raise OptionError(
-                f"verification takes {need.total(least) / 1e9:.1f} GB of memory beside weights that stay in files "
-                f"({least * need.caches / 1e9:.1f} GB for the caches of {least} sequence(s), "
-                f"{least * need.step / 1e9:.1f} GB for a step, {need.fixed / 1e9:.1f} GB for the engine and what it "
-                f"converts), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are to be had; verify with "
-                "a smaller capacity or shorter chunks, or free memory that other programs hold"
-            )
-        batch = min(limits.batch, need.rows(free))
-        self.room = free - need.total(batch)
-        if max(w.converted for w in weights) > self.room:
-            self.notes.append(
-                "each step converts the float16 weights anew: "
-                f"{max(w.converted for w in weights) / 1e9:.1f} GB for all of them at once would not fit into memory"
-            )
-        if max(w.size for w in weights) > self.room:
-            self.notes.append("weights do not fit into memory beside the rest: steps read them from their files")
-        if batch < limits.batch:
-            self.notes.append(f"batch {batch} instead of {limits.batch}: more caches would not fit into memory")
+        batch, self.room, notes = fit(need, weights, limits.batch, limits.batch if fixed else 1)
+        self.notes += notes
         return replace(limits, batch=batch)
 
     def run(self) -> VerifyReport:

@@ -24,9 +24,10 @@ from dataclasses import dataclass
 
 from onnx import ModelProto, TensorProto
 
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors
-from trt_kvcache.machine import free_memory
+from trt_kvcache.machine import free_memory, memory
 from trt_kvcache.verify.caches import CacheTensor, cache_bytes
 
 _CONVERTED = 2.7  # of the bytes of float16 weights
@@ -127,6 +128,43 @@ def needs(
     # An original whose interface changed runs row by row, on copies of what a row holds.
     fixed = _RESERVE + max(w.least for w in weights) + (2 * one if plan.original else 0)
     return Needs(_COPIES * one, step, fixed)
+
+
+def fit(need: Needs, weights: Sequence[Weights], wanted: int, least: int) -> tuple[int, int, list[str]]:
+    """Rows of the batch that fit into memory, what is left then for weights that engines convert, and what to tell.
+
+    Args:
+        need: of the verification.
+        weights: of the two models.
+        wanted: rows asked for.
+        least: rows that it cannot do without.
+
+    Raises:
+        OptionError: not even these fit.
+    """
+    free = spare()
+    if need.rows(free) < least:
+        raise OptionError(
+            f"verification takes {need.total(least) / 1e9:.1f} GB of memory beside weights that stay in files "
+            f"({least * need.caches / 1e9:.1f} GB for the caches of {least} sequence(s), "
+            f"{least * need.step / 1e9:.1f} GB for a step, {need.fixed / 1e9:.1f} GB for the engine and what it "
+            f"converts), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are to be had; verify with "
+            "a smaller capacity or shorter chunks, or free memory that other programs hold"
+        )
+    batch = min(wanted, need.rows(free))
+    room = free - need.total(batch)
+    notes = []
+    converted = max(w.converted for w in weights)
+    if converted > room:
+        notes.append(
+            "each step converts the float16 weights anew: "
+            f"{converted / 1e9:.1f} GB for all of them at once would not fit into memory"
+        )
+    if max(w.size for w in weights) > room:
+        notes.append("weights do not fit into memory beside the rest: steps read them from their files")
+    if batch < wanted:
+        notes.append(f"batch {batch} instead of {wanted}: more caches would not fit into memory")
+    return batch, room, notes
 
 
 def _last(shape: Sequence[int | str]) -> int:
