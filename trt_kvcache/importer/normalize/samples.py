@@ -113,9 +113,8 @@ class Samples:
         self.plain = self._unique([self.step(*s) for s in (*sizes, *ends)])
         length = fixed_length or min(3, max(1, capacity // 2))
         fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
-        room = (
-            max(0, capacity - length) if fixed or self._room is not None else 9
-        )  # a past that grows knows no capacity
+        bounded = fixed or self._room is not None  # a past that grows knows no capacity
+        room = max(0, capacity - length) if bounded else 9
         self.twins = (self.step(2, min(5, room // 2), length), self.step(2, min(9, room), length))
         masked = bool(interface.of(OriginalRole.PADDING_MASK))
         first = (2, 0, fixed_length or min(4, capacity))  # a prompt, whose own tokens are padded
