@@ -129,6 +129,40 @@ def test_zero_points_outside_of_the_model_are_taken_out_as_well(kind: Any, colum
     np.testing.assert_allclose(run(model, x=x), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+@pytest.mark.parametrize("zero", [None, 128])
+@pytest.mark.parametrize("rows", [8, 2048])
+def test_rows_of_a_table_that_are_moved_before_they_are_dequantized(kind: Any, zero: int | None, rows: int) -> None:
+    """As quantize_dynamic leaves T5's position bias."""
+    if kind is np.int8:
+        zero = None if zero is None else 0
+    rng = np.random.default_rng(5)
+    table, ids = rng.standard_normal((rows, 4)).astype(np.float32) + 0.3, rng.integers(0, rows, (3, 5))
+    numbers, scale, zeros = quantized(table, kind, False, zero)
+    model = product("spelled", *quantized(rng.standard_normal((K, N)).astype(np.float32), np.int8, False, 0), None)
+    for name, value in (("table", numbers), ("ts", scale), ("tz", zeros), ("axes", np.array([0]))):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    model.graph.input.append(helper.make_tensor_value_info("ids", TensorProto.INT64, [3, 5]))
+    made = [
+        helper.make_node("Gather", ["table", "ids"], ["rows"], "rows"),
+        helper.make_node("Transpose", ["rows"], ["turned"], "turned", perm=[2, 0, 1]),
+        helper.make_node("Unsqueeze", ["turned", "axes"], ["wide"], "wide"),
+        helper.make_node("DequantizeLinear", ["wide", "ts", "tz"], ["bias"], "bias"),
+    ]
+    model.graph.node.extend(made)
+    model.graph.output.insert(0, helper.make_tensor_value_info("bias", FLOAT, [1, 4, 3, 5]))
+    feeds = {"x": np.zeros((1, 1, K), np.float32), "ids": ids}
+    before = run(model, **feeds)
+    assert keep_weights_only(model)
+    onnx.checker.check_model(model, full_check=True)
+    np.testing.assert_allclose(run(model, **feeds), before, rtol=1e-6, atol=1e-6)
+    gather = next(n for n in model.graph.node if n.op_type == "Gather")
+    makers = {n.output[0]: n.op_type for n in model.graph.node}
+    is_shifted = bool((zeros.astype(int) != (0 if kind is np.int8 else 128)).any())
+    assert makers[gather.input[0]] == ("Sub" if is_shifted and rows == 8 else "DequantizeLinear")
+    assert not {"rows", "turned", "wide"} & makers.keys()
+
+
 def test_two_rounded_operands() -> None:
     graph = Graph()
     graph.input("x", FLOAT, ["B", 3, K])

@@ -17,6 +17,7 @@ with the `accuracy_level` of MatMulNBits; the plan says so.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +35,9 @@ NOTE = (
 _MIDDLES: dict[int, int] = {TensorProto.UINT8: 128, TensorProto.INT8: 0}
 _CONTRIB = "com.microsoft"
 _ROUNDING = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
-_PARTS = {"DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather"}
+_SMALL = 1 << 12  # numbers of a table
+_MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze"}
+_PARTS = {"DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather", *_MOVES}
 """What may be left over, read by nothing."""
 _INTEGER = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"}
 _INTEGER_CONTRIB = {"QAttention", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM"}
@@ -181,9 +184,13 @@ class _Editor:
         return _Weight((name, scale, zero), tuple(scales.dims), zeros, _MIDDLES[tensor.data_type])
 
     def _rows(self, node: NodeProto) -> list[NodeProto] | None:
-        """Of rows that are gathered from a table and then dequantized."""
-        gather = self._maker(node.input[0], "Gather")
-        table = self._weights.get(gather.input[0]) if gather is not None else None
+        """Of rows that are gathered from a table, moved perhaps, and then dequantized."""
+        moves: list[NodeProto] = []
+        gather = self._makers.get(node.input[0])
+        while gather is not None and gather.op_type in _MOVES and is_op(gather, gather.op_type):
+            moves.insert(0, gather)
+            gather = self._makers.get(gather.input[0])
+        table = self._weights.get(gather.input[0]) if gather is not None and is_op(gather, "Gather") else None
         if gather is None or table is None:
             return None
         weight = self._weight(gather.input[0], node.input[1], [*node.input, ""][2], len(table.dims))
@@ -191,13 +198,21 @@ class _Editor:
             return None
         floats, nodes = self._dequantized(weight)
         shift, more = self._shift(weight)
-        rows = self._name("rows")
-        gathered = NodeProto()
-        gathered.CopyFrom(gather)
-        gathered.name, gathered.output[0] = rows, rows if shift else node.output[0]
-        gathered.input[0] = floats
-        less = [helper.make_node("Sub", [rows, shift], node.output, node.name)] if shift else []
-        return [*nodes, gathered, *more, *less]
+        less = NodeProto(op_type="Sub", input=["", shift], output=[""])
+        steps = [gather, *moves]
+        if (
+            shift
+        ):  # of a large table, only what is gathered is worth it; a small one is a bias of scores, proven as such
+            steps.insert(0 if math.prod(table.dims) <= _SMALL else len(steps), less)
+        nodes += more
+        for step in steps:
+            copy = NodeProto()
+            copy.CopyFrom(step)
+            copy.input[0], copy.name = floats, self._name("rows")
+            copy.output[0] = floats = copy.name
+            nodes.append(copy)
+        nodes[-1].output[0] = node.output[0]
+        return nodes
 
     def _weighted(self, node: NodeProto, x: str, weight: _Weight | None, bias: str) -> list[NodeProto] | None:
         if weight is None:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
+from trt_kvcache.importer.graph import INT64, Emitter, is_op, made_of_constants, producer
 from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
@@ -110,7 +110,7 @@ def _gather_behind(tensor: gs.Tensor) -> gs.Node | None:
     while (node := producer(tensor)) is not None:
         if (
             is_op(node, "Gather")
-            and isinstance(node.inputs[0], gs.Constant)
+            and made_of_constants(node.inputs[0])  # as it is, or dequantized
             and not isinstance(node.inputs[1], gs.Constant)
         ):
             return node
