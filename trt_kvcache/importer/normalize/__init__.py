@@ -10,7 +10,8 @@
     caches along other axes                             relayout
     cache updates, found and proven                     writes (candidate, views, reach, rows),
                                                         concat (kept, new_rows), scatter, select
-    attention over them, found and proven               attention (cache_reads, merged_heads, rounded), sinks, guards,
+    attention over them, found and proven               attention (cache_reads, merged_heads), sinks, guards,
+                                                        rounded (factors),
                                                         masks (scaled_masks, bias, slopes)
     keys and values computed from caches                computed (row_functions), joined, absorbed
     caches inside operators                             operators (held), gqa, mha, in_op
