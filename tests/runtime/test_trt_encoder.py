@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import encoder, heard, table
+from encoders import heard, table
 from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
@@ -303,7 +303,6 @@ def test_two_sessions_of_one_engine(machine: Machine, tmp_path: Path) -> None:
 
 def test_what_it_hears_is_not_looked_at_later(machine: Machine, tmp_path: Path) -> None:
     """The caller may change his array; the encoder has read it."""
-    encoder(tmp_path / "unused.onnx")
     with DecodeSession.open(built(tmp_path)) as session:
         features = heard(6, 0)
         made = session.encode({"input_features": features})["encoder_hidden_states"]
