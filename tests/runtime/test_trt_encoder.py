@@ -264,9 +264,7 @@ def test_what_cannot_be_opened_leaves_nothing(
     with DecodeSession.open(engine) as session:
         module, used = session._runner._held.trt.module, machine.used  # type: ignore[attr-defined]
         machine.total = used + (128 << 20) + encoder_path(engine).stat().st_size
-        with pytest.raises(
-            SessionError, match="encoder's activations .*, its inputs .*, what it makes of one"
-        ):
+        with pytest.raises(SessionError, match="encoder's activations .*, its inputs .*, what it makes of one"):
             session.encode(source)
         machine.total = 1 << 30
         for words in ("activations", "pinned"):
