@@ -12,7 +12,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 Names = npt.NDArray[Any]  # of caches, in the order in which they are stacked
-READS = ("gather", "slice", "split", "halves", "transpose", "reshape")
+READS = ("gather", "slice", "split", "halves", "transpose", "reshape", "none")
 WRITES = ("stack", "transpose", "reshape", "elements", "slots", "none")
 KINDS = ("key", "value")
 
@@ -116,8 +116,9 @@ class _Edit:
         outputs = np.vectorize(lambda cache: f"present.{cache}")(caches)
         given = np.roll(outputs.reshape(-1), 1).reshape(outputs.shape) if self.how.moved else outputs
         self.nodes = self.before
-        self._take(past, inputs, self.shapes[inputs.flat[0]])
-        self._declare(self.model.graph.input, past, inputs)
+        if self.how.read != "none":
+            self._take(past, inputs, self.shapes[inputs.flat[0]])
+            self._declare(self.model.graph.input, past, inputs)
         self.nodes = self.after
         if self.how.write != "none":
             self._put(past, present, given, self.shapes[outputs.flat[0]])
@@ -213,5 +214,4 @@ class _Edit:
         nodes = [*self.before, *self.model.graph.node, *self.after]
         del self.model.graph.node[:]
         self.model.graph.node.extend(nodes)
-        onnx.checker.check_model(self.model)
         return self.model

@@ -26,7 +26,9 @@ GROWING = (
     ("concat-attention", Stacking("KL", 1, "split", "stack")),
     ("concat-attention", Stacking("M", 0, "halves", "stack")),
     ("concat-attention", Stacking("L", 2, "transpose", "none")),
+    ("concat-attention", Stacking("LK", 0, "none", "stack")),
     ("past-attention", Stacking("K", 0, "split", "stack")),
+    ("gqa", Stacking("LK", 1, "gather", "stack")),
     ("past-attention", Stacking("LK", 1, "slice", "transpose")),
     ("latents", Stacking("L", 0, "gather", "stack")),
 )

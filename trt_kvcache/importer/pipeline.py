@@ -126,7 +126,8 @@ def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Gr
 def _plan(prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
     plan = replace(plan, stacks=prepared.stacks)
-    check_slots(plan)
+    pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
+    check_slots(plan.stacks, pairs, [t.name for t in plan.tensors])  # of operators that hold caches, and states, too
     return plan
 
 

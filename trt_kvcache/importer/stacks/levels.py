@@ -45,6 +45,7 @@ from trt_kvcache.importer.protos import elem_type_of, opset_version, shape_of
 from trt_kvcache.importer.stacks.order import put_batch_first
 from trt_kvcache.importer.stacks.pieces import Pieces, UnsplittableError, Value
 from trt_kvcache.importer.stacks.rules import split_readers
+from trt_kvcache.importer.stacks.slots import check_slots
 from trt_kvcache.importer.stacks.uses import Use, find_use
 
 __all__ = ["Unstacked", "unstack"]
@@ -88,7 +89,8 @@ def unstack(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> 
         weights: the detached weights.
 
     Raises:
-        UnsupportedModelError: something reads or writes such a tensor in a way that is none of one cache by itself.
+        UnsupportedModelError: something reads or writes such a tensor in a way that is none of one cache by itself, or
+            a cache comes back in another place.
     """
     if (opset_version(model) or 0) < _LEAST_OPSET or not _may_be_stacked(model.graph):
         return Unstacked(model)
@@ -113,6 +115,8 @@ def unstack(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> 
         for name, held in parts.items()
         if held[0].name != name or held[0].order is not None
     )
+    pairs = [(c.past.name, c.present.name) for c in find_candidates(graph) if not c.reason] if stacks else []
+    check_slots(stacks, pairs, [t.name for t in (*graph.inputs, *graph.outputs)])
     return Unstacked(model, stacks)
 
 
@@ -218,19 +222,15 @@ class _Level:
         Raises:
             UnsupportedModelError: it cannot be done.
         """
-        uses = {
-            t.name: use for t in self._inputs if len(t.shape) >= _LEAST_RANK and (use := find_use(t, self._value)).axes
-        }
+        large = [t for t in self._inputs if len(t.shape) >= _LEAST_RANK]
+        uses = {t.name: use for t in large if (use := find_use(t, self._value)).axes}
         if not uses and not any(self._pieces.is_joined(t, a) for t in self._outputs for a in range(len(t.shape))):
             return {}
         candidates = find_candidates(self._graph)
         taken = self._stacked_inputs(uses, candidates)
-        moved = {c.past.name for c in candidates if c.reason}
-        kinds = [
-            _Kind.of(t, uses[t.name].axes if t.name in taken else ())
-            for t in self._inputs
-            if t.name in {*taken, *moved}
-        ]
+        whole = {c.past.name for c in candidates if not c.reason}  # with an output of its own
+        others = [t for t in self._inputs if len(t.shape) > 2 and (t.name in taken or t.name not in whole)]
+        kinds = [_Kind.of(t, uses[t.name].axes if t.name in taken else ()) for t in others]
         made = {t.name: self._take_input(t, taken[t.name]) for t in self._inputs if t.name in taken}
         try:
             split_readers(self._pieces)

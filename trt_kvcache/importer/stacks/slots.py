@@ -6,32 +6,36 @@ from collections.abc import Sequence
 from itertools import permutations
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.plan import Stack
 
 __all__ = ["check_slots"]
 
 
-def check_slots(plan: CachePlan) -> None:
+def check_slots(stacks: Sequence[Stack], pairs: Sequence[tuple[str, str]], names: Sequence[str]) -> None:
     """Refuse a model that gives a cache back in another place than that in which it takes it.
+
+    Args:
+        stacks: what holds several caches.
+        pairs: names of caches before and after a step.
+        names: of inputs and outputs, in their order.
 
     Raises:
         UnsupportedModelError: naming both.
     """
-    slots = {part.name: (stack, part.place) for stack in plan.stacks for part in stack.parts}
-    order = {t.name: i for i, t in enumerate(plan.tensors)}
-    pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
+    slots = {part.name: (stack, part.place) for stack in stacks for part in stack.parts}
+    order = {name: i for i, name in enumerate(names)}
     moved: dict[tuple[str, str], list[tuple[tuple[int, ...], tuple[int, ...], str, str]]] = {}
     for past, present in pairs:
         if past in slots or present in slots:
             before, after = (slots.get(name, (None, (order.get(name, 0),))) for name in (past, present))
             key = (before[0].name if before[0] else "", after[0].name if after[0] else "")
             moved.setdefault(key, []).append((_place(before[1]), _place(after[1]), past, present))
-    stacks = {s.name: s for s in plan.stacks}
+    shapes = {s.name: s.shape for s in stacks}
     for (before_name, after_name), found in moved.items():
-        same = before_name and after_name and _fits(stacks[before_name].shape, stacks[after_name].shape)
+        same = before_name and after_name and _fits(shapes[before_name], shapes[after_name])
         wrong = [f for f in found if f[0] != f[1]] if same else [] if _keeps_order(found) else found
         if wrong:
-            _, _, past, present = wrong[0]
+            _, _, past, present = min(wrong)
             raise UnsupportedModelError(
                 f"the model takes a cache as '{past}' and gives it back as '{present}': what it writes for one layer, "
                 "another one would read in the next step. Supported are models that write every cache to the place "
