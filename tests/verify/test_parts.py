@@ -292,7 +292,7 @@ def test_twins_hold_the_same_numbers_in_float32(tmp_path: Path) -> None:
     (tmp_path / "twin").mkdir()
     folder = TwinFolder(tmp_path / "twin", tmp_path)
     twin = folder.twin(model)
-    size = (tmp_path / "twin" / "float32-twin.data").stat().st_size
+    size = (tmp_path / "twin" / "twin.data").stat().st_size
     assert has_bfloat16(model)  # the source is not changed
     assert not has_bfloat16(twin)
     assert all(a.i != TensorProto.BFLOAT16 for n in twin.graph.node for a in n.attribute if a.type == a.INT)
@@ -306,7 +306,7 @@ def test_twins_hold_the_same_numbers_in_float32(tmp_path: Path) -> None:
             numpy_helper.to_array(before).astype(np.float64), numpy_helper.to_array(after).astype(np.float64)
         )
     folder.twin(onnx.load(path, load_external_data=False))
-    assert (tmp_path / "twin" / "float32-twin.data").stat().st_size == size  # weights are converted once
+    assert (tmp_path / "twin" / "twin.data").stat().st_size == size  # weights are converted once
 
 
 def test_twins_of_inline_weights(tmp_path: Path) -> None:

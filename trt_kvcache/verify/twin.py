@@ -1,8 +1,8 @@
-"""The float32 twin of a model of 16-bit numbers.
+"""The twin of a model in a wider type: float32 for bfloat16 and float16, float64 for float32.
 
-Every bfloat16 (or float16) tensor, cast and declaration becomes float32; nothing else changes. What the twin cannot
-show is the rounding of 16 bits; structure, masks, indices and layouts are the same. ONNX Runtime has no bfloat16
-kernels for MatMul, Add or Softmax on the CPU; of float16 models the twin shows what their rounding hides
+Every tensor, cast and declaration of the one type becomes the other; nothing else changes. What the twin cannot show is
+the rounding of the narrow type; structure, masks, indices and layouts are the same. ONNX Runtime has no bfloat16
+kernels for MatMul, Add or Softmax on the CPU; of float16 and float32 models the twin shows what their rounding hides
 (`trt_kvcache.verify.rounding`).
 """
 
@@ -28,7 +28,7 @@ from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
 from trt_kvcache.verify.widenable import widenable
 
-_DATA = "float32-twin.data"
+_DATA = "twin.data"
 _BLOCK = 1 << 25  # bytes read at a time
 _SMALL = 1024  # bytes; smaller tensors stay in the proto, where shape inference can read them
 _DTYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type"})
