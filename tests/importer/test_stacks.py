@@ -154,3 +154,11 @@ def test_a_cache_that_two_layers_write_is_refused(tmp_path: Path) -> None:
     made = {name: n for n in model.graph.node for name in n.output}
     made["present.key"].input[1] = made[made["present.key"].input[0]].input[1]
     assert "past.key.1" in refused(tmp_path, model)
+
+
+@pytest.mark.parametrize("write", ["slots", "elements"])
+def test_a_cache_that_is_added_to_is_refused(tmp_path: Path, write: str) -> None:
+    model = edited("scatter", Stacking("L", 0, "gather", write))
+    node = next(n for n in model.graph.node if n.output[0] == "present.key")
+    node.attribute.append(helper.make_attribute("reduction", "add"))
+    assert "combines old and new" in refused(tmp_path, model)

@@ -84,6 +84,7 @@ def on_scatter_nd(at: Pieces, node: gs.Node) -> None:
     if place is None or not -len(source.pieces) <= place < len(source.pieces):
         raise UnsplittableError(f"ScatterND '{node.name}' computes which one it writes ('{index.name}')")
     if count == 1:
+        _check_replaces(node)
         if list(dims(updates) or ("?",))[: rank - 1] != [1] * (rank - 1):
             raise UnsplittableError(f"ScatterND '{node.name}' writes one more than once")
         new = updates
@@ -140,8 +141,7 @@ def on_scatter_elements(at: Pieces, node: gs.Node) -> None:
         if not _is_whole(data, axis, index, updates):
             part = text_of(dims(updates) or ())
             raise UnsplittableError(f"ScatterElements '{node.name}' writes a part of one ({part})")
-        if node.attrs.get("reduction", "none") not in ("none", b"none"):
-            raise UnsplittableError(f"ScatterElements '{node.name}' combines old and new")
+        _check_replaces(node)
         _replace(at, node, source, place, at.taken_apart(updates, axis)[0])
         return
     sizes = [(dims(t) or ("?",) * source.rank)[source.axis] for t in (index, updates)]
@@ -165,6 +165,11 @@ def _is_whole(data: gs.Tensor, axis: int, index: gs.Tensor, updates: gs.Tensor) 
     return whole[:axis] + whole[axis + 1 :] == part[:axis] + part[axis + 1 :] and (
         is_like or list(dims(index) or ()) == part
     )
+
+
+def _check_replaces(node: gs.Node) -> None:
+    if node.attrs.get("reduction", "none") not in ("none", b"none"):
+        raise UnsplittableError(f"{node.op} '{node.name}' combines old and new")
 
 
 def _replace(at: Pieces, node: gs.Node, source: Stacked, place: int, new: gs.Tensor) -> None:
