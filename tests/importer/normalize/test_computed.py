@@ -248,6 +248,21 @@ def test_functions_of_more_than_a_row_are_refused(tmp_path: Path, name: str, whe
         rewritten(make_decoder(latent_decoder(Latent(**latent))), tmp_path)
 
 
+@pytest.mark.parametrize("where", ["latents", "rotated", "keys", "values"])
+def test_a_transpose_that_is_none(tmp_path: Path, where: str) -> None:
+    latent: dict[str, Any] = {where: lambda g, tensor: g.node("Transpose", [tensor], perm=[0, 1, 2, 3])}
+    model = make_decoder(latent_decoder(Latent(**latent)))
+    (perm,) = (
+        attribute.ints
+        for node in model.graph.node
+        for attribute in node.attribute
+        if node.op_type == "Transpose" and list(attribute.ints) == [0, 1, 2, 3]
+    )
+    perm[:] = [0, 2, 0, 3]
+    with pytest.raises(UnsupportedModelError, match=r"perm"):
+        rewritten(model, tmp_path)
+
+
 def _shown(which: int) -> Any:
     def after(g: Build, x: str) -> str:
         computed = g.node("MatMul", [g.presents[which], g.weight(g.decoder.size, 3)])

@@ -31,7 +31,7 @@ __all__ = ["IDIOM", "find_new_rows", "part_from_rows", "prove_new_rows", "say_ne
 
 IDIOM = "Concat, new rows returned"
 
-_PROVEN = 1 << 16  # elements of new rows, at most, that are compared
+_PROVEN = 1 << 16  # elements of new rows, at most, that are compared beside the largest
 _ADVICE = "give back what is joined with the past, or Concat(past, new) as a whole"
 
 
@@ -112,7 +112,7 @@ def prove_new_rows(candidate: Candidate, proof: Proof, geometries: Sequence[Geom
     orders = list(permutations(range(len(best.sizes))))
     for geometry in (best, *(g for g in geometries if g is not best)):
         sizes = geometry.with_rows(proof.axis)
-        if prod(sizes) > _PROVEN:
+        if geometry is not best and prod(sizes) > _PROVEN:
             continue
         shape = geometry.step.probe.shape(source.name)
         if shape is None or prod(shape) != prod(sizes):

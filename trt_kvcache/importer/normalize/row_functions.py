@@ -211,6 +211,8 @@ class RowFunctions:
             raise _MixedError(f"{node.op} '{node.name}' is led by what a cache holds")
         if is_op(node, "Transpose"):
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
+            if sorted(perm) != list(range(rank)):
+                raise _MixedError(f"Transpose '{node.name}' has the perm {perm}, which is none")
             return self._one(node, (perm.index(found.axes[0]), perm.index(found.axes[1])), sign=found.sign,
                              is_moved=found.is_moved)  # fmt: skip
         operands = [self._constant(t) for t in node.inputs[1:] if not t.is_empty()]
