@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +24,8 @@ class Use:
     """How a tensor is read.
 
     Attributes:
-        axes: fixed ones, of which single places are chosen.
+        axes: fixed ones, of which single places are chosen: as often as there are places, at least. (A model that takes
+            the last row of one cache apart chooses a single one, too.)
         closed: nothing reads it otherwise.
     """
 
@@ -38,7 +40,7 @@ def find_use(whole: gs.Tensor, value: Value) -> Use:
         whole: an input of the graph.
         value: of a tensor, where constants alone decide it.
     """
-    found: set[int] = set()
+    found: Counter[int] = Counter()
     closed = True
     stack: list[tuple[gs.Tensor, _Axes, bool]] = [(whole, tuple(range(len(whole.shape))), False)]
     seen: set[int] = set()
@@ -55,9 +57,9 @@ def find_use(whole: gs.Tensor, value: Value) -> Use:
                 closed = closed and is_part
                 continue
             chosen = {a for a in step[0] if isinstance(whole.shape[a], int)}
-            found |= chosen
+            found.update({a: len(node.outputs) for a in chosen})
             stack += [(output, left, is_part or bool(chosen)) for output, left in step[1]]
-    return Use(frozenset(found), closed)
+    return Use(frozenset(a for a, count in found.items() if count >= whole.shape[a]), closed)
 
 
 def _follow(
