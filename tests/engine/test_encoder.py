@@ -279,6 +279,30 @@ def test_what_only_sizes_come_from_goes(model: Path, tmp_path: Path) -> None:
             np.testing.assert_array_equal(found, wanted[name])
 
 
+def test_operators_of_onnx_runtime_in_both(model: Path, tmp_path: Path) -> None:
+    """What they become has names of its own in each: Optimum's optimizer writes both with the same operators."""
+    paths = model.with_name("encoder_model.onnx"), model.with_name("decoder_model.onnx")
+    bias = numpy_helper.from_array(np.linspace(-1, 1, WIDTH, dtype=np.float32), "gelu.bias")
+    for path in paths:
+        part = onnx.load(path)
+        name = "last_hidden_state" if path is paths[0] else "encoder_hidden_states"
+        ends = ["gelu.in", name] if path is paths[0] else [name, "gelu.out"]
+        for node in part.graph.node:
+            node.input[:] = [ends[1] if n == name and path is paths[1] else n for n in node.input]
+            node.output[:] = [ends[0] if n == name else n for n in node.output]
+        gelu = helper.make_node("BiasGelu", [ends[0], "gelu.bias"], [ends[1]], "gelu", domain="com.microsoft")
+        part.graph.node.insert(len(part.graph.node) if path is paths[0] else 0, gelu)
+        part.graph.initializer.append(bias)
+        part.opset_import.append(helper.make_opsetid("com.microsoft", 1))
+        onnx.save(part, path)
+    plan, taken = constants(model)
+    made = import_encoder(*paths, taken, plan.options).model
+    feed = {"input_features": heard(5, 5), "attention_mask": np.ones((1, 5), np.int64)}
+    wanted = OnnxEncoder(*paths, taken).encode(feed)
+    for name, found in run(made, feed, tmp_path).items():
+        np.testing.assert_allclose(found, wanted[name], atol=2e-5)
+
+
 def test_first_steps_that_read_more(model: Path) -> None:
     plan, _ = constants(model)
     for reads, words in (("input_ids", "on the text"), ("speaker", "on 'speaker'")):

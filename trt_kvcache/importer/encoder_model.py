@@ -11,7 +11,7 @@ what is kept of it takes shapes of them alone, or is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -110,6 +110,7 @@ def import_encoder(
         inputs = _check_inputs(step)
         onnx.compose.add_prefix(step.proto, _STEP, inplace=True)
         second, more, said = _standard(step.proto)
+        _set_apart(second.graph)
         notes = notes or said
         _append(model, second, inputs, parts.hidden)
         weights |= more
@@ -235,6 +236,19 @@ def _check_inputs(step: SourceModel) -> dict[str, int]:
             "output alone: compute them yourself, and give them as constants"
         )
     return inputs
+
+
+def _set_apart(step: onnx.GraphProto) -> None:
+    """Give, in place, what standard operators added to a first step names that the encoder does not have."""
+
+    def own(names: Iterable[str]) -> list[str]:
+        return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
+
+    for node in step.node:
+        node.input[:], node.output[:] = own(node.input), own(node.output)
+        (node.name,) = own([node.name])
+    for tensor in (*step.initializer, *step.value_info):
+        (tensor.name,) = own([tensor.name])
 
 
 def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
