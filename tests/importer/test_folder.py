@@ -36,6 +36,7 @@ def touch(folder: Path, *names: str) -> Path:
         (["encoder_model.onnx", "decoder_model_merged.onnx"], "decoder_model_merged.onnx"),
         (["decoder_model.onnx"], "decoder_model.onnx"),
         (["prefill.onnx", "decode.onnx"], "decode.onnx"),
+        (["decode.onnx", "language_model.onnx", "lm_head.onnx", "vision_tower.onnx"], "decode.onnx"),
         (["encoder.onnx", "decoder.onnx"], "decoder.onnx"),
         (
             ["vision_encoder.onnx", "audio_encoder.onnx", "embed_tokens.onnx", "decoder_model_merged.onnx"],

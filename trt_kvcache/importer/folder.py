@@ -24,7 +24,7 @@ from trt_kvcache.importer.protos import elem_type_of, shape_of
 _INSTEAD_OF = {
     "decoder_with_past_model.onnx": ("decoder_model.onnx", "decoder_model_merged.onnx"),
     "decoder_model_merged.onnx": ("decoder_model.onnx",),
-    "decode.onnx": ("prefill.onnx",),
+    "decode.onnx": ("prefill.onnx", "language_model.onnx", "lm_head.onnx"),
 }
 _FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
 _BEFORE = ("encoder", "vision", "audio", "embed_tokens", "embedding")
