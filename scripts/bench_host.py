@@ -45,7 +45,7 @@ class Canned:
     """A runner whose steps take no time of their own: a `Runner` as far as decoding needs one."""
 
     name = "no model"
-    max_positions = max_logits = None
+    max_positions = max_logits = home = None
     max_chunk = 16
 
     def __init__(self, plan: CachePlan, batch: int, vocab: int, dtype: Any, *, chooses: bool) -> None:

@@ -36,7 +36,7 @@ OBJECTS = {
 """By file: names of objects, and their classes."""
 
 OURS = {
-    "IExecutionContext": {"enqueue", "lend", "output_shape", "prepare"},  # our own context around TensorRT's
+    "IExecutionContext": {"enqueue", "lend", "let_go", "output_shape", "prepare"},  # our own context around TensorRT's
     "ParserError": {"strerror"},
     "ICudaEngine": {"name", "parent", "stat", "unlink", "with_name"},  # paths
     "module": {"check", "engine", "module", "rtx", "title"},  # our own TensorRT object

@@ -171,7 +171,7 @@ LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
         "scales its scores by 0.5 behind a bias",
     ),
     "not even": ({"scores": added(_turned)}, "other than 0 and the lowest"),
-    "of the tokens": ({"scores": added(_of_tokens)}, "weights or tokens take part"),
+    "of the tokens": ({"scores": added(_of_tokens)}, "values of 'input_ids'"),
     "not causal": ({"scores": added(distance), "mask": "none"}, "is not causal"),
     "counted, beside sinks": ({"scores": added(counted), "sinks": "weight"}, "other than 0 and the lowest"),
     "the caller's own mask": ({"scores": added(distance), "mask": "own"}, "beside the caller's own mask"),
