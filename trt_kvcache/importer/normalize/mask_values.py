@@ -177,7 +177,8 @@ def _unknown(tensor: gs.Tensor, sample: Sample) -> str:
     if not names:
         return "weights (such as a learned position bias)"
     return (
-        f"values of {', '.join(repr(name) for name in sorted(names))} (such as images that attend in both directions)"
+        f"values of {', '.join(repr(name) for name in sorted(names))} (such as a mask that the text decides, or images "
+        "whose tokens see each other)"
     )
 
 
