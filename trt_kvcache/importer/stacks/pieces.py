@@ -183,14 +183,28 @@ class Pieces:
             before: the last sizes of a part,
             after: and of what becomes of it; those in front are the same.
             gone: places of its target that parts do not have, one after the other.
+
+        Raises:
+            UnsplittableError: sizes are copied, by 0, from places that are others in a part.
         """
-        # As much is in it as before: where one size at most is another name, it is the same size.
-        if len(before) == len(after) and sum(a != b for a, b in zip(before, after, strict=True)) < 2:
+        # As much is in it as before: where one size at most is unknown or has another name, it is the same size.
+        if len(before) == len(after) and sum(a != b or a == "?" for a, b in zip(before, after, strict=True)) < 2:
             return list(parts)
         target = node.inputs[1]
+        lost = len(dims(node.inputs[0]) or ()) - gone[0] - len(before)
+        if lost != len(gone) and self._copies(node):
+            raise UnsplittableError(f"Reshape '{node.name}' copies sizes by 0, which lie elsewhere in a single one")
         for place in gone:
             target = self.without(target, place, "piece_shape")
         return [self.emit.op("Reshape", [p, target], "piece", **node.attrs) for p in parts]
+
+    def _copies(self, node: gs.Node) -> bool:
+        """Whether a Reshape takes sizes of what it reads, at the same places."""
+        target = node.inputs[1]
+        made = producer(target)
+        parts = made.inputs if made is not None and is_op(made, "Concat") else [target]
+        zeros = any(0 in known for t in parts if (known := self.value(t)) is not None)
+        return zeros and not node.attrs.get("allowzero", 0)
 
     def joined(self, parts: Sequence[gs.Tensor], axis: int, rank: int) -> gs.Tensor:
         """Pieces stacked again, for what takes them apart later on."""

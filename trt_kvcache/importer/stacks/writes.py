@@ -47,9 +47,8 @@ def on_broadcast(at: Pieces, node: gs.Node) -> None:
             raise UnsplittableError(f"{node.op} '{node.name}' repeats them {len(parts)} times")
         operands.append(parts * (count // len(parts)))
     made = [at.emit.op(node.op, list(group), "piece", **node.attrs) for group in zip(*operands, strict=True)]
-    if node.op == "Cast":
-        for tensor in made:
-            tensor.dtype = int(node.attrs["to"])
+    for tensor, group in zip(made, zip(*operands, strict=True), strict=True):
+        tensor.dtype = int(node.attrs["to"]) if node.op == "Cast" else group[-1].dtype  # Where's first one is bool
     at.put(node, max(ranks) - behind, made, max(ranks))
 
 

@@ -1,0 +1,180 @@
+"""What operators do to each of several caches in one tensor, against what they do to the tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+import onnxruntime as ort
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto, helper, numpy_helper
+
+from trt_kvcache.importer.graph import export_inferred, small_constant
+from trt_kvcache.importer.stacks.pieces import Pieces, UnsplittableError
+from trt_kvcache.importer.stacks.rules import split_readers
+
+SIZES = (4, 2, 6, 3)
+
+
+def model_of(node: onnx.NodeProto, constants: dict[str, Any], shape: list[Any], more: list[onnx.NodeProto]) -> Any:
+    whole = helper.make_tensor_value_info("whole", TensorProto.FLOAT, shape)
+    weights = [numpy_helper.from_array(np.asarray(v), name) for name, v in constants.items()]
+    made = [
+        helper.make_value_info(name, helper.make_tensor_type_proto(TensorProto.FLOAT, None)) for name in node.output
+    ]
+    graph = helper.make_graph([*more, node], "rule", [whole], made, weights)
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+
+
+def run(model: onnx.ModelProto, feed: dict[str, Any]) -> list[Any]:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(session.run(None, feed))
+
+
+def check(node: onnx.NodeProto, constants: dict[str, Any], axis: int, known: str, *more: onnx.NodeProto) -> None:
+    """Split a node that reads `whole` along an axis, and compare with what it gives of all."""
+    shape = [n if i == axis or known == "all" else {"names": f"d{i}", "none": None}[known] for i, n in enumerate(SIZES)]
+    model = model_of(node, constants, shape, list(more))
+    values = np.arange(np.prod(SIZES), dtype=np.float32).reshape(SIZES)
+    try:
+        wanted = run(model, {"whole": values})
+    except Exception:  # noqa: BLE001 - sizes that do not fit each other
+        assume(False)
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
+    outputs = list(graph.outputs)
+    rest = [d for i, d in enumerate(shape) if i != axis]
+    pieces = [gs.Variable(f"piece{i}", np.float32, rest) for i in range(SIZES[axis])]
+    at = Pieces(graph, small_constant)
+    at.stack(graph.inputs[0], axis, pieces)
+    try:
+        split_readers(at)
+    except UnsplittableError:
+        return
+    graph.inputs = pieces
+    found = [at.of(output) for output in outputs]
+    graph.outputs = [t for output, f in zip(outputs, found, strict=True) for t in ([output] if f is None else f.pieces)]
+    copies = [gs.Variable(f"copy{i}", t.dtype or np.float32) for i, t in enumerate(graph.outputs)]
+    for source, target in zip(graph.outputs, copies, strict=True):
+        graph.nodes.append(gs.Node("Identity", f"{target.name}/node", {}, [source], [target]))
+    graph.outputs = copies
+    graph.cleanup(remove_unused_graph_inputs=True).toposort()
+    split = export_inferred(graph)
+    read = {v.name for v in split.graph.input}
+    given_pieces = {p.name: np.take(values, i, axis) for i, p in enumerate(pieces) if p.name in read}
+    got = iter(run(split, given_pieces) if copies else [])
+    for whole, f in zip(wanted, found, strict=True):
+        if f is not None and not f.pieces:
+            assert whole.shape[f.axis] == 0
+            continue
+        made = next(got) if f is None else np.stack([next(got) for _ in f.pieces], f.axis)
+        np.testing.assert_array_equal(made, whole)
+
+
+axes = st.integers(0, 3)
+knowledge = st.sampled_from(["all", "names", "none"])
+quick = settings(deadline=None, max_examples=120)
+
+
+@quick
+@given(axes, knowledge, st.permutations(range(4)))
+def test_transposes(axis: int, known: str, perm: list[int]) -> None:
+    check(helper.make_node("Transpose", ["whole"], ["out"], "t", perm=perm), {}, axis, known)
+
+
+@quick
+@given(st.data())
+def test_reshapes(data: st.DataObject) -> None:
+    """Into any sizes, some of them copied by 0, one of them left open; the same sizes in another order, too."""
+    axis, known = data.draw(axes), data.draw(knowledge)
+    sizes = list(SIZES)
+    for _ in range(data.draw(st.integers(0, 2))):
+        place = data.draw(st.integers(0, len(sizes) - 1))
+        way = data.draw(st.sampled_from(["split", "merge", "swap"]))
+        if way == "split":
+            first = data.draw(st.sampled_from([n for n in (1, 2, 3) if sizes[place] % n == 0]))
+            sizes[place : place + 1] = [first, sizes[place] // first]
+        elif place:
+            pair = sizes[place - 1 : place + 1]
+            sizes[place - 1 : place + 1] = [pair[0] * pair[1]] if way == "merge" else pair[::-1]
+    target = [0 if i < 4 and n == SIZES[i] and data.draw(st.booleans()) else n for i, n in enumerate(sizes)]
+    if data.draw(st.booleans()):
+        target[data.draw(st.integers(0, len(target) - 1))] = -1
+    node = helper.make_node("Reshape", ["whole", "target"], ["out"], "r")
+    check(node, {"target": np.array(target)}, axis, known)
+
+
+@quick
+@given(axes, knowledge, st.permutations(range(4)))
+def test_reshapes_to_computed_sizes(axis: int, known: str, order: list[int]) -> None:
+    """As the tensor would be if it were transposed: nothing says that sizes without names are others."""
+    shape = helper.make_node("Shape", ["whole"], ["shape"], "s")
+    swap = helper.make_node("Gather", ["shape", "order"], ["target"], "g")
+    node = helper.make_node("Reshape", ["whole", "target"], ["out"], "r")
+    check(node, {"order": np.array(order)}, axis, known, shape, swap)
+
+
+@quick
+@given(axes, knowledge, axes, st.lists(st.integers(-7, 7), min_size=2, max_size=2), st.sampled_from([1, 2, -1, -2]))
+def test_slices(axis: int, known: str, along: int, bounds: list[int], step: int) -> None:
+    given_ = {"start": [bounds[0]], "end": [bounds[1]], "axes": [along - 4], "steps": [step]}
+    node = helper.make_node("Slice", ["whole", *given_], ["out"], "s")
+    check(node, {name: np.array(v) for name, v in given_.items()}, axis, known)
+
+
+@quick
+@given(axes, knowledge, axes, st.one_of(st.integers(-2, 1), st.lists(st.integers(-2, 1), min_size=1, max_size=3)))
+def test_gathers(axis: int, known: str, along: int, index: Any) -> None:
+    check(helper.make_node("Gather", ["whole", "i"], ["out"], "g", axis=along), {"i": np.array(index)}, axis, known)
+
+
+@quick
+@given(axes, knowledge, axes, st.sampled_from([1, 2, 3]))
+def test_splits(axis: int, known: str, along: int, count: int) -> None:
+    outputs = [f"out{i}" for i in range(count)]
+    check(helper.make_node("Split", ["whole"], outputs, "s", axis=along, num_outputs=count), {}, axis, known)
+
+
+@pytest.mark.parametrize("known", ["all", "names", "none"])
+@pytest.mark.parametrize("axis", range(4))
+@pytest.mark.parametrize("op", ["Add", "Mul", "Where", "Concat", "Unsqueeze", "Identity"])
+def test_others(op: str, axis: int, known: str) -> None:
+    row = np.linspace(1, 2, SIZES[3], dtype=np.float32)
+    for other in (row, np.ones((SIZES[1], 1, 1), np.float32), np.full(SIZES, 2, np.float32), np.float32(3)):
+        inputs = {"Where": ["c", "whole", "b"], "Unsqueeze": ["whole", "a"], "Identity": ["whole"]}
+        node = helper.make_node(
+            op, inputs.get(op, ["whole", "b"]), ["out"], "n", **({"axis": 1} if op == "Concat" else {})
+        )
+        used = {"b": other, "c": np.array([True, False, True]), "a": np.array([0, -1])}
+        if op == "Concat" and other.ndim < 4:
+            continue
+        check(node, {k: v for k, v in used.items() if k in node.input}, axis, known)
+
+
+@quick
+@given(axes, knowledge, st.integers(1, 4), st.integers(1, 3), st.integers(0, 99))
+def test_scatter_nd(axis: int, known: str, columns: int, rows: int, seed: int) -> None:
+    """One piece is written where the index names its axis, all are otherwise."""
+    rng = np.random.default_rng(seed)
+    index = np.stack([rng.permutation(max(n, rows))[:rows] % n for n in SIZES[:columns]], -1)
+    if axis < columns:
+        index[:, axis] = rng.integers(-SIZES[axis], SIZES[axis])
+    assume(len({*map(tuple, index)}) == rows)
+    updates = -1 - rng.random((rows, *SIZES[columns:]), np.float32)
+    node = helper.make_node("ScatterND", ["whole", "i", "u"], ["out"], "n")
+    check(node, {"i": index, "u": updates}, axis, known)
+
+
+@quick
+@given(axes, knowledge, axes, st.integers(0, 99))
+def test_scatter_elements(axis: int, known: str, along: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    sizes = [1 if i == along else n for i, n in enumerate(SIZES)]
+    index = rng.integers(-SIZES[along], SIZES[along], [1] * 4 if along == axis else sizes) * np.ones(sizes, np.int64)
+    node = helper.make_node("ScatterElements", ["whole", "i", "u"], ["out"], "n", axis=along)
+    check(node, {"i": index, "u": -1 - rng.random(sizes, np.float32)}, axis, known)
