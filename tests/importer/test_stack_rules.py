@@ -178,3 +178,49 @@ def test_scatter_elements(axis: int, known: str, along: int, seed: int) -> None:
     index = rng.integers(-SIZES[along], SIZES[along], [1] * 4 if along == axis else sizes) * np.ones(sizes, np.int64)
     node = helper.make_node("ScatterElements", ["whole", "i", "u"], ["out"], "n", axis=along)
     check(node, {"i": index, "u": -1 - rng.random(sizes, np.float32)}, axis, known)
+
+
+@quick
+@given(st.data())
+def test_what_tensors_were_joined_of(data: st.DataObject) -> None:
+    """Along every axis: what was joined there, or cut out of the whole."""
+    known, axis, count = data.draw(knowledge), data.draw(st.integers(0, 3)), data.draw(st.integers(1, 3))
+    shape = [{"all": n, "names": f"d{i}", "none": None}[known] for i, n in enumerate(SIZES[1:])]
+    inputs = [helper.make_tensor_value_info(f"in{i}", TensorProto.FLOAT, shape) for i in range(count)]
+    nodes = [helper.make_node("Unsqueeze", [v.name, "axis"], [f"row{i}"]) for i, v in enumerate(inputs)]
+    nodes.append(helper.make_node("Concat", [f"row{i}" for i in range(count)], ["whole"], axis=axis))
+    sizes = [*SIZES[1 : axis + 1], count, *SIZES[axis + 1 :]]
+    constants: dict[str, Any] = {"axis": [axis]}
+    match data.draw(st.sampled_from(["none", "turn", "merge", "split", "again"])):
+        case "none":
+            nodes.append(helper.make_node("Identity", ["whole"], ["out"]))
+        case "turn":
+            perm = data.draw(st.permutations(range(4)))
+            nodes.append(helper.make_node("Transpose", ["whole"], ["out"], perm=perm))
+        case "merge":
+            place = data.draw(st.integers(0, 2))
+            constants["target"] = [*sizes[:place], sizes[place] * sizes[place + 1], *sizes[place + 2 :]]
+            nodes.append(helper.make_node("Reshape", ["whole", "target"], ["out"]))
+        case "split":
+            constants["target"] = [n for size in sizes for n in ((2, size // 2) if size == 6 else (size,))]
+            nodes.append(helper.make_node("Reshape", ["whole", "target"], ["out"]))
+        case "again":
+            nodes.append(helper.make_node("Concat", ["whole", "whole"], ["out"], axis=data.draw(st.integers(0, 3))))
+    weights = [numpy_helper.from_array(np.array(v), name) for name, v in constants.items()]
+    output = helper.make_value_info("out", helper.make_tensor_type_proto(TensorProto.FLOAT, None))
+    made = helper.make_graph(nodes, "joined", inputs, [output], weights)
+    model = helper.make_model(made, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
+    feed = {v.name: np.random.default_rng(i).random(SIZES[1:], np.float32) for i, v in enumerate(inputs)}
+    (wanted,) = run(model, feed)
+    for along in range(wanted.ndim):
+        graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
+        at = Pieces(graph, small_constant)
+        whole = graph.outputs[0]
+        at.is_joined(whole, along)
+        graph.outputs = []
+        for i, piece in enumerate(at.taken_apart(whole, along, wanted.shape[along])):
+            copy = gs.Variable(f"copy{i}", np.float32)
+            graph.nodes.append(gs.Node("Identity", f"copy{i}/node", {}, [piece], [copy]))
+            graph.outputs.append(copy)
+        got = run(export_inferred(graph.cleanup(remove_unused_graph_inputs=False).toposort()), feed)
+        np.testing.assert_array_equal(np.stack(got, along), wanted)
