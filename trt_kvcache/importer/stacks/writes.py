@@ -46,9 +46,10 @@ def on_broadcast(at: Pieces, node: gs.Node) -> None:
         if len(parts) not in (1, count):
             raise UnsplittableError(f"{node.op} '{node.name}' repeats them {len(parts)} times")
         operands.append(parts * (count // len(parts)))
-    made = [at.emit.op(node.op, list(group), "piece", **node.attrs) for group in zip(*operands, strict=True)]
-    for tensor, group in zip(made, zip(*operands, strict=True), strict=True):
-        tensor.dtype = int(node.attrs["to"]) if node.op == "Cast" else group[-1].dtype  # Where's first one is bool
+    made = []
+    for group in zip(*operands, strict=True):
+        dtype = int(node.attrs["to"]) if node.op == "Cast" else group[-1].dtype  # Where's first one is bool
+        made.append(at.emit.op(node.op, list(group), "piece", dtype, **node.attrs))
     at.put(node, max(ranks) - behind, made, max(ranks))
 
 
