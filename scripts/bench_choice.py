@@ -24,10 +24,10 @@ import numpy as np
 from gpu_measure import write_json
 
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
-from trt_kvcache.runtime import trt_runner
-from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.sampling import Sampler
-from trt_kvcache.runtime.trt_choice import open_choice
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.sampling import Sampler
+from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt.choice import open_choice
 
 BATCHES = (1, 8, 64)
 PROMPT = np.array([1])

@@ -24,7 +24,7 @@ import onnxruntime as ort
 from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
 SIDES = tuple(side.value for side in LogitPositions)

@@ -27,8 +27,8 @@ from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import TrtKvCacheError
-from trt_kvcache.runtime import trt_runner
 from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt import runner as trt_runner
 
 CONFIG = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
 BATCH, HEADS, KEYS, SIZE = 2, 4, 64, 64

@@ -37,7 +37,7 @@ from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer.plan import cache_bytes
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_runner import TensorRTRunner
+from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 LARGE = DecoderConfig(
     layers=8, hidden=1024, query_heads=16, kv_heads=4, head_size=64, vocab=32_000, dtype="float16", positions=32_768

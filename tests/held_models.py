@@ -13,7 +13,7 @@ from graphs import Graph
 from onnx import TensorProto, helper
 
 from trt_kvcache.importer.normalize import normalize
-from trt_kvcache.importer.normalize.contrib import CONTRIB
+from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.prepare import bind_capacity
 

@@ -15,8 +15,8 @@ from decoders import DecoderConfig, make_decoder
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, PlanOptions, Role, StateUpdate
-from trt_kvcache.importer.source import load_source
 
 _ROLES = {
     "input_ids": OriginalRole.TOKENS,

@@ -63,8 +63,8 @@ if TYPE_CHECKING:
         UpdateForm,
         UpdateMode,
     )
-    from trt_kvcache.runtime.config import GenerationConfig
     from trt_kvcache.runtime.events import FinishReason, TokenEvent
+    from trt_kvcache.runtime.generation.config import GenerationConfig
     from trt_kvcache.runtime.requests import Generation
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_model
@@ -113,7 +113,7 @@ _HOMES = {
         "UpdateForm",
         "UpdateMode",
     ),
-    "trt_kvcache.runtime.config": ("GenerationConfig",),
+    "trt_kvcache.runtime.generation.config": ("GenerationConfig",),
     "trt_kvcache.runtime.events": ("FinishReason", "TokenEvent"),
     "trt_kvcache.runtime.requests": ("Generation",),
     "trt_kvcache.runtime.session": ("DecodeSession",),

@@ -15,10 +15,10 @@ from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.tokenizer import Tokenizer
+from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 

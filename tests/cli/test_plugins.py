@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from trt_kvcache.cli.app import app
 from trt_kvcache.plugins import compile as compiling
 from trt_kvcache.plugins.compile import CACHE_VARIABLE, nvrtc_version
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 PLAIN = "kvcache_padded_linear_one"
 

@@ -23,9 +23,9 @@ from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.encoder_model import import_encoder
+from trt_kvcache.importer.encoders.model import import_encoder
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
-from trt_kvcache.runtime.encoder import OnnxEncoder
+from trt_kvcache.runtime.encoders.encoder import OnnxEncoder
 
 FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
 SIZES = {"max_chunk": 8, "max_encoder": 12}

@@ -17,8 +17,8 @@ import tensorrt_rtx
 import trt
 from mixtures import Mixture
 
-from trt_kvcache.importer.normalize.contrib import lower_contrib
-from trt_kvcache.importer.signed import sign_weights
+from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
+from trt_kvcache.importer.quantized.signed import sign_weights
 
 TOKENS = 64
 CASE = Mixture(experts=16, k=2, hidden=256, inner=256, dtype=np.float16)

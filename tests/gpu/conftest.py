@@ -22,8 +22,8 @@ from trt_kvcache.engine.build import build_engine
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BackendError
 from trt_kvcache.importer.plan import PlanOptions, Target
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.trt_runner import TensorRTRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 MAX_BATCH, MAX_CHUNK = 3, 16
 

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from trt_kvcache.plugins.choice import CHOICE_DTYPES, ordered
-from trt_kvcache.runtime import trt_runner
-from trt_kvcache.runtime.greedy import best
-from trt_kvcache.runtime.trt_choice import hard_scores, open_choice
+from trt_kvcache.runtime.generation.greedy import best
+from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt.choice import hard_scores, open_choice
 
 pytestmark = pytest.mark.gpu
 

@@ -14,9 +14,9 @@ from hybrids import cross_logits, cross_model, greedy, write
 
 from trt_kvcache.engine.build import build_engine
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.device_array import DeviceArray
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.trt.device_array import DeviceArray
 
 pytestmark = pytest.mark.gpu
 

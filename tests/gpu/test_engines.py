@@ -14,8 +14,8 @@ import pytest
 from decoders import DecoderConfig
 
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
-from trt_kvcache.runtime.cuda import cuda_bindings
 from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.trt.cuda import cuda_bindings
 
 pytestmark = pytest.mark.gpu
 
@@ -205,7 +205,7 @@ def test_compiled_kernels_are_kept(workshop: Any) -> None:
 
 
 def test_sessions_write_the_same_tokens(workshop: Any) -> None:
-    from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.generation.config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
 
     config, options = CASES["float32"]
@@ -220,7 +220,7 @@ def test_sessions_write_the_same_tokens(workshop: Any) -> None:
 
 def test_tokens_are_those_that_the_host_chooses(workshop: Any) -> None:
     """The best and the highest scores found on the GPU, against the same engine with all scores on the host."""
-    from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.generation.config import GenerationConfig
     from trt_kvcache.runtime.session import DecodeSession
 
     config, options = CASES["float32"]

@@ -24,7 +24,7 @@ from trt_kvcache import (
     rewrite_model,
 )
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.block_quantizers import is_block_operator
+from trt_kvcache.importer.quantized.block_quantizers import is_block_operator
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 from trt_kvcache.verify.blocks import with_plain_blocks
 

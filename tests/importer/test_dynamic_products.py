@@ -17,8 +17,8 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import BuildOptions, PlanOptions, build_engine, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.dynamic_products import NOTE, keep_weights_only, refuse_integers
-from trt_kvcache.importer.reinterpret import stand_in
+from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
+from trt_kvcache.importer.quantized.reinterpret import stand_in
 
 Array = np.ndarray[Any, Any]
 FLOAT = TensorProto.FLOAT

@@ -25,8 +25,8 @@ from trt_kvcache import (
     verify_model,
 )
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.experts import ROUNDING, exact_experts
-from trt_kvcache.importer.normalize.expert_blocks import route
+from trt_kvcache.importer.analysis.experts import ROUNDING, exact_experts
+from trt_kvcache.importer.normalize.fused.expert_blocks import route
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
 OPTIONS = PlanOptions(capacity=64)
@@ -83,7 +83,7 @@ def test_a_comparison_shows_a_wrong_choice(tmp_path: Path, monkeypatch: pytest.M
     path = decoder(tmp_path, Mixture())
     verify_model(path).check()
     monkeypatch.setattr(
-        "trt_kvcache.importer.normalize.moe.route",
+        "trt_kvcache.importer.normalize.fused.moe.route",
         lambda emitter, logits, *rest: route(emitter, emitter.op("Neg", [logits], "turned"), *rest),
     )
     with pytest.raises(VerificationError, match="differs by"):

@@ -12,8 +12,8 @@ from onnx import TensorProto
 
 from trt_kvcache import DecodeSession
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.folder import find_model
-from trt_kvcache.importer.source import load_source
+from trt_kvcache.importer.files.folder import find_model
+from trt_kvcache.importer.files.source import load_source
 
 
 def touch(folder: Path, *names: str) -> Path:

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 
 from trt_kvcache import PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.importer.source import load_source
+from trt_kvcache.importer.files.source import load_source
 
 SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)
 

@@ -11,7 +11,7 @@ import trt
 from graphs import Graph
 from onnx import ModelProto, TensorProto, helper
 
-from trt_kvcache.importer.quantizers import standardize
+from trt_kvcache.importer.quantized.quantizers import standardize
 
 SIZE = 16
 

@@ -18,7 +18,7 @@ from onnx import TensorProto
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.roles import GraphFacts, find_roles
-from trt_kvcache.importer.roles_config import example, load_patterns, shipped_patterns
+from trt_kvcache.importer.roles.config import example, load_patterns, shipped_patterns
 
 B, S = "batch", "sequence_len"
 HIDDEN, HEADS, SIZE, CAPACITY, VOCAB, POSITIONS = 32, 2, 8, 16, 100, 64

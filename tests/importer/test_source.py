@@ -16,8 +16,8 @@ from graphs import Graph, scatter_model
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, OutputError
-from trt_kvcache.importer.save import save_model
-from trt_kvcache.importer.source import load_source
+from trt_kvcache.importer.files.save import save_model
+from trt_kvcache.importer.files.source import load_source
 
 
 def write(path: Path, model: onnx.ModelProto) -> Path:

@@ -12,7 +12,7 @@ from graphs import Graph
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.importer.source import load_source
+from trt_kvcache.importer.files.source import load_source
 
 FLOAT, HALF = TensorProto.FLOAT, TensorProto.FLOAT16
 

@@ -25,7 +25,7 @@ from trt_kvcache.plugins.choice import (
 )
 from trt_kvcache.plugins.compile import compile_source
 from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
-from trt_kvcache.runtime.greedy import best
+from trt_kvcache.runtime.generation.greedy import best
 
 BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
 

@@ -23,7 +23,7 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target, UpdateMode
 from trt_kvcache.importer.rewrite.plugin_functions import operator_function
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, Operator
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
 FULL = PlanOptions(target=Target.TENSORRT)

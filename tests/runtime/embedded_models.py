@@ -16,8 +16,8 @@ from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 MODELS = Path(__file__).parents[1] / "models"
 Array = np.ndarray[Any, Any]

@@ -22,7 +22,7 @@ import numpy as np
 from cuda.bindings import driver as real
 from runtime import fake_launch
 
-from trt_kvcache.runtime.cuda import CudaBindings
+from trt_kvcache.runtime.trt.cuda import CudaBindings
 
 Status = real.CUresult
 SUCCESS = Status.CUDA_SUCCESS

@@ -16,7 +16,7 @@ from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, manifes
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.index_limits import index_limits
+from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.plan import PlanOptions, Target
 
 

@@ -21,7 +21,7 @@ from trt_kvcache.engine import backend, build, doctor
 from trt_kvcache.engine.manifest import Manifest, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.plan import PlanOptions, Target
-from trt_kvcache.runtime import trt_runner
+from trt_kvcache.runtime.trt import runner as trt_runner
 
 VERSIONS = {"tensorrt-rtx": "1.7.1.116", "tensorrt": "11.4.0.106"}
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trt_kvcache.errors import SessionError
-from trt_kvcache.runtime.beam import Hypothesis, beam_search, hypothesis_events
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason
+from trt_kvcache.runtime.generation.beam import Hypothesis, beam_search, hypothesis_events
+from trt_kvcache.runtime.generation.config import GenerationConfig
 
 Logits = npt.NDArray[np.float32]
 Model = Callable[[tuple[int, ...]], Logits]

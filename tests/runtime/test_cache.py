@@ -11,7 +11,7 @@ from runtime.hash_runner import HashRunner, continued
 from safetensors.numpy import load_file, save_file
 
 from trt_kvcache.errors import CacheFileError, CapacityError, OptionError, OutputError, SessionError, SlotError
-from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 KINDS = {

@@ -15,8 +15,8 @@ from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, verify_model
 from trt_kvcache.errors import OptionError, PromptError, SessionError, UnsupportedModelError
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 FORMS = (("keys", "none"), ("keys", "ones"), ("keys", "bool"), ("hidden", "none"), ("hidden", "bool"))
 PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [60], list(range(10, 29)), [7] * 5)

@@ -12,7 +12,7 @@ from runtime import fake_cuda
 from runtime.fake_cuda import Machine
 
 from trt_kvcache.errors import BackendError
-from trt_kvcache.runtime import cuda
+from trt_kvcache.runtime.trt import cuda
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from trt_kvcache.errors import CapacityError, OptionError, SessionError, Unsuppo
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.axes import fixed_length, fixed_rows
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Runner, StepBatch
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 BASE = DecoderConfig(vocab=64, capacity=32)
 FIXED = {
@@ -146,7 +146,7 @@ def test_refusals(config: DecoderConfig, error: type[Exception], words: str, tmp
 
 def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Caches in place once, others twice; a fixed batch as a whole; packed ones are not in place on ONNX Runtime."""
-    from trt_kvcache.runtime import ort_runner
+    from trt_kvcache.runtime.ort import runner as ort_runner
 
     asked: list[tuple[int, int | None]] = []
     admit = ort_runner._admit

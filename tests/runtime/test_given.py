@@ -14,8 +14,8 @@ from runtime.embedded_runner import TABLE, Alone, EmbeddedRunner, rows
 from runtime.hash_runner import VOCAB, HashRunner
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
 

@@ -9,7 +9,7 @@ import pytest
 from runtime.embedded_runner import TABLE, WIDTH, Alone, EmbeddedRunner, rows
 
 from trt_kvcache.errors import CacheFileError
-from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trt_kvcache.runtime.greedy import as_scores, best
+from trt_kvcache.runtime.generation.greedy import as_scores, best
 
 HALVES = st.integers(0, 65535)
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trt_kvcache.runtime import huge_pages as ours
-from trt_kvcache.runtime.huge_pages import huge_pages
+from trt_kvcache.runtime.ort import huge_pages as ours
+from trt_kvcache.runtime.ort.huge_pages import huge_pages
 
 SIZE = 2 << 20
 
@@ -103,7 +103,7 @@ def test_it_takes_no_longer_than_what_it_is_for(
     collapsed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter([0.0, 1.0, 1000.0])  # begins, ends, after the first piece
-    monkeypatch.setattr("trt_kvcache.runtime.huge_pages.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("trt_kvcache.runtime.ort.huge_pages.time.perf_counter", lambda: next(clock))
     with huge_pages():
         memory = Memory(40)
         memory.bytes[:] = 1

@@ -22,9 +22,9 @@ from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.engine.manifest import load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 ALL = PlanOptions(logits=LogitPositions.ALL)
 

@@ -10,7 +10,7 @@ import pytest
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.runtime.config import GenerationConfig
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 MODEL = Path(__file__).parents[1] / "models" / "optimum" / "llama" / "model.onnx"

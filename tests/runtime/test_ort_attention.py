@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CacheLayout, PlanOptions, Sliding
-from trt_kvcache.runtime import ort_runner
-from trt_kvcache.runtime.ort_attention import fuse_attention
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort import runner as ort_runner
+from trt_kvcache.runtime.ort.attention import fuse_attention
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
 BASE = DecoderConfig(capacity=32, vocab=64)

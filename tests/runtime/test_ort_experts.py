@@ -16,9 +16,9 @@ from onnx import ModelProto
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.pipeline import rewrite_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.runtime import ort_runner
-from trt_kvcache.runtime.ort_experts import keep_experts
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort import runner as ort_runner
+from trt_kvcache.runtime.ort.experts import keep_experts
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"

@@ -17,7 +17,7 @@ from onnx import TensorProto, helper
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.open import open_runner
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Runner, StepBatch
 
 BASE = DecoderConfig(capacity=32, vocab=64)
@@ -138,7 +138,7 @@ def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
     path = write_decoder(tmp_path / "model.onnx", replace(BASE, head_size=12))  # GroupQueryAttention copies silently
     code = (
         "import sys, numpy as np, onnxruntime\n"
-        "from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner\n"
+        "from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner\n"
         "from trt_kvcache.runtime.runner import StepBatch\n"
         f"r = OnnxRuntimeRunner({str(path)!r}, max_batch=3)\n"
         "if sys.argv[1] == 'apart':\n"

@@ -15,9 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.runtime import processors, warpers
-from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.warpers import Candidates
+from trt_kvcache.runtime.generation import processors, warpers
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.warpers import Candidates
 
 Scores = npt.NDArray[np.float32]
 

@@ -16,8 +16,8 @@ from runtime.fake_tensorrt import fake_module
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions
 from trt_kvcache.errors import CacheFileError
 from trt_kvcache.importer.plan import CacheLayout
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 CYCLES = ([5, 9, 3, 7, 11], [1, 2], [31, 8, 30, 12, 29, 4, 28], list(range(10, 20)), [6, 5, 4])
 VERSION = "1.7.1.116"

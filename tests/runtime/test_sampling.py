@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trt_kvcache.errors import OptionError, PromptError, SessionError
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import FinishReason
-from trt_kvcache.runtime.sampling import Sampler
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.sampling import Sampler
 
 Logits = npt.NDArray[np.float32]
 

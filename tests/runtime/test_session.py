@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from runtime.hash_runner import VOCAB, HashRunner, continued
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 KINDS = (

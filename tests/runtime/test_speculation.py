@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
-from trt_kvcache.runtime.speculation import SpeculationStats, look_up
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
 
 Logits = npt.NDArray[np.float32]
 

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.runtime.text import StopStrings, TextStream
-from trt_kvcache.runtime.tokenizer import Tokenizer
+from trt_kvcache.runtime.text.incremental import StopStrings, TextStream
+from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 

@@ -18,7 +18,7 @@ import tensorrt_rtx as trt
 from cuda.bindings import driver
 from runtime import fake_cuda, fake_launch, fake_tensorrt
 
-from trt_kvcache.runtime import cuda as ours
+from trt_kvcache.runtime.trt import cuda as ours
 
 PAIRS = [
     (fake_tensorrt.RtxRuntime, trt.Runtime),
@@ -117,7 +117,7 @@ def test_signatures_of_tensorrt() -> None:
 def test_a_damaged_engine_is_refused_without_a_driver(capfd: pytest.CaptureFixture[str]) -> None:
     """The real `Runtime`, with our recorder, as far as they go here."""
     from trt_kvcache.engine.recorder import make_recorder, native_logger
-    from trt_kvcache.runtime.trt_load import _reasons
+    from trt_kvcache.runtime.trt.load import _reasons
 
     recorder = make_recorder(trt)
     runtime = trt.Runtime(native_logger(trt))

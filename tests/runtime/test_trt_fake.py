@@ -14,7 +14,7 @@ from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import AllocationStrategy, fake_module
 
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 BATCH = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
 

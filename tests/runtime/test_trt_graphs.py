@@ -15,7 +15,7 @@ from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 
 @pytest.fixture(scope="module")

@@ -24,10 +24,10 @@ from runtime.fake_tensorrt import Invalidity, fake_module
 from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.runtime.admission import Need, admit
-from trt_kvcache.runtime.cuda import CudaBindings
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.admission import Need, admit
+from trt_kvcache.runtime.trt.cuda import CudaBindings
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 
 @pytest.fixture(scope="module")
@@ -208,7 +208,7 @@ def test_every_byte_is_asked_for(rows: int, tmp_path: Path, monkeypatch: pytest.
         asked[:] = [need.size for need in needs]
         admit(needs, *more)
 
-    monkeypatch.setattr("trt_kvcache.runtime.trt_runner.admit", counting)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.runner.admit", counting)
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig())
     runner = open_(write_engine(model, max_batch=rows))
     assert runner.host_choice == ""
@@ -369,7 +369,7 @@ import atexit
 from pathlib import Path
 from runtime.fake_cuda import Machine
 from runtime.fake_tensorrt import fake_module
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 machine = Machine()
 atexit.register(lambda: print(machine.used, machine.allocations > 0))
 runner = TensorRTRunner({str(engine)!r}, bindings=Bindings(fake_module(machine), machine.bindings()))

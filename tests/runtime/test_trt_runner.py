@@ -19,10 +19,10 @@ from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
-from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt_io import StepBuffers
-from trt_kvcache.runtime.trt_runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.io import StepBuffers
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 BACKENDS = ("tensorrt-rtx", "tensorrt")
 VERSIONS = {"tensorrt-rtx": "1.7.1.116", "tensorrt": "11.4.0.106"}
@@ -209,8 +209,8 @@ def test_rows_beyond_the_length_are_never_seen(model: Path, open_engine: Open, g
 def test_rows_go_through_pinned_memory_in_pieces(
     model: Path, open_engine: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trt_kvcache.runtime.trt_caches._STAGING", 1000)
-    monkeypatch.setattr("trt_kvcache.runtime.trt_io._LOGITS_STAGING", 0)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.caches._STAGING", 1000)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.io._LOGITS_STAGING", 0)
     runner, _ = open_engine(model)
     pair = Pair(runner, OnnxRuntimeRunner(model, max_batch=3))
     decode(pair, 2)  # asks for three positions at once, more than the pinned memory holds

@@ -17,7 +17,7 @@ from onnx import ModelProto, helper
 from originals import Editor, OriginalConfig, import_pair
 
 from trt_kvcache.errors import OptionError, VerificationError
-from trt_kvcache.importer.source import load_source
+from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 from trt_kvcache.verify.original import OriginalInterface
 

@@ -22,9 +22,9 @@ from trt_kvcache.cli.options import (
 from trt_kvcache.importer.plan import LatentAttention, LogitPositions, Sliding
 
 if TYPE_CHECKING:
-    from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.generation.config import GenerationConfig
     from trt_kvcache.runtime.requests import GivenAll
-    from trt_kvcache.runtime.tokenizer import Tokenizer
+    from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
 
 class Device(str, Enum):
@@ -253,7 +253,7 @@ def _constants(files: list[Path], made: list[Any], prompts: int) -> GivenAll:
 def _tokenizer(model: Path, given: Path | None, *, needed: bool) -> Tokenizer | None:
     """The tokenizer that was asked for, or for text the one beside the model; None where nothing needs one."""
     from trt_kvcache.errors import OptionError
-    from trt_kvcache.runtime.tokenizer import Tokenizer
+    from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
     if given is not None:
         return Tokenizer.load(given)
@@ -330,7 +330,7 @@ def _config(
 
     from trt_kvcache.cli.output import print_warnings
     from trt_kvcache.errors import OptionError
-    from trt_kvcache.runtime.config import GenerationConfig
+    from trt_kvcache.runtime.generation.config import GenerationConfig
 
     given = {name: value for name, value in flags.items() if value is not None}
     if ignore_eos and "eos_token_id" in given:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trt_kvcache.cli.output import print_json
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.requests import Generation
 from trt_kvcache.runtime.session import DecodeSession
-from trt_kvcache.runtime.speculation import SpeculationStats
 
 __all__ = ["JsonView", "LiveView", "Run", "run"]
 

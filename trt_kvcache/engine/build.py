@@ -28,8 +28,8 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateCont
 if TYPE_CHECKING:
     import onnx
 
-    from trt_kvcache.importer.flipped import Flipped
-    from trt_kvcache.importer.source import SourceModel
+    from trt_kvcache.importer.files.flipped import Flipped
+    from trt_kvcache.importer.files.source import SourceModel
 
 __all__ = ["ProgressEvent", "build_engine"]
 
@@ -69,7 +69,7 @@ def build_engine(
     """
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
-    from trt_kvcache.importer.index_limits import index_limits
+    from trt_kvcache.importer.analysis.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op
 
     build = build or BuildOptions()
@@ -160,7 +160,7 @@ class _Built:
 
 def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     from trt_kvcache.importer.protos import byte_size, iter_tensors
-    from trt_kvcache.importer.signed import sign_weights
+    from trt_kvcache.importer.quantized.signed import sign_weights
 
     folder = sources[0].path.parent
     paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))

@@ -15,7 +15,7 @@ from trt_kvcache.importer.plan import CachePlan, Role
 if TYPE_CHECKING:
     import onnx
 
-    from trt_kvcache.importer.source import SourceModel
+    from trt_kvcache.importer.files.source import SourceModel
 
 __all__ = ["EncoderJob", "find_job"]
 
@@ -52,9 +52,9 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
             longer than the encoder can tell positions apart.
         ModelError: it cannot be used.
     """
-    from trt_kvcache.importer.encoder_files import find_encoder, find_first_step
-    from trt_kvcache.importer.encoder_model import import_encoder
-    from trt_kvcache.importer.encoder_tables import check_positions, most_ids
+    from trt_kvcache.importer.encoders.model import import_encoder
+    from trt_kvcache.importer.encoders.tables import check_positions, most_ids
+    from trt_kvcache.importer.files.encoder import find_encoder, find_first_step
 
     if build.encoder == "none":
         return None

@@ -14,7 +14,7 @@ import msgspec
 
 from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.importer.flipped import Flipped
+from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.plan import CachePlan, Target
 
 

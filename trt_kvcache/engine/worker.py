@@ -21,8 +21,8 @@ import msgspec
 
 from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
+from trt_kvcache.importer.analysis.route import without_plugin
 from trt_kvcache.importer.plan import Route, Target
-from trt_kvcache.importer.route import without_plugin
 
 _NO_KERNEL = "not supported by a dedicated kernel"
 

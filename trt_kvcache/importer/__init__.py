@@ -1,10 +1,13 @@
 """ONNX decoder -> plan -> rewritten model. Nothing here imports TensorRT or ONNX Runtime.
 
-    load_source     read the file, check it
-    prepare         fixed capacity, flat, shapes known
-    analyze         -> CachePlan
-    rewrite_graph   the graph as the plan says
-    patch_network   what only TensorRT's parsed network can say
+    load_source     read the file, check it                           files, quantized
+    prepare         fixed capacity, flat, shapes known, caches and    prepare, inline, merged, stacks, normalize
+                    attention in their canonical form
+    analyze         -> CachePlan                                      analysis, roles, plan
+    rewrite_graph   the graph as the plan says                        rewrite
+    patch_network   what only TensorRT's parsed network can say       patch
+
+`pipeline` calls them one after the other; `encoders` makes a model of what runs beside a decoder.
 
 Names load on first use: the data classes in `trt_kvcache.importer.plan`, and manifests with them, need no ONNX.
 """

@@ -9,16 +9,16 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.importer.analyze import analyze, check_unique_outputs
+from trt_kvcache.importer.analysis.analyze import analyze, check_unique_outputs
+from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
+from trt_kvcache.importer.quantized.signed import sign_weights
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.importer.rewritten import record_plan, recorded_plan
-from trt_kvcache.importer.signed import sign_weights
-from trt_kvcache.importer.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.stacks import check_slots
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 

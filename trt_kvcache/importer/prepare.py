@@ -13,15 +13,15 @@ from dataclasses import dataclass, replace
 import onnx
 
 from trt_kvcache.errors import InvalidModelError, OptionError
-from trt_kvcache.importer.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
+from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.fixed import fold_constant
 from trt_kvcache.importer.plan import PlanOptions, Stack
 from trt_kvcache.importer.protos import all_nodes
-from trt_kvcache.importer.reinterpret import detached, stand_in
+from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
+from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
 from trt_kvcache.importer.stacks import unstack
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")

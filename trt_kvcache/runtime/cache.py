@@ -13,8 +13,8 @@ from typing import Any
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.buffers import carried_buffers
-from trt_kvcache.runtime.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.crop import check_crop
+from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.limits import SequenceLimits

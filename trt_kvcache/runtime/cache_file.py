@@ -23,9 +23,9 @@ from safetensors.numpy import save_file
 from trt_kvcache.engine.files import check_output, publish, sync, temporary_file
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError
 from trt_kvcache.runtime.buffers import carried_buffers
-from trt_kvcache.runtime.constants import NO_CONSTANTS, ConstantInputs, Constants
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import embedded_input
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, ConstantInputs, Constants
 from trt_kvcache.runtime.given import Embeds, Positions
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Array, Runner

@@ -8,12 +8,12 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.sampling import Sampler
+from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
 from trt_kvcache.runtime.runner import Logits
-from trt_kvcache.runtime.sampling import Sampler
-from trt_kvcache.runtime.speculation import SpeculationStats, look_up
-from trt_kvcache.runtime.text import TextStream, TokenDecoder
+from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
 
 __all__ = ["Continuation"]
 

@@ -15,14 +15,14 @@ import onnx
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import SessionError, UnsupportedModelError
-from trt_kvcache.importer.index_limits import table_rows
+from trt_kvcache.importer.analysis.index_limits import table_rows
+from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.importer.protos import elem_type_of, shape_of
-from trt_kvcache.importer.source import load_source
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import check_range, check_width
 from trt_kvcache.runtime.given import Array, Indices
-from trt_kvcache.runtime.ort_calls import ORT_ERRORS, bind, one_line, open_on_cpu
+from trt_kvcache.runtime.ort.calls import ORT_ERRORS, bind, one_line, open_on_cpu
 
 __all__ = ["ModelEmbeddings"]
 

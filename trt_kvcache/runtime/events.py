@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from trt_kvcache.runtime.speculation import SpeculationStats
+from trt_kvcache.runtime.generation.speculation import SpeculationStats
 
 __all__ = ["FinishReason", "TokenEvent"]
 

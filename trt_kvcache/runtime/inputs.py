@@ -13,8 +13,8 @@ from trt_kvcache.engine.files import FileIdentity
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.runtime.axes import axes_with_planes, fixed_length, fixed_rows, named_axes
-from trt_kvcache.runtime.constants import ConstantInputs
 from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, StepBatch
 

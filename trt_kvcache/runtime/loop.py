@@ -21,11 +21,11 @@ from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import Embeddings, embed_step
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.speculation import why_no_drafts
 from trt_kvcache.runtime.given import stack_positions
 from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
-from trt_kvcache.runtime.speculation import why_no_drafts
 
 __all__ = ["DecodeLoop", "Outcome"]
 

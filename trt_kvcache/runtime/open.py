@@ -41,14 +41,14 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
         raise OptionError(f"{path} is taken for an engine, and the CPU runs models; open the .onnx file instead")
     given = {name: value for name, value in options.items() if value is not None}
     if is_model:
-        from trt_kvcache.runtime.ort_runner import OnnxRuntimeRunner
+        from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
         plan_options = given.pop("plan_options", PlanOptions())
         if "capacity" in given:
             plan_options = replace(plan_options, capacity=given.pop("capacity"))
         _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU")
         return OnnxRuntimeRunner(path, plan_options, **given)
-    from trt_kvcache.runtime.trt_runner import TensorRTRunner
+    from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
     if "gpu" in given:
         given["device"] = given.pop("gpu")
@@ -60,7 +60,7 @@ def open_tokenizer(tokenizer: str | os.PathLike[str] | Any) -> Any:
     """Read a ``tokenizer.json``; other objects are taken as they are."""
     if not isinstance(tokenizer, (str, os.PathLike)):
         return tokenizer
-    from trt_kvcache.runtime.tokenizer import Tokenizer
+    from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
     return Tokenizer.load(Path(tokenizer))
 

@@ -12,16 +12,16 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache import KVCache
-from trt_kvcache.runtime.config import GenerationConfig
-from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import Embeddings, embedded_input, is_float
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.speculation import SpeculationStats
 from trt_kvcache.runtime.given import Array
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
-from trt_kvcache.runtime.speculation import SpeculationStats
 
 __all__ = [
     "EmbedsAll",

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.runtime.constants import Constants
+from trt_kvcache.runtime.encoders.constants import Constants
 
 __all__ = ["Array", "Logits", "Runner", "StepBatch"]
 
@@ -140,7 +140,8 @@ class Runner(Protocol):
         Returns:
             ``[R, keep, V]``, of the last `keep` positions, in the model's float type. Memory of the runner's:
             valid until the next call, `close` included. A runner that can choose by itself may answer a step that looks
-            at few scores with `trt_kvcache.runtime.greedy.CHOICE` ``[R, keep, N]``: those at least, tokens ascending.
+            at few scores with `trt_kvcache.runtime.generation.greedy.CHOICE` ``[R, keep, N]``: those at least, tokens
+            ascending.
 
         Raises:
             SessionError: it failed. Cache rows below `starts` hold what they held.

@@ -14,15 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, PromptError
-from trt_kvcache.importer.embedding_files import find_embeddings
+from trt_kvcache.importer.files.embedding import find_embeddings
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.runtime.beam_slots import beam_events
 from trt_kvcache.runtime.cache import KVCache
-from trt_kvcache.runtime.config import GenerationConfig
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
-from trt_kvcache.runtime.encoder import Encoder, Source, Sources, open_encoder
+from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_encoder
 from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.generation.beam_slots import beam_events
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.open import open_runner, open_tokenizer
@@ -58,7 +58,7 @@ class DecodeSession:
 
     Args:
         runner: executes the steps; the session closes it.
-        tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.tokenizer`.
+        tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
         embeddings: of token ids, for a model that takes embeddings; see `open`.
         encoder: opens the model's encoder, when one is asked for; it is given the session's lock.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from trt_kvcache.runtime.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.given import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
 
 __all__ = ["Slot"]

@@ -1,4 +1,4 @@
-"""What TensorRT quantizes in blocks (`trt_kvcache.importer.block_quantizers`), for ONNX Runtime on the CPU.
+"""What TensorRT quantizes in blocks (`trt_kvcache.importer.quantized.block_quantizers`), for ONNX Runtime on the CPU.
 
     weights of float4       numbers  -> their doubles in int8, by a table of 16; scales  -> half of them
     weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
@@ -17,10 +17,10 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.block_quantizers import MX_DEQUANTIZE, is_block_operator
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.protos import elem_type_of, is_op, opset_version
-from trt_kvcache.importer.reinterpret import reinterpret
+from trt_kvcache.importer.quantized.block_quantizers import MX_DEQUANTIZE, is_block_operator
+from trt_kvcache.importer.quantized.reinterpret import reinterpret
 
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # float4, by its bits
 _BIAS = 127  # of exponents

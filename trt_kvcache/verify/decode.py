@@ -14,7 +14,7 @@ from onnx import ModelProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.index_limits import index_limits
+from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.experts import exact_experts
+from trt_kvcache.importer.analysis.experts import exact_experts
 from trt_kvcache.verify.blocks import with_plain_blocks
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out

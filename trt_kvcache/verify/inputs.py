@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.index_limits import IndexLimits
+from trt_kvcache.importer.analysis.index_limits import IndexLimits
+from trt_kvcache.importer.analysis.planes import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
-from trt_kvcache.importer.planes import place_positions
 from trt_kvcache.verify.dtypes import numpy_dtype
 from trt_kvcache.verify.schedule import Step
 

@@ -10,10 +10,10 @@ from typing import Any
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.block_quantizers import is_block_operator
-from trt_kvcache.importer.dynamic_products import NOTE, keep_weights_only, may_round
-from trt_kvcache.importer.experts import ROUNDING
+from trt_kvcache.importer.analysis.experts import ROUNDING
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
+from trt_kvcache.importer.quantized.block_quantizers import is_block_operator
+from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, may_round
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
 from trt_kvcache.importer.rewrite.packed import add_packed_function

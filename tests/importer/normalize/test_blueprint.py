@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from onnx import helper
 
-from trt_kvcache.importer.normalize.blueprint import Array, Blueprint
+from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
 
 
 @st.composite

@@ -15,7 +15,7 @@ from graphs import Graph
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.normalize.contrib import CONTRIB, lower_contrib
+from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, lower_contrib
 
 Array = np.ndarray[Any, Any]
 HALF, FLOAT, INT64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT64

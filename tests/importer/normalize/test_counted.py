@@ -12,7 +12,7 @@ from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.index_limits import index_limits
+from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.normalize.counted import NOTE
 
 Index = Callable[[Build], str]

@@ -14,8 +14,8 @@ from concat_graphs import Decoder, make_decoder
 from graphs import Graph
 from onnx import TensorProto
 
-from trt_kvcache.importer.normalize.blueprint import Blueprint
-from trt_kvcache.importer.normalize.probe import Probe
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.probe import Probe
 
 LAYERS = (2, 8, 14)
 

@@ -13,7 +13,7 @@ from graphs import Graph
 from onnx import TensorProto
 
 from trt_kvcache.importer.graph import small_constant
-from trt_kvcache.importer.normalize.factors import fold_factors
+from trt_kvcache.importer.normalize.evidence.factors import fold_factors
 
 LAST = np.iinfo(np.int64).max
 

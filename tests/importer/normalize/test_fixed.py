@@ -17,11 +17,11 @@ from onnx import TensorProto, helper, numpy_helper
 from trt_kvcache import PlanOptions, verify_model
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.normalize.blueprint import Blueprint
-from trt_kvcache.importer.normalize.fixed import fold_fixed
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.samples import Samples
-from trt_kvcache.importer.normalize.writes import find_candidates
 from trt_kvcache.importer.plan import Target
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64

@@ -29,8 +29,8 @@ from held_models import (
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.normalize import gqa
-from trt_kvcache.importer.normalize.contrib import CONTRIB
+from trt_kvcache.importer.normalize.fused import gqa
+from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
 from trt_kvcache.importer.plan import PlanOptions, Route
 from trt_kvcache.verify import VerifyReport, verify_model
 

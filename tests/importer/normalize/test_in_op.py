@@ -29,7 +29,7 @@ from held_models import (
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.normalize.in_op import lower_presents
+from trt_kvcache.importer.normalize.fused.in_op import lower_presents
 from trt_kvcache.importer.plan import PlanOptions, Route
 
 HEADS, KV_HEADS, SIZE, WIDTH = 4, 2, 16, 24

@@ -21,9 +21,10 @@ from slope_graphs import added, distance, table
 
 import trt_kvcache.importer.normalize as stage
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize import exported, lengths, normalize
-from trt_kvcache.importer.normalize.program import Program, Step
-from trt_kvcache.importer.normalize.samples import Samples
+from trt_kvcache.importer.normalize import exported, normalize
+from trt_kvcache.importer.normalize.evidence import lengths
+from trt_kvcache.importer.normalize.evidence.program import Program, Step
+from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.plan import PlanOptions
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -29,9 +29,9 @@ from held_models import (
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.normalize.contrib import CONTRIB
-from trt_kvcache.importer.normalize.mha import lower_mha
-from trt_kvcache.importer.normalize.operators import find_held
+from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
+from trt_kvcache.importer.normalize.fused.mha import lower_mha
+from trt_kvcache.importer.normalize.fused.operators import find_held
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import PlanOptions, Route
 

@@ -16,9 +16,9 @@ from mixtures import Array, Mixture
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.experts import exact_experts
-from trt_kvcache.importer.normalize.contrib import lower_contrib
-from trt_kvcache.importer.signed import sign_weights
+from trt_kvcache.importer.analysis.experts import exact_experts
+from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
+from trt_kvcache.importer.quantized.signed import sign_weights
 
 LENGTHS = (1, 2, 3, 7, 40)
 SHARES = {np.float32: 3e-6, np.float16: 6e-3}

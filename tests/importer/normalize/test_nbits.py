@@ -18,8 +18,8 @@ from mixtures import packed
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.contrib import CONTRIB, lower_contrib
-from trt_kvcache.importer.signed import sign_weights
+from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, lower_contrib
+from trt_kvcache.importer.quantized.signed import sign_weights
 
 Array = np.ndarray[Any, Any]
 UINT8, UINT4, INT4, INT8 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4, TensorProto.INT8

@@ -8,8 +8,8 @@ import pytest
 from graphs import Graph
 from onnx import TensorProto
 
-from trt_kvcache.importer.normalize.blueprint import Blueprint
-from trt_kvcache.importer.normalize.probe import Probe
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.probe import Probe
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 

@@ -299,7 +299,9 @@ def test_comparisons_notice(tmp_path: Path, attribute: str, monkeypatch: pytest.
     """The decode above would fail if a rounding were lost."""
     model = make_decoder(Decoder(attend=modelopt(INT8), opset=OPSET))
     with monkeypatch.context() as patched:
-        patched.setattr(f"trt_kvcache.importer.attention_facts.{attribute.removeprefix('rounded_').upper()}", "nothing")
+        patched.setattr(
+            f"trt_kvcache.importer.analysis.attention_facts.{attribute.removeprefix('rounded_').upper()}", "nothing"
+        )
         lost = rewritten(model, tmp_path).model
     with pytest.raises(AssertionError):
         Decode(model, lost).run()

@@ -15,7 +15,7 @@ from onnx import TensorProto
 
 from trt_kvcache import BuildOptions, PlanOptions, build_engine, plan_model
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.normalize.states import find_states
+from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import Role, Route, StateUpdate
 
 FLOAT = TensorProto.FLOAT

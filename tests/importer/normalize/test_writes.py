@@ -24,11 +24,11 @@ from graphs import Graph
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.normalize.samples import Samples
-from trt_kvcache.importer.normalize.writes import find_candidates, prove
 from trt_kvcache.importer.prepare import detach_weights, fix_digit_dims, infer_shapes, name_nodes
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -15,8 +15,8 @@ from builder import build_in_child
 from graphs import Graph
 from onnx import TensorProto, helper
 
-from trt_kvcache.importer.normalize.zero_points import shift_zero_points
-from trt_kvcache.importer.signed import sign_weights
+from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
+from trt_kvcache.importer.quantized.signed import sign_weights
 
 Array = np.ndarray[Any, Any]
 K, N, BLOCK = 64, 24, 16

@@ -1,24 +1,26 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
-    com.microsoft operators -> standard ones            contrib (contrib_shapes), rotary, nbits, zero_points
+    com.microsoft operators -> standard ones            fused: contrib (contrib_shapes), rotary, nbits, zero_points,
                                                         moe (expert_blocks)
     opset 17..23 -> 24                                  opset
     what is read and proven, in which order             exported
-    what the inputs are, samples of a step              samples, probe (blueprint), sizes
-    constants in disguise                               fixed
-    caches in the type that they are kept in            narrow
-    caches along other axes                             relayout
-    cache updates, found and proven                     writes (candidate, views, reach, rows),
-                                                        concat (kept, new_rows), scatter, select
-    attention over them, found and proven               attention (cache_reads, merged_heads), sinks, guards,
-                                                        rounded (factors),
-                                                        masks (scaled_masks, bias, slopes)
-    keys and values computed from caches                computed (row_functions), joined, absorbed
-    caches inside operators                             operators (held), gqa, mha, in_op
-    state that is no cache                              states
+    what the inputs are, samples of a step              interface, evidence: samples, probe (blueprint), sizes
+    constants in disguise                               evidence: fixed, factors
+    caches in the type that they are kept in            idioms: narrow
+    caches along other axes                             idioms: relayout
+    cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter,
+                                                        select; all of them: candidate, views, evidence: reach
+    attention over them, found and proven               attention: search (cache_reads, merged_heads), sinks, guards,
+                                                        rounded, masks (mask_values, own_masks, scaled_masks, bias,
+                                                        slopes)
+    keys and values computed from caches                attention: computed (row_functions), absorbed
+    caches inside operators                             fused: operators (held), gqa, mha, in_op
+    state that is no cache                              idioms: states
+    what was found                                      findings
     the canonical form                                  canonical, residual (tables, counted), trim, changes
-    rows that do not depend on each other               independence
-    windows as circular buffers                         sliding
+    rows that do not depend on each other               evidence: independence
+    the same at every length                            evidence: lengths (program)
+    windows as circular buffers                         idioms: sliding
 
 Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
 already, or that has none, goes through as it is.
@@ -34,33 +36,33 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.rows_in_use import is_cut as is_cut_to_use
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
-from trt_kvcache.importer.normalize.absorbed import find_absorbed, note
+from trt_kvcache.importer.normalize.attention.absorbed import find_absorbed, note
+from trt_kvcache.importer.normalize.attention.merged_heads import settle_heads
+from trt_kvcache.importer.normalize.attention.rounded import check_presents, round_new_rows
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.changes import find_changes
-from trt_kvcache.importer.normalize.contrib import OWN_WEIGHTS, lower_contrib
-from trt_kvcache.importer.normalize.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.counted import NOTE
+from trt_kvcache.importer.normalize.evidence.independence import check_independence
+from trt_kvcache.importer.normalize.evidence.lengths import check_promises
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
-from trt_kvcache.importer.normalize.independence import check_independence
+from trt_kvcache.importer.normalize.fused.contrib import OWN_WEIGHTS, lower_contrib
+from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
+from trt_kvcache.importer.normalize.fused.operators import holds_cache
+from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
+from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
+from trt_kvcache.importer.normalize.idioms.new_rows import say_new_rows
+from trt_kvcache.importer.normalize.idioms.relayout import Relayout, relay_caches, say_layouts
+from trt_kvcache.importer.normalize.idioms.sliding import Rings, make_circular
+from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.lengths import check_promises
-from trt_kvcache.importer.normalize.merged_heads import settle_heads
-from trt_kvcache.importer.normalize.narrow import narrow_caches
-from trt_kvcache.importer.normalize.new_rows import say_new_rows
-from trt_kvcache.importer.normalize.operators import holds_cache
-from trt_kvcache.importer.normalize.relayout import Relayout, relay_caches, say_layouts
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
-from trt_kvcache.importer.normalize.rounded import check_presents, round_new_rows
-from trt_kvcache.importer.normalize.samples import Sample, Samples
-from trt_kvcache.importer.normalize.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
-from trt_kvcache.importer.normalize.writes import find_candidates
-from trt_kvcache.importer.normalize.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import Dim, LatentAttention, PlanOptions, Sliding
-from trt_kvcache.importer.rows_in_use import is_cut as is_cut_to_use
 
 __all__ = ["Normalized", "normalize"]
 

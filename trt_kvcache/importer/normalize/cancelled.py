@@ -13,15 +13,15 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.planes import place_positions
 from trt_kvcache.importer.graph import dims
-from trt_kvcache.importer.normalize.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
+from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
+from trt_kvcache.importer.normalize.evidence.program import Program, Step
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.probe import Probe, Shape
-from trt_kvcache.importer.normalize.program import Program, Step
-from trt_kvcache.importer.normalize.samples import Sample, Samples
 from trt_kvcache.importer.plan import OriginalRole
-from trt_kvcache.importer.planes import place_positions
 
 _OTHER_ROWS = 3  # of a padding mask beyond the capacity, and of counters: nothing says what they are from now on
 

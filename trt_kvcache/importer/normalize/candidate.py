@@ -10,9 +10,9 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, input_or_none, is_op, producer
-from trt_kvcache.importer.normalize.blueprint import Array
-from trt_kvcache.importer.normalize.probe import Probe
-from trt_kvcache.importer.normalize.samples import Sample
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
+from trt_kvcache.importer.normalize.evidence.probe import Probe
+from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.normalize.views import Layout, Shape, axis_order, is_view, shape_of, step_back
 
 _ADVICE = (

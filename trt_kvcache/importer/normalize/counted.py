@@ -17,9 +17,9 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT32, INT64, elem_type, is_op, producer, small_constant
-from trt_kvcache.importer.normalize.blueprint import Array
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.samples import Sample, Samples
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 
 NOTE = (
     "positions are counted with the tokens of a step, and skip some, such as pads; as in the model as exported, those "

@@ -15,33 +15,33 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
-from trt_kvcache.importer.normalize.blueprint import Blueprint
+from trt_kvcache.importer.normalize.attention.computed import Computed, find_computed
+from trt_kvcache.importer.normalize.attention.merged_heads import split_heads
+from trt_kvcache.importer.normalize.attention.rounded import round_first
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
-from trt_kvcache.importer.normalize.computed import Computed, find_computed
-from trt_kvcache.importer.normalize.contrib import lower_contrib
-from trt_kvcache.importer.normalize.contrib_shapes import infer_shapes
-from trt_kvcache.importer.normalize.even import hold_even
-from trt_kvcache.importer.normalize.factors import fold_factors
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.even import hold_even
+from trt_kvcache.importer.normalize.evidence.factors import fold_factors
+from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
+from trt_kvcache.importer.normalize.evidence.lengths import check_promises
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.evidence.sizes import check_sizes
 from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.fixed import fold_fixed
-from trt_kvcache.importer.normalize.held import HeldCache, Rewrite
-from trt_kvcache.importer.normalize.in_op import lower_presents
+from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
+from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
+from trt_kvcache.importer.normalize.fused.held import HeldCache, Rewrite
+from trt_kvcache.importer.normalize.fused.in_op import lower_presents
+from trt_kvcache.importer.normalize.fused.mha import lower_mha
+from trt_kvcache.importer.normalize.fused.operators import find_held, prove_held
+from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
+from trt_kvcache.importer.normalize.idioms.joined import join_scattered
+from trt_kvcache.importer.normalize.idioms.kept import find_kept, find_short_masks, is_cut
+from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows
+from trt_kvcache.importer.normalize.idioms.states import find_states, resized
+from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.joined import join_scattered
-from trt_kvcache.importer.normalize.kept import find_kept, find_short_masks, is_cut
-from trt_kvcache.importer.normalize.lengths import check_promises
-from trt_kvcache.importer.normalize.merged_heads import split_heads
-from trt_kvcache.importer.normalize.mha import lower_mha
-from trt_kvcache.importer.normalize.new_rows import part_from_rows
-from trt_kvcache.importer.normalize.operators import find_held, prove_held
 from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.normalize.rounded import round_first
-from trt_kvcache.importer.normalize.samples import Samples
-from trt_kvcache.importer.normalize.sizes import check_sizes
-from trt_kvcache.importer.normalize.states import find_states, resized
-from trt_kvcache.importer.normalize.writes import find_candidates, prove
-from trt_kvcache.importer.normalize.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 
 __all__ = ["Exported", "read_exported"]

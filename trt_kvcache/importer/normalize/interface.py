@@ -9,8 +9,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.analysis.planes import axes_of_planes
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, Role, StateUpdate
-from trt_kvcache.importer.planes import axes_of_planes
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 
@@ -19,7 +19,7 @@ _INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32}
 
 
 class Found(Protocol):
-    """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.writes.Candidate`."""
+    """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.idioms.writes.Candidate`."""
 
     @property
     def past(self) -> gs.Tensor:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import FLOATS, dims, elem_type, input_or_none, is_op, producer
-from trt_kvcache.importer.normalize.probe import Probe
+from trt_kvcache.importer.normalize.evidence.probe import Probe
 
 Layout = tuple[tuple[int, ...], ...]
 Shape = tuple[int, ...]

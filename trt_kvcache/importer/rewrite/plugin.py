@@ -22,7 +22,7 @@ import onnx_graphsurgeon as gs
 from onnx import helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.caches import is_plugin_node
+from trt_kvcache.importer.analysis.caches import is_plugin_node
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,

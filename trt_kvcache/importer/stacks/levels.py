@@ -35,11 +35,11 @@ from trt_kvcache.importer.graph import (
     replace_uses,
     small_constant,
 )
-from trt_kvcache.importer.normalize.blueprint import Blueprint
 from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.probe import Probe
-from trt_kvcache.importer.normalize.writes import find_candidates
+from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.plan import Dim, InterfaceChange, Stack, StackPart
 from trt_kvcache.importer.protos import elem_type_of, opset_version, shape_of
 from trt_kvcache.importer.stacks.order import put_batch_first

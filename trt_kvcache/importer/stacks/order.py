@@ -9,8 +9,8 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, is_op, replace_uses
 from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.views import static_layout
-from trt_kvcache.importer.normalize.writes import find_candidates
 from trt_kvcache.importer.plan import Dim
 
 __all__ = ["put_batch_first"]

@@ -1,0 +1,1 @@
+"""From a prepared graph to the plan. Reads the graph, changes nothing."""

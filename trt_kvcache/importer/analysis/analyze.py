@@ -1,0 +1,276 @@
+"""From a prepared graph to the plan: caches, attention, spans, and the role of every input and output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.analysis.attention import analyze_attention, relaxable_mask
+from trt_kvcache.importer.analysis.attention_facts import read_attention
+from trt_kvcache.importer.analysis.caches import analyze_caches
+from trt_kvcache.importer.analysis.cross import find_cross_attention
+from trt_kvcache.importer.analysis.experts import EXPERTS
+from trt_kvcache.importer.analysis.index_limits import index_limits
+from trt_kvcache.importer.analysis.logits_span import change_of, plan_logits, role_of, with_span
+from trt_kvcache.importer.graph import contains, dims, is_op, producer
+from trt_kvcache.importer.normalize.evidence.independence import check_exported
+from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.idioms.states import find_states
+from trt_kvcache.importer.plan import (
+    CachePlan,
+    CacheUpdate,
+    Dim,
+    InterfaceChange,
+    LogitsSpan,
+    PlanOptions,
+    Role,
+    Route,
+    SpanInput,
+    StateUpdate,
+    Target,
+    TensorRole,
+    UpdateContract,
+    UpdateForm,
+)
+from trt_kvcache.importer.protos import all_nodes
+from trt_kvcache.importer.roles import GraphFacts, find_roles
+
+
+def analyze(
+    model: onnx.ModelProto,
+    graph: gs.Graph,
+    options: PlanOptions,
+    inlined: tuple[str, ...],
+    findings: Findings | None = None,
+) -> CachePlan:
+    """Plan a prepared model.
+
+    Args:
+        model: the prepared model.
+        graph: the same model as a graph.
+        options: target and choices.
+        inlined: what was inlined on the way, for the plan.
+        findings: what normalization did on the way, for the plan.
+
+    Raises:
+        UnsupportedModelError: the model has no cache update, or one without a route.
+        AmbiguousRoleError: the role of an input cannot be told.
+    """
+    if options.target is Target.TENSORRT_RTX:
+        _check_operators(model)
+    caches = analyze_caches(graph, options)
+    foreign = _foreign_cache(graph) if not caches else ""
+    if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
+        raise UnsupportedModelError(
+            "the model updates no cache that is known here "
+            f"(found: {foreign or _read_cache(graph) or 'no cache at all'}); supported are "
+            "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
+            "that give Concat(past, new), or what is joined so"
+        )
+    if findings is not None:
+        caches = tuple(_with_findings(c, findings) for c in caches)
+    attention = analyze_attention(graph, caches, options)
+    states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
+    roles = find_roles(model, _facts(graph, caches, states), options.config)
+    if findings is None or not findings.original:
+        check_exported(model, roles, options.capacity or max((c.capacity for c in caches), default=0))
+    relaxed = _relaxed_masks(graph, options)
+    logits, kept = plan_logits(graph, roles, options)
+    plan = CachePlan(
+        options=options,
+        opset=next((o.version for o in model.opset_import if o.domain in ("", "ai.onnx")), 0),
+        caches=caches,
+        attention=attention.attention,
+        masks=attention.masks,
+        spans=attention.spans,
+        tensors=_rewritten_roles(roles, caches, attention.spans, relaxed, logits),
+        warnings=(*_warnings(caches), *attention.warnings),
+        inlined=inlined,
+        states=states,
+        notes=(*(findings.notes if findings is not None else ()), *_planes(roles), *((kept,) if kept else ())),
+        changes=(*findings.changes, *_changes(roles, logits)) if findings is not None else (),
+        original=findings.original if findings is not None else (),
+        logits_span=logits,
+    )
+    return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))
+
+
+def _check_operators(model: onnx.ModelProto) -> None:
+    """Refuse what TensorRT for RTX has no layer for, whatever a model does with it (measured, 1.7.1)."""
+    for node in all_nodes(model.graph):
+        if node.op_type == "NonZero" and node.domain in ("", "ai.onnx"):
+            raise UnsupportedModelError(
+                f"NonZero '{node.name or node.output[0]}' gives as many indices as it finds, and TensorRT for RTX has "
+                f"no such operator; supported are sizes that do not depend on tokens: {EXPERTS}, or plan for TensorRT "
+                "(--target tensorrt)"
+            )
+
+
+def _short_tables(model: onnx.ModelProto, plan: CachePlan) -> list[str]:
+    """What to know of position tables that end before the caches do: a lookup behind their end reads their last row."""
+    rows = index_limits(model, plan).positions
+    longest = max((c.capacity for c in plan.caches), default=0)
+    return [
+        f"'{name}' looks up a table of {count} positions, and the caches hold {longest} tokens: no text may be longer "
+        f"than {count}"
+        for name, count in rows.items()
+        if count < longest
+    ]
+
+
+def _planes(roles: tuple[TensorRole, ...]) -> list[str]:
+    """What to know of several positions per token."""
+    return [
+        f"'{r.name}' {list(r.shape)} has several positions per token (such as time, height and width): a session gives "
+        "a token the same one in all planes, which is right for text; tokens of images need positions of their own, "
+        "which only a caller that drives the engine itself can give"
+        for r in roles
+        if r.role is Role.POSITIONS and len(r.shape) == 3 and r.shape[r.axes[0] == "batch"] != 1
+    ]
+
+
+def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
+    cache = replace(cache, idiom=findings.idioms.get(cache.past, cache.idiom))
+    if (longest := findings.longest.get(cache.past)) is None:
+        return cache
+    contract = cache.contract or UpdateContract(no_straddle=False)
+    return replace(cache, contract=replace(contract, max_update_length=longest))
+
+
+_VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze")
+_READS = (*_VIEWS, "Expand", "Cast", "Slice", "Gather", "Split")
+
+
+def _foreign_cache(graph: gs.Graph) -> str:
+    """The first sign of a cache that is written some other way, or an empty string."""
+    for node in graph.nodes:
+        if node.op in ("GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention"):
+            return f"{node.op} '{node.name}'"
+        if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
+            return f"{node.op} '{node.name}' on '{past}'"
+    return ""
+
+
+def _read_cache(graph: gs.Graph) -> str:
+    """The first sign of a cache that is read, and that nothing writes as a whole, or an empty string."""
+    for node in graph.nodes:
+        for operand in node.inputs if is_op(node, "Concat") else node.inputs[1:] if is_op(node, "MatMul") else ():
+            if past := _input_behind(graph, operand, _READS):
+                return f"{node.op} '{node.name}' on '{past}', or on a part of it"
+    return ""
+
+
+def _input_behind(graph: gs.Graph, tensor: gs.Tensor, ops: tuple[str, ...] = _VIEWS) -> str:
+    """The name of the graph input of rank 3 or more that `tensor` is made of by `ops`, or an empty string."""
+    while (node := producer(tensor)) is not None and is_op(node, *ops):
+        tensor = node.inputs[0]
+    return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
+
+
+def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> GraphFacts:
+    carried = {name for c in caches for name in (c.past, c.present)} | {s.past for s in states}
+    cross = find_cross_attention(graph, carried)
+    lengths: set[str] = set()
+    masks: set[str] = set()
+    for node in graph.nodes:
+        if is_op(node, "Attention") and node.name not in cross.nodes:
+            facts = read_attention(graph, node)
+            lengths |= {facts.lengths.name} if facts.lengths is not None else set()
+            masks |= {facts.mask.name} if facts.mask is not None else set()
+    return GraphFacts(
+        caches={c.past: c.present for c in caches if c.carried},
+        write_indices=frozenset(c.write_indices for c in caches if c.write_indices is not None),
+        update_lengths=frozenset(c.update_lengths for c in caches if c.update_lengths is not None),
+        valid_lengths=frozenset(lengths),
+        masks=frozenset(masks),
+        sequence_axis={c.past: c.sequence_axis for c in caches},
+        updates={c.update: _update_axes(c) for c in caches},
+        states={s.past: s.present for s in states},
+        constants=cross.constants,
+    )
+
+
+def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
+    """What each axis of an update is."""
+    if cache.form is UpdateForm.PACKED_NHD:
+        return "tokens", "?", "?"
+    rank = len(cache.logical_shape)
+    return tuple("batch" if i == 0 else "sequence" if i == cache.sequence_axis else "?" for i in range(rank))
+
+
+def _relaxed_masks(graph: gs.Graph, options: PlanOptions) -> dict[str, str]:
+    """Mask inputs that may be shorter than the cache, with the symbol of their last dimension."""
+    relaxed: dict[str, str] = {}
+    if options.attention_span:
+        for node in graph.nodes:
+            if is_op(node, "Attention"):
+                facts = read_attention(graph, node)
+                fixed = facts.mask is not None and isinstance((facts.mask.shape or [None])[-1], int)
+                if facts.mask is not None and fixed and relaxable_mask(graph, facts):
+                    relaxed[facts.mask.name] = f"{facts.mask.name}_keys"
+    return relaxed
+
+
+def _changes(roles: tuple[TensorRole, ...], logits: LogitsSpan | None) -> list[InterfaceChange]:
+    return [change_of(r, logits) for r in roles if logits is not None and (r.name, r.io) == (logits.output, "output")]
+
+
+def _rewritten_roles(
+    roles: tuple[TensorRole, ...],
+    caches: tuple[CacheUpdate, ...],
+    spans: tuple[SpanInput, ...],
+    relaxed: dict[str, str],
+    logits: LogitsSpan | None,
+) -> tuple[TensorRole, ...]:
+    """Roles of the rewritten model: physical cache shapes, relaxed masks, added inputs, logits of some positions."""
+    physical = {name: c for c in caches if c.carried for name in (c.past, c.present)}
+    result: list[TensorRole] = []
+    for role in roles:
+        cache = physical.get(role.name)
+        if cache is not None:
+            shape: tuple[Dim, ...] = cache.physical_shape
+            axes = tuple("batch" if i == 0 and not isinstance(d, int) else "" for i, d in enumerate(shape))
+            result.append(replace(role, shape=shape, axes=axes))
+        elif role.name in relaxed:
+            result.append(replace(role, shape=(*role.shape[:-1], relaxed[role.name]), axes=(*role.axes[:-1], "keys")))
+        else:
+            result.append(with_span(role, logits))
+    added = [TensorRole(s.name, "input", Role.SPAN, "int64", (s.symbol,), "added", ("span",)) for s in spans]
+    added += [role_of(logits)] if logits is not None else []
+    inputs = [r for r in result if r.io == "input"]
+    outputs = [r for r in result if r.io != "input"]
+    return (*inputs, *added, *outputs)
+
+
+def _warnings(caches: tuple[CacheUpdate, ...]) -> list[str]:
+    warnings = [] if caches else ["the model updates no cache: only its attention is made right"]
+    for cache in caches:
+        if cache.route is Route.FUNCTIONAL:
+            warnings.append(
+                f"cache '{cache.past}' is not updated in place, the whole cache is written each step: {cache.reason}"
+            )
+        elif cache.contract is not None:
+            limit = cache.contract.max_update_length
+            most = f" of at most {limit} tokens" if limit else ""
+            warnings.append(
+                f"cache '{cache.past}' is circular: no update{most} may straddle the end of its {cache.capacity} rows "
+                "(TensorRT drops such a write silently); the caller must split it there, or plan with --fallback "
+                "functional"
+            )
+    return warnings
+
+
+def check_unique_outputs(graph: gs.Graph) -> None:
+    """Refuse a graph in which two outputs share a name, which ONNX forbids and TensorRT reports late.
+
+    Raises:
+        InvalidModelError: naming the tensor.
+    """
+    seen: set[str] = set()
+    for tensor in graph.outputs:
+        if tensor.name in seen:
+            raise InvalidModelError(f"the model lists output '{tensor.name}' twice; export it once")
+        seen.add(tensor.name)

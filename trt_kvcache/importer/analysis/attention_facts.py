@@ -1,0 +1,175 @@
+"""What an Attention node says, read off the graph.
+
+Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.analysis.queries import sequence_axis
+from trt_kvcache.importer.analysis.rounding import SCORES, WEIGHTS, Rounding, read_rounding
+from trt_kvcache.importer.graph import (
+    FLOATS,
+    SINKS,
+    SLOPES,
+    contains,
+    dims,
+    dtype_name,
+    elem_type,
+    input_or_none,
+)
+from trt_kvcache.importer.plan import Dim
+
+
+@dataclass(frozen=True)
+class AttentionFacts:
+    """What one Attention node says. Ranks of Q, K and V are 3 (``[B, S, N*H]``) or 4 (``[B, N, S, H]``).
+
+    Attributes:
+        rank: of Q. K and V of a rewritten cache may be 4-D beside a 3-D Q.
+        qk_output: the node's fourth output is read.
+        keys: number of keys: the size of K's sequence axis.
+        queries: number of queries: the size of Q's sequence axis.
+        sinks: logits beside the scores, as many as query heads; None: none.
+        slopes: what a score loses with each token behind its query, by query head; None: nothing.
+        rounded_scores, rounded_weights: how scores, before softcap and mask, and what the softmax makes of them are
+            rounded; None: not.
+    """
+
+    node: gs.Node
+    rank: int
+    dtype: int
+    query_heads: Dim
+    kv_heads: Dim
+    head_size: int
+    value_head_size: int
+    causal: bool
+    left_window: int
+    right_window: int
+    softcap: float
+    softmax_precision: int | None
+    scale: float
+    qk_output: bool
+    qk_mode: int
+    mask: gs.Tensor | None
+    lengths: gs.Tensor | None
+    keys: Dim
+    queries: Dim
+    sinks: gs.Tensor | None
+    slopes: gs.Tensor | None
+    rounded_scores: Rounding | None
+    rounded_weights: Rounding | None
+
+    @property
+    def additive(self) -> bool:
+        """Whether the mask is a float bias."""
+        own = self.mask is not None and elem_type(self.mask) != onnx.TensorProto.BOOL
+        return own or self.slopes is not None
+
+    @property
+    def masked(self) -> bool:
+        """Whether some query may see fewer keys than the plain or upper-left causal form says."""
+        return self.mask is not None or self.lengths is not None or self.left_window >= 0 or self.right_window >= 0
+
+
+def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
+    """Read one Attention node.
+
+    Raises:
+        UnsupportedModelError: the cache is inside the operator, or shapes are missing.
+        InvalidModelError: the node breaks a rule of the operator.
+    """
+    if input_or_none(node, 4) is not None or input_or_none(node, 5) is not None:
+        raise UnsupportedModelError(
+            f"Attention '{node.name}' keeps its cache inside the operator (past_key, past_value), which TensorRT "
+            "refuses; supported are caches updated by TensorScatter: export with static caches (opset 24)"
+        )
+    q, k, v = node.inputs[:3]
+    rank = 3 if "q_num_heads" in node.attrs or "kv_num_heads" in node.attrs else 4
+    if (shape := dims(q)) is not None:  # not K's: that of a rewritten cache is 4-D beside a 3-D Q
+        rank = len(shape)
+    if rank not in (3, 4):
+        raise InvalidModelError(f"Attention '{node.name}' has inputs of rank {rank}; ONNX allows 3 and 4")
+    if rank == 3:
+        if not node.attrs.get("q_num_heads") or not node.attrs.get("kv_num_heads"):
+            raise InvalidModelError(f"Attention '{node.name}' has 3-D inputs and lacks q_num_heads or kv_num_heads")
+        query_heads: Dim = int(node.attrs["q_num_heads"])
+        kv_heads: Dim = int(node.attrs["kv_num_heads"])
+    else:
+        query_heads, kv_heads = axis_size(q, 1), axis_size(k, 1)
+        kv_heads = kv_heads if isinstance(kv_heads, int) else axis_size(v, 1)
+    head_size = _head_size(node, k, kv_heads) or _head_size(node, q, query_heads)
+    value_head_size = _head_size(node, v, kv_heads)
+    if head_size is None or value_head_size is None or elem_type(q) in (None, 0):
+        raise UnsupportedModelError(
+            f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
+        )
+    if elem_type(q) not in FLOATS:
+        raise InvalidModelError(
+            f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
+        )
+    if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
+        raise InvalidModelError(
+            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; one must divide the other"
+        )
+    scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
+    if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):
+        raise UnsupportedModelError(
+            f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
+            "factors above 0, and caps above 0 or none (0)"
+        )
+    precision = node.attrs.get("softmax_precision")
+    return AttentionFacts(
+        node=node,
+        rank=rank,
+        dtype=elem_type(q) or 0,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_size=head_size,
+        value_head_size=value_head_size,
+        causal=bool(node.attrs.get("is_causal", 0)),
+        left_window=int(node.attrs.get("left_window_size", -1)),
+        right_window=int(node.attrs.get("right_window_size", -1)),
+        softcap=softcap,
+        softmax_precision=int(precision) if precision else None,
+        scale=scale,
+        qk_output=len(node.outputs) > 3 and is_used(graph, node.outputs[3]),
+        qk_mode=int(node.attrs.get("qk_matmul_output_mode", 0)),
+        mask=input_or_none(node, 3),
+        lengths=input_or_none(node, 6),
+        keys=axis_size(k, sequence_axis(k)),
+        queries=axis_size(q, sequence_axis(q)),
+        sinks=input_or_none(node, SINKS),
+        slopes=input_or_none(node, SLOPES),
+        rounded_scores=read_rounding(node, SCORES),
+        rounded_weights=read_rounding(node, WEIGHTS),
+    )
+
+
+def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
+    """The size of one axis; `?` where it is not known."""
+    shape = dims(tensor)
+    return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
+
+
+def _head_size(node: gs.Node, tensor: gs.Tensor, heads: Dim) -> int | None:
+    width = axis_size(tensor, -1)
+    if not isinstance(width, int):
+        return None
+    if sequence_axis(tensor) == 2:
+        return width
+    if not isinstance(heads, int) or heads < 1 or width % heads:
+        raise InvalidModelError(
+            f"'{tensor.name}' of Attention '{node.name}' is {width} wide, which {heads} heads do not divide"
+        )
+    return width // heads
+
+
+def is_used(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+    """Whether something reads an output of a node."""
+    return not tensor.is_empty() and (bool(tensor.outputs) or contains(graph.outputs, tensor))

@@ -1,0 +1,359 @@
+"""Find every cache update of a prepared graph and plan it. Reads the graph, changes nothing."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
+from trt_kvcache.importer.analysis.route import UpdateFacts, decide
+from trt_kvcache.importer.analysis.rows_in_use import is_cut
+from trt_kvcache.importer.graph import (
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    input_or_none,
+    is_op,
+    producer,
+    small_constant,
+)
+from trt_kvcache.importer.plan import (
+    CacheLayout,
+    CacheUpdate,
+    Dim,
+    PhysicalLayout,
+    PlanOptions,
+    Route,
+    Target,
+    UpdateForm,
+    UpdateMode,
+)
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
+
+
+@dataclass(frozen=True)
+class _Found:
+    """One update node with what surrounds it."""
+
+    node: gs.Node
+    past: gs.Tensor
+    present: gs.Tensor
+    shape: tuple[Dim, ...]
+    axis: int
+
+
+def is_update(node: gs.Node) -> bool:
+    """Whether a node updates a cache."""
+    return is_op(node, "TensorScatter") or bool(node.op == "TRT_KVCacheUpdate") or is_plugin_node(node)
+
+
+def is_plugin_node(node: gs.Node) -> bool:
+    """Whether a node is one of the plugin's own operators, as a model may have them that was written for it."""
+    return node.domain == NAMESPACE and node.op in OPERATORS
+
+
+def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, ...]:
+    """Plan every cache update of the graph, in the order of the graph's inputs; those of no input come last.
+
+    Raises:
+        InvalidModelError: an update breaks a rule of its operator.
+        UnsupportedModelError: an update has no route on the target.
+    """
+    found: list[CacheUpdate] = []
+    for node in graph.nodes:
+        if is_plugin_node(node):
+            found += _plan_plugin_node(graph, node, options)
+        elif is_update(node):
+            found.append(_plan(graph, node, options))
+    places = {tensor.name: place for place, tensor in enumerate(graph.inputs)}
+    return tuple(sorted(found, key=lambda cache: places.get(cache.past, len(places))))
+
+
+def _plan_plugin_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> list[CacheUpdate]:
+    """The caches of a node of the plugin that the model itself has: there is no other way to do what it says."""
+    operator = OPERATORS[node.op]
+    if options.target is Target.TENSORRT_RTX:
+        raise UnsupportedModelError(
+            f"'{node.name}' is a node of the plugin ({node.op}), and TensorRT for RTX has no plugins: plan for "
+            "TensorRT (--target tensorrt), or export with TensorScatter"
+        )
+    if len(node.inputs) != len(operator.inputs) or len(node.outputs) != len(operator.outputs):
+        raise InvalidModelError(
+            f"'{node.name}' has {len(node.inputs)} inputs and {len(node.outputs)} outputs; {node.op} takes "
+            f"{', '.join(operator.inputs)} and gives {', '.join(operator.outputs)}"
+        )
+    tensors = dict(zip(operator.inputs, node.inputs, strict=True))
+    try:
+        operator.config({name: dtype_name(tensor) for name, tensor in tensors.items()})
+        shapes = {name: shape for name, tensor in tensors.items() if (shape := dims(tensor)) is not None}
+        operator.check_shapes({n: [d if isinstance(d, int) else None for d in shape] for n, shape in shapes.items()})
+    except OptionError as error:
+        raise InvalidModelError(f"'{node.name}': {error}") from None
+    packed = operator.form is UpdateForm.PACKED_NHD
+    caches = []
+    for i, (past, present) in enumerate(zip(node.inputs[: operator.caches], node.outputs, strict=False)):
+        update, shape = tensors[f"update_{i}"], dims(past)
+        if shape is None or len(shape) != 4 or any(not isinstance(d, int) for d in shape[1:]):
+            raise UnsupportedModelError(
+                f"cache '{past.name}' of '{node.name}' is {list(shape or ())}; the plugin takes [B, N, S_max, H] with "
+                "all sizes but the batch fixed"
+            )
+        found = _Found(node, past, present, shape, 2)
+        if obstacle := _obstacle(graph, found):
+            raise UnsupportedModelError(f"'{node.name}' cannot be done in place: {obstacle}")
+        caches.append(
+            CacheUpdate(
+                node=node.name, past=past.name, present=present.name, update=update.name,
+                write_indices=tensors["write_indices"].name,
+                update_lengths=tensors["lengths"].name if packed else None, dtype=dtype_name(past),
+                logical_shape=shape, sequence_axis=2, physical_shape=shape, physical_sequence_axis=2,
+                layout=PhysicalLayout.AS_IS, mode=operator.mode, form=operator.form,
+                update_length=_packed_length(update) if packed else _update_length(update, 2),
+                capacity=int(shape[2]), route=Route.PLUGIN, reason="the model itself has the plugin's node",
+                readers=_readers(present),
+            )
+        )  # fmt: skip
+    return caches
+
+
+def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
+    found = _find(graph, node)
+    form = _form(node)
+    if form is UpdateForm.PACKED_NHD:
+        _check_packed(found)
+    mode = UpdateMode(node.attrs.get("mode", "linear"))
+    update = node.inputs[1]
+    write_indices = input_or_none(node, 2)
+    capacity = found.shape[found.axis]
+    if not isinstance(capacity, int):
+        raise UnsupportedModelError(
+            f"cache '{found.past.name}' of '{node.name}' has no fixed length on axis {found.axis}, and it is computed "
+            "in the graph: make it an input of the model, or give the export a fixed length"
+        )
+    length = _update_length(update, found.axis) if form is UpdateForm.PADDED else _packed_length(update)
+    if form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
+        raise InvalidModelError(
+            f"'{node.name}' writes {length} tokens into cache '{found.past.name}', which holds {capacity}"
+        )
+    decision = decide(
+        UpdateFacts(
+            node=node.name,
+            past=found.past.name,
+            dtype=dtype_name(found.past),
+            mode=mode,
+            form=form,
+            update_length=length,
+            capacity=capacity,
+            has_write_indices=write_indices is not None,
+            obstacle=_obstacle(graph, found),
+        ),
+        options,
+    )
+    layout, physical = _physical(graph, found, decision.route, form, options)
+    return CacheUpdate(
+        node=node.name,
+        past=found.past.name,
+        present=found.present.name,
+        update=update.name,
+        write_indices=write_indices.name if write_indices is not None else None,
+        update_lengths=node.inputs[3].name if form is UpdateForm.PACKED_NHD else None,
+        dtype=dtype_name(found.past),
+        logical_shape=found.shape,
+        sequence_axis=found.axis,
+        physical_shape=physical,
+        physical_sequence_axis=found.axis if layout is PhysicalLayout.AS_IS else 2,
+        layout=layout,
+        mode=mode,
+        form=form,
+        update_length=length,
+        capacity=capacity,
+        route=decision.route,
+        reason=decision.reason,
+        contract=decision.contract,
+        readers=_readers(found.present),
+        carried=contains(graph.inputs, found.past) and contains(graph.outputs, found.present),
+    )
+
+
+def _find(graph: gs.Graph, node: gs.Node) -> _Found:
+    past, present = node.inputs[0], node.outputs[0]
+    shape = dims(past) or dims(present)
+    if shape is None:
+        raise UnsupportedModelError(
+            f"the shape of cache '{past.name}' of '{node.name}' is not in the model: export it with shapes"
+        )
+    axis = node.attrs.get("axis", -2) if is_op(node, "TensorScatter") else -2
+    if len(shape) < 2 or not -len(shape) <= axis < len(shape) or axis % len(shape) == 0:
+        raise InvalidModelError(
+            f"'{node.name}' has axis {axis} on cache '{past.name}' of shape {list(shape)}: the axis must name a "
+            "dimension after the batch"
+        )
+    return _Found(node, past, present, shape, axis % len(shape))
+
+
+def _form(node: gs.Node) -> UpdateForm:
+    form = node.attrs.get("update_form")
+    if is_op(node, "TensorScatter") or form is None:
+        return UpdateForm.PADDED
+    if form != "packed_nhd":
+        raise UnsupportedModelError(
+            f"'{node.name}' has update_form '{form}'; TensorRT knows 'packed_nhd' and, without the attribute, padded"
+        )
+    if input_or_none(node, 3) is None:
+        raise InvalidModelError(f"packed update '{node.name}' lacks its fourth input, the cumulative lengths [B + 1]")
+    return UpdateForm.PACKED_NHD
+
+
+def _check_packed(found: _Found) -> None:
+    """The ranks and types of TensorRT's packed operator, which ONNX has no rules for."""
+    inputs = found.node.inputs
+    for i, rank, what in ((0, 4, "cache [B, N, S_max, H]"), (1, 3, "update [T, N, H]"), (2, 1, "write indices [B]"),
+                          (3, 1, "cumulative lengths [B + 1]")):  # fmt: skip
+        tensor = input_or_none(found.node, i)
+        shape = dims(tensor) if tensor is not None else None
+        if tensor is not None and shape is not None and len(shape) != rank:
+            raise InvalidModelError(
+                f"packed update '{found.node.name}' has '{tensor.name}' of shape {list(shape)} for its {what}: export "
+                f"it with {rank} dimensions"
+            )
+        if i > 1 and tensor is not None and dtype_name(tensor) not in ("int32", "int64", "?"):
+            raise InvalidModelError(
+                f"packed update '{found.node.name}' has {dtype_name(tensor)} '{tensor.name}' for its {what}: cast it "
+                "to int32 or int64"
+            )
+    cache, update = dtype_name(inputs[0]), dtype_name(inputs[1])
+    if cache != update and "?" not in (cache, update):
+        raise InvalidModelError(
+            f"packed update '{found.node.name}' writes a {update} update into a {cache} cache; cast the update first"
+        )
+
+
+def _update_length(update: gs.Tensor, axis: int) -> Dim:
+    shape = dims(update)
+    return "?" if shape is None else shape[axis]
+
+
+def _packed_length(update: gs.Tensor) -> Dim:
+    shape = dims(update)
+    return "?" if shape is None else shape[0]
+
+
+def _obstacle(graph: gs.Graph, found: _Found) -> str:
+    """Why past and present cannot be one buffer, or an empty string."""
+    node, past, present = found.node, found.past, found.present
+    if not contains(graph.inputs, past):
+        maker = producer(past)
+        if maker is not None and is_update(maker):
+            return f"the cache was already updated by '{maker.name}': two updates chained on one cache"
+        return f"the cache '{past.name}' is not an input of the model"
+    if not contains(graph.outputs, present):
+        return f"the updated cache '{present.name}' is not an output of the model"
+    if contains(graph.outputs, past):
+        return f"the cache '{past.name}' is also an output of the model, before the update"
+    for reader in _data_readers(past):
+        if reader is not node:
+            what = "also updated" if is_update(reader) else "also read"
+            return f"the cache '{past.name}' is {what} by '{reader.name}', which must see it before the update"
+    if any(not isinstance(d, int) for d in found.shape[1:]):
+        return f"the cache '{past.name}' has open dimensions besides the batch: {list(found.shape)}"
+    return ""
+
+
+def _data_readers(tensor: gs.Tensor) -> list[gs.Node]:
+    """The nodes that read a tensor's values; Shape reads none."""
+    return [node for node in consumers(tensor) if not is_op(node, "Shape")]
+
+
+def _readers(present: gs.Tensor) -> tuple[str, ...]:
+    """The Attention nodes that get this cache as K or V, through operators that only move values or compute it."""
+    found: list[str] = []
+    seen: set[int] = set()
+    queue = [(present, False)]
+    while queue:
+        tensor, computed = queue.pop(0)
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        for node in consumers(tensor):
+            if is_op(node, "Attention"):
+                if any(t is tensor for t in node.inputs[1:3]) and node.name not in found:
+                    found.append(node.name)
+            elif computed or is_cut(node) or (is_op(node, *VIEW_OPS) and node.inputs[0] is tensor):
+                queue += [(output, computed or is_cut(node)) for output in node.outputs]
+    return tuple(found)
+
+
+VIEW_OPS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Slice", "Gather", "Split",
+            "Cast", "Expand")  # fmt: skip
+"""What may stand between a cache and the attention that reads it."""
+
+
+def _physical(
+    graph: gs.Graph, found: _Found, route: Route, form: UpdateForm, options: PlanOptions
+) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
+    shape, axis = found.shape, found.axis
+    if route is Route.FUNCTIONAL or form is UpdateForm.PACKED_NHD:
+        return PhysicalLayout.AS_IS, shape
+    if options.cache_layout is CacheLayout.AUTO and axis == 1:
+        heads = heads_of_sequence_major(found.node.outputs[0], shape)
+        if heads is not None:
+            capacity, rest = shape[1], shape[2:]
+            size = rest[-1] if len(rest) == 2 else int(rest[0]) // heads
+            return PhysicalLayout.HEADS_MAJOR, (shape[0], heads, capacity, size)
+    if len(shape) == 4 and axis == 2:
+        return PhysicalLayout.AS_IS, shape
+    before = math.prod(int(d) for d in shape[1:axis])
+    after = math.prod(int(d) for d in shape[axis + 1 :])
+    return PhysicalLayout.VIEW, (shape[0], before, shape[axis], after)
+
+
+def heads_of_sequence_major(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
+    """Number of heads if every reader of this sequence-major cache wants ``[B, N, S_max, H]``, else None.
+
+    Readers that do: Attention with 3-D inputs; ``Transpose(0, 2, 1, 3)``; a Reshape to ``[B, S_max, N, H]`` that only
+    such a Transpose reads.
+    """
+    if len(shape) not in (3, 4):
+        return None
+    heads: set[int] = set()
+    for node in consumers(present):
+        if len(shape) == 3 and is_op(node, "Attention") and any(t is present for t in node.inputs[1:3]):
+            if any(t is present for i, t in enumerate(node.inputs) if i not in (1, 2)):
+                return None
+            heads.add(int(node.attrs.get("kv_num_heads", 0)))
+        elif len(shape) == 4 and to_heads_major(node):
+            heads.add(int(shape[2]))
+        elif len(shape) == 3 and (count := split_heads(node, shape)) is not None:
+            heads.add(count)
+        else:
+            return None
+    if len(heads) != 1:
+        return None
+    count = heads.pop()
+    return count if count > 0 and (len(shape) == 4 or int(shape[2]) % count == 0) else None
+
+
+def to_heads_major(node: gs.Node) -> bool:
+    """Whether a node is ``Transpose(perm=[0, 2, 1, 3])``."""
+    return is_op(node, "Transpose") and list(node.attrs.get("perm", [])) == [0, 2, 1, 3]
+
+
+def split_heads(node: gs.Node, shape: tuple[Dim, ...]) -> int | None:
+    """Heads of a Reshape ``[B, S_max, N*H] -> [B, S_max, N, H]`` that only heads-major Transposes read, else None."""
+    if not is_op(node, "Reshape"):
+        return None
+    target = small_constant(node.inputs[1])
+    if target is None or target.size != 4 or int(target[1]) not in (0, shape[1]) or int(node.attrs.get("allowzero", 0)):
+        return None
+    if int(target[0]) not in (0, shape[0]) and not (int(target[0]) == -1 and (target[2:] > 0).all()):
+        return None
+    readers = consumers(node.outputs[0])
+    if not readers or not all(to_heads_major(reader) for reader in readers):
+        return None
+    width, heads, size = int(shape[2]), int(target[2]), int(target[3])
+    heads = width // size if heads == -1 and size > 0 else heads
+    size = width // heads if size == -1 and heads > 0 else size
+    return heads if heads > 0 and heads * size == width else None

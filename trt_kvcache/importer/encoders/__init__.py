@@ -1,0 +1,1 @@
+"""The encoder of a decoder, as a model of its own."""

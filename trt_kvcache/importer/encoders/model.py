@@ -1,0 +1,343 @@
+"""The encoder of a decoder as one model for TensorRT: from a source to the decoder's constants, under their names.
+
+    encoder_model.onnx       source -> hidden                     one model:
+    decoder_model.onnx       hidden -> keys and values   becomes  source -> the decoder's constants
+                             of every layer, and much else
+
+Operators of ONNX Runtime's become standard ones, and attention what TensorRT builds right, as in a decoder. There is
+one sequence in a step, without padding. The token ids that a first step takes beside the encoder's output are one, 0:
+what is kept of it takes shapes of them alone, or is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+from onnx import helper, numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.attention import analyze_attention
+from trt_kvcache.importer.encoders.parts import HIDDEN, IDS, MASK, EncoderParts, cut_to, find_later, find_parts
+from trt_kvcache.importer.files.source import SourceModel, load_source
+from trt_kvcache.importer.graph import (
+    Emitter,
+    dims,
+    dtype_name,
+    elem_type,
+    export_inferred,
+    fold_identities,
+    input_or_none,
+)
+from trt_kvcache.importer.inline import inline_bodies
+from trt_kvcache.importer.merged import take_first_branch
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
+from trt_kvcache.importer.normalize.evidence.probe import Probe
+from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, become, lower_contrib, used
+from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
+from trt_kvcache.importer.normalize.fused.mha import lower_mha
+from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
+from trt_kvcache.importer.normalize.opset import raise_opset
+from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, TensorRole
+from trt_kvcache.importer.prepare import (
+    attach_weights,
+    detach_weights,
+    drop_unused_outputs,
+    fix_digit_dims,
+    name_nodes,
+)
+from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
+from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
+from trt_kvcache.importer.rewrite import rewrite_graph
+
+__all__ = ["EncoderModel", "import_encoder"]
+
+_STEP = "first_step/"  # before the names of everything in it
+_LENGTHS = (1, 2, 7, 64, 1000, 1001, 4000)  # of sources, with which sizes are tried; too short for some encoders
+_ENOUGH = 3
+
+
+@dataclass(frozen=True)
+class EncoderModel:
+    """An encoder that gives what its decoder takes.
+
+    Attributes:
+        sources: the files that it is made of.
+        plan: of attention, inputs and outputs; there are no caches. Of an input, the axis ``"encoder"`` is as long as
+            what the encoder gives.
+        model: what TensorRT builds; external data are relative to the folder of the first of `sources`.
+    """
+
+    sources: tuple[SourceModel, ...]
+    plan: CachePlan
+    model: onnx.ModelProto
+
+
+def import_encoder(
+    path: Path, first_step: Path | None, constants: Sequence[TensorRole], options: PlanOptions
+) -> EncoderModel:
+    """Read an encoder, and what makes keys and values of its output.
+
+    Args:
+        path: of the encoder.
+        first_step: of the first step's model, for decoders whose encoder does not make keys and values itself.
+        constants: what the decoder takes.
+        options: of the decoder; its target counts.
+
+    Raises:
+        InvalidModelError, UnsupportedModelError: a file cannot be read, or does not make what the decoder takes, or not
+            in a way that can be kept.
+    """
+    source = load_source(path, first_step=True)
+    parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
+    length = _length(source.proto.graph, parts, constants)
+    model, weights, notes = _standard(source.proto)
+    sources, given = [source], dict(parts.own)
+    if parts.rest:
+        step = load_source(first_step, first_step=True) if first_step is not None else None
+        made = [v.name for v in step.proto.graph.output] if step is not None else []
+        later = find_later(parts.rest, made, source.path, first_step)
+        assert step is not None
+        _check_folder(source, step)
+        take_first_branch(step.proto.graph)
+        cut_to(step.proto.graph, later.values())
+        inputs = _check_inputs(step)
+        onnx.compose.add_prefix(step.proto, _STEP, inplace=True)
+        second, more, said = _standard(step.proto)
+        _set_apart(second.graph)
+        notes = notes or said
+        _append(model, second, inputs, parts.hidden)
+        weights |= more
+        sources.append(step)
+        given |= {name: _STEP + output for name, output in later.items()}
+    graph = gs.import_onnx(infer_shapes(model))
+    _give(graph, [t for t in constants if t not in parts.masks], given)
+    for tensor in graph.inputs:
+        tensor.shape = [1, *(tensor.shape or [])[1:]]
+    model = export_inferred(graph.cleanup(remove_unused_graph_inputs=True).toposort())
+    _fold_sizes(model, weights)
+    graph = gs.import_onnx(model).cleanup(remove_unused_graph_inputs=True).toposort()
+    plan = _plan(graph, constants, length, options, notes)
+    rewrite_graph(graph, plan)
+    rewritten: onnx.ModelProto = gs.export_onnx(graph)
+    del rewritten.graph.value_info[:]
+    rewritten.ir_version = max(source.proto.ir_version, 10)
+    attach_weights(rewritten, weights)
+    return EncoderModel(tuple(sources), plan, rewritten)
+
+
+def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[TensorRole]) -> Dim:
+    """What the encoder calls the length of its output; empty where it says nothing."""
+    shapes = {v.name: shape_of(v) or () for v in graph.output}
+    places = [(parts.hidden, 1)] if parts.hidden else []
+    places += [(parts.own[t.name], t.axes.index("encoder")) for t in constants
+               if t.name in parts.own and "encoder" in t.axes]  # fmt: skip
+    known = [shapes[name][axis] for name, axis in places if axis < len(shapes[name])]
+    return next((d for d in known if d != "?"), "")
+
+
+def _check_folder(encoder: SourceModel, step: SourceModel) -> None:
+    """External data are looked up in one folder."""
+    if step.external_files and step.path.parent != encoder.path.parent:
+        raise UnsupportedModelError(
+            f"{encoder.path} and {step.path} lie in two folders, and the weights of the second beside it; put the "
+            "files of the export into one folder"
+        )
+
+
+def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto], tuple[str, ...]]:
+    """A model in standard operators of opset 24, flat, with named nodes.
+
+    Returns:
+        The model, the weights that are stand-ins in it, and what to know of it.
+    """
+    model, weights = detach_weights(source)
+    fix_digit_dims(model.graph)
+    model, _ = inline_bodies(model)
+    notes = (NOTE,) if keep_weights_only(model) else ()
+    refuse_integers(model)
+    name_nodes(model.graph)
+    drop_unused_outputs(model.graph)
+    fold_constant(model)
+    graph = gs.import_onnx(infer_shapes(raise_opset(model)))
+    fold_identities(graph)
+    _lower_attention(graph)
+    lower_mha(graph)
+    shift_zero_points(graph)
+    lower_contrib(graph)
+    model = export_inferred(graph.cleanup().toposort())
+    drop_unused_outputs(model.graph)
+    return model, weights, notes
+
+
+def _lower_attention(graph: gs.Graph) -> None:
+    """Write ONNX Runtime's Attention, which projects its input itself, in standard operators.
+
+        com.microsoft::Attention(x, w, b)   becomes   q, k, v = Split(x @ w + b); Attention(q, k, v)
+
+    Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.Attention
+    """
+    emitter = Emitter(graph)
+    for node in [n for n in graph.nodes if n.op == "Attention" and n.domain == CONTRIB]:
+        x, weight, bias = (input_or_none(node, index) for index in range(3))
+        heads, output = int(node.attrs["num_heads"]), node.outputs[0]
+        width = (dims(weight) or ("?", "?"))[-1] if weight is not None else "?"
+        sizes = [int(size) for size in node.attrs.get("qkv_hidden_sizes", ())]
+        if not sizes and isinstance(width, int):
+            sizes = [width // 3] * 3
+        more = [input_or_none(node, index) for index in range(3, 7)]
+        odd = {name: v for name in ("unidirectional", "do_rotary", "past_present_share_buffer")
+               if (v := node.attrs.get(name, 0))}  # fmt: skip
+        if x is None or weight is None or any(t is not None for t in more) or odd or used(graph, node, 1) or not sizes:
+            raise UnsupportedModelError(
+                f"{CONTRIB}::Attention '{node.name}' has a mask, a past, a bias of its scores or "
+                f"{', '.join(odd) or 'weights of unknown shape'}; supported is attention of all positions to all"
+            )
+        node.outputs.clear()
+        node.inputs.clear()
+        rows = emitter.op("MatMul", [x, weight], "projected")
+        rows = rows if bias is None else emitter.op("Add", [rows, bias], "projected_bias")
+        ends = np.cumsum([0, *sizes])
+        axis = emitter.ints([2])
+        q, k, v = (
+            emitter.op("Slice", [rows, emitter.ints([a]), emitter.ints([b]), axis], "projected_part")
+            for a, b in pairwise(ends.tolist())
+        )
+        shape = dims(x) or ("?",) * 3
+        for part, size in zip((q, k, v), sizes, strict=True):
+            part.shape = [*shape[:2], size]
+        scale = float(node.attrs.get("scale", 0.0)) or (sizes[0] // heads) ** -0.5
+        made = emitter.op("Attention", [q, k, v], "attention", q_num_heads=heads, kv_num_heads=heads, scale=scale)
+        become(made, output)
+        graph.nodes[:] = [n for n in graph.nodes if n is not node]
+    graph.toposort()
+
+
+def _check_inputs(step: SourceModel) -> dict[str, int]:
+    """The inputs of the part of a first step that is kept, with their types.
+
+    Raises:
+        UnsupportedModelError: it needs more than the encoder's output.
+    """
+    graph = step.proto.graph
+    inputs = {v.name: elem_type_of(v) for v in graph.input}
+    reads = next((f"'{name}'" for name in inputs if name not in (IDS, HIDDEN, MASK)), "")
+    if not reads and IDS in inputs and IDS in _by_value(graph):
+        reads = "the text"
+    if reads:
+        raise UnsupportedModelError(
+            f"{step.path}: the encoder's keys and values depend on {reads}; supported are those of the encoder's "
+            "output alone: compute them yourself, and give them as constants"
+        )
+    return inputs
+
+
+def _set_apart(step: onnx.GraphProto) -> None:
+    """Give, in place, what standard operators added to a first step names that the encoder does not have."""
+
+    def own(names: Iterable[str]) -> list[str]:
+        return [name if not name or name.startswith(_STEP) else _STEP + name for name in names]
+
+    for node in step.node:
+        node.input[:], node.output[:] = own(node.input), own(node.output)
+        (node.name,) = own([node.name])
+    for tensor in (*step.initializer, *step.value_info):
+        (tensor.name,) = own([tensor.name])
+
+
+def _append(model: onnx.ModelProto, step: onnx.ModelProto, inputs: Mapping[str, int], hidden: str) -> None:
+    """Let a first step read what the encoder gives: `hidden`, one token, and a mask of ones. `model` is changed."""
+    graph, nodes = model.graph, []
+    if HIDDEN in inputs:
+        nodes.append(helper.make_node("Identity", [hidden], [_STEP + HIDDEN]))
+    if IDS in inputs:
+        graph.initializer.append(helper.make_tensor(_STEP + IDS, inputs[IDS], [1, 1], [0]))
+    if MASK in inputs:
+        one = helper.make_tensor("value", inputs[MASK], [1], [1])
+        nodes.append(helper.make_node("Shape", [hidden], [_STEP + "lengths"], start=0, end=2))
+        nodes.append(helper.make_node("ConstantOfShape", [_STEP + "lengths"], [_STEP + MASK], value=one))
+    for index, node in enumerate(nodes):
+        node.name = f"{_STEP}input_{index}"
+    graph.node.extend([*nodes, *step.graph.node])
+    graph.initializer.extend(step.graph.initializer)
+    graph.output.extend(step.graph.output)
+    known = {entry.domain for entry in model.opset_import}
+    model.opset_import.extend(entry for entry in step.opset_import if entry.domain not in known)
+
+
+def _by_value(graph: onnx.GraphProto) -> set[str]:
+    """The tensors of which the outputs depend on what they hold, beside their shapes."""
+    read = {v.name for v in graph.output}
+    for node in reversed(graph.node):
+        if read & {*node.output} and node.op_type not in ("Shape", "Size"):
+            read |= names_read(node)
+    return read
+
+
+def _fold_sizes(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+    """Make constants, in place, of sizes for which alone something is computed, and which no source changes.
+
+    Keys and values of a layer often have the batch of what the layer before makes of the text: all of the decoder.
+    """
+    graph, read = model.graph, _by_value(model.graph)
+    alone = [n for n in graph.node if n.op_type == "Shape" and n.output[0] in read and n.input[0] not in read]
+    blueprint = Blueprint(model, weights)
+    inputs = {v.name: shape_of(v) or () for v in graph.input}
+    probes = [
+        Probe(blueprint, {name: tuple(d if isinstance(d, int) else n for d in s) for name, s in inputs.items()}, {})
+        for n in _LENGTHS
+    ]
+    for node in alone:
+        found = [value for probe in probes if (value := probe.value(node.output[0])) is not None]
+        if len(found) >= _ENOUGH and all(np.array_equal(found[0], value) for value in found):
+            graph.initializer.append(numpy_helper.from_array(found[0], node.output[0]))
+            graph.node.remove(node)
+
+
+def _give(graph: gs.Graph, constants: Sequence[TensorRole], given: dict[str, str]) -> None:
+    """Let the graph give the constants, by their names and in their types."""
+    emitter, tensors = Emitter(graph), graph.tensors()
+    made = {constant.name: tensors[given[constant.name]] for constant in constants}
+    for name in made:
+        if name in tensors:
+            tensors[name].name = emitter.name(name)
+    graph.outputs.clear()
+    for constant in constants:
+        source = made[constant.name]
+        dtype = onnx.TensorProto.DataType.Value(constant.dtype.upper())
+        attrs = {"to": dtype} if elem_type(source) != dtype else {}
+        tensor = emitter.op("Cast" if attrs else "Identity", [source], "constant", dtype, **attrs)
+        tensor.name, tensor.shape = constant.name, source.shape
+        graph.outputs.append(tensor)
+
+
+def _plan(
+    graph: gs.Graph, constants: Sequence[TensorRole], length: Dim, options: PlanOptions, notes: tuple[str, ...]
+) -> CachePlan:
+    attention = analyze_attention(graph, (), options)
+    axes = {t.name: t.axes for t in constants}
+    tensors = []
+    for t in graph.inputs:
+        shape = dims(t) or ()
+        meanings = tuple("" if isinstance(d, int) else "encoder" if d == length else "?" for d in shape)
+        tensors.append(TensorRole(t.name, "input", Role.OTHER, dtype_name(t), shape, "graph", meanings))
+    for t in graph.outputs:
+        shape = dims(t) or ()
+        tensors.append(TensorRole(t.name, "output", Role.CONSTANT, dtype_name(t), shape, "graph", axes[t.name]))
+    return CachePlan(
+        options=options,
+        opset=graph.opset,
+        caches=(),
+        attention=attention.attention,
+        masks=attention.masks,
+        spans=attention.spans,
+        tensors=tuple(tensors),
+        warnings=attention.warnings,
+        notes=notes,
+    )

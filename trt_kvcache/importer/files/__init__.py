@@ -1,0 +1,1 @@
+"""Model files and what lies beside them: read, checked, written."""

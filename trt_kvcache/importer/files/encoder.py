@@ -1,0 +1,78 @@
+"""Where exporters put the encoder of a decoder, and what gives the encoder's keys and values.
+
+Encoders:
+
+    encoder_model.onnx     optimum, beside decoder_with_past_model.onnx; both may end alike, as in _fp16.onnx
+    genai_config.json      onnxruntime-genai: the file that "encoder" names there
+    encoder.onnx           the same without a config
+    encoder/model.onnx     mobius-onnx, beside decoder/model.onnx
+
+First steps, which make keys and values of what the encoder gives: decoder_model.onnx and decoder_model_merged.onnx of
+optimum. The other exporters have them in the encoder or in the decoder.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.importer.files.embedding import export_suffix
+
+__all__ = ["decoder_start", "find_encoder", "find_first_step"]
+
+_CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
+_START = "decoder_start_token_id"
+
+
+def find_encoder(model: Path) -> Path | None:
+    """The encoder that lies beside a decoder or engine (or in its folder), or None."""
+    return next((path for path in _encoders(model) if path.is_file()), None)
+
+
+def find_first_step(model: Path) -> Path | None:
+    """The first step that lies beside an encoder, a decoder or an engine (or in its folder), or None."""
+    suffixes = dict.fromkeys((export_suffix(model), ""))
+    names = [f"decoder_model{merged}{suffix}.onnx" for suffix in suffixes for merged in ("", "_merged")]
+    return next((path for name in names if (path := _folder(model) / name).is_file()), None)
+
+
+def decoder_start(model: Path) -> int | None:
+    """The token that every text of the decoder starts with, as the export's configs have it; None: they do not say."""
+    folder = _folder(model)
+    for place in (folder, folder.absolute().parent) if folder.absolute().name == "decoder" else (folder,):
+        for name in _CONFIGS:
+            config = _read(place / name)
+            for part in (config, config.get("model"), config.get("decoder"), config.get("text_config")):
+                token = part.get(_START) if isinstance(part, dict) else None
+                if isinstance(token, int):
+                    return token
+    return None
+
+
+def _encoders(model: Path) -> Iterator[Path]:
+    folder = _folder(model)
+    for suffix in dict.fromkeys((export_suffix(model), "")):
+        yield folder / f"encoder_model{suffix}.onnx"
+    encoder = _read(folder / "genai_config.json").get("model", {})
+    encoder = encoder.get("encoder") if isinstance(encoder, dict) else None
+    if isinstance(encoder, dict) and isinstance(encoder.get("filename"), str):
+        yield folder / encoder["filename"]
+    yield folder / "encoder.onnx"
+    yield folder / "encoder" / "model.onnx"
+    if folder.absolute().name == "decoder":
+        yield folder.absolute().parent / "encoder" / "model.onnx"
+
+
+def _folder(model: Path) -> Path:
+    return model if model.is_dir() else model.parent
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """A config, or an empty one where there is none that can be read."""
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return config if isinstance(config, dict) else {}

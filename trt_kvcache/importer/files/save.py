@@ -1,0 +1,220 @@
+"""Writing a rewritten model: all of it appears, or nothing does.
+
+Weights stay where they are, or are copied by the operating system. Only those that change are written anew; of a file
+that some of them come from, the rest is copied.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+import blake3
+from google.protobuf.message import EncodeError
+from onnx import ModelProto, TensorProto
+
+from trt_kvcache.errors import OutputError
+from trt_kvcache.importer.files.flipped import Flipped
+from trt_kvcache.importer.protos import byte_size, iter_tensors
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer.files.source import SourceModel
+
+_PAGE = 4096
+_BLOCK = 1 << 25  # bytes read at a time
+
+
+def save_model(
+    proto: ModelProto, output: str | os.PathLike[str], source: SourceModel, flipped: Sequence[Flipped] = ()
+) -> None:
+    """Write a model derived from `source`; the source and its data files are never touched.
+
+    In the source's own folder, references to external data stay as they are. Anywhere else, the data files are copied
+    beside the new model by the operating system; a file there that already has the same content is used as it is.
+
+    Args:
+        proto: the model; its external data references are relative to ``source.path.parent``. Those of `flipped`
+            will name the new file.
+        output: the ``.onnx`` file; replaced if it exists.
+        source: what the model was made from.
+        flipped: weights that change on the way; they go to a file of their own, ``<output>.signed``.
+
+    Raises:
+        OutputError: the file cannot be written, is one of the source's own, or a different file stands where a data
+            file must be copied. Nothing is left behind.
+    """
+    target = Path(output).absolute()
+    changed = target.with_name(f"{target.name}.signed")
+    for file in (target, changed) if flipped else (target,):
+        _check_target(file, source)
+    data = {} if target.parent.samefile(source.path.parent) else _data_files(proto, target, source, flipped)
+    if flipped and changed in data:
+        raise OutputError(f"{changed}: a data file of the model has this name; write to another path")
+    _refer(proto, flipped, changed.name)
+    try:
+        content = proto.SerializeToString()
+    except (ValueError, EncodeError) as error:
+        raise OutputError(
+            f"{output}: the rewritten model does not fit into one file ({error}); export the source with external data"
+        ) from None
+    try:
+        with _placing() as place:
+            for copy, needed in data.items():
+                place(copy, needed)
+            if flipped:
+                place(changed, _aligned(flipped, source.path.parent))
+            place(target, content)
+    except OSError as error:
+        raise OutputError(f"{output}: cannot be written: {error.strerror} ({error.filename})") from None
+
+
+def _check_target(target: Path, source: SourceModel) -> None:
+    if target.is_dir():
+        raise OutputError(f"{target}: is a directory; give the path of the file to write")
+    if not target.parent.is_dir():
+        raise OutputError(f"{target}: its folder does not exist; create {target.parent} first")
+    for file in (source.path, *source.external_files):
+        if target.exists() and target.samefile(file):
+            raise OutputError(f"{target}: belongs to the source model, which must stay as it is; write to another path")
+
+
+@dataclass(frozen=True)
+class _Data:
+    """What a model needs of a data file: bytes from start to stop, in order and apart; None: the whole file."""
+
+    original: Path
+    ranges: tuple[tuple[int, int], ...] | None
+
+
+def _data_files(proto: ModelProto, target: Path, source: SourceModel, flipped: Sequence[Flipped]) -> dict[Path, _Data]:
+    """By copy, each external file that the model refers to and that is not yet in the target's folder.
+
+    The weights of `flipped` will be elsewhere: of the files that they come from, the rest is needed.
+    """
+    moved, emptied = {weight.name for weight in flipped}, {weight.location for weight in flipped}
+    used: dict[str, list[tuple[int, int]]] = {}
+    for tensor in iter_tensors(proto):
+        if tensor.data_location == TensorProto.EXTERNAL and tensor.name not in moved:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            start = int(entries.get("offset") or 0)
+            used.setdefault(entries["location"], []).append((start, start + (byte_size(tensor) or 0)))
+    files: dict[Path, _Data] = {}
+    for location in sorted(used):
+        copy, original = target.parent / location, source.path.parent / location
+        if copy == target:
+            raise OutputError(f"{target}: a data file of the model has this name; write to another path")
+        data = _Data(original, _joined(used[location]) if location in emptied else None)
+        if not copy.exists():
+            files[copy] = data
+        elif not copy.samefile(original) and not _same_content(copy, data):
+            raise OutputError(f"{copy}: another file stands where a data file must be copied; write to another folder")
+    return files
+
+
+def _joined(ranges: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """The same bytes, in order and apart."""
+    joined: list[tuple[int, int]] = []
+    for start, stop in sorted(ranges):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(stop, joined[-1][1])
+        else:
+            joined.append((start, stop))
+    return tuple(joined)
+
+
+def _same_content(copy: Path, data: _Data) -> bool:
+    if not copy.is_file() or copy.stat().st_size != data.original.stat().st_size:
+        return False
+    if data.ranges is not None:
+        return all(a == b for a, b in zip(_pieces(copy, data.ranges), _pieces(data.original, data.ranges), strict=True))
+    digests = [blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(f).digest() for f in (copy, data.original)]
+    return digests[0] == digests[1]
+
+
+def _copy(data: _Data, file: BinaryIO) -> None:
+    """By the operating system; what is not needed becomes a hole, which takes no space on most file systems."""
+    if data.ranges is None:
+        shutil.copyfile(data.original, file.name)
+        return
+    file.truncate(data.original.stat().st_size)
+    pieces = _pieces(data.original, data.ranges)
+    for start, stop in data.ranges:
+        file.seek(start)
+        while file.tell() < stop:
+            file.write(next(pieces))
+
+
+def _pieces(path: Path, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """The bytes of a file in these ranges, a piece at a time."""
+    with path.open("rb") as file:
+        for start, stop in ranges:
+            file.seek(start)
+            while (left := stop - file.tell()) > 0:
+                data = file.read(min(left, _BLOCK))
+                if not data:
+                    raise OSError(errno.EIO, "ends before its weights do", str(path))
+                yield data
+
+
+def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
+    """Let the weights of `flipped` refer to where `_aligned` puts them."""
+    weights, offset = {t.name: t for t in proto.graph.initializer}, 0
+    for weight in flipped:
+        tensor = weights[weight.name]
+        del tensor.external_data[:]
+        for key, value in (("location", location), ("offset", str(offset)), ("length", str(weight.length))):
+            tensor.external_data.add(key=key, value=value)
+        offset += weight.length + -weight.length % _PAGE
+
+
+def _aligned(flipped: Sequence[Flipped], folder: Path) -> Iterator[bytes]:
+    """The flipped data, each weight from the start of a page, so that it can be mapped."""
+    for weight in flipped:
+        yield from weight.read(folder)
+        yield bytes(-weight.length % _PAGE)
+
+
+Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
+
+
+@contextmanager
+def _placing() -> Iterator[Place]:
+    """Hand out a function that prepares new files; all are renamed into place at the end, or removed on any error."""
+    undo: list[Callable[[], None]] = []  # noted before what it undoes: an interrupt may fall between the two
+    pending: list[tuple[Path, Path]] = []
+
+    def place(target: Path, content: _Data | bytes | Iterator[bytes]) -> None:
+        for folder in reversed([f for f in (target.parent, *target.parent.parents) if not f.exists()]):
+            folder.mkdir()
+            undo.append(folder.rmdir)
+        # Not tempfile: its files are private to the user, and these are ordinary files that follow the umask.
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        undo.append(partial(temporary.unlink, missing_ok=True))
+        with temporary.open("xb") as file:
+            if isinstance(content, _Data):
+                _copy(content, file)
+            else:
+                file.writelines((content,) if isinstance(content, bytes) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        pending.append((temporary, target))
+
+    try:
+        yield place
+        for temporary, target in pending:
+            if not target.exists():
+                undo.append(target.unlink)
+            temporary.replace(target)
+    except BaseException:
+        for step in reversed(undo):
+            with suppress(OSError):
+                step()
+        raise

@@ -1,0 +1,280 @@
+"""Reading a model file: the graph without its weights, and everything that can be wrong with the files.
+
+External data are looked at (is the file there, inside the folder, long enough?) but weights are never read, so a model
+of any size with external data loads in the time that its graph takes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+from onnx import GraphProto, ModelProto, TensorProto
+
+from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.importer.files.checks import check_graph
+from trt_kvcache.importer.files.folder import check_takes_past, find_model
+from trt_kvcache.importer.files.lenient import make_strict
+from trt_kvcache.importer.files.save import save_model
+from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias
+from trt_kvcache.importer.quantized.quantizers import standardize
+
+__all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
+
+PROTOBUF_LIMIT = 2**31 - 1
+"""Bytes; a longer message cannot be encoded or decoded by any protobuf library."""
+
+_ONNX_WANTED = "give the path of an .onnx file"
+# Bytes. Positions of long texts, and masks over them, are int64 and bool; quantized weights may be int32.
+_READ_LIMITS: dict[int, int] = {
+    TensorProto.INT64: 1 << 26, TensorProto.INT32: 1 << 20, TensorProto.BOOL: 1 << 28,
+}  # fmt: skip
+_CONSTANT_LIMIT = 1 << 20
+_BIAS_LIMIT = 1 << 28
+_AGAIN = "export or copy the model again"
+_SAMPLE = 512
+
+# Offset and content of the first bytes of files that are taken for models, what they are, and what to do instead.
+_SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
+    (0, b"GGUF", "a GGUF file (llama.cpp)", "export the original model to ONNX"),
+    (0, b"ftrt", "a TensorRT engine", "give the ONNX model that it was built from"),
+    (0, b"vtrt", "a TensorRT engine", "give the ONNX model that it was built from"),
+    (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "run 'git lfs pull'"),
+    (0, b"PK\x03\x04", "a zip archive (a PyTorch checkpoint?)", "export the model to ONNX"),
+    (0, b"\x80\x02", "a Python pickle (a PyTorch checkpoint?)", "export the model to ONNX"),
+    (0, b"\x89HDF", "an HDF5 file", "export the model to ONNX"),
+    (0, b"\x1f\x8b", "a gzip archive", "unpack it first"),
+    (4, b"ORTM", "a model in ONNX Runtime's own format", "give the ONNX model that it was converted from"),
+    (4, b"TFL3", "a TensorFlow Lite model", "export the original model to ONNX"),
+)
+
+
+@dataclass(frozen=True)
+class SourceModel:
+    """A model file that passed every check.
+
+    Attributes:
+        path: absolute path of the model file.
+        proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
+        external_files: absolute paths of the external data files, in order of first use.
+        is_edited: the graph says what the file says in other operators, which ONNX Runtime knows.
+    """
+
+    path: Path
+    proto: ModelProto
+    external_files: tuple[Path, ...]
+    is_edited: bool = False
+
+
+def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> SourceModel:
+    """Read a model without its external data, and check files and graph.
+
+    Args:
+        path: of the file, or of the folder of an export with one decoder in it.
+        first_step: take the export of the first step alone as well: caches come out of it, and none go in.
+
+    Raises:
+        UnsupportedModelError: the export of the first step alone; see `check_takes_past`.
+        InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
+            the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = find_model(path)
+    proto = _parse(path)
+    make_strict(proto)
+    check_graph(proto, str(path))
+    is_edited = standardize(proto)
+    if not first_step:
+        check_takes_past(proto.graph, path)
+    files = _check_tensor_data(proto, path)
+    take_readable(proto, path.parent)
+    return SourceModel(path.absolute(), proto, files, is_edited)
+
+
+def take_readable(proto: ModelProto, folder: Path) -> None:
+    """Take what proofs read of external data, which must have been checked, into the model: no weights.
+
+    Proofs evaluate positions, masks and biases. Exporters put whatever makes these beside the weights of a large model:
+    torch.onnx.export shapes, axes and rows counted over a capacity; optimum-onnx the Constants of 100 bytes and more.
+    """
+    for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
+        for tensor in graph.initializer:
+            if _is_external(tensor) and _size(tensor) <= _limit(tensor):
+                _read(tensor, folder)
+    for node in (node for scope in iter_scopes(proto) for node in scope.node if is_op(node, "Constant")):
+        for tensor in (attribute.t for attribute in node.attribute if attribute.HasField("t")):
+            if _is_external(tensor) and _size(tensor) <= max(_CONSTANT_LIMIT, _limit(tensor)):
+                _read(tensor, folder)
+
+
+def _is_external(tensor: TensorProto) -> bool:
+    return bool(tensor.data_location == TensorProto.EXTERNAL and tensor.data_type != TensorProto.STRING)
+
+
+def _size(tensor: TensorProto) -> int:
+    return byte_size(tensor) or 0
+
+
+def _limit(tensor: TensorProto) -> int:
+    """Up to how many bytes of external data are taken into the model; -1: none."""
+    return max(_READ_LIMITS.get(tensor.data_type, -1), _BIAS_LIMIT if may_be_bias(tensor) else -1)
+
+
+def _read(tensor: TensorProto, folder: Path) -> None:
+    """Take the data of a checked tensor into the model."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    with (folder / entries["location"]).open("rb") as file:
+        file.seek(int(entries.get("offset") or 0))
+        tensor.raw_data = file.read(byte_size(tensor) or 0)
+    tensor.ClearField("data_location")
+    del tensor.external_data[:]
+
+
+def _parse(path: Path) -> ModelProto:
+    """The decoded file."""
+    if not path.exists():
+        raise InvalidModelError(f"{path}: no such file; {_ONNX_WANTED}")
+    if not path.is_file():
+        raise InvalidModelError(f"{path}: not a regular file; {_ONNX_WANTED}")
+    proto = ModelProto()
+    try:
+        with path.open("rb") as file:
+            start = file.read(_SAMPLE)
+            if found := _recognize(start):
+                raise InvalidModelError(f"{path}: {found}")
+            size = os.fstat(file.fileno()).st_size
+            if size > PROTOBUF_LIMIT:
+                raise InvalidModelError(
+                    f"{path}: {size} bytes in one file, but an ONNX file cannot be longer than 2 GiB; "
+                    "export the model with external data"
+                )
+            # Mapped, not read: protobuf copies inline weights once, and nothing else does.
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as content:
+                proto.ParseFromString(content)
+    except OSError as error:
+        raise InvalidModelError(
+            f"{path}: cannot be read ({error.strerror}); check the file and its permissions"
+        ) from None
+    except DecodeError:
+        raise InvalidModelError(
+            f"{path}: not an ONNX model, or truncated ({size} bytes do not decode); {_AGAIN}"
+        ) from None
+    # Protobuf skips what it does not know, so many byte strings decode to a model with nothing in it.
+    missing = [
+        what
+        for what, there in (("graph", proto.HasField("graph")), ("opset import", bool(proto.opset_import)))
+        if not there
+    ]
+    if missing:
+        raise InvalidModelError(f"{path}: not an ONNX model, or truncated (no {' and no '.join(missing)}); {_AGAIN}")
+    return proto
+
+
+def _recognize(start: bytes) -> str | None:
+    """What a file that begins like this is, if it is surely not ONNX, and what to do."""
+    if not start:
+        return f"an empty file; {_AGAIN}"
+    for offset, magic, what, todo in _SIGNATURES:
+        if start[offset:].startswith(magic):
+            return f"{what}; {todo}"
+    if start[8:9] == b"{" and int.from_bytes(start[:8], "little") < 1 << 40:
+        return "a safetensors file: weights without a graph; export the model to ONNX"
+    if _is_text(start):
+        what = "JSON" if start.lstrip()[:1] in (b"{", b"[") else "text"
+        return f"{what}, not a binary ONNX model; {_ONNX_WANTED}"
+    return None
+
+
+def _is_text(start: bytes) -> bool:
+    """Whether this is readable text. ONNX is not: its fields begin with tag bytes that are control characters."""
+    sample = start.removeprefix(b"\xef\xbb\xbf")
+    try:
+        text = sample.decode()
+    except UnicodeDecodeError as error:
+        if (
+            len(start) < _SAMPLE or error.start < len(sample) - 3
+        ):  # else: a character cut in two by the end of the sample
+            return False
+        text = sample[: error.start].decode()
+    return all(c.isprintable() or c in "\t\n\r\f" for c in text)
+
+
+def _check_tensor_data(proto: ModelProto, path: Path) -> tuple[Path, ...]:
+    """Check that every tensor's data are there in full; returns the external files."""
+    files: dict[str, tuple[Path, int]] = {}
+    for tensor in iter_tensors(proto):
+        try:
+            needed = byte_size(tensor)
+        except (ValueError, KeyError) as error:
+            raise InvalidModelError(f"{path}: tensor '{tensor.name}' is not legal ({error}); {_AGAIN}") from None
+        if tensor.data_location == TensorProto.EXTERNAL:
+            _check_external(tensor, needed, path, files)
+        elif tensor.HasField("raw_data") and needed is not None and len(tensor.raw_data) != needed:
+            raise InvalidModelError(
+                f"{path}: tensor '{tensor.name}' has {len(tensor.raw_data)} bytes of data where its dtype and shape "
+                f"need {needed}; {_AGAIN}"
+            )
+    return tuple(dict.fromkeys(file.absolute() for file, _ in files.values()))
+
+
+def _check_external(tensor: TensorProto, needed: int | None, path: Path, files: dict[str, tuple[Path, int]]) -> None:
+    """Check one tensor's reference; `files` collects location -> (path, size).
+
+    Keys and meaning of the reference: https://onnx.ai/onnx/repo-docs/ExternalData.html
+    """
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    location = entries.get("location", "")
+    where = f"{path}: the data of tensor '{tensor.name}'"
+    if not location:
+        raise InvalidModelError(f"{where} are external, but no file is named; {_AGAIN}")
+    try:
+        offset, length = int(entries.get("offset") or 0), int(entries.get("length") or -1)
+    except ValueError:
+        offset = -1
+    if offset < 0 or length < -1:
+        raise InvalidModelError(
+            f"{where} have offset '{entries.get('offset')}' and length '{entries.get('length')}' in {location}; both "
+            f"must be numbers, and not negative; {_AGAIN}"
+        )
+    if location not in files:
+        files[location] = _external_file(location, path, where)
+    _, size = files[location]
+    end = offset + max(length, needed or 0)
+    if length >= 0 and needed is not None and length < needed:
+        raise InvalidModelError(
+            f"{where} are {length} bytes of {location}, but its dtype and shape need {needed}; {_AGAIN}"
+        )
+    if end > size:
+        raise InvalidModelError(
+            f"{where} end at byte {end} of {location}, which has only {size} bytes: it is truncated or belongs to "
+            "another model; copy or export it again"
+        )
+
+
+def _external_file(location: str, path: Path, where: str) -> tuple[Path, int]:
+    """The file that a location names, and its size. It must lie in the model's folder, also after symbolic links.
+
+    A model that is itself a symbolic link (as in the Hugging Face cache) may have its data beside the real file too.
+    """
+    move = f"move the file into {path.parent} and refer to it by a relative path"
+    if Path(location).is_absolute() or "\\" in location or ".." in Path(location).parts:
+        raise InvalidModelError(f"{where} lie outside the model's folder ('{location}'); {move}")
+    file = path.parent / location
+    try:
+        real = file.resolve()
+        folders = {path.parent.resolve(), path.resolve().parent}
+        if not any(real.is_relative_to(folder) for folder in folders):
+            raise InvalidModelError(
+                f"{where} lie outside the model's folder ('{location}' is a link to {real}); {move}"
+            )
+        if not real.is_file():
+            state = "is not a regular file" if real.exists() else "is missing"
+            raise InvalidModelError(f"{where} are in {location}, which {state}; put that file into {path.parent}")
+        with real.open("rb"):
+            return file, real.stat().st_size
+    except (OSError, ValueError, RuntimeError) as error:  # a name with a null byte, a loop of links, no permission
+        raise InvalidModelError(f"{where} are in {location!r}, which cannot be read ({error})") from None

@@ -1,0 +1,1 @@
+"""What attends to caches: scores, masks, biases, and how keys and values are read."""

@@ -1,0 +1,359 @@
+"""Attention over latents, instead of over the keys and values that weights make of them for each head.
+
+    q (c W)^T  =  (q W^T) c^T                  p (c W)  =  (p c) W
+
+    Q [B, N, S, D] -- Slice -- MatMul(W^T [N, D1, R]) -- Concat [B, N, S, R + D2]
+    latents [B, 1, L, R], rotated [B, 1, L, D2] -------- Concat [B, 1, L, R + D2]
+    Attention(those queries, those keys, latents) [B, N, S, R] -- MatMul(W [N, R, Dv]) -- output
+
+The sums are the same in another order. One head of keys and values is left, and no row of a cache is multiplied with a
+weight: N * (2 R + D2) multiplications for each token and row in use, where keys and values take R * N * (D1 + Dv) for
+each row and N * (D + Dv) for each token and row. That is for steps of few tokens: both take the same for
+R * (D1 + Dv) / (2 R - D1 - Dv) of them, 170 in DeepSeek V3.
+
+Which column of a weight makes which number of which head is not matched, but read off numbers: what the MatMul gives is
+numbered, and the keys show where each number goes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import prod
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
+from trt_kvcache.importer.normalize.attention.cache_reads import elem_type_of, smallest
+from trt_kvcache.importer.normalize.attention.computed import MOVES, Computed
+from trt_kvcache.importer.normalize.attention.row_functions import RowFunction
+from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.views import is_float_cast
+
+_JOINS = ("Concat", "Split")
+_ARRANGED = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten")
+
+
+@dataclass(frozen=True, eq=False)
+class _Weight:
+    """A weight of which each head has columns of its own.
+
+    Attributes:
+        tensor: ``[R, C]``, or ``[heads, R, C]`` where `apart`.
+        heads, rows, columns: N, R and C.
+        apart: heads have an axis of their own; else they lie side by side in the columns:
+        first, step: from column `first` on, `step` for each head.
+        start, count: of the columns of a head those that count.
+    """
+
+    tensor: gs.Tensor
+    heads: int
+    rows: int
+    columns: int
+    apart: bool
+    first: int
+    step: int
+    start: int
+    count: int
+
+    def multiply(self, tensor: gs.Tensor, kind: int, emit: Emitter, *, transposed: bool) -> gs.Variable:
+        """``[B, N, S, R]`` times the weight, ``[B, N, S, count]``; `transposed`: the other way round.
+
+        One product for each head, over the rows of all sequences: where the batch is an axis beside the heads, TensorRT
+        for RTX 1.7.1 copies the weight for each sequence in each step.
+        """
+        size, made = (self.count, self.rows) if transposed else (self.rows, self.count)
+        heads = emit.op("Transpose", [tensor], "heads_first", kind, perm=[1, 0, 2, 3])
+        rows = emit.op("Reshape", [heads, emit.ints([0, -1, size])], "head_rows", kind)
+        product = emit.op("MatMul", [rows, self._emit(emit, transposed=transposed)], "per_head", kind)
+        sizes = emit.op("Shape", [heads], "head_sizes", INT64, start=0, end=3)
+        whole = emit.op("Concat", [sizes, emit.ints([made])], "head_sizes", INT64, axis=0)
+        apart = emit.op("Reshape", [product, whole], "per_head", kind)
+        result: gs.Variable = emit.op("Transpose", [apart], "per_head", kind, perm=[1, 0, 2, 3])
+        return result
+
+    def _emit(self, emit: Emitter, *, transposed: bool) -> gs.Tensor:
+        """As ``[N, R, count]``, or `transposed` as ``[N, count, R]``."""
+        tensor, shape = self.tensor, [self.heads, self.rows, self.step]
+        if not self.apart:
+            tensor = emit.op("Reshape", [tensor, emit.ints([self.rows, self.columns])], "weight")
+            tensor = _some(emit, tensor, 1, self.first, self.heads * self.step, self.columns)
+            shape = [self.rows, self.heads, self.step]
+        tensor = emit.op("Reshape", [tensor, emit.ints(shape)], "weight")
+        tensor = _some(emit, tensor, 2, self.start, self.count, self.step)
+        perm = [0, 1, 2] if self.apart else [1, 0, 2]
+        perm = [perm[0], perm[2], perm[1]] if transposed else perm
+        return tensor if perm == [0, 1, 2] else emit.op("Transpose", [tensor], "weight", perm=perm)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Columns of the keys or values of all heads, and what they are made of.
+
+    Attributes:
+        source: the same for all heads; its rows are multiplied with `weight`, if there is one.
+        first, count: the columns of it that count; all where there is a weight.
+        start, size: the columns of keys or values.
+    """
+
+    source: RowFunction
+    first: int
+    count: int
+    start: int
+    size: int
+    weight: _Weight | None
+
+
+@dataclass(frozen=True, eq=False)
+class Absorbed:
+    """How one attention over computed keys and values becomes one over what these are computed from."""
+
+    keys: tuple[_Part, ...]
+    value: _Part
+    sample: Sample
+
+    def place(self, core: Core, computed: Computed, canonical: Canonical) -> None:
+        """Put the attention, and what stands around it, into the graph.
+
+        Args:
+            core: the attention that this stands for.
+            computed: of the same model.
+            canonical: of the graph, with the caches.
+        """
+        emit = canonical.emit
+        key_type, value_type = (elem_type_of(w.present) for w in (core.key, core.value))
+        made: dict[str, gs.Tensor] = {}
+        rows = [self._row(part, computed, made, canonical) for part in self.keys]
+        values = self._row(self.value, computed, made, canonical)
+        keys = rows[0] if len(rows) == 1 else emit.op("Concat", rows, "latent_keys", key_type, axis=3)
+        query = self._query(core, key_type, emit)
+        size, value_size = sum(part.count for part in self.keys), self.value.count
+        for tensor, kind, width in ((keys, key_type, size), (values, value_type, value_size)):
+            canonical.known[tensor.name] = (kind, (canonical.batch, 1, canonical.capacity, width))
+        inner = replace(
+            core,
+            query=query,
+            key=replace(core.key, past=keys, present=keys, axis=2),
+            value=replace(core.value, past=values, present=values, axis=2),
+            head_size=size,
+            value_size=value_size,
+            query_type=key_type,
+        )
+        if self.value.weight is None:
+            canonical.core(inner)
+            return
+        output = gs.Variable(emit.name("over_latents"), dtype=value_type)
+        canonical.core(replace(inner, output=output, output_type=value_type))
+        result = self.value.weight.multiply(output, value_type, emit, transposed=False)
+        if value_type != core.output_type:
+            result = emit.op("Cast", [result], "values", core.output_type, to=core.output_type)
+        core.output.inputs.clear()
+        result.inputs[0].outputs = [core.output]
+
+    def _query(self, core: Core, kind: int, emit: Emitter) -> gs.Tensor:
+        query = core.query
+        if core.query_type != kind:
+            query = emit.op("Cast", [query], "query", kind, to=kind)
+        parts: list[gs.Tensor] = []
+        for part in self.keys:
+            some = _some(emit, query, 3, part.start, part.size, core.head_size)
+            if part.weight is not None:
+                some = part.weight.multiply(some, kind, emit, transposed=True)
+            parts.append(some)
+        return parts[0] if len(parts) == 1 else emit.op("Concat", parts, "latent_queries", kind, axis=3)
+
+    def _row(self, part: _Part, computed: Computed, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
+        """What a part is made of, as one head ``[B, 1, rows, count]``."""
+        emit, function = canonical.emit, part.source
+        name = str(function.tensor.name)
+        tensor = computed.emit(name, made, canonical)
+        shape = self.sample.probe.shape(name) or ()
+        width = _features(shape, function)
+        if len(shape) != 4 or function.axes != (0, 2) or shape[1] != 1:
+            if (alone := f"{name} as one head") not in made:
+                made[alone] = emit.op("Reshape", [tensor, emit.ints([0, 1, -1, width])], "row", tensor.dtype)
+            tensor = made[alone]
+        return _some(emit, tensor, 3, part.first, part.count, width)
+
+    @property
+    def balance(self) -> int | None:
+        """The most tokens of a step that cost no more multiplications than with keys and values; None: any number."""
+        parts = (*self.keys, self.value)
+        expansion = sum(part.weight.rows * part.size for part in parts if part.weight is not None)
+        more = sum(part.count - part.size for part in parts)
+        return expansion // more if more > 0 else None
+
+
+def note(absorbed: Collection[Absorbed]) -> tuple[str, ...]:
+    """What to know about attentions whose queries go to latents; nothing where there are none."""
+    balances = [item.balance for item in absorbed if item.balance is not None]
+    if not absorbed:
+        return ()
+    text = "queries go to the latents in the caches, and no keys and values are made of those"
+    if balances:
+        text += (
+            f"; in steps of more than {min(balances)} tokens, keys and values would take fewer multiplications "
+            "(--latent-attention expanded)"
+        )
+    return (text,)
+
+
+def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -> dict[str, Absorbed]:
+    """Those attentions, by name, whose queries may go to what their keys and values are computed from.
+
+    Nothing is refused: others stay as they are.
+
+    Args:
+        cores: all attentions.
+        computed: what they may read beside caches.
+        samples: of the model as exported.
+    """
+    sample = smallest(samples)
+    finder = _Finder(computed, sample)
+    found: dict[str, Absorbed] = {}
+    for core in cores:
+        if core.rounded_scores or core.rounded_weights:  # over latents, these would be other numbers
+            continue
+        if core.heads < 2 or not {core.key.present.name, core.value.present.name} & computed.heads.keys():
+            continue
+        keys = finder.parts(core.key, core.heads, core.head_size)
+        values = finder.parts(core.value, core.heads, core.value_size)
+        if keys and len(values) == 1 and any(part.weight is not None for part in keys + values):
+            found[core.node] = Absorbed(keys, values[0], sample)
+    return found
+
+
+class _Finder:
+    def __init__(self, computed: Computed, sample: Sample) -> None:
+        self._functions = computed.functions
+        self._sample = sample
+
+    def parts(self, write: Write, heads: int, size: int) -> tuple[_Part, ...]:
+        """What all columns of keys or values are made of, in order; none where that is not supported."""
+        name = str(write.present.name)
+        places = self._places(name, size)
+        if places is None or len(places[1]) not in (1, heads):
+            return ()
+        leaves, numbers = places
+        numbers = np.broadcast_to(numbers, (heads, size, 2))
+        whose = numbers[0, :, 0]
+        bounds = [0, *(np.flatnonzero(np.diff(whose)) + 1), size]
+        parts: list[_Part] = []
+        for start, end in pairwise(bounds):
+            part = self._part(leaves[whose[start]], numbers[:, start:end], int(start))
+            if (numbers[:, start:end, 0] != whose[start]).any() or part is None:
+                return ()
+            parts.append(part)
+        return tuple(parts)
+
+    def _places(self, name: str, size: int) -> tuple[list[RowFunction], Array] | None:
+        """What a tensor ``[B, N, T, D]`` is moved from, and for each ``[N, D]`` which of those, and which column."""
+        leaves = self._leaves(name)
+        if leaves is None:
+            return None
+        shape = self._sample.probe.shape(name)
+        if shape is None or len(shape) != 4 or shape[3] != size:
+            return None
+        rows = shape[0] * shape[2]
+        given: dict[str, Array] = {}
+        owners: list[Array] = []
+        begin = 0
+        for index, leaf in enumerate(leaves):
+            whole = self._sample.probe.shape(leaf.tensor.name)
+            if whole is None or (whole[leaf.axes[0]], whole[leaf.axes[1]]) != (shape[0], shape[2]):
+                return None
+            width = _features(whole, leaf)
+            numbers = (begin + np.arange(width)) * rows + np.arange(rows).reshape(shape[0], shape[2], 1)
+            others = [d for axis, d in enumerate(whole) if axis not in leaf.axes]
+            given[leaf.tensor.name] = np.moveaxis(numbers.reshape(shape[0], shape[2], *others), (0, 1), leaf.axes)
+            owners.append(np.stack([np.full(width, index), np.arange(width)], axis=1))
+            begin += width
+        made = self._sample.probe.given(given).value(name)
+        if made is None or made.shape != shape:
+            return None
+        columns, row = np.divmod(made, rows)
+        if (row != np.arange(rows).reshape(shape[0], 1, shape[2], 1)).any() or (columns != columns[:1, :, :1]).any():
+            return None
+        return leaves, np.concatenate(owners)[columns[0, :, 0]]
+
+    def _leaves(self, name: str) -> list[RowFunction] | None:
+        """The row functions that a tensor is put together of, as they are."""
+        found: dict[str, RowFunction] = {}
+        pending, seen = [name], set[str]()
+        while pending:
+            function = self._functions.found.get(current := pending.pop())
+            if function is None:
+                return None
+            if current in seen:
+                continue
+            seen.add(current)
+            if function.node is not None and is_op(function.node, *MOVES, *_JOINS):
+                pending += [t.name for t in function.node.inputs if t.name in self._functions.found]
+            else:
+                found[current] = function
+        return list(found.values())
+
+    def _part(self, leaf: RowFunction, numbers: Array, start: int) -> _Part | None:
+        """What makes columns from `start` on.
+
+        Args:
+            leaf: what they are moved from.
+            numbers: which of its columns each of them is, for each head ``[N, size, 2]``, after what it is of.
+            start: the first of them.
+        """
+        columns = numbers[..., 1]
+        heads, size = columns.shape
+        first, step = int(columns[0, 0]), int(columns[1, 0] - columns[0, 0])
+        if (columns != first + step * np.arange(heads)[:, None] + np.arange(size)).any() or step < 0:
+            return None
+        if step == 0:
+            return _Part(leaf, first, size, start, size, None) if self._is_flat(leaf) else None
+        node = leaf.node
+        if node is None or not is_op(node, "MatMul"):
+            return None
+        source = self._functions.found.get(node.inputs[0].name)
+        shape = self._sample.probe.shape(node.inputs[1].name)
+        if source is None or not self._is_flat(source) or shape is None or not _is_weight(node.inputs[1]):
+            return None
+        rows, width = shape[-2:]
+        if prod(shape[:-2]) == heads and step == width and first + size <= width:
+            weight = _Weight(node.inputs[1], heads, rows, width, True, 0, step, first, size)
+        elif prod(shape[:-2]) == 1 and (begin := min(first, width - heads * step)) >= 0:
+            if first - begin + size > step:
+                return None
+            weight = _Weight(node.inputs[1], heads, rows, width, False, begin, step, first - begin, size)
+        else:
+            return None
+        return _Part(source, 0, rows, start, size, weight)
+
+    def _is_flat(self, function: RowFunction) -> bool:
+        """Whether a row is one axis, the last one, so that a Reshape makes one head of it."""
+        shape = self._sample.probe.shape(function.tensor.name) or ()
+        return function.axes[0] == 0 and len(shape) - 1 not in function.axes and _features(shape, function) == shape[-1]
+
+
+def _features(shape: Sequence[int], function: RowFunction) -> int:
+    return prod(d for axis, d in enumerate(shape) if axis not in function.axes)
+
+
+def _is_weight(tensor: gs.Tensor) -> bool:
+    """Whether a tensor is a weight, as it is or arranged otherwise: one of few bits stays with its MatMul."""
+    while not isinstance(tensor, gs.Constant):
+        node = producer(tensor)
+        if node is None or not (is_op(node, *_ARRANGED) or is_float_cast(node)):
+            return node is not None and is_op(node, "Constant")
+        tensor = node.inputs[0]
+    return True
+
+
+def _some(emit: Emitter, tensor: gs.Tensor, axis: int, start: int, count: int, whole: int) -> gs.Tensor:
+    """So many numbers of an axis from `start` on, of the `whole`."""
+    if count == whole:
+        return tensor
+    made: gs.Tensor = emit.op("Slice", [tensor, *(emit.ints([n]) for n in (start, start + count, axis))], "some")
+    return made

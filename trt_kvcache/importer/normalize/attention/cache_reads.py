@@ -1,0 +1,182 @@
+"""What attention reads of a cache, through the chain of operators between the two.
+
+    cache ── Unsqueeze, Expand, Reshape (repeat_kv), Transpose, Mul ── K or V
+
+The chain is not matched: the cache is filled with numbers, the chain is evaluated, and the result must be the cache
+with its heads repeated, transposed, and scaled by one factor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import is_op, producer
+from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.views import is_float_cast
+
+Array = npt.NDArray[Any]
+
+_MOVES = (
+    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
+)  # fmt: skip
+_ELEMENTS = 1 << 26  # of one cache filled with numbers
+
+
+class CacheReads:
+    """The caches of a model, as attention reads them.
+
+    Args:
+        writes: the caches.
+        samples: of the model as exported; factors on the way are promised to stay.
+    """
+
+    def __init__(self, writes: Sequence[Write], samples: Samples) -> None:
+        self._samples = samples
+        self._small = smallest(samples)
+        self._presents = {tensor.name: write for write in writes for tensor in _read(write)}
+
+    def behind(self, tensor: gs.Tensor) -> Write | None:
+        """The cache that a tensor is made of by moving, repeating and scaling values."""
+        return found[0] if (found := self._chain(tensor)) is not None else None
+
+    def _chain(self, tensor: gs.Tensor) -> tuple[Write, float, list[gs.Node]] | None:
+        """The cache behind a tensor, the product of the factors on the way, and the nodes that move."""
+        factor = 1.0
+        moves: list[gs.Node] = []
+        while tensor.name not in self._presents:
+            node = producer(tensor)
+            if node is None:
+                return None
+            if is_op(node, *_MOVES) or is_float_cast(node):
+                moves.append(node)
+                tensor = node.inputs[0]
+            elif is_op(node, "Mul", "Div") and (pair := self.factor(node)) is not None:
+                tensor = pair[0]
+                factor *= pair[1]
+            else:
+                return None
+        return self._presents[tensor.name], factor, moves
+
+    def factor(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
+        """The varying operand of a Mul or Div, and the factor that the other one is."""
+        for data, other in (node.inputs, reversed(node.inputs)):
+            value = self._small.probe.value(other.name)
+            if value is None or value.size != 1 or (is_op(node, "Div") and other is node.inputs[0]):
+                continue
+            if not self._is_fixed(other, value):
+                continue
+            if self._small.probe.value(data.name) is None:
+                number = float(value.reshape(()))
+                return data, 1 / number if is_op(node, "Div") else number
+        return None
+
+    def _is_fixed(self, tensor: gs.Tensor, value: Array) -> bool:
+        """Whether a tensor has this value however long the text is."""
+        if isinstance(tensor, gs.Constant):
+            return True
+        seen = (sample.probe.value(tensor.name) for sample in self._samples.plain)
+        if not all(v is not None and np.array_equal(v, value) for v in seen):
+            return False
+
+        def stays(sample: Sample) -> None:
+            found = sample.probe.value(tensor.name)
+            if found is None or not np.array_equal(found, value):
+                raise UnsupportedModelError(
+                    f"the factor '{tensor.name}' of scores or caches is {float(value.reshape(())):g}, and {found} with "
+                    f"{sample.past} tokens in the cache and {sample.length} new; supported are factors that stay"
+                )
+
+        self._samples.promise([tensor.name], ("factor", value.tobytes()), stays)
+        return True
+
+    def prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> float:
+        """Prove that `tensor` is a cache with repeated heads; returns the factor that scales it."""
+        chain = self._chain(tensor)
+        assert chain is not None
+        few = self._samples.plain[: 2 if write.growing else 1]
+        for sample in few:
+            self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
+        for sample in self._samples.plain[len(few) :]:  # numbers would cost too much for caches of this size
+            shape, past = sample.probe.shape(tensor.name), sample.probe.shape(write.past.name)
+            rows = write.rows(sample) if write.growing or past is None else past[write.axis]
+            if shape is not None and shape[3 if transposed else 2] != rows:
+                raise UnsupportedModelError(
+                    f"'{name}' reads {shape[3 if transposed else 2]} of the {rows} rows of cache '{write.past.name}'; "
+                    "supported are attentions over all rows, with a mask where they see fewer"
+                )
+        hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
+        return chain[1]
+
+    def _compare(
+        self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
+    ) -> None:
+        """Fill the cache with numbers and look at what becomes of them."""
+        past, update = sample.probe.shape(write.past.name), sample.probe.shape(write.update.name)
+        if past is None or update is None:
+            raise UnsupportedModelError(
+                f"the shape of the update '{write.update.name}' of cache '{write.past.name}' is unknown"
+            )
+        shape = [update[i] for i in write.perm or range(len(update))]
+        shape[write.axis] = write.rows(sample) if write.growing else past[write.axis]
+        if int(np.prod(shape)) > _ELEMENTS:
+            raise UnsupportedModelError(
+                f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a "
+                "symbolic length"
+            )
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type_of(write.past))
+        numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
+        names = [t.name for t in _read(write)]
+        made = sample.probe.given(dict.fromkeys(names, numbers)).value(tensor.name)
+        if made is not None and made.ndim == 4:
+            size = made.shape[2 if transposed else 3]
+            major = _heads_major(numbers, write, size)
+            if major is not None and heads % major.shape[1] == 0:
+                repeats = made.shape[1] // major.shape[1]  # an Attention node may leave the repetition to itself
+                expected = factor * np.repeat(major, max(repeats, 1), axis=1).astype(np.float64)
+                expected = expected.swapaxes(2, 3) if transposed else expected
+                tolerance = 4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5
+                if expected.shape == made.shape and np.allclose(
+                    made.astype(np.float64), expected, rtol=tolerance, atol=0
+                ):
+                    return
+        raise UnsupportedModelError(
+            f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
+            f"{' and transposed' if transposed else ''} (found "
+            f"{'no value' if made is None else f'shape {list(made.shape)}'} "
+            f"from {shape} for {heads} query heads); supported is grouped-query attention over the cache as it is"
+        )
+
+
+def smallest(samples: Samples) -> Sample:
+    """The step that costs least to evaluate, of several sequences if there is one."""
+    return min(samples.plain, key=lambda s: (s.batch < 2, s.total * s.batch))
+
+
+def _read(write: Write) -> tuple[gs.Tensor, ...]:
+    """The tensors of a cache that attention may read: not a present that is cut to less than that."""
+    return (write.present, *write.aliases) if write.kept is None else write.aliases
+
+
+def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
+    """A cache as ``[B, N, rows, D]``."""
+    if numbers.ndim == 4 and write.axis in (1, 2):
+        return numbers if write.axis == 2 else numbers.swapaxes(1, 2)
+    if numbers.ndim == 3 and write.axis == 1 and size and numbers.shape[2] % size == 0:
+        made: Array = numbers.reshape(*numbers.shape[:2], -1, size).swapaxes(1, 2)
+        return made
+    return None
+
+
+def elem_type_of(tensor: gs.Tensor) -> int:
+    """The ONNX element type of a cache, which always has one."""
+    dtype = tensor.dtype
+    return dtype if isinstance(dtype, int) else int(onnx.helper.np_dtype_to_tensor_dtype(np.dtype(dtype)))

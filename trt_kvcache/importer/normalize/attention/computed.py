@@ -1,0 +1,222 @@
+"""Keys and values that are computed from caches, row by row, as those of multi-head latent attention.
+
+    latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
+    rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
+
+To attention they are caches like any other: `find_cores` proves what is done with them. Once caches have their capacity
+they are computed anew, from constants and from as many rows of the caches as are in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.rows_in_use import emit_cut
+from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
+from trt_kvcache.importer.normalize.attention.row_functions import RowFunction, RowFunctions
+from trt_kvcache.importer.normalize.attention.search import find_cores
+from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.views import is_float_cast
+
+MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
+"""Operators that only move and repeat what a row holds."""
+_SHAPED = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand")
+
+
+@dataclass(frozen=True, eq=False)
+class Computed:
+    """What may be keys and values, computed from caches.
+
+    Attributes:
+        functions: all tensors made of caches row by row.
+        writes: a stand-in for each that may be keys or values: it is not written, but it is read like a cache.
+        heads: of each of these, by name.
+    """
+
+    functions: RowFunctions
+    writes: tuple[Write, ...]
+    heads: Mapping[str, int]
+
+    def find_cores(
+        self, graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples
+    ) -> tuple[Core, ...]:
+        """As `attention.find_cores`, over caches and what is computed from them.
+
+        Raises:
+            UnsupportedModelError: an attention is not what is supported, or reads what is not computed row by row.
+        """
+        try:
+            cores = find_cores(graph, (*writes, *self.writes), interface, samples)
+        except UnsupportedModelError as error:
+            if not (broken := self.functions.broken):
+                raise
+            raise UnsupportedModelError(
+                f"{error}; keys or values are computed from caches, supported is that row by row with constants, and "
+                f"{broken}"
+            ) from error
+        self._hold(cores, samples)
+        return cores
+
+    def _hold(self, cores: Sequence[Core], samples: Samples) -> None:
+        """See to it that what the attentions read of `writes` is arranged the same at every length."""
+        for core in cores:
+            for write in {core.key, core.value}:
+                if write.present.name in self.heads:
+                    shaped = [f.node for f in self._behind(write.present.name) if f.node is not None and f.shape]
+                    hold_even(operands(shaped), samples, f"what '{core.node}' reads of caches")
+
+    def _behind(self, name: str) -> list[RowFunction]:
+        """A row function and all that it is made of, each before what it is made into."""
+        order: dict[str, RowFunction] = {}
+        stack = [(name, False)]
+        while stack:
+            current, ready = stack.pop()
+            function = self.functions.found.get(current)
+            if function is None or current in order:
+                continue
+            if ready or function.node is None:
+                order[current] = function
+            else:
+                stack.append((current, True))
+                stack += [(t.name, False) for t in function.node.inputs]
+        return list(order.values())
+
+    def emit(self, name: str, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
+        """Compute a row function from the canonical caches.
+
+        Args:
+            name: of it, as exported.
+            made: what was computed so far for one attention, by name; more is added.
+            canonical: of the graph, with the caches.
+        """
+        for function in self._behind(name):
+            if function.tensor.name not in made:
+                made.update(_emit(function, made, canonical))
+        return made[name]
+
+    def place(self, core: Core, canonical: Canonical) -> Core:
+        """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
+
+        Raises:
+            UnsupportedModelError: keys and values are of different heads, and one is a cache that has no heads axis.
+        """
+        sides = {
+            core.key.present.name: (core.key, core.head_size),
+            core.value.present.name: (core.value, core.value_size),
+        }
+        if not self.heads.keys() & sides.keys():
+            return core
+        heads = {name: self.heads.get(name) or _heads_of(write, size) for name, (write, size) in sides.items()}
+        most = max(heads.values())
+        made: dict[str, gs.Tensor] = {}
+        placed: dict[str, Write] = {}
+        for name, (write, size) in sides.items():
+            if name not in self.heads and heads[name] == most:
+                placed[name] = write
+                continue
+            if name not in self.heads and write.axis != 2:
+                raise UnsupportedModelError(
+                    f"'{core.node}' reads {heads[name]} heads of cache '{write.past.name}' and {most} that are "
+                    "computed from another; supported are as many of both, or caches [B, N, L, D]"
+                )
+            tensor = self.emit(name, made, canonical)
+            if heads[name] < most:
+                tensor = _repeated(tensor, most // heads[name], [0, most, -1, size], canonical)
+            shape = (canonical.batch, most, canonical.capacity, size)
+            canonical.known[tensor.name] = (elem_type(write.present) or 0, shape)
+            placed[name] = replace(write, present=tensor, axis=2)
+        return replace(core, key=placed[core.key.present.name], value=placed[core.value.present.name])
+
+
+def _heads_of(cache: Write, size: int) -> int:
+    shape = list(cache.present.shape or [])
+    if len(shape) == 3:
+        return int(shape[2]) // size
+    return int(shape[1] if cache.axis == 2 else shape[2])
+
+
+def _repeated(tensor: gs.Tensor, times: int, shape: list[int], canonical: Canonical) -> gs.Tensor:
+    """Heads in groups, as attention repeats them itself where keys and values have as many."""
+    emit, kind = canonical.emit, elem_type(tensor)
+    apart = emit.op("Unsqueeze", [tensor, emit.ints([2])], "row", kind)
+    spread = emit.op("Expand", [apart, emit.ints([1, 1, times, 1, 1])], "row", kind)
+    made: gs.Tensor = emit.op("Reshape", [spread, emit.ints(shape)], "row", kind)
+    return made
+
+
+def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) -> Computed:
+    """Find what may be keys and values ``[B, N, T, D]``; where heads are only repeated, as it is before that.
+
+    Args:
+        graph: sorted, as exported.
+        writes: its caches.
+        samples: of the model as exported.
+    """
+    functions = RowFunctions(graph, writes, samples)
+    found: dict[str, Write] = {}
+    heads: dict[str, int] = {}
+    roots: dict[str, str] = {}  # what a tensor is moved from
+    for name, function in functions.found.items():
+        node = function.node
+        if node is None or function.is_moved:
+            continue
+        if (is_op(node, *MOVES) or is_float_cast(node)) and node.inputs[0].name in roots:
+            roots[name] = roots[node.inputs[0].name]
+        count = _heads(function, samples)
+        if count is None or (name in roots and _repeats(roots[name], name, samples)):
+            continue
+        roots[name] = name
+        heads[name] = count
+        tensor, leaf = function.tensor, function.writes[0]
+        tensor.dtype = samples.plain[0].probe.elem_type(name)  # shape inference may not have found it
+        found[name] = Write(leaf.idiom, tensor, tensor, tensor, None, 2, leaf.growing, False, str(node.name))
+    return Computed(functions, tuple(found.values()), heads)
+
+
+def _repeats(root: str, name: str, samples: Samples) -> bool:
+    """Whether a tensor is another one with its heads repeated, which attention does by itself."""
+    probe = samples.plain[0].probe
+    shape, other = probe.shape(root), probe.shape(name)
+    if shape is None or other is None or other[1] % shape[1]:
+        return False
+    numbers = np.arange(prod(shape), dtype=np.float32).reshape(shape)
+    made = probe.given({root: numbers}).value(name)
+    return made is not None and np.array_equal(made, np.repeat(numbers, other[1] // shape[1], axis=1))
+
+
+def _heads(function: RowFunction, samples: Samples) -> int | None:
+    """The heads of what may be keys or values; None where it is something else."""
+    probes = [s.probe for s in samples.plain]
+    shapes = [probe.shape(function.tensor.name) for probe in probes]
+    heads = {shape[1] for shape in shapes if shape is not None and len(shape) == 4}
+    if None in shapes or len(heads) != 1 or function.axes != (0, 2):
+        return None
+    alike = len({(w.growing, w.kept) for w in function.writes}) == 1
+    return heads.pop() if alike and probes[0].elem_type(function.tensor.name) in FLOATS else None
+
+
+def _emit(function: RowFunction, made: dict[str, gs.Tensor], canonical: Canonical) -> dict[str, gs.Tensor]:
+    """One operator over what is computed anew, with a constant for each shape."""
+    emit, node = canonical.emit, function.node
+    if node is None:
+        write = function.writes[0]
+        rows = (write.present.shape or ())[write.axis]
+        return {function.tensor.name: emit_cut(emit, write.present, write.axis, int(rows))}
+    inputs = [made.get(t.name, t) for t in node.inputs]
+    if function.shape is not None:
+        op = "Expand" if is_op(node, "Expand") else "Reshape"
+        shaped = emit.op(op, [inputs[0], emit.ints(list(function.shape))], "row", elem_type(function.tensor))
+        return {function.tensor.name: shaped}
+    outputs = [t if t.is_empty() else gs.Variable(emit.name("row"), dtype=t.dtype) for t in node.outputs]
+    canonical.graph.nodes.append(gs.Node(node.op, emit.name(f"row:{node.op}"), dict(node.attrs), inputs, outputs))
+    return {old.name: new for old, new in zip(node.outputs, outputs, strict=True) if not old.is_empty()}

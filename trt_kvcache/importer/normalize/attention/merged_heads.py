@@ -1,0 +1,269 @@
+"""Attention over batch and heads in one axis, as torch.bmm and torch.baddbmm have it.
+
+    present [B, H, T, D] -- Reshape -> [B*H, T, D] -- MatMul, Add(mask), Softmax, MatMul -> [B*H, S, D] -- Reshape ->
+
+becomes the same over ``[B, H, ...]``: every operator with such an axis gets Reshapes around it that split the axis in
+front of it and merge it behind it. Whatever the axis holds, that changes no number: what heads the keys and values are
+of is proven of the result, as for any attention. Reshapes that lead back to the shape that they come from are then
+looked through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import (
+    INT64,
+    NAME_PREFIX,
+    Emitter,
+    consumers,
+    dims,
+    input_or_none,
+    is_op,
+    producer,
+    replace_uses,
+)
+from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.views import trace_back
+
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Max", "Min", "Tanh", "Cast", "Identity", "Dropout", "IsNaN")
+_SCORED = (*_ELEMENTWISE, "Softmax", "Reshape")
+_MOVES = ("Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile", "Slice", "Gather")
+_SPLIT, _MERGE = "split", "merge"  # of names
+
+
+def split_heads(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
+    """Let attention over caches run over ``[B, H, ...]``, in place, where it runs over ``[B*H, ...]``.
+
+    Args:
+        graph: sorted, with shapes as far as they are known.
+        candidates: what looks like its caches.
+    """
+    pasts = dict(_read(candidates))
+    splitter = _Splitter(graph)
+    products: dict[int, gs.Tensor] = {}
+    inner: dict[int, gs.Tensor] = {}
+    for node in graph.nodes:
+        if is_op(node, "MatMul") and all(_rank(t) == 3 for t in (*node.inputs, *node.outputs)):
+            past = _past_behind(node.inputs[1], pasts)
+            if past is not None:
+                products[id(node)] = past
+                around = (*_scored(node.outputs[0]), *_made(node.inputs[0]))
+                inner.update((id(n), past) for n in around if _splits(n))
+    for node in list(graph.nodes):
+        past = products.get(id(node), inner.get(id(node)))
+        if past is not None:
+            splitter.split(node, past)
+
+
+def _read(candidates: Iterable[Candidate]) -> Iterator[tuple[str, gs.Tensor]]:
+    """What attention may read of a cache, by name: the present, and what that is a view of."""
+    for candidate in candidates:
+        if candidate.rows_only:
+            assert candidate.node is not None
+            yield str(candidate.node.outputs[0].name), candidate.past
+            continue
+        yield str(candidate.present.name), candidate.past
+        yield str(trace_back(candidate.present, cut=True)[0].name), candidate.past
+
+
+def _past_behind(tensor: gs.Tensor, pasts: Mapping[str, gs.Tensor]) -> gs.Tensor | None:
+    while str(tensor.name) not in pasts:
+        node = producer(tensor)
+        if node is None or not is_op(node, *_MOVES, "Mul", "Div") or input_or_none(node, 0) is None:
+            return None
+        tensor = max(node.inputs[:2], key=_rank) if is_op(node, "Mul", "Div") else node.inputs[0]
+    return pasts[str(tensor.name)]
+
+
+def _scored(scores: gs.Tensor) -> list[gs.Node]:
+    """What is done to scores up to the next MatMul; nothing if there is no softmax among it."""
+    found: dict[int, gs.Node] = {}
+    pending = [scores]
+    while pending:
+        for node in consumers(pending.pop()):
+            if is_op(node, *_SCORED) and id(node) not in found:
+                found[id(node)] = node
+                pending.append(node.outputs[0])
+    return list(found.values()) if any(is_op(n, "Softmax") for n in found.values()) else []
+
+
+def _made(query: gs.Tensor) -> list[gs.Node]:
+    """What is done to queries behind the Reshape that merges their heads."""
+    found: list[gs.Node] = []
+    while (node := producer(query)) is not None and is_op(node, *_ELEMENTWISE) and _splits(node):
+        found.append(node)
+        query = max(node.inputs, key=_rank)
+    return found
+
+
+def _splits(node: gs.Node) -> bool:
+    """Whether a node does the same where the first of three axes is split."""
+    if is_op(node, "Reshape") or (is_op(node, "Softmax") and int(node.attrs.get("axis", -1)) in (0, -3)):
+        return False
+    if all(_rank(t) != 3 or _is_one(t) for t in node.inputs):
+        return False
+    return _rank(node.outputs[0]) == 3 and all(t.is_empty() or 0 <= _rank(t) <= 3 for t in node.inputs)
+
+
+def _rank(tensor: gs.Tensor) -> int:
+    """-1: unknown."""
+    shape = dims(tensor)
+    return -1 if shape is None else len(shape)
+
+
+class _Splitter:
+    def __init__(self, graph: gs.Graph) -> None:
+        self._graph = graph
+        self._emit = Emitter(graph)
+        self._split: dict[str, gs.Tensor] = {}  # by the name of the merged tensor
+
+    def split(self, node: gs.Node, past: gs.Tensor) -> None:
+        """Let a node run over ``[B, H, ...]``; those before it come first."""
+        emit, output = self._emit, node.outputs[0]
+        like = None
+        if not is_op(node, "MatMul"):
+            merged = [t for t in node.inputs if _rank(t) == 3 and not _is_one(t)]
+            like = next((t for t in merged if str(t.name) in self._split), merged[0])
+        node.inputs = [self._of(t, past, like) for t in node.inputs]
+        if int(node.attrs.get("axis", -1)) >= 0:
+            node.attrs["axis"] = int(node.attrs["axis"]) + 1
+        split = gs.Variable(emit.name(f"{_SPLIT}:{output.name}"), dtype=output.dtype)
+        node.outputs = [split, *node.outputs[1:]]
+        shape = emit.op("Concat", [emit.ints([-1]), self._sizes(split, 2)], "merged_shape", INT64, axis=0)
+        self._graph.nodes.append(gs.Node("Reshape", emit.name(f"{_MERGE}:{node.name}"), {}, [split, shape], [output]))
+        self._split[str(output.name)] = split
+
+    def _of(self, tensor: gs.Tensor, past: gs.Tensor, like: gs.Tensor | None) -> gs.Tensor:
+        """A tensor ``[B*H, ...]`` as ``[B, H, ...]``; others, and what is the same for all heads, as they are."""
+        emit = self._emit
+        if _rank(tensor) != 3 or (like is not None and _is_one(tensor)):
+            return tensor
+        if (known := self._split.get(str(tensor.name))) is not None:
+            return known
+
+        def make() -> gs.Tensor:
+            whole = tensor
+            if like is not None and like is not tensor:  # what is the same for all heads may come as [1, ...]
+                sizes = emit.op("Concat", [self._sizes(like, 0, 1), emit.ints([1, 1])], "spread", INT64, axis=0)
+                whole = emit.op("Expand", [tensor, sizes], f"{tensor.name}:spread")
+            parts = [self._sizes(past, 0, 1), emit.ints([-1]), self._sizes(tensor, 1)]
+            shape = emit.op("Concat", parts, "split_shape", INT64, axis=0)
+            return emit.op("Reshape", [whole, shape], f"{_SPLIT}:{tensor.name}")
+
+        made: gs.Tensor = emit.once(("split", tensor.name, past.name, like is None or like.name), make)
+        return made
+
+    def _sizes(self, tensor: gs.Tensor, start: int, end: int | None = None) -> gs.Tensor:
+        bounds = {"start": start} if end is None else {"start": start, "end": end}
+        made: gs.Tensor = self._emit.once(
+            ("sizes", tensor.name, start, end), lambda: self._emit.op("Shape", [tensor], "sizes", INT64, **bounds)
+        )
+        return made
+
+
+def _is_one(tensor: gs.Tensor) -> bool:
+    return (dims(tensor) or ("?",))[0] == 1
+
+
+def settle_heads(graph: gs.Graph, emit: Emitter, samples: Samples) -> None:
+    """Take away, in place, what splits queries and merged them before, and what splits results.
+
+    Where queries are split and did not come like that, TensorRT is told how many heads they have.
+
+    Args:
+        graph: canonical; dead nodes are gone.
+        emit: of the graph.
+        samples: of the model as exported.
+
+    Raises:
+        UnsupportedModelError: a Reshape that leads back to the same shape in the samples may not at other lengths.
+    """
+    for node in [n for n in graph.nodes if is_op(n, "Reshape")]:
+        splits, merger = _is_own(node, _SPLIT), producer(node.inputs[0])
+        if not splits and (merger is None or not _is_own(merger, _MERGE)):
+            continue
+        before, reshapes = before_reshapes(node.outputs[0], samples)
+        sizes = {s.probe.shape(node.outputs[0].name) for s in samples.plain}
+        known = [{size[axis] for size in sizes if size is not None} for axis in (1, 3)]
+        if reshapes:
+            hold_reshapes(reshapes, samples, f"the heads of '{before.name}'")
+            replace_uses(node.outputs[0], before)
+        elif splits and all(len(numbers) == 1 for numbers in known):
+            batch = node.inputs[1].inputs[0].inputs[0]
+            heads, size = (emit.ints(list(numbers)) for numbers in known)
+            shape = emit.op("Concat", [batch, heads, emit.ints([-1]), size], "split_shape", INT64, axis=0)
+            node.inputs = [node.inputs[0], shape]
+
+
+def _is_own(node: gs.Node, what: str) -> bool:
+    return is_op(node, "Reshape") and str(node.name).startswith(f"{NAME_PREFIX}{what}:")
+
+
+def before_reshapes(tensor: gs.Tensor, samples: Samples) -> tuple[gs.Tensor, list[gs.Node]]:
+    """A tensor as it was before Reshapes that lead back to the same shape, and these: their operands are to be held."""
+    nodes: list[gs.Node] = []
+    found, source = 0, tensor
+    while (node := producer(source)) is not None:
+        spread = is_op(node, "Expand") and _same_shape(node.inputs[0], source, samples)  # to what it is already
+        if not is_op(node, "Reshape") and not spread:
+            break
+        nodes.append(node)
+        source = node.inputs[0]
+        if _same_shape(source, tensor, samples):
+            found = len(nodes)
+    return (nodes[found - 1].inputs[0] if found else tensor), nodes[:found]
+
+
+def before_spread(mask: gs.Tensor, samples: Samples) -> tuple[gs.Tensor, list[gs.Node]]:
+    """A mask as it was before it was repeated for all heads and merged, and what did that; the mask itself if nothing.
+
+    With 32 heads it is so much smaller, and says the same.
+    """
+    before, nodes = before_reshapes(mask, samples)
+    node = producer(before)
+    if not nodes or node is None or not is_op(node, "Expand"):
+        return before, nodes
+    shape = samples.plain[0].probe.shape(node.inputs[0].name)
+    return (node.inputs[0], [*nodes, node]) if shape is not None and len(shape) == 4 else (before, nodes)
+
+
+def behind_reshapes(tensor: gs.Tensor, samples: Samples) -> tuple[gs.Tensor, list[gs.Node]]:
+    """A tensor as it is behind Reshapes that lead back to the same shape, where nothing else reads what is between."""
+    nodes: list[gs.Node] = []
+    found, behind = 0, tensor
+    while len(readers := [n for n in consumers(behind) if not is_op(n, "Shape")]) == 1:
+        if not is_op(readers[0], "Reshape") or readers[0].inputs[0] is not behind:
+            break
+        nodes.append(readers[0])
+        behind = readers[0].outputs[0]
+        if _same_shape(tensor, behind, samples):
+            found = len(nodes)
+    return (nodes[found - 1].outputs[0] if found else tensor), nodes[:found]
+
+
+def hold_reshapes(nodes: Sequence[gs.Node], samples: Samples, where: str) -> None:
+    """See to it that Reshapes that lead back to the same shape do so at every length.
+
+    Args:
+        nodes: of `before_reshapes` or `behind_reshapes`.
+        samples: of the model as exported.
+        where: what they are part of, for messages.
+
+    Raises:
+        UnsupportedModelError: they may not.
+    """
+    sources = [view for node in nodes for view in trace_back(node.inputs[0])[1]]
+    hold_even(operands([*nodes, *sources]), samples, where)
+
+
+def _same_shape(one: gs.Tensor, other: gs.Tensor, samples: Samples) -> bool:
+    for sample in samples.plain:
+        shape = sample.probe.shape(one.name)
+        if shape is None or shape != sample.probe.shape(other.name):
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""How something is proven of a model: samples, what they evaluate to, and checks at every length."""

@@ -1,0 +1,74 @@
+"""Operands that say how a view is arranged, at every length: shapes, bounds and indices that grow evenly.
+
+    Reshape(x, [B, N, P + S, D])    Slice(x, 0, P + S)    Expand(x, [B, N, 4, P + S, D])    =  a + b * P + c * S
+
+What a chain of such operators does is shown by numbers in a few steps. In all others it does the same if its operands
+go on as they did: with the amounts that the few steps show, learnt from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+
+_FAR = 1 << 40
+
+
+def operands(nodes: Iterable[gs.Node]) -> tuple[gs.Tensor, ...]:
+    """What decides how views arrange their first input, constants left out."""
+    found = {t.name: t for node in nodes for t in node.inputs[1:] if not t.is_empty()}
+    return tuple(t for t in found.values() if not isinstance(t, gs.Constant))
+
+
+def hold_even(tensors: Sequence[gs.Tensor], samples: Samples, where: str) -> None:
+    """See to it that operands of views grow evenly with P and S.
+
+    Args:
+        tensors: the operands.
+        samples: of the model as exported.
+        where: what they are part of, for messages.
+
+    Raises:
+        UnsupportedModelError: one does not.
+    """
+    for tensor in tensors:
+        if samples.blueprint.is_constant(tensor.name):
+            continue
+        values = [sample.probe.value(tensor.name) for sample in samples.learning]
+        known = [value for value in values if value is not None]
+        slopes = _slopes(known, samples) if len(known) == len(values) else None
+
+        def goes_on(sample: Sample, name: str = tensor.name, slopes: Array | None = slopes) -> None:
+            value = sample.probe.value(name)
+            expected = None if slopes is None or value is None else slopes @ samples.sizes(sample.past, sample.length)
+            if value is None or expected is None or not np.array_equal(_bounded(value), expected):
+                shown = "unknown" if value is None else value.reshape(-1)[:8].tolist()
+                raise UnsupportedModelError(
+                    f"'{name}', which arranges {where}, is {shown} with {sample.past} tokens in the cache and "
+                    f"{sample.length} new, and something else at other lengths; supported are shapes and bounds that "
+                    "grow evenly with both"
+                )
+
+        content = None if slopes is None else (slopes.shape, slopes.tobytes())
+        samples.promise([tensor.name], ("even", content), goes_on)
+
+
+def _slopes(values: Sequence[Array], samples: Samples) -> Array | None:
+    """What each number is with the sizes of a step, int64 ``[numbers, sizes]``; None where they have no one size."""
+    if len({value.shape for value in values}) != 1:
+        return None
+    sizes = np.stack([samples.sizes(step.past, step.length) for step in samples.learning])
+    sizes = sizes * np.array([1, *(np.ptp(sizes[:, 1:], axis=0) > 0)])  # what never varies is part of the constant
+    targets = np.stack([_bounded(value) for value in values])
+    return np.asarray(np.rint(np.linalg.lstsq(sizes, targets, rcond=None)[0]).astype(np.int64).T)
+
+
+def _bounded(value: Array) -> Array:
+    """Numbers in a row; the largest ones, which stand for an end that is far enough, as smaller ones."""
+    return np.asarray(np.clip(value.reshape(-1).astype(np.int64), -_FAR, _FAR))

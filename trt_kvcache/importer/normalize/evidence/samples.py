@@ -1,0 +1,254 @@
+"""Samples of a decode step of a model as exported: a shape and a value for each of its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.planes import place_positions
+from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
+from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
+
+Array = npt.NDArray[Any]
+
+_LONG = 512  # new tokens, at most, of the longest update: masks have that squared
+_OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output
+_SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
+_HIDDEN_SHARE = 0.3
+_LEARNING = ((2, 1), (5, 1), (2, 3), (7, 2), (9, 4), (4, 6))  # past, new tokens
+_LEAST = ((0, 1), (1, 1), (0, 2))
+_AROUND = ((-1, 1), (0, 2), (1, 1), (2, 3), (5, 2), (-2, 5))  # past beyond the rows that a cache keeps, new tokens
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One decode step of the model as exported.
+
+    Attributes:
+        batch, past, length, capacity: B, P, S and L.
+        probe: evaluates the model in this step.
+        padding: 0 where the padding mask hides a token ``[B, P + S]``; None: it hides none.
+        own: the caller's own masks, by name, as what they let a query see, bool.
+        wrapped: P is beyond the capacity, which only circular caches stand.
+    """
+
+    batch: int
+    past: int
+    length: int
+    capacity: int
+    probe: Probe
+    padding: Array | None
+    own: Mapping[str, Array]
+    wrapped: bool = False
+
+    @property
+    def total(self) -> int:
+        """P + S."""
+        return self.past + self.length
+
+    def held(self, kept: int | None) -> int:
+        """Rows of a past that grows, and keeps so many at most."""
+        return self.past if kept is None else min(self.past, kept)
+
+
+@dataclass(frozen=True, eq=False)
+class Promise:
+    """Something that was proven on samples and has to hold in every step.
+
+    Attributes:
+        names: the tensors that it is about.
+        key: promises of one key are the same if their tensors are.
+        check: raises `UnsupportedModelError` where it does not hold in a sample.
+        padded: it is about steps with padding.
+        given: numbers in place of weights that take part.
+    """
+
+    names: tuple[str, ...]
+    key: Hashable
+    check: Callable[[Sample], None]
+    padded: bool = False
+    given: Mapping[str, Array] = field(default_factory=dict)
+
+
+class Samples:
+    """Samples of one model.
+
+    Attributes:
+        plain: steps in which every token is visible; the last one ends at the capacity.
+        padded: steps in which the padding mask hides tokens; empty where there is none.
+        wrapped: steps beyond the capacity, for caches that may be circular.
+        twins: two steps that differ in nothing but the past, unless the caches of the model have room for one only.
+        promises: what has to hold in all steps, and not only in these: see `lengths.check_promises`.
+        blueprint: the model.
+        capacity: tokens per sequence.
+        fixed_length: S where the model fixes it, else 0.
+        kept: how many rows caches keep that are cut to the newest ones; without those that keep the capacity.
+    """
+
+    def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
+        self.blueprint = blueprint
+        self.capacity = capacity
+        self.promises: list[Promise] = []
+        self._interface = interface
+        self._room = interface.room
+        self._rng = np.random.default_rng(0)
+        self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
+        self.fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
+        fixed_length = self.fixed_length
+        self.kept = tuple(sorted({t.kept for t in interface.inputs.values() if t.kept and t.kept < capacity}))
+        around = [(2, k + d, s) for k in self.kept for d, s in _AROUND if k + d >= 0]
+        sizes = [s for s in (*_SMALL, *around) if s[1] + (fixed_length or s[2]) <= capacity] or [(1, 0, 1)]
+        last = fixed_length or min(2, capacity)
+        # The last two differ in nothing but the past, from none to all that there is room for.
+        ends = [(1, 0, fixed_length or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
+        self.plain = self._unique([self.step(*s) for s in (*sizes, *ends)])
+        length = fixed_length or min(3, max(1, capacity // 2))
+        fixed = bool(interface.of(OriginalRole.FIXED_CACHE))
+        bounded = fixed or self._room is not None  # a past that grows knows no capacity
+        room = max(0, capacity - length) if bounded else 9
+        self.twins = (self.step(2, min(5, room // 2), length), self.step(2, min(9, room), length))
+        masked = bool(interface.of(OriginalRole.PADDING_MASK))
+        first = (2, 0, fixed_length or min(4, capacity))  # a prompt, whose own tokens are padded
+        self.padded = self._unique([self.step(*s, padded=True) for s in (*sizes, first) if s[0] > 1]) if masked else ()
+        beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2))
+        self.wrapped = self._unique([self.step(*s, wrapped=True) for s in beyond]) if fixed else ()
+
+    @property
+    def all(self) -> tuple[Sample, ...]:
+        """Plain and wrapped ones."""
+        return (*self.plain, *self.wrapped)
+
+    @cached_property
+    def learning(self) -> tuple[Sample, ...]:
+        """Steps of one sequence, and of several P and S, that show how shapes grow with both."""
+        fitting: list[tuple[int, int]] = []
+        around = [(k + d, s) for k in self.kept for d, s in _AROUND if k + d >= 0]
+        for sizes in ((*_LEARNING, *around, *_LEAST[: 2 * bool(around)]), _LEAST):
+            if len({p for p, _ in fitting}) < 2 or not (self.fixed_length or len({s for _, s in fitting}) > 1):
+                steps = dict.fromkeys((p, self.fixed_length or s) for p, s in sizes)
+                fitting = [(p, s) for p, s in steps if p + s <= self.capacity]
+        return tuple(self.step(1, p, s) for p, s in fitting or [(0, self.fixed_length or 1)])
+
+    def sizes(self, past: int, length: int) -> Array:
+        """What shapes grow with: 1, P, S, and the rows of each kind of past that is cut."""
+        return np.array([1, past, length, *(min(past, kept) for kept in self.kept)])
+
+    def _unique(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
+        seen: dict[tuple[int, int, int], Sample] = {}
+        for sample in samples:
+            seen.setdefault((sample.batch, sample.past, sample.length), sample)
+        return tuple(seen.values())
+
+    def promise(
+        self,
+        names: Sequence[str],
+        key: Hashable,
+        check: Callable[[Sample], None],
+        *,
+        padded: bool = False,
+        given: Mapping[str, Array] | None = None,
+    ) -> None:
+        """Have something checked in every step later on: see `Promise`."""
+        self.promises.append(Promise(tuple(names), key, check, padded, given or {}))
+
+    def hold(
+        self, names: Sequence[str], key: Hashable, check: Callable[[Sample], None], *, padded: bool = False
+    ) -> None:
+        """Check something on the samples now, and promise it.
+
+        Raises:
+            UnsupportedModelError: of the check.
+        """
+        for sample in self.padded if padded else self.plain:
+            check(sample)
+        if self.padded or not padded:
+            self.promise(names, key, check, padded=padded)
+
+    def step(
+        self,
+        batch: int,
+        past: int,
+        length: int,
+        *,
+        padded: bool = False,
+        wrapped: bool = False,
+        other: int = _OTHER_SIZE,
+    ) -> Sample:
+        """A step of these sizes; the model's own where it fixes them. `other`: of axes that nothing explains."""
+        batch = int(b) if isinstance(b := self._sizes.get("batch"), int) else batch
+        length = int(s) if isinstance(s := self._sizes.get("sequence"), int) else length
+        sizes = {
+            "batch": batch, "sequence": length, "past": past, "total": past + length, "capacity": self.capacity,
+        }  # fmt: skip
+        padding = self._padding(batch, past, length) if padded else None
+        shapes: dict[str, Shape] = {}
+        values: dict[str, Array] = {}
+        own: dict[str, Array] = {}
+        for tensor in self._interface.inputs.values():
+            held = past if tensor.kept is None else min(past, tensor.kept)
+            held = held if self._room is None else self._room
+            known = sizes | {"past": held, "total": held + length}
+            shape = tuple(
+                d if isinstance(d, int) else known.get(a, other) for d, a in zip(tensor.shape, tensor.axes, strict=True)
+            )
+            shapes[tensor.name] = shape
+            dtype = onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, tensor.dtype.upper()))
+            if tensor.role is OriginalRole.POSITIONS:
+                _check_positions(tensor, shape, batch, length)
+                rows = np.broadcast_to(past + np.arange(length), (batch, length))
+                values[tensor.name] = place_positions(rows, shape, tensor.axes).astype(dtype)
+            elif tensor.role is OriginalRole.PAST_LENGTH:
+                values[tensor.name] = np.full(shape, past, dtype)
+            elif tensor.role is OriginalRole.PADDING_MASK:
+                visible = np.zeros(shape)
+                if self._room is not None:  # tokens first, then rows that hold nothing, then the new tokens
+                    tokens = np.ones((batch, past + length)) if padding is None else padding
+                    visible[:, :past], visible[:, held:] = tokens[:, :past], tokens[:, past:]
+                else:
+                    visible[:, : held + length] = 1 if padding is None else padding[:, past - held :][:, : shape[1]]
+                values[tensor.name] = visible.astype(dtype)
+            elif tensor.role is OriginalRole.MASK:
+                own[tensor.name] = self._rng.random(shape) >= _HIDDEN_SHARE
+                own[tensor.name][..., 0] = True
+                values[tensor.name] = (
+                    np.where(own[tensor.name], 0, -256 * self._rng.integers(128, 256, shape)).astype(dtype)
+                    if np.issubdtype(np.dtype(dtype), np.floating)
+                    else own[tensor.name].astype(dtype)
+                )
+        probe = Probe(self.blueprint, shapes, values)
+        return Sample(batch, past, length, self.capacity, probe, padding, own, wrapped)
+
+    def _padding(self, batch: int, past: int, length: int) -> Array:
+        """Left padding, less from row to row, and none in the last: prompts of several lengths."""
+        padding = np.ones((batch, past + length), np.int64)
+        for row in range(batch - 1):
+            padding[row, : (past + length) // (2 + row)] = 0
+        return padding
+
+
+def _check_positions(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
+    """Refuse positions that are not one for each token, per row or for all rows.
+
+    Raises:
+        UnsupportedModelError: naming them.
+    """
+    rows = [size for size, axis in zip(shape, tensor.axes, strict=True) if axis == "batch"]
+    if shape[-1] != length:
+        raise UnsupportedModelError(
+            f"the positions '{tensor.name}' {list(tensor.shape)} are {shape[-1]} for a step of {length} "
+            "tokens; supported is one for each token: export tokens and positions with the same length"
+        )
+    if any(size not in (1, batch) for size in rows):
+        raise UnsupportedModelError(
+            f"the positions '{tensor.name}' {list(tensor.shape)} have {rows[0]} rows for a batch of {batch}; supported "
+            "is a row for each sequence, or one for all: export tokens and positions with the same batch"
+        )

@@ -1,0 +1,60 @@
+"""Sizes that data decide: refused where new rows of a cache have them.
+
+    counts = tokens per expert -> Range(0, counts[0]) -> Gather -> MatMul -> Concat over the experts -> next layer
+
+Nothing says how long what comes behind is, although it is the number of tokens in the end. TensorRT could not build it
+in place either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.experts import EXPERTS
+from trt_kvcache.importer.graph import producer
+from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.evidence.probe import COUNTS
+from trt_kvcache.importer.normalize.evidence.reach import reach
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+
+
+def check_sizes(candidates: Sequence[Candidate], samples: Samples) -> None:
+    """Refuse new rows of a cache of which nothing says the shape because data decide it.
+
+    Raises:
+        UnsupportedModelError: naming the operator.
+    """
+    sample = samples.plain[0]
+    for candidate in candidates:
+        for update in candidate.updates:
+            found = _decided_by_data(update, sample)
+            if found is not None:
+                node, operand = found
+                raise UnsupportedModelError(
+                    f"{node.op} '{node.name}' gives as many numbers as '{operand.name}' says, which tokens or weights "
+                    f"decide, and the new rows '{update.name}' of the cache '{candidate.past.name}' come behind it; "
+                    f"supported are models whose sizes follow from the number of tokens: {EXPERTS}"
+                )
+
+
+def _decided_by_data(tensor: gs.Tensor, sample: Sample) -> tuple[gs.Node, gs.Tensor] | None:
+    """The operator that makes the shape of a tensor unknown, and the operand by which it does; None: none does."""
+    while (node := producer(tensor)) is not None and sample.probe.shape(tensor.name) is None:
+        before = [t for t in node.inputs if not t.is_empty() and sample.probe.shape(t.name) is None]
+        if before:
+            tensor = before[0]
+            continue
+        operands = node.inputs[:1] if node.op in COUNTS else [t for t in node.inputs if not t.is_empty()]
+        for operand in operands:
+            if sample.probe.value(operand.name) is None and _is_data(operand):
+                return node, operand
+        return None
+    return None
+
+
+def _is_data(tensor: gs.Tensor) -> bool:
+    found = reach(tensor)
+    return bool(found.weights or found.inputs)

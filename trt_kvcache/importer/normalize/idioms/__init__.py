@@ -1,0 +1,1 @@
+"""The ways in which exporters write caches and states."""

@@ -1,0 +1,209 @@
+"""Caches that are written by ScatterND or ScatterElements.
+
+    past [B, N, L, D] -- Transpose(2, 0, 1, 3) --.
+    start -- Add(Range(S)) -- Unsqueeze [S, 1] -- ScatterND -- Transpose(1, 2, 0, 3) -> present
+    new [B, N, S, D] -- Transpose(2, 0, 1, 3) ---'
+        becomes
+    present = TensorScatter(past, new, write_indices, axis=2)
+
+torch writes index_copy, index_put and slice assignment like this, with the indexed axes in front. An index of ScatterND
+has a number for each of them: the row on the sequence axis, 0, 1, 2 .. on every other. ScatterElements has the row
+alone, expanded to the shape of the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import permutations
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import is_op, producer
+from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, nearest_update, richest
+from trt_kvcache.importer.normalize.evidence.probe import Probe
+from trt_kvcache.importer.normalize.evidence.reach import reach
+from trt_kvcache.importer.normalize.idioms.rows import prove_rows
+from trt_kvcache.importer.normalize.views import Layout, cache_axis, regroup, trace_back
+
+Array = npt.NDArray[Any]
+Order = tuple[int, ...]  # the indexed axes, as the index runs through them, outermost first
+
+_MOST_INDEXED = 5  # axes; their orders are tried one by one
+
+
+def describe(node: gs.Node, past: gs.Tensor, present: gs.Tensor, views: tuple[gs.Node, ...]) -> Candidate:
+    """The update that a scatter makes, whose data operand is `past` behind `views`."""
+    index = node.inputs[1]
+    found = reach(index)
+    reduction = str(node.attrs.get("reduction", "none"))
+    dependent = found.data_dependent()
+    reason = f"its positions depend on data: {dependent}" if dependent else ""
+    if reduction != "none":
+        reason = f"its reduction '{reduction}' combines new rows with old ones"
+    axis = _guess_axis(node, past, views)
+    return Candidate(
+        node.op,
+        past,
+        present,
+        node,
+        axis,
+        positions=() if reason else found.positions,
+        views=views,
+        updates=(node.inputs[2],),
+        index=(index,),
+        reason=reason,
+    )
+
+
+def _guess_axis(node: gs.Node, past: gs.Tensor, views: Sequence[gs.Node]) -> int | None:
+    """The sequence axis by structure: the only axis that is indexed, or the only one whose number an input decides."""
+    if is_op(node, "ScatterElements"):
+        return cache_axis(past, views, int(node.attrs.get("axis", 0)))
+    source, _ = trace_back(node.inputs[1])
+    joined = producer(source)
+    if joined is not None and is_op(joined, "Concat"):
+        fed = [place for place, tensor in enumerate(joined.inputs) if reach(tensor).inputs]
+        return cache_axis(past, views, fed[0]) if len(fed) == 1 else None
+    shape = node.inputs[1].shape
+    return cache_axis(past, views, 0) if shape and shape[-1] == 1 else None
+
+
+def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
+    """Show that a scatter writes S rows behind P rows.
+
+    Args:
+        candidate: the update.
+        geometries: the samples, also those beyond the capacity.
+
+    Raises:
+        UnsupportedModelError: it does not, or it cannot be told.
+    """
+    assert candidate.node is not None
+    plain = [g for g in geometries if not g.step.wrapped]
+    geometry = richest(plain)
+    if is_op(candidate.node, "ScatterElements"):
+        place = int(candidate.node.attrs.get("axis", 0)) % len(geometry.layout)
+        order: Order = tuple(range(len(geometry.layout)))
+    else:
+        order, place = _index_order(candidate, plain)
+    axis = _sequence_axis(candidate, geometry, place)
+
+    def rows_of(g: Geometry, probe: Probe) -> Array | None:
+        value = probe.value(candidate.index[0].name)
+        if value is None:
+            return None
+        if is_op(candidate.node, "ScatterElements"):
+            grid = value if _covers(value.shape, g.operand_shape, place) else None
+        else:
+            grid = _grid(value, g.operand_shape, order, place)
+        return None if grid is None else _rows(grid, g.layout, order, place)
+
+    circular = prove_rows(candidate, axis, geometries, rows_of)
+    laid = tuple(geometry.layout[a] for a in order) + geometry.layout[len(order) :]
+    update = candidate.updates[0]
+    layout = _update_layout(candidate, update, laid, axis, geometry)
+    return Proof(axis, *nearest_update(candidate, update, layout, axis, plain), circular, rows_of)
+
+
+def _sequence_axis(candidate: Candidate, geometry: Geometry, place: int) -> int:
+    group = [a for a in geometry.layout[place] if geometry.sizes[a] != 1]
+    if len(group) != 1 or group[0] == 0:
+        raise candidate.refusal(f"axis {place} of '{candidate.operand.name}' is not the sequence axis of the cache")
+    return group[0]
+
+
+def _update_layout(candidate: Candidate, update: gs.Tensor, laid: Layout, axis: int, geometry: Geometry) -> Layout:
+    """The layout of the update as ScatterND takes it: the indexed axes in the order of the index, then the others."""
+    sizes = geometry.with_rows(axis)
+    shape = geometry.step.probe.shape(update.name)
+    layout = regroup([a for group in laid for a in group], sizes, shape) if shape is not None else laid
+    if layout is None:
+        raise candidate.refusal(
+            f"the new rows in '{update.name}' have the shape {list(shape or ())}, which splits an axis"
+        )
+    return layout
+
+
+def _index_order(candidate: Candidate, geometries: Sequence[Geometry]) -> tuple[Order, int]:
+    """In which order an index of ScatterND runs through the axes, and which is the sequence axis."""
+    fitting: list[tuple[Order, int]] | None = None
+    for geometry in geometries:
+        value = geometry.step.probe.value(candidate.index[0].name)
+        if value is None:
+            raise candidate.refusal("which rows it writes cannot be computed from positions and lengths")
+        if bool((value < 0).any()):
+            raise candidate.refusal(f"it counts rows from the end (row {int(value.min())})")
+        options = list(_orders(value, geometry)) if fitting is None else fitting
+        fitting = [o for o in options if _fits(value, geometry, *o)]
+        if not fitting:
+            raise candidate.refusal(_misfit(value, geometry))
+    if not fitting:
+        raise candidate.refusal("no sample shows which rows it writes")
+    return fitting[0]
+
+
+def _orders(value: Array, geometry: Geometry) -> Iterator[tuple[Order, int]]:
+    count = value.shape[-1]
+    if count <= min(_MOST_INDEXED, len(geometry.layout)):
+        for order in permutations(range(count)):
+            for place in range(count):
+                yield order, place
+
+
+def _fits(value: Array, geometry: Geometry, order: Order, place: int) -> bool:
+    grid = _grid(value, geometry.operand_shape, order, place)
+    if grid is None:
+        return False
+    wanted = geometry.step.past + np.arange(geometry.step.length)
+    rows = _rows(grid, geometry.layout, order, place)
+    return rows is not None and rows.shape[-1] == wanted.size and bool((rows == wanted).all())
+
+
+def _misfit(value: Array, geometry: Geometry) -> str:
+    step = geometry.step
+    if value.shape[-1] == 1 and value.size == 1 and step.length > 1:
+        return f"it writes one row although a step may bring {step.length} tokens"
+    listed = value.reshape(-1, value.shape[-1])[:6].tolist()
+    return f"its indices are {listed} when {step.past} rows hold tokens and {step.length} are new"
+
+
+def _grid(value: Array, shape: tuple[int, ...], order: Order, place: int) -> Array | None:
+    """The sequence number of an index, with one axis for each indexed axis; None unless the others count 0, 1, 2 .."""
+    sizes = [shape[a] for a in order]
+    numbers = value.reshape(-1, value.shape[-1])
+    others = prod(size for a, size in zip(order, sizes, strict=True) if a != place)
+    if others == 0 or len(numbers) % others:
+        return None
+    sizes[order.index(place)] = len(numbers) // others
+    for at, a in enumerate(order):
+        if a != place:
+            counted = np.arange(sizes[at]).reshape([-1 if i == at else 1 for i in range(len(sizes))])
+            if not np.array_equal(numbers[:, a].reshape(sizes), np.broadcast_to(counted, sizes)):
+                return None
+    return numbers[:, place].reshape(sizes)
+
+
+def _covers(index: tuple[int, ...], operand: tuple[int, ...], place: int) -> bool:
+    """Whether an index of ScatterElements reaches every element of a row."""
+    pairs = enumerate(zip(index, operand, strict=True)) if len(index) == len(operand) else ()
+    return len(index) == len(operand) and all(a == b or axis == place for axis, (a, b) in pairs)
+
+
+def _rows(grid: Array, layout: Layout, order: Order, place: int) -> Array | None:
+    """The rows of a grid per sequence, ``[B, S]`` or ``[1, S]``; None where they differ along another axis."""
+    batch = next((at for at, a in enumerate(order) if layout[a][:1] == (0,)), None)
+    last = np.moveaxis(grid, order.index(place), -1)
+    if not grid.size:
+        return np.zeros((1, 0), np.int64)
+    if batch is None or batch == order.index(place):
+        rows = last.reshape(1, -1, last.shape[-1])
+    else:
+        behind = batch - (batch > order.index(place))
+        rows = np.moveaxis(last, behind, 0).reshape(grid.shape[batch], -1, last.shape[-1])
+    if rows.shape[1] == 0 or bool((rows != rows[:, :1]).any()):
+        return None
+    return np.asarray(rows[:, 0])

@@ -1,0 +1,233 @@
+"""State that is no attention cache: a tensor of fixed size that every step reads and replaces as a whole.
+
+    past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
+    past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
+
+Found by what holds for state whatever computes it: a floating-point graph input and a graph output of the same dtype
+and the same fixed shape (only the first axis, the batch, may be open), where the output is computed from the input.
+Which output belongs to which input: first the names, which differ only in words such as past and present; then, for
+inputs that are called state at all, the graph. Each layer's state depends on those of the layers before it, never on
+those after it, so that an output of which only one free input is left has found its own. What is still open is refused.
+
+Not state, although the shape would fit: attention caches. They are told by their readers: a scatter into the input, an
+attention operator, rows concatenated to it that a product of two activations reads, or a product under a Softmax.
+
+Nothing is rewritten. TensorRT lets an output share the buffer of an input in its cache layer and in plugins only
+(NvInfer.h, ``getAliasedInputTensor``), so that state needs two buffers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.sources import inputs_behind
+from trt_kvcache.importer.graph import consumers, dims, dtype_name, elem_type, is_op, producer
+from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.plan import Dim, StateUpdate
+
+__all__ = ["find_states", "resized"]
+
+REASON = "replaced as a whole by every step: TensorRT aliases an output with an input for KV caches and plugins only"
+
+_FLOATS = {
+    onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE,
+}  # fmt: skip
+_VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Identity", "Cast", "Expand", "Slice", "Flatten")
+_WRITES = ("TensorScatter", "ScatterND", "ScatterElements", "Scatter")
+_UPDATES = (*_VIEWS, "Mul", "Div", "Add", "Sub", "Where")
+_SCORES = (*_UPDATES, "Tanh", "Clip", "Max", "Min")
+_CALLED = {
+    "past", "prev", "previous", "old", "initial", "state", "states", "cache", "conv", "ssm", "recurrent", "memory",
+}  # fmt: skip
+_DIRECTIONS = {
+    "past", "present", "input", "output", "in", "out", "old", "new", "prev", "previous", "next", "updated", "initial",
+    "final", "current",
+}  # fmt: skip
+
+
+def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
+    """Find the state of a graph, in the order of its inputs.
+
+    Args:
+        graph: of the model, with shapes inferred.
+        caches: names of graph inputs and outputs that are attention caches.
+
+    Raises:
+        UnsupportedModelError: several outputs could be the next value of an input, and neither names nor the graph tell
+            them apart.
+    """
+    inputs = [t for t in graph.inputs if t.name not in caches and _is_state_like(t) and not _is_cache_like(t)]
+    outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
+    behind = inputs_behind(graph)
+    fits = {
+        past.name: [out for out in outputs if _same_kind(past, out) and past.name in behind[out.name]]
+        for past in inputs
+    }
+    pairs = _match_names(inputs, fits)
+    _match_graph([past for past in inputs if _CALLED & set(_words(past.name))], fits, pairs)
+    return tuple(
+        StateUpdate(past.name, pairs[past.name], dtype_name(past), dims(past) or (), REASON)
+        for past in inputs
+        if past.name in pairs
+    )
+
+
+def resized(cache: Candidate) -> UnsupportedModelError | None:
+    """What to say of a convolution's state that keeps its size at one number of tokens only; None of anything else.
+
+    mobius-onnx writes Jamba's as ``Concat(past, x)[1:]``: as long as the past after one token, longer after several.
+    """
+    before, after = dims(cache.past) or (), dims(cache.present) or ()
+    if cache.idiom != "rolling" or not _is_state_like(cache.past) or _is_cache_like(cache.past):
+        return None
+    if len(before) != len(after) or before[1:] == after[1:]:
+        return None
+    size = next(size for size, other in zip(before[1:], after[1:], strict=True) if size != other)
+    shown = [f"[{', '.join(str(d) for d in shape)}]" for shape in (before, after)]
+    return UnsupportedModelError(
+        f"'{cache.past.name}' {shown[0]} is state that no attention reads, and '{cache.present.name}' {shown[1]}, "
+        "which replaces it, has another size; supported is state that keeps its size whatever the number of tokens: "
+        f"keep the newest {size} in the export, or fix its number of tokens where the size stays, such as to 1"
+    )
+
+
+def _is_state_like(tensor: gs.Tensor) -> bool:
+    """Whether a graph input is floating-point, of rank 2 or more, and of a fixed size but for its batch."""
+    shape = dims(tensor)
+    return elem_type(tensor) in _FLOATS and len(shape or ()) >= 2 and all(isinstance(d, int) for d in (shape or ())[1:])
+
+
+def _same_kind(past: gs.Tensor, present: gs.Tensor) -> bool:
+    before, after = dims(past) or (), dims(present) or ()
+    return (
+        elem_type(past) == elem_type(present)
+        and len(before) == len(after)
+        and before[1:] == after[1:]
+        and _same_batch(before[0], after[0])
+        and not _unchanged(past, present)
+    )
+
+
+def _same_batch(before: Dim, after: Dim) -> bool:
+    return before == after or "?" in (before, after) or (isinstance(before, str) and isinstance(after, str))
+
+
+def _unchanged(past: gs.Tensor, present: gs.Tensor) -> bool:
+    """Whether an output is its input again: nothing is written."""
+    tensor = present
+    while (node := producer(tensor)) is not None and is_op(node, "Identity", "Cast"):
+        tensor = node.inputs[0]
+    return tensor is past
+
+
+def _is_cache_like(past: gs.Tensor) -> bool:
+    """Whether the readers of an input are those of an attention cache."""
+    for tensor in _reached([past], _VIEWS):
+        for node in consumers(tensor):
+            if is_op(node, *_WRITES) and node.inputs[0] is tensor:
+                return True
+            if "Attention" in node.op:
+                return True
+            if is_op(node, "Concat"):
+                rows = _reached(node.outputs, _VIEWS)
+                if _products(rows) or any("Attention" in reader.op for row in rows for reader in consumers(row)):
+                    return True
+    scores = _reached([node.outputs[0] for node in _products(_reached([past], _UPDATES))], _SCORES)
+    return any(is_op(node, "Softmax") for tensor in scores for node in consumers(tensor))
+
+
+def _products(tensors: list[gs.Tensor]) -> list[gs.Node]:
+    """Products of one of these tensors with another activation."""
+    readers = [node for tensor in tensors for node in consumers(tensor) if is_op(node, "MatMul", "Einsum")]
+    return [node for node in readers if not any(_is_weight(operand) for operand in node.inputs)]
+
+
+def _is_weight(tensor: gs.Tensor) -> bool:
+    while (node := producer(tensor)) is not None and is_op(node, *_VIEWS, "DequantizeLinear"):
+        tensor = node.inputs[0]
+    return isinstance(tensor, gs.Constant) or (node is not None and is_op(node, "Constant"))
+
+
+def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
+    """These tensors, and everything that these operators make of them."""
+    found = list(tensors)
+    seen = {id(tensor) for tensor in found}
+    for tensor in found:
+        for node in consumers(tensor):
+            if is_op(node, *ops) and id(node.outputs[0]) not in seen:
+                seen.add(id(node.outputs[0]))
+                found.append(node.outputs[0])
+    return found
+
+
+def _match_names(inputs: list[gs.Tensor], fits: dict[str, list[gs.Tensor]]) -> dict[str, str]:
+    """Past -> present where the names are the same but for their direction, and nothing else has that name."""
+    pairs: dict[str, str] = {}
+    keys = [_plain(past.name) for past in inputs]
+    for past, key in zip(inputs, keys, strict=True):
+        named = [out.name for out in fits[past.name] if _plain(out.name) == key]
+        if key and len(named) == 1 and keys.count(key) == 1:
+            pairs[past.name] = str(named[0])
+    return pairs
+
+
+def _plain(name: str) -> tuple[str, ...]:
+    """The words of a name that say what it is, not on which side of a step."""
+    return tuple(word for word in _words(name) if word not in _DIRECTIONS)
+
+
+def _words(name: str) -> list[str]:
+    return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]
+
+
+def _match_graph(inputs: list[gs.Tensor], fits: dict[str, list[gs.Tensor]], pairs: dict[str, str]) -> None:
+    """Pair what the names left open, as far as only one way is left.
+
+    Raises:
+        UnsupportedModelError: several ways are left.
+    """
+    while True:
+        taken = set(pairs.values())
+        open_ = {
+            past.name: [out.name for out in fits[past.name] if out.name not in taken]
+            for past in inputs
+            if past.name not in pairs
+        }
+        open_ = {past: outs for past, outs in open_.items() if outs}
+        if not open_:
+            return
+        forced = _forced(open_)
+        if forced is None:
+            past, outs = next((p, o) for p, o in open_.items() if len(o) > 1 or _rivals(p, open_))
+            rivals = "" if len(outs) > 1 else f", as could '{_rivals(past, open_)[0]}'"
+            raise UnsupportedModelError(
+                f"'{past}' looks like state that each step replaces, and could become {_list(outs)}{rivals}: all of "
+                "one shape; name them alike but for past and present (past_conv.0, present_conv.0) in the export"
+            )
+        pairs[forced[0]] = forced[1]
+
+
+def _forced(open_: dict[str, list[str]]) -> tuple[str, str] | None:
+    """An input and an output of which one has no other choice."""
+    for past, outs in open_.items():
+        if len(outs) == 1 and not any(len(others) == 1 for others in (open_[p] for p in _rivals(past, open_))):
+            return past, outs[0]
+    for out in dict.fromkeys(out for outs in open_.values() for out in outs):
+        sources = [past for past, outs in open_.items() if out in outs]
+        if len(sources) == 1:
+            return sources[0], out
+    return None
+
+
+def _rivals(past: str, open_: dict[str, list[str]]) -> list[str]:
+    """Other inputs that could become the same output."""
+    return [other for other, outs in open_.items() if other != past and set(outs) & set(open_[past])]
+
+
+def _list(names: Iterable[str]) -> str:
+    return " or ".join(f"'{name}'" for name in names)

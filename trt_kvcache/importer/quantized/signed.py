@@ -1,0 +1,111 @@
+"""Move the zero point of quantized weights from the middle to 0, which TensorRT wants: only bytes change.
+
+    DequantizeLinear(uint4 W, scale, 8)      ->    DequantizeLinear(int4 W - 8, scale)
+    DequantizeLinear(uint8 W, scale, 128)    ->    DequantizeLinear(int8 W - 128, scale)
+
+In two's complement that is one flipped bit per number. TensorRT for RTX 1.7.1 imports no uint4 weight at all, and no
+signed one with another zero point. ONNX Runtime runs both forms; it is given the first, whose data stay in the source's
+files.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.files.flipped import Flipped, flip
+from trt_kvcache.importer.protos import all_nodes, byte_size, is_op
+from trt_kvcache.importer.quantized.reinterpret import raw_bytes
+
+__all__ = ["sign_weights"]
+
+_SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest bits in a byte
+    onnx.TensorProto.UINT4: (onnx.TensorProto.INT4, 8, 0x88),
+    onnx.TensorProto.UINT8: (onnx.TensorProto.INT8, 128, 0x80),
+}
+
+
+def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
+    """Make unsigned weights signed, in place, that nothing but DequantizeLinear reads.
+
+    Args:
+        model: edited in place.
+        folder: of its external data.
+
+    Returns:
+        Those in external data: they are declared signed, and refer to bytes that are not, yet.
+
+    Raises:
+        UnsupportedModelError: a scale of 8-bit weights is not positive, or a zero point is not the middle.
+    """
+    weights = {t.name: t for t in model.graph.initializer}
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in all_nodes(model.graph):
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    kept = {value.name for value in model.graph.output}
+    flipped, freed = [], set()
+    for name, weight in weights.items():
+        nodes = readers.get(name, [])
+        if weight.data_type not in _SIGNED or name in kept or not nodes:
+            continue
+        if not all(is_op(n, "DequantizeLinear") and n.input[0] == name not in n.input[1:] for n in nodes):
+            continue
+        for node in nodes:
+            _check_zero_points(node, weights, folder)
+        weight.data_type, _, mask = _SIGNED[weight.data_type]
+        for node in nodes:
+            if weight.data_type == onnx.TensorProto.INT8:
+                _check_scales(node, weights, folder)
+            freed.add(node.input[2])
+            del node.input[2:]
+        if weight.data_location == onnx.TensorProto.EXTERNAL:
+            flipped.append(_flipped(weight, mask))
+        else:
+            weight.raw_data = flip(raw_bytes(weight), mask)
+    unread = freed - {name for node in all_nodes(model.graph) for name in node.input} - kept
+    for index in reversed(range(len(model.graph.initializer))):
+        if model.graph.initializer[index].name in unread:
+            del model.graph.initializer[index]
+    return tuple(flipped)
+
+
+def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
+    """Refuse zero points that are not the middle; see `normalize.zero_points` for those that could be taken out."""
+    weight = weights[node.input[0]]
+    zero = weights.get(node.input[2]) if len(node.input) > 2 else None
+    middle = _SIGNED[weight.data_type][1]
+    if zero is not None:
+        values = np.asarray(numpy_helper.to_array(zero, base_dir=str(folder))).astype(np.int64)
+        if np.all(values == middle):
+            return
+    kind = onnx.TensorProto.DataType.Name(weight.data_type).lower()
+    raise UnsupportedModelError(
+        f"DequantizeLinear '{node.name}' has {kind} weights '{weight.name}' with zero points other than {middle}, "
+        "which TensorRT does not take; supported are those of MatMulNBits, and of blocks of rows [K, N] that only "
+        "MatMul reads: quantize symmetrically"
+    )
+
+
+def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], folder: Path) -> None:
+    """TensorRT for RTX 1.7.1 takes scales of either sign with 4 bits, and with 8 bits positive ones alone.
+
+    It looks at scales in initializers only; whether its kernels would get others right is not known.
+    """
+    scales = weights.get(node.input[1])
+    if scales is None or bool(np.all(numpy_helper.to_array(scales, base_dir=str(folder)) > 0)):
+        return
+    raise UnsupportedModelError(
+        f"DequantizeLinear '{node.name}' has 8-bit weights '{node.input[0]}' with scales that are not positive, which "
+        "TensorRT does not take; supported are 8 bits with positive scales, and 4 bits with any: quantize "
+        "asymmetrically (onnxruntime-genai: extra option is_symmetric=false), or to 4 bits"
+    )
+
+
+def _flipped(weight: onnx.TensorProto, mask: int) -> Flipped:
+    entries = {e.key: e.value for e in weight.external_data}
+    return Flipped(weight.name, entries["location"], int(entries.get("offset") or 0), byte_size(weight) or 0, mask)

@@ -1,0 +1,200 @@
+"""Which part every graph input and output plays in a decode loop, and what each of their dynamic sizes is.
+
+Caches are facts of the graph. For everything else, in this order:
+
+1. the user's own name patterns (``--config``): what is said outright is not argued with;
+2. the graph, where the evidence is clear (`trt_kvcache.importer.roles.structure`);
+3. the shipped name patterns (``configs/*.yaml``), also to decide between roles for which the graph speaks equally.
+
+What several roles claim with equal right, and a role that several tensors claim where a decode loop has only one, is an
+error: a guess would feed wrong values to a model that then answers nonsense without complaint.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from onnx import ModelProto, ValueInfoProto
+
+from trt_kvcache.errors import AmbiguousRoleError, OptionError
+from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
+from trt_kvcache.importer.roles.axes import name_axes
+from trt_kvcache.importer.roles.config import NamePattern, example, load_patterns, shipped_patterns
+from trt_kvcache.importer.roles.structure import Evidence, GraphFacts, GraphIndex, Strength, collect_evidence
+
+__all__ = ["GraphFacts", "find_roles"]
+
+_SINGLE = (Role.TOKENS, Role.LOGITS)
+
+
+@dataclass(frozen=True)
+class _Finding:
+    role: Role
+    found_by: str
+    by_user: bool = False
+
+
+_MARKS = "/.:_-"
+"""What ends a prefix of names."""
+
+
+def find_roles(model: ModelProto, facts: GraphFacts, config: str | None = None) -> tuple[TensorRole, ...]:
+    """Find the role of every graph input and output, inputs first, in the order of the graph.
+
+    Args:
+        model: prepared: inlined, with shapes inferred; external data need not be there.
+        facts: what the analysis of cache updates and attention knows.
+        config: a YAML file with name patterns. It decides for the names that it matches, whatever the graph says; only
+            caches it cannot name, nor take away.
+
+    Raises:
+        AmbiguousRoleError: a tensor fits several roles equally well, or several tensors fit a role that only one can
+            play; the message lists the candidates.
+        OptionError: the config is unreadable, contradicts itself, or names a cache.
+    """
+    index = GraphIndex(model)
+    user = load_patterns(config) if config is not None else ()
+    static = [shape[axis] for past, axis in facts.sequence_axis.items() if (shape := index.shape(past)) is not None]
+    capacity = max((dim for dim in static if isinstance(dim, int)), default=None)
+    evidence = collect_evidence(index, facts, capacity)
+
+    tensors = [(info, "input") for info in index.inputs.values()] + [(info, "output") for info in model.graph.output]
+    prefix = _prefix([*facts.caches, *facts.caches.values()])
+    named = [
+        _match(info.name, io, shipped_patterns()) or _match(info.name.removeprefix(prefix), io, shipped_patterns())
+        for info, io in tensors
+    ]
+    findings = [
+        _decide(info.name, io, facts, evidence.get(info.name, []), user, shipped)
+        for (info, io), shipped in zip(tensors, named, strict=True)
+    ]
+    findings = _settle_single_roles(tensors, findings, named)
+    roles = [
+        TensorRole(info.name, io, finding.role, _dtype(info), shape_of(info) or (), finding.found_by, ())
+        for (info, io), finding in zip(tensors, findings, strict=True)
+    ]
+    return name_axes(roles, index, facts)
+
+
+def _dtype(info: ValueInfoProto) -> str:
+    return dtype_name(elem_type_of(info))
+
+
+def _prefix(caches: list[str]) -> str:
+    """What a tool such as ``onnx.compose.add_prefix`` has put before every name; empty: nothing.
+
+    Args:
+        caches: names that the model has had from the start, others than those of inputs that the importer adds.
+    """
+    first, last = min(caches, default=""), max(caches, default="")
+    length = next((i for i, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), 0)
+    return first[: max(first.rfind(mark, 0, length) for mark in _MARKS) + 1]
+
+
+def _decide(
+    name: str,
+    io: str,
+    facts: GraphFacts,
+    evidence: list[Evidence],
+    user: tuple[NamePattern, ...],
+    shipped: NamePattern | None,
+) -> _Finding:
+    """The role of one tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
+    is_cache = name in (facts.caches if io == "input" else facts.caches.values())
+    is_state = name in (facts.states if io == "input" else facts.states.values())
+    if named := _match(name, io, user):
+        if is_cache or is_state:
+            what = "a cache" if is_cache else "state that each step replaces"
+            raise OptionError(
+                f"{named.source}: gives the role '{named.role.value}' to '{name}', which is {what}; narrow the pattern"
+            )
+        return _Finding(named.role, f"config: {named.source}", by_user=True)
+    if is_cache:
+        return _Finding(Role.CACHE, "graph: updated by a cache update" if io == "input" else "graph: an updated cache")
+    if is_state:
+        return _Finding(Role.STATE, "graph: replaced by every step" if io == "input" else "graph: what replaces state")
+    if io == "input" and name in facts.constants:
+        return _Finding(Role.CONSTANT, "graph: cross-attention reads it")
+    fitting = [e for e in evidence if (e.role is Role.LOGITS) == (io == "output")]
+    best = _strongest(fitting)
+    if len(best) == 1 and best[0].strength > Strength.HINT:
+        return _Finding(best[0].role, f"graph: {best[0].reason}")
+    if len(best) > 1 and best[0].strength > Strength.HINT and (shipped is None or shipped.role not in _roles(best)):
+        raise AmbiguousRoleError(
+            f"{io} '{name}' could be {_list([f'{e.role.value} ({e.reason})' for e in best])}; "
+            f"say which with --config, a YAML file such as: {example(best[0].role, name)}"
+        )
+    if shipped is not None:
+        return _Finding(shipped.role, f"config: {shipped.source}")
+    return _Finding(Role.OTHER, "graph: " + (best[0].reason if best else "nothing gives it a part in decoding"))
+
+
+def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern | None:
+    """The pattern that a name matches.
+
+    Raises:
+        OptionError: patterns of several roles match.
+    """
+    found = [pattern for pattern in patterns if pattern.matches(name, io)]
+    for other in found[1:]:
+        if other.role is not found[0].role:
+            raise OptionError(
+                f"{found[0].source}, {other.source}: '{name}' matches '{found[0].regex.pattern}' of role "
+                f"'{found[0].role.value}' and '{other.regex.pattern}' of role '{other.role.value}'; narrow one of them"
+            )
+    return found[0] if found else None
+
+
+def _strongest(evidence: list[Evidence]) -> list[Evidence]:
+    """The strongest evidence, one piece per role.
+
+    An input that is a write index and a position unchanged is a write index: both say where the row's next token goes,
+    and the cache update is the narrower use.
+    """
+    if not evidence:
+        return []
+    strength = max(e.strength for e in evidence)
+    best: dict[Role, Evidence] = {}
+    for piece in evidence:
+        if piece.strength == strength:
+            best.setdefault(piece.role, piece)
+    if Role.WRITE_INDICES in best:
+        best.pop(Role.POSITIONS, None)
+    return list(best.values())
+
+
+def _roles(evidence: list[Evidence]) -> list[Role]:
+    return [e.role for e in evidence]
+
+
+def _settle_single_roles(
+    tensors: list[tuple[ValueInfoProto, str]], findings: list[_Finding], shipped: list[NamePattern | None]
+) -> list[_Finding]:
+    """Let only one tensor play a role that only one can play: the user's, else the one that a shipped pattern names."""
+    settled = list(findings)
+    for role in _SINGLE:
+        claims = [i for i, finding in enumerate(findings) if finding.role is role]
+        if len(claims) < 2:
+            continue
+        chosen = [i for i in claims if findings[i].by_user] or [
+            i for i in claims if (named := shipped[i]) is not None and named.role is role
+        ]
+        if len(chosen) != 1:
+            names = [f"'{tensors[i][0].name}' ({findings[i].found_by})" for i in claims]
+            raise AmbiguousRoleError(
+                f"the role '{role.value}' is claimed by {_list(names)}; say which has it with --config, "
+                f"a YAML file such as: {example(role, tensors[claims[0]][0].name)}"
+            )
+        for i in set(claims) - set(chosen):
+            named = shipped[i]
+            settled[i] = (  # such as positions that index a table with as many rows as there are tokens
+                _Finding(named.role, f"config: {named.source}")
+                if named and named.role is not role
+                else _Finding(Role.OTHER, f"{findings[i].found_by}; but '{tensors[chosen[0]][0].name}' is {role.value}")
+            )
+    return settled
+
+
+def _list(items: list[str]) -> str:
+    return f"{', '.join(items[:-1])} or {items[-1]}" if len(items) > 1 else items[0]

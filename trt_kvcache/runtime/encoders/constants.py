@@ -1,0 +1,124 @@
+"""What a sequence is given once and the model only reads: the output of an encoder, its keys and values, its mask.
+
+Each sequence has its own, and they may differ in length: a step is made of rows whose constants have one shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.errors import PromptError, UnsupportedModelError
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.trt.device_array import DeviceArray
+
+__all__ = ["NO_CONSTANTS", "ConstantInputs", "Constants"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+@dataclass(frozen=True, eq=False)
+class Constants:
+    """The constants of one sequence. Two are equal if they are the same object.
+
+    Attributes:
+        arrays: ``[1, ...]`` by the name of the input, C-contiguous, in the model's dtype; on the host, or where the
+            runner is.
+        sizes: of all of them, in the order of the plan: rows of equal sizes share a step.
+    """
+
+    arrays: Mapping[str, Array | DeviceArray] = field(default_factory=dict)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """See above."""
+        return tuple(size for array in self.arrays.values() for size in array.shape[1:])
+
+    def fits(self, other: Constants) -> bool:
+        """Whether rows with the one and the other can share a step."""
+        return self is other or self.sizes == other.sizes
+
+
+NO_CONSTANTS = Constants()
+"""Of every sequence of a model that takes none."""
+
+
+class ConstantInputs:
+    """The constants that a model takes.
+
+    Args:
+        plan: of the model.
+        home: the GPU whose arrays a step reads where they lie; None: host memory only.
+
+    Raises:
+        UnsupportedModelError: the shape of one is not understood.
+    """
+
+    def __init__(self, plan: CachePlan, home: object = None) -> None:
+        self._home = home
+        self.tensors = tuple(t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT)
+        for tensor in self.tensors:
+            if not tensor.shape or tensor.axes[0] not in ("batch", "") or not {*tensor.axes[1:]} <= {"encoder", ""}:
+                raise UnsupportedModelError(
+                    f"input '{tensor.name}' ({tensor.dtype} {list(tensor.shape)}) is given once per sequence, and has "
+                    f"the axes {', '.join(a or 'fixed' for a in tensor.axes)}; supported are [batch, ...] with sizes "
+                    "that do not depend on the text"
+                )
+
+    def read(self, given: Mapping[str, Any] | Constants | None) -> Constants:
+        """The constants of one sequence, checked.
+
+        Args:
+            given: an array ``[1, ...]`` for every input, also such as an encoder left on this GPU; what was read before
+                is taken as it is.
+
+        Raises:
+            PromptError: one is missing, unknown, or of another dtype or shape than the model takes.
+        """
+        if isinstance(given, Constants):
+            return given
+        given = given or {}
+        names = [t.name for t in self.tensors]
+        if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in given]:
+            raise PromptError(
+                f"the model takes inputs that are given once per sequence, and {', '.join(missing)} "
+                f"{'are' if len(missing) > 1 else 'is'} missing; let the encoder make them (session.encode, on the "
+                "command line --source), or give them as constants={name: array} (--constants FILE.npz)"
+            )
+        if unknown := [name for name in given if name not in names]:
+            takes = f"it takes {', '.join(names)}" if names else "it takes none"
+            raise PromptError(f"{unknown[0]!r} is no input of the model that is given once per sequence; {takes}")
+        return Constants({t.name: self._checked(t, given[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
+
+    def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
+        """Of the inputs of a step of `rows` rows like this one."""
+        return {name: (rows, *array.shape[1:]) for name, array in constants.arrays.items()}
+
+    def _checked(self, tensor: TensorRole, value: Any) -> Array | DeviceArray:
+        array: Array | DeviceArray = value if isinstance(value, DeviceArray) else np.asarray(value)
+        dtype = array_dtype(tensor.dtype)
+        fits = array.ndim == len(tensor.shape) and all(
+            size == want if isinstance(want, int) else size >= 1
+            for size, want in zip(array.shape, (1, *tensor.shape[1:]), strict=True)
+        )
+        if array.dtype != dtype or not fits:
+            raise PromptError(
+                f"'{tensor.name}' is {array.dtype} {list(array.shape)}, and the model takes {dtype} {_shape(tensor)} "
+                "for each sequence"
+            )
+        if isinstance(array, DeviceArray):
+            if array.home is not self._home:
+                raise PromptError(
+                    f"'{tensor.name}' lies on the GPU of another session; give numpy.asarray of it, or let this "
+                    "session's encoder make it"
+                )
+            return array
+        return np.array(array, order="C")  # the caller may change his
+
+
+def _shape(tensor: TensorRole) -> str:
+    return f"[{', '.join(map(str, (1, *tensor.shape[1:])))}]"

@@ -1,0 +1,164 @@
+"""The encoder of a decoder: what was heard, seen or is to be translated goes in, the decoder's constants come out.
+
+It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder`), else on
+the CPU with ONNX Runtime. Where the constants come from, `trt_kvcache.importer.encoders.parts` says.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.importer.encoders.parts import find_later, find_parts, present_names
+from trt_kvcache.importer.files.encoder import find_encoder, find_first_step
+from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
+from trt_kvcache.runtime.encoders.source_reader import Source, SourceInput, SourceReader
+from trt_kvcache.runtime.guard import Guard
+from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu, run_on_cpu
+from trt_kvcache.runtime.runner import Runner
+
+__all__ = ["Encoder", "OnnxEncoder", "Source", "Sources", "open_encoder"]
+
+
+class Encoder(Protocol):
+    """Makes a decoder's constants.
+
+    Attributes:
+        where: what runs where, as far as it is not where the decoder runs; else empty.
+    """
+
+    where: str
+
+    def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
+        """What the decoder takes for one sequence.
+
+        Args:
+            source: token ids ``[S]``; or arrays by name of the input, ``[1, ...]`` or without that axis. A mask that is
+                left out is all ones.
+
+        Returns:
+            Arrays ``[1, ...]`` in the decoder's dtypes by the names of its inputs.
+
+        Raises:
+            PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
+            SessionError: the encoder failed.
+        """
+        ...
+
+
+def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) -> Encoder:
+    """The encoder of a model.
+
+    Args:
+        given: its file, an engine or a model, or the folder that a model lies in; None: it lies beside `model`.
+        model: path of the decoder or engine.
+        runner: of the decoder.
+        guard: of the session: held by whoever uses what the runner uses.
+
+    Raises:
+        OptionError: the model takes nothing of an encoder, or none is there.
+        ModelError, ManifestError, BackendError: it cannot be used.
+    """
+    constants = [t for t in runner.plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
+    if not constants:
+        raise OptionError(f"{model} takes nothing from an encoder; leave sources out, and give prompts")
+    is_engine = given is not None and given.is_file() and given.suffix.lower() != ".onnx"
+    if runner.home is None and is_engine:
+        raise OptionError(f"{given} is taken for an engine, and {model} runs on the CPU; give the encoder's .onnx file")
+    missing = ""
+    if runner.home is not None and (given is None or is_engine):
+        from trt_kvcache.runtime.trt.encoder import TensorRTEncoder
+        from trt_kvcache.runtime.trt.runner import TensorRTRunner
+
+        assert isinstance(runner, TensorRTRunner)
+        engine, missing = (given, "") if given is not None else runner.encoder_beside(model)
+        if engine is not None:
+            return TensorRTEncoder(engine, runner, constants, guard)
+    path = given if given is not None and given.is_file() else find_encoder(given or model)
+    if path is None:
+        raise OptionError(
+            f"there is no encoder beside {given or model}, such as encoder_model.onnx; name it with encoder= or "
+            "--encoder, or give what it makes as constants"
+        )
+    if missing:
+        warnings.warn(f"the encoder {path} runs on the CPU: {missing}", RuntimeWarning, stacklevel=2)
+    where = "" if runner.home is None else "encoder on the CPU"
+    return OnnxEncoder(path, find_first_step(path) or find_first_step(model), constants, where)
+
+
+class Sources:
+    """The encoder of a session, which is opened when the first source comes.
+
+    Args:
+        open_: opens it, given `guard`; None: there is none.
+        guard: of the session.
+        tokenizer: for texts, or None.
+    """
+
+    def __init__(self, open_: Callable[[Guard], Encoder] | None, guard: Guard, tokenizer: Any) -> None:
+        self._open, self._guard, self._tokenizer = open_, guard, tokenizer
+        self._encoder: Encoder | None = None
+
+    @property
+    def where(self) -> str:
+        """See `Encoder`; empty before the first source."""
+        return "" if self._encoder is None else self._encoder.where
+
+    def encode(self, source: Source) -> dict[str, Any]:
+        """See `DecodeSession.encode`."""
+        with self._guard:
+            if self._encoder is None:
+                if self._open is None:
+                    raise OptionError("the session has no encoder; open the model with DecodeSession.open")
+                self._encoder = self._open(self._guard)
+            if isinstance(source, str) and self._tokenizer is None:
+                raise PromptError("a source is text, and there is no tokenizer; open the session with one")
+            read = self._tokenizer.encode(source) if isinstance(source, str) else source
+            encoder = self._encoder
+        return encoder.encode(read)  # beside the steps of other threads, where it runs elsewhere
+
+
+class OnnxEncoder:
+    """An `Encoder` on the CPU, and what makes constants of its output.
+
+    Args:
+        path: of the encoder's model.
+        first_step: of the first step's model, for decoders whose encoder does not make keys and values itself.
+        constants: what the decoder takes.
+        where: see `Encoder`.
+
+    Raises:
+        InvalidModelError, UnsupportedModelError: a model cannot be run, or makes something else than the decoder takes.
+    """
+
+    def __init__(self, path: Path, first_step: Path | None, constants: Sequence[TensorRole], where: str = "") -> None:
+        self.where = where
+        self._path = path
+        self._session = open_on_cpu(str(path), path, BY_HAND, spinning=False)
+        inputs = self._session.get_inputs()
+        self._reader = SourceReader(path, [SourceInput(v.name, input_dtype(v), tuple(v.shape)) for v in inputs])
+        self._constants = list(constants)
+        made = {v.name: len(v.shape) for v in self._session.get_outputs()}
+        self._parts = parts = find_parts(constants, made, path)
+        names = {name for t in parts.rest for name in present_names(t.name)}
+        self._first = FirstStep(first_step, names) if parts.rest and first_step is not None else None
+        later = [] if self._first is None else self._first.outputs
+        self._later = find_later(parts.rest, later, path, first_step)
+
+    def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
+        """See `Encoder.encode`."""
+        feed, parts = self._reader.read(source), self._parts
+        names = list(dict.fromkeys([*parts.own.values(), *([parts.hidden] if parts.hidden else [])]))
+        made = dict(zip(names, run_on_cpu(self._session, self._path, names, feed), strict=True))
+        found = {name: made[output] for name, output in parts.own.items()}
+        if self._first is not None:
+            later = dict(zip(self._first.outputs, self._first.run(made[parts.hidden]), strict=True))
+            found |= {name: later[output] for name, output in self._later.items()}
+        for tensor in parts.masks:
+            found[tensor.name] = self._reader.mask(feed, made[parts.hidden].shape[1])
+        return {t.name: found[t.name].astype(array_dtype(t.dtype), copy=False) for t in self._constants}

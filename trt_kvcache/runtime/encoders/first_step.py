@@ -1,0 +1,80 @@
+"""The encoder's keys and values, as the export of the first step makes them.
+
+optimum's decoders with a past take these for every layer, and only the first step's model computes them, beside
+everything else. Here that part of it is left which leads to them; ONNX Runtime runs no more. Most exports take a shape
+from the token ids on that way: so it runs on one token, and whether that says anything is tried out with two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.encoders.parts import HIDDEN, IDS, MASK, cut_to
+from trt_kvcache.importer.files.source import load_source
+from trt_kvcache.importer.merged import take_first_branch
+from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu, run_on_cpu
+
+__all__ = ["BY_HAND", "FirstStep"]
+
+BY_HAND = "run it yourself, and give what the decoder takes as constants"
+"""What is left to do where a model that stands before a decoder cannot be run."""
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class FirstStep:
+    """The part of a first step that makes the encoder's keys and values.
+
+    Args:
+        path: of the first step's model, or of one with both steps.
+        wanted: outputs of it; those that it lacks are left out.
+
+    Attributes:
+        path: see above.
+        outputs: what it makes, in order.
+
+    Raises:
+        InvalidModelError, UnsupportedModelError: the file cannot be read or run, or takes something else than token
+            ids, the encoder's output and a mask.
+    """
+
+    def __init__(self, path: Path, wanted: Collection[str]) -> None:
+        self.path = path
+        model = load_source(path, first_step=True).proto
+        take_first_branch(model.graph)
+        self.outputs = cut_to(model.graph, wanted)
+        unknown = [v.name for v in model.graph.input if v.name not in (IDS, HIDDEN, MASK)]
+        if unknown:
+            raise UnsupportedModelError(
+                f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {IDS}, "
+                f"{HIDDEN} and {MASK}: compute them yourself, and give them as constants"
+            )
+        self._session = open_on_cpu(model.SerializeToString(), path, BY_HAND, spinning=False)
+        self._inputs = {v.name: input_dtype(v) for v in self._session.get_inputs()}
+        self._tried = False
+
+    def run(self, hidden: Array) -> list[Array]:
+        """Keys and values of what the encoder gives, float ``[1, S_enc, H]``.
+
+        Raises:
+            UnsupportedModelError: they depend on the text.
+            SessionError: the model failed.
+        """
+        made = self._run(hidden, 0)
+        if not self._tried:
+            if not all(map(np.array_equal, made, self._run(hidden, 1))):
+                raise UnsupportedModelError(
+                    f"{self.path}: the encoder's keys and values depend on the text; supported are those of the "
+                    "encoder's output alone: compute them yourself, and give them as constants"
+                )
+            self._tried = True
+        return made
+
+    def _run(self, hidden: Array, token: int) -> list[Array]:
+        given = {IDS: np.array([[token]]), HIDDEN: hidden, MASK: np.ones(hidden.shape[:2])}
+        feed = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
+        return run_on_cpu(self._session, self.path, self.outputs, feed)

@@ -1,0 +1,1 @@
+"""How tokens are chosen, and when a sequence ends."""

@@ -1,0 +1,178 @@
+"""Beam search over one prompt, with the live beams in the rows of a cache.
+
+The algorithm is that of transformers' ``generate`` with ``num_beams`` (measured against 5.23), without its padding:
+live beams are as many as there are, at most `num_beams`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import SessionError
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.processors import log_softmax, process
+from trt_kvcache.runtime.text.incremental import TextStream, TokenDecoder
+
+__all__ = ["BeamDecoder", "Hypothesis", "beam_search", "hypothesis_events"]
+
+Tokens = npt.NDArray[np.int64]
+Logits = npt.NDArray[np.float32]
+
+
+class BeamDecoder(Protocol):
+    """The rows that hold the live beams: one after the prompt, at most `num_beams` later."""
+
+    def step(self, tokens: Tokens) -> Logits:
+        """Feed one token to each of the R live beams: int64 ``[R]`` in, float32 logits ``[R, V]`` out."""
+        ...
+
+    def reorder(self, indices: Tokens) -> None:
+        """Make beam `i` a copy of what beam ``indices[i]`` was; int64 ``[R']``, where R' is the new count of beams."""
+        ...
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """One ended beam.
+
+    Attributes:
+        tokens: the new tokens, with the one that ended it.
+        logprobs: natural logarithm of each token's probability under the model's own distribution.
+        score: sum of the log-probabilities (after the rules of `GenerationConfig`) / length ** length_penalty.
+        finish_reason: EOS, LENGTH or CAPACITY.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    score: float
+    finish_reason: FinishReason
+
+
+@dataclass(frozen=True)
+class _Beam:
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    total: float
+
+
+def beam_search(
+    prompt: Tokens, logits: Logits, decoder: BeamDecoder, config: GenerationConfig, *, room: int | None = None
+) -> list[Hypothesis]:
+    """Find the likeliest continuations of a prompt.
+
+    Args:
+        prompt: int64 token ids, already in the decoder's only row.
+        logits: float32 ``[V]`` after the prompt.
+        decoder: the rows of the beams.
+        config: the settings; `num_beams` of at least 1, and no sampling.
+        room: tokens that the caches still take; None where there is no limit. One token more can be chosen.
+
+    Returns:
+        At most `num_beams` hypotheses, the best one first.
+
+    Raises:
+        SessionError: NaN or infinity in the logits, or the settings forbid every token.
+    """
+    bounds = [(config.max_new_tokens, FinishReason.LENGTH)] + (
+        [] if room is None else [(room + 1, FinishReason.CAPACITY)]
+    )
+    most, at_most = min(bounds, key=lambda bound: bound[0])
+    live = [_Beam((), (), 0.0)]
+    ended: list[Hypothesis] = []
+    scores = logits[np.newaxis]
+    for length in range(1, most + 1):
+        ranked = _expand(live, scores, prompt, config)
+        if not ranked and not ended:
+            raise SessionError("no token is left: the settings, such as sequence_bias, min_new_tokens, forbid them all")
+        parents: list[int] = []
+        beams: list[_Beam] = []
+        for rank, (parent, beam) in enumerate(ranked):
+            reason = FinishReason.EOS if beam.tokens[-1] in config.eos_token_ids else at_most
+            if reason is FinishReason.EOS or length == most:
+                # Worse ones are candidates only so that enough beams stay live.
+                if rank < config.num_beams:
+                    score = beam.total / length**config.length_penalty
+                    ended.append(Hypothesis(beam.tokens, beam.logprobs, score, reason))
+            elif len(beams) < config.num_beams:
+                parents.append(parent)
+                beams.append(beam)
+        ended = sorted(ended, key=lambda hypothesis: -hypothesis.score)[: config.num_beams]
+        if not beams or _is_over(beams[0], ended, length, most, config):
+            break
+        live = beams
+        indices = np.array(parents, dtype=np.int64)
+        if not np.array_equal(indices, np.arange(scores.shape[0])):
+            decoder.reorder(indices)
+        scores = decoder.step(np.array([beam.tokens[-1] for beam in live], dtype=np.int64))
+    return ended
+
+
+def hypothesis_events(
+    hypothesis: Hypothesis, sequence: int, config: GenerationConfig, tokenizer: TokenDecoder | None = None,
+    prompt: Tokens | None = None,
+) -> list[TokenEvent]:  # fmt: skip
+    """Return the events of a hypothesis as if it had been generated token by token.
+
+    Args:
+        hypothesis: of `beam_search`.
+        sequence: what the events call it.
+        config: says whether they carry log-probabilities.
+        tokenizer: gives them their text.
+        prompt: what came before; a space at the start of the text depends on it.
+    """
+    text = None if tokenizer is None else TextStream(tokenizer, () if prompt is None else prompt)
+    events = []
+    for at, (token, logprob) in enumerate(zip(hypothesis.tokens, hypothesis.logprobs, strict=True), start=1):
+        reason = hypothesis.finish_reason if at == len(hypothesis.tokens) else None
+        piece = "" if text is None or reason is FinishReason.EOS else text.push(token)
+        if text is not None and reason is not None:
+            piece += text.flush()
+        events.append(TokenEvent(sequence, token, piece, logprob if config.output_logprobs else None, reason))
+    return events
+
+
+def _expand(live: list[_Beam], logits: Logits, prompt: Tokens, config: GenerationConfig) -> list[tuple[int, _Beam]]:
+    """Return the best next beams with their parents, best first: enough that `num_beams` of them have not ended."""
+    if not np.isfinite(logits.max(axis=-1)).all():
+        raise SessionError("the model's logits hold NaN or infinity: it overflowed, or its weights are damaged")
+    own = log_softmax(logits)
+    # transformers applies the rules to log-probabilities here, where greedy and sampling apply them to logits.
+    ruled = [
+        process(row, np.concatenate([prompt, np.array(beam.tokens, dtype=np.int64)]), len(beam.tokens), config)
+        for row, beam in zip(own, live, strict=True)
+    ]
+    if config.renormalize_logits:
+        ruled = [log_softmax(row) if row.max() > -np.inf else row for row in ruled]
+    totals = np.stack(ruled) + np.array([[beam.total] for beam in live])
+    best = _highest(totals.ravel(), (1 + len(config.eos_token_ids)) * config.num_beams)
+    expanded = []
+    for parent, token in (divmod(flat, totals.shape[1]) for flat in best.tolist()):
+        beam = live[parent]
+        logprobs = (*beam.logprobs, float(own[parent, token]))
+        expanded.append((parent, _Beam((*beam.tokens, token), logprobs, float(totals[parent, token]))))
+    return expanded
+
+
+def _highest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.intp]:
+    """Indices of the `count` highest values above -inf, highest first; of equals, the first."""
+    if count < values.size:
+        bound = np.partition(values, values.size - count)[values.size - count]
+        candidates = np.flatnonzero((values >= bound) & (values > -np.inf))
+    else:
+        candidates = np.flatnonzero(values > -np.inf)
+    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
+
+
+def _is_over(best: _Beam, ended: list[Hypothesis], length: int, most: int, config: GenerationConfig) -> bool:
+    """Whether no live beam is followed any more; `best` is the likeliest live one, of `length` tokens."""
+    if len(ended) < config.num_beams:
+        return False
+    if config.early_stopping is True:
+        return True
+    attainable = most if config.early_stopping == "never" and config.length_penalty > 0 else length
+    return bool(best.total / attainable**config.length_penalty <= ended[-1].score)

@@ -1,0 +1,87 @@
+"""Beam search over the slots of a session."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import SessionError, SlotError
+from trt_kvcache.runtime.cache import KVCache
+from trt_kvcache.runtime.encoders.constants import Constants
+from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.generation.beam import beam_search, hypothesis_events
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.requests import ReadPrompt
+
+__all__ = ["beam_events"]
+
+Logits = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.int64]
+
+
+class _Updater(Protocol):
+    """What beam search needs of a session."""
+
+    cache: KVCache
+
+    @property
+    def tokenizer(self) -> Any: ...
+
+    def update(self, tokens: Mapping[int, Sequence[int]], keep: int = 1) -> dict[int, Logits]: ...
+
+    def remove(self, slot: int) -> None: ...
+
+
+class _SlotBeams:
+    """The live beams: the first so many of a fixed set of slots."""
+
+    def __init__(self, session: _Updater, slots: Sequence[int]) -> None:
+        self._session, self._slots, self._live = session, list(slots), 1
+
+    def step(self, tokens: Tokens) -> Logits:
+        """Feed one token to each live beam."""
+        live = self._slots[: self._live]
+        logits = self._session.update({slot: [token] for slot, token in zip(live, tokens.tolist(), strict=True)})
+        return np.stack([logits[slot][-1] for slot in live])
+
+    def reorder(self, indices: Tokens) -> None:
+        """Make beam i a copy of what beam ``indices[i]`` was; slots that no beam has keep what nobody needs."""
+        chosen = indices.tolist()
+        idle = [i for i in range(len(self._slots)) if i not in set(chosen)]
+        self._session.cache.reorder([*chosen, *idle[: len(self._slots) - len(chosen)]], self._slots)
+        self._live = len(chosen)
+
+
+def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: GenerationConfig) -> Iterator[TokenEvent]:
+    """The best hypothesis for each prompt, one prompt after the other.
+
+    Raises:
+        SlotError: fewer rows are free than the search has beams.
+        SessionError: a step failed.
+    """
+    for index, prompt in enumerate(prompts):
+        slots: list[int] = []
+        try:
+            for _ in range(config.num_beams):
+                slots.append(_acquire(session, config.num_beams, prompt.constants))
+            prompt.append_to(session.cache.slot(slots[0]))
+            logits = session.update({slots[0]: []})[slots[0]][-1]
+            room = session.cache.room(slots[0])
+            ids = np.array(prompt.tokens, np.int64)
+            best = beam_search(ids, logits, _SlotBeams(session, slots), config, room=room)[0]
+        finally:
+            with suppress(SessionError):  # closed meanwhile
+                for slot in slots:
+                    session.remove(slot)
+        yield from hypothesis_events(best, index, config, session.tokenizer, ids)
+
+
+def _acquire(session: _Updater, beams: int, given: Constants) -> int:
+    try:
+        return session.cache.acquire(constants=given)
+    except SlotError as error:
+        raise SlotError(f"beam search with num_beams={beams} needs as many rows: {error}") from None

@@ -1,0 +1,347 @@
+"""How tokens are chosen and when a sequence ends: names and meanings of transformers' ``GenerationConfig``.
+
+Source: https://huggingface.co/docs/transformers/main_classes/text_generation (measured against 5.23).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cached_property
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError
+
+__all__ = ["GenerationConfig", "LogitsProcessor"]
+
+_TOP_K = 50
+
+LogitsProcessor = Callable[[npt.NDArray[np.int64], npt.NDArray[np.float32]], npt.NDArray[np.float32]]
+"""A rule of the caller's: the tokens so far ``[T]``, prompt included, and scores ``[V]`` give new scores ``[V]``."""
+
+
+@dataclass(frozen=True, repr=False)
+class GenerationConfig:
+    """How to generate. The default is greedy.
+
+    Attributes:
+        max_new_tokens: most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)
+        min_new_tokens: no end-of-sequence token before so many new tokens.
+        min_length: no end-of-sequence token before so many tokens with the prompt.
+        do_sample: draw from the distribution; otherwise take the most probable token, of equals the lowest id.
+        temperature: divides the scores; sampling only.
+        top_k: keep the `top_k` highest scores (and equals of the last); 0 keeps all; sampling only.
+        top_p: keep the smallest set of most probable tokens that has at least this probability; sampling only.
+        min_p: keep tokens at least `min_p` times as probable as the most probable one; sampling only.
+        repetition_penalty: divides positive scores, and multiplies negative ones, of tokens that occurred, in the
+            prompt too; above 1 discourages them.
+        no_repeat_ngram_size: no token may complete an n-gram of this size that occurred already; 0 allows all.
+        sequence_bias: added to the score of a token, or of the last token of a run of tokens where the others came
+            just before: ``{token: bias, (token, token): bias}``. ``-math.inf`` forbids.
+        bad_words_ids: runs of tokens that no sequence may hold. (Of one end-of-sequence token alone: it may.)
+        suppress_tokens: tokens that never come.
+        begin_suppress_tokens: tokens that do not come first.
+        forced_bos_token_id: the first new token behind a prompt of one token, such as the language of a translation.
+        forced_eos_token_id: the token, one of these, that comes last where `max_new_tokens` is reached.
+        exponential_decay_length_penalty: ``(start, factor)``: the score of an end-of-sequence token rises by
+            ``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones.
+        logits_processor: a `LogitsProcessor`, or several, after all of these rules and before temperature, top-k and
+            the like: for grammars, for example. It may write to the scores it gets, has to be a function of the tokens
+            alone (those that prompt lookup proposed come and go), and ends its own sequence where it raises.
+        eos_token_id: the token, or tokens, that end a sequence.
+        stop_strings: text, or texts, that end a sequence; needs a tokenizer. The text ends before it.
+        seed: of sampling. Sequence `i` of a call draws from a stream of its own, made of `seed` and `i`, so that its
+            tokens do not depend on what else runs. None takes a fresh one.
+        num_beams: hypotheses kept by beam search; 1 is no beam search.
+        length_penalty: beams are compared by log-probability / length ** length_penalty.
+        early_stopping: beam search ends as soon as `num_beams` hypotheses ended (True), when the best live one cannot
+            win at its present length (False), or only when it cannot at any length ("never").
+        renormalize_logits: beam search compares probabilities that sum to 1 again after the rules.
+        output_logprobs: events carry the log-probability of their token.
+        prompt_lookup_num_tokens: propose so many tokens at once by looking the last n-gram up in what came before, and
+            verify them in one update; the tokens stay the same. None is off.
+        max_matching_ngram_size: longest n-gram that prompt lookup looks up.
+
+    Raises:
+        OptionError: a value is out of range, or two contradict each other.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    min_length: int = 0
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = _TOP_K
+    top_p: float = 1.0
+    min_p: float | None = None
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    sequence_bias: Mapping[int | tuple[int, ...], float] = field(default_factory=dict, hash=False)
+    bad_words_ids: Sequence[Sequence[int]] = ()
+    suppress_tokens: Sequence[int] = ()
+    begin_suppress_tokens: Sequence[int] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | Sequence[int] | None = None
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor] = ()
+    eos_token_id: int | Sequence[int] | None = None
+    stop_strings: str | Sequence[str] | None = None
+    seed: int | None = None
+    num_beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    renormalize_logits: bool = False
+    output_logprobs: bool = False
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int = 2
+
+    def __repr__(self) -> str:
+        """What differs from the default: it is in every signature that has one."""
+        defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
+        changed = [f"{name}={value!r}" for name, d in defaults.items() if (value := getattr(self, name)) != d]
+        return f"GenerationConfig({', '.join(changed)})"
+
+    def __post_init__(self) -> None:
+        _check_types(self)
+        self._normalize()
+        self._check_ranges()
+        self._check_together()
+
+    @cached_property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """`eos_token_id`, always as a tuple."""
+        return tuple(int(token) for token in _as_sequence(self.eos_token_id))
+
+    @cached_property
+    def forced_eos_token_ids(self) -> tuple[int, ...]:
+        """`forced_eos_token_id`, always as a tuple."""
+        return tuple(int(token) for token in _as_sequence(self.forced_eos_token_id))
+
+    @cached_property
+    def logits_processors(self) -> tuple[LogitsProcessor, ...]:
+        """`logits_processor`, always as a tuple."""
+        given = self.logits_processor
+        return (given,) if callable(given) else tuple(given)
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """`stop_strings`, always as a tuple."""
+        return tuple(_as_sequence(self.stop_strings))
+
+    @cached_property
+    def biases(self) -> tuple[tuple[tuple[int, ...], float], ...]:
+        """`sequence_bias` as pairs: the run of tokens, and what is added to the score of its last."""
+        return tuple(((key,) if isinstance(key, int) else key, bias) for key, bias in self.sequence_bias.items())
+
+    @classmethod
+    def from_file(cls, path: str | Path, **changes: Any) -> GenerationConfig:
+        """Read transformers' ``generation_config.json``.
+
+        Args:
+            path: the file.
+            changes: fields to use instead of the file's.
+
+        Warns:
+            UserWarning: the file names something without effect here, such as sampling settings without
+                ``do_sample``.
+
+        Raises:
+            OptionError: the file is unreadable, or asks for a way of choosing tokens that is not supported.
+        """
+        from trt_kvcache.runtime.generation.config_file import read_config_file
+
+        return cls(**read_config_file(Path(path), changes))
+
+    @classmethod
+    def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
+        """Take what files beside a model say of its tokens: which end a text, start or end it by force, or never come.
+
+        How tokens are drawn is not taken from there. Read are transformers' ``generation_config.json`` and
+        onnxruntime-genai's ``genai_config.json``; the former counts.
+
+        Args:
+            model: an ``.onnx`` file, an engine, or their folder.
+            changes: fields to use instead of the files', and others.
+
+        Raises:
+            OptionError: a file is unreadable, or a value is out of range.
+        """
+        from trt_kvcache.runtime.generation.config_file import settings_beside
+
+        return cls(**{**settings_beside(Path(model)), **changes})
+
+    def _normalize(self) -> None:
+        for name in (*_TOKENS, "stop_strings", "exponential_decay_length_penalty", "logits_processor"):
+            value = getattr(self, name)
+            if not isinstance(value, (Integral, str, type(None))) and not callable(value):
+                object.__setattr__(self, name, tuple(value))
+        object.__setattr__(self, "bad_words_ids", tuple(tuple(int(t) for t in run) for run in self.bad_words_ids))
+        biases = {_plain_key(key): float(bias) for key, bias in self.sequence_bias.items()}
+        object.__setattr__(self, "sequence_bias", biases)
+
+    def _check_ranges(self) -> None:
+        _require(self.max_new_tokens >= 1, self, "max_new_tokens", "at least 1")
+        _require(self.min_new_tokens >= 0, self, "min_new_tokens", "0 or more")
+        _require(self.min_length >= 0, self, "min_length", "0 or more")
+        hint = "above 0; for the most probable token leave do_sample off"
+        _require(0 < self.temperature < math.inf, self, "temperature", hint)
+        _require(self.top_k >= 0, self, "top_k", "0 (keep all) or more")
+        _require(0 < self.top_p <= 1, self, "top_p", "above 0 and at most 1")
+        _require(self.min_p is None or 0 <= self.min_p <= 1, self, "min_p", "between 0 and 1")
+        _require(0 < self.repetition_penalty < math.inf, self, "repetition_penalty", "above 0; 1 is none")
+        _require(self.no_repeat_ngram_size >= 0, self, "no_repeat_ngram_size", "0 (allow all) or more")
+        for name in _TOKENS:
+            given = _as_sequence(getattr(self, name))
+            _require(all(token >= 0 for token in given), self, name, "token ids, 0 or more")
+        runs = all(run and min(run) >= 0 for run in self.bad_words_ids)
+        _require(runs, self, "bad_words_ids", "runs of at least one token id, 0 or more")
+        decay = self.exponential_decay_length_penalty
+        hint = "(new tokens before it starts, a factor above 0)"
+        _require(decay is None or (decay[0] >= 0 and 0 < decay[1] < math.inf), self,
+                 "exponential_decay_length_penalty", hint)  # fmt: skip
+        _require(all(self.stops), self, "stop_strings", "texts of at least one character")
+        _require(self.seed is None or self.seed >= 0, self, "seed", "0 or more")
+        _require(self.num_beams >= 1, self, "num_beams", "at least 1; 1 is no beam search")
+        _require(math.isfinite(self.length_penalty), self, "length_penalty", "finite")
+        proposed = self.prompt_lookup_num_tokens
+        _require(proposed is None or proposed >= 1, self, "prompt_lookup_num_tokens", "at least 1, or None for off")
+        _require(self.max_matching_ngram_size >= 1, self, "max_matching_ngram_size", "at least 1")
+        for tokens, bias in self.biases:
+            if not tokens or min(tokens) < 0:
+                raise OptionError(
+                    f"sequence_bias of {tokens}: keys are token ids, or tuples of at least one, from 0 on"
+                )
+            if math.isnan(bias) or bias == math.inf:
+                raise OptionError(f"sequence_bias of {tokens} is {bias}; supported: numbers, and -inf to forbid")
+
+    def _check_together(self) -> None:
+        if self.min_new_tokens > self.max_new_tokens:
+            raise OptionError(
+                f"min_new_tokens is {self.min_new_tokens}, above max_new_tokens {self.max_new_tokens}; raise the latter"
+            )
+        for name in ("forced_bos_token_id", "forced_eos_token_id"):
+            forced = set(_as_sequence(getattr(self, name)))
+            if forced and forced <= set(self.suppress_tokens):
+                raise OptionError(f"{name} {sorted(forced)} is among suppress_tokens; leave it out of one of them")
+        for switch, names in idle_settings(vars(self)).items():
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
+            raise OptionError(f"{given} has no effect without {switch}; set that too, or leave it out")
+        if self.num_beams == 1:
+            return
+        together = {
+            "do_sample": self.do_sample,
+            "stop_strings": bool(self.stops),
+            "prompt_lookup_num_tokens": self.prompt_lookup_num_tokens is not None,
+        }
+        for name, active in together.items():
+            if active:
+                raise OptionError(f"num_beams={self.num_beams} cannot be combined with {name}; drop one of them")
+
+
+_IDLE: dict[str, dict[str, object]] = {
+    "do_sample=True": {"temperature": 1.0, "top_k": _TOP_K, "top_p": 1.0, "min_p": None},
+    "num_beams above 1": {"length_penalty": 1.0, "early_stopping": False, "renormalize_logits": False},
+}
+"""What a setting needs to have an effect, and its value where nobody set it."""
+
+
+def idle_settings(values: Mapping[str, object]) -> dict[str, list[str]]:
+    """Return the settings among `values` that have no effect, under what they lack."""
+    active = {"do_sample=True": values.get("do_sample"), "num_beams above 1": values.get("num_beams", 1) != 1}
+    idle = {
+        switch: [name for name, off in settings.items() if values.get(name, off) != off]
+        for switch, settings in _IDLE.items()
+        if not active[switch]
+    }
+    return {switch: names for switch, names in idle.items() if names}
+
+
+_INTEGERS = (
+    "max_new_tokens",
+    "min_new_tokens",
+    "min_length",
+    "top_k",
+    "no_repeat_ngram_size",
+    "num_beams",
+    "max_matching_ngram_size",
+)
+_OPTIONAL_INTEGERS = ("seed", "prompt_lookup_num_tokens")
+_NUMBERS = ("temperature", "top_p", "repetition_penalty", "length_penalty")
+_SWITCHES = ("do_sample", "output_logprobs", "renormalize_logits")
+_SEVERAL = ("suppress_tokens", "begin_suppress_tokens")
+_TOKENS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", *_SEVERAL)
+
+
+def _check_types(config: GenerationConfig) -> None:
+    """Refuse values of another type by name: JSON and command lines bring them, and they fail late and obscurely."""
+    for name in _INTEGERS:
+        _require(_is_integer(getattr(config, name)), config, name, "a whole number")
+    for name in _OPTIONAL_INTEGERS:
+        value = getattr(config, name)
+        _require(value is None or _is_integer(value), config, name, "a whole number or None")
+    for name in _NUMBERS:
+        _require(_is_number(getattr(config, name)), config, name, "a number")
+    _require(config.min_p is None or _is_number(config.min_p), config, "min_p", "a number or None")
+    for name in _SWITCHES:
+        _require(isinstance(getattr(config, name), bool), config, name, "True or False")
+    early: object = config.early_stopping
+    _require(isinstance(early, bool) or early == "never", config, "early_stopping", 'True, False or "never"')
+    for name in ("eos_token_id", "forced_eos_token_id"):
+        value = getattr(config, name)
+        well = value is None or _is_integer(value) or _all(value, _is_integer)
+        _require(well, config, name, "a token id, several, or None")
+    first: object = config.forced_bos_token_id
+    _require(first is None or _is_integer(first), config, "forced_bos_token_id", "a token id, or None")
+    for name in _SEVERAL:
+        _require(_all(getattr(config, name), _is_integer), config, name, "token ids")
+    runs = _all(config.bad_words_ids, lambda run: _all(run, _is_integer))
+    _require(runs, config, "bad_words_ids", "runs of token ids, such as [[5], [7, 8]]")
+    decay: object = config.exponential_decay_length_penalty
+    pair = isinstance(decay, Sequence) and len(decay) == 2 and _is_integer(decay[0]) and _is_number(decay[1])
+    _require(decay is None or pair, config, "exponential_decay_length_penalty", "(whole number, number), or None")
+    processor: object = config.logits_processor
+    _require(callable(processor) or _all(processor, callable), config, "logits_processor", "a function, or several")
+    stops = config.stop_strings
+    texts = stops is None or _all([stops] if isinstance(stops, str) else stops, lambda text: isinstance(text, str))
+    _require(texts, config, "stop_strings", "a text, several, or None")
+    biases: object = config.sequence_bias
+    well = isinstance(biases, Mapping) and all(
+        (_is_integer(key) or (isinstance(key, tuple) and _all(key, _is_integer))) and _is_number(bias)
+        for key, bias in biases.items()
+    )
+    _require(well, config, "sequence_bias", "{token: number, (token, token): number}")
+
+
+def _require(holds: bool, config: GenerationConfig, name: str, supported: str) -> None:
+    if not holds:
+        raise OptionError(f"{name} is {getattr(config, name)!r}; supported: {supported}")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _all(values: object, test: Any) -> bool:
+    return (
+        isinstance(values, Iterable) and not isinstance(values, (str, bytes)) and all(test(value) for value in values)
+    )
+
+
+def _as_sequence(value: Any) -> Iterable[Any]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, (Integral, str)) else value
+
+
+def _plain_key(key: Any) -> int | tuple[int, ...]:
+    return tuple(int(token) for token in key) if isinstance(key, tuple) else int(key)

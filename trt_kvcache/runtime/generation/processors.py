@@ -1,0 +1,202 @@
+"""Rules that change the scores of one next token, as pure functions.
+
+Each takes float32 scores ``[V]`` and returns new ones; forbidden tokens get ``-inf``. `process` applies them in the
+order in which transformers does (https://huggingface.co/docs/transformers/internal/generation_utils, measured against
+5.23). Those that shape the distribution to sample from are in `warpers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError, SessionError, TrtKvCacheError
+from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
+
+__all__ = [
+    "add_sequence_bias",
+    "ban_repeated_ngrams",
+    "ban_runs",
+    "ban_tokens",
+    "force_tokens",
+    "log_softmax",
+    "penalize_repetition",
+    "process",
+    "raise_the_end",
+    "rules_apply",
+]
+
+Scores = npt.NDArray[np.float32]
+Tokens = npt.NDArray[np.int64]
+
+_MOST = 1e30
+"""No score rises above this: differences of scores have to stay finite."""
+
+
+def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
+    """Whether `process` may look at the scores, now or later; most greedy decoding has no rule."""
+    always = (
+        config.repetition_penalty != 1,
+        config.no_repeat_ngram_size,
+        config.biases,
+        config.bad_words_ids,
+        config.suppress_tokens,
+        config.forced_eos_token_ids,
+        config.exponential_decay_length_penalty,
+        config.logits_processors,
+    )
+    first = config.forced_bos_token_id is not None or config.begin_suppress_tokens
+    at_first = max(config.min_new_tokens, config.min_length, 2 if first else 0)
+    return any(always) or new_tokens < at_first
+
+
+def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationConfig) -> Scores:
+    """Apply the rules over what came before.
+
+    Args:
+        scores: float32 ``[V]``. Not written to.
+        tokens: int64: the prompt and what was generated.
+        new_tokens: how many of them were generated.
+        config: the settings.
+
+    Returns:
+        float32 ``[V]``; `scores` itself where no rule applies.
+
+    Raises:
+        OptionError: a setting names a token that the model does not have.
+        SessionError: a `logits_processor` failed, or gave no scores.
+    """
+    if config.biases:
+        scores = add_sequence_bias(scores, tokens, config.biases)
+    if config.repetition_penalty != 1:
+        scores = penalize_repetition(scores, tokens, config.repetition_penalty)
+    if config.no_repeat_ngram_size:
+        scores = ban_repeated_ngrams(scores, tokens, config.no_repeat_ngram_size)
+    if config.bad_words_ids:
+        scores = ban_runs(scores, tokens, [run for run in config.bad_words_ids if not _is_end(run, config)])
+    if new_tokens < config.min_new_tokens or tokens.size < config.min_length:
+        scores = ban_tokens(scores, config.eos_token_ids)
+    first = config.forced_bos_token_id if tokens.size - new_tokens == 1 else None
+    if first is not None and new_tokens == 0:
+        scores = force_tokens(scores, [first], "forced_bos_token_id")
+    if config.forced_eos_token_ids and new_tokens == config.max_new_tokens - 1:
+        scores = force_tokens(scores, config.forced_eos_token_ids, "forced_eos_token_id")
+    if config.exponential_decay_length_penalty is not None:
+        start, factor = config.exponential_decay_length_penalty
+        scores = raise_the_end(scores, config.eos_token_ids, new_tokens - start, factor)
+    if config.suppress_tokens:
+        scores = ban_tokens(scores, config.suppress_tokens)
+    if config.begin_suppress_tokens and new_tokens == (0 if first is None else 1):
+        scores = ban_tokens(scores, config.begin_suppress_tokens)
+    for processor in config.logits_processors:
+        scores = _called(processor, scores, tokens)
+    return scores
+
+
+def _is_end(run: Sequence[int], config: GenerationConfig) -> bool:
+    return len(run) == 1 and run[0] in config.eos_token_ids
+
+
+def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tuple[int, ...], float]]) -> Scores:
+    """Add each bias to the last token of its run, where the run's other tokens are the last of `tokens`.
+
+    Raises:
+        OptionError: a run names a token that the model does not have.
+    """
+    scores = scores.copy()
+    for run, bias in biases:
+        if max(run) >= scores.size:
+            raise OptionError(f"sequence_bias names token {max(run)}; the model has 0 to {scores.size - 1}")
+        if _is_next(run, tokens):
+            scores[run[-1]] += np.float32(bias)
+    return scores
+
+
+def _is_next(run: Sequence[int], tokens: Tokens) -> bool:
+    """Whether the last token of a run would complete it."""
+    before = tuple(run[:-1])
+    return not before or (len(before) <= tokens.size and tuple(tokens[tokens.size - len(before) :]) == before)
+
+
+def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Scores:
+    """Divide the positive scores of `tokens` by `penalty` and multiply their negative ones, each token once."""
+    scores = scores.copy()
+    # Each value is computed from the old scores, so a token that occurs twice is still penalized once.
+    old = scores[tokens]
+    scores[tokens] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
+    return scores
+
+
+def ban_repeated_ngrams(scores: Scores, tokens: Tokens, size: int) -> Scores:
+    """Forbid every token that would complete an n-gram of `size` tokens that `tokens` contains."""
+    if tokens.size < size:
+        return scores
+    grams = np.lib.stride_tricks.sliding_window_view(tokens, size)
+    suffix = tokens[tokens.size - size + 1 :]
+    completes = (grams[:, :-1] == suffix).all(axis=1)
+    return ban_tokens(scores, grams[completes, -1])
+
+
+def ban_runs(scores: Scores, tokens: Tokens, runs: Iterable[Sequence[int]]) -> Scores:
+    """Forbid every token that would complete one of the runs."""
+    return ban_tokens(scores, [run[-1] for run in runs if _is_next(run, tokens)])
+
+
+def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:
+    """Forbid `tokens`; ids that the model does not have are no matter."""
+    scores = scores.copy()
+    ids = np.asarray(tokens, dtype=np.int64)
+    scores[ids[ids < scores.size]] = -np.inf
+    return scores
+
+
+def force_tokens(scores: Scores, tokens: Sequence[int], setting: str) -> Scores:
+    """Forbid all but `tokens`, whose scores are 0.
+
+    Raises:
+        OptionError: the model does not have one of them.
+    """
+    if max(tokens) >= scores.size:
+        raise OptionError(f"{setting} names token {max(tokens)}; the model has 0 to {scores.size - 1}")
+    forced = np.full_like(scores, -np.inf)
+    forced[list(tokens)] = 0
+    return forced
+
+
+def raise_the_end(scores: Scores, ends: Sequence[int], late: int, factor: float) -> Scores:
+    """Add ``abs(score) * (factor ** late - 1)`` to the scores of `ends`, where `late` is above 0."""
+    ends = [token for token in ends if token < scores.size and scores[token] > -np.inf]
+    if late <= 0 or not ends:
+        return scores
+    scores = scores.copy()
+    with np.errstate(over="ignore"):
+        times = min(float(np.power(factor, late)), _MOST) - 1
+    scores[ends] = np.minimum(scores[ends] + np.abs(scores[ends]).astype(np.float64) * times, _MOST)
+    return scores
+
+
+def _called(processor: LogitsProcessor, scores: Scores, tokens: Tokens) -> Scores:
+    name = getattr(processor, "__name__", type(processor).__name__)
+    shown = tokens.view()
+    shown.flags.writeable = False
+    try:
+        found = np.asarray(processor(shown, scores.copy()))
+    except TrtKvCacheError:
+        raise
+    except Exception as error:
+        raise SessionError(f"logits_processor {name} failed: {type(error).__name__}: {error}") from error
+    given = f"{found.dtype} {list(found.shape)}"
+    if found.shape == scores.shape and found.dtype.kind in "fiu":
+        if not np.isnan(found).any():
+            return found.astype(np.float32, copy=False)
+        given = "NaN"
+    raise SessionError(f"logits_processor {name} gave {given}; it has to return scores, float32 [{scores.size}]")
+
+
+def log_softmax(scores: Scores) -> Scores:
+    """Natural logarithms, float32 ``[..., V]``, of the probabilities that `scores` stand for; ``-inf`` stays."""
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    result: Scores = shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True, dtype=np.float32))
+    return result

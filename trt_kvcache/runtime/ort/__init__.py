@@ -1,0 +1,1 @@
+"""Runs models on the CPU with ONNX Runtime."""

@@ -1,0 +1,343 @@
+"""Runs a model on the CPU with ONNX Runtime, each cache one buffer that is updated in place."""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from trt_kvcache.engine.files import identify
+from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.importer import ImportedModel, import_model
+from trt_kvcache.importer.analysis.experts import exact_experts
+from trt_kvcache.importer.analysis.index_limits import index_limits
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.machine import memory
+from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.encoders.constants import Constants
+from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
+from trt_kvcache.runtime.inputs import StepInputs, model_identity
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.ort.attention import OPERATOR, fuse_attention
+from trt_kvcache.runtime.ort.calls import ORT_ERRORS, bind, one_line, open_on_cpu
+from trt_kvcache.runtime.ort.experts import keep_experts
+from trt_kvcache.runtime.ort.huge_pages import huge_pages
+from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+
+__all__ = ["OnnxRuntimeRunner"]
+
+_DEFAULT_BATCH = 8  # zeroed memory that is never touched costs nothing
+_DEFAULT_CHUNK = 512
+_BINDINGS = 64  # kept, by shape: decode needs one per batch size and span bucket
+
+
+@dataclass
+class _Bound:
+    """What one shape of step reads and writes: the arrays behind the pointers that ONNX Runtime holds.
+
+    Attributes:
+        constants: whose are in `given`.
+    """
+
+    binding: Any
+    inputs: dict[str, Array]
+    given: dict[str, Array]
+    logits: Array
+    constants: tuple[Constants, ...] = ()
+
+    def give(self, constants: tuple[Constants, ...]) -> None:
+        """Put the constants of the rows of a step in place, unless they are there since the last one."""
+        if constants != self.constants:
+            for name, array in self.given.items():
+                for row, held in zip(array, constants, strict=True):
+                    row[...] = np.asarray(held.arrays[name])[0]
+            self.constants = constants
+
+
+class OnnxRuntimeRunner:
+    """ONNX Runtime on the CPU.
+
+    The model is rewritten in memory, so that a step reads as many cache rows as are in use; large weights stay in their
+    files. Past and present of a cache are bound to one address, where ONNX Runtime's TensorScatter and
+    GroupQueryAttention then write the update alone (measured on 1.31.1); a step on some rows binds the address of the
+    first of them.
+
+    Args:
+        model: path of the ``.onnx`` file, as exported or rewritten.
+        options: of the plan.
+        max_batch: rows of every cache; None: 8, or fewer where memory is short.
+        max_chunk: most tokens of one sequence per step; None: 512, or what the model and its caches allow.
+        threads: of ONNX Runtime; None: one per core.
+
+    Raises:
+        ModelError, OptionError: the model cannot be used, or an option does not fit it.
+        SessionError: the caches do not fit into memory.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        options: PlanOptions | None = None,
+        *,
+        max_batch: int | None = None,
+        max_chunk: int | None = None,
+        threads: int | None = None,
+    ) -> None:
+        for name, value in (("max_batch", max_batch), ("max_chunk", max_chunk), ("threads", threads)):
+            if value is not None and value < 1:
+                raise OptionError(f"{name} is {value}; it must be at least 1")
+        imported = import_model(model, options or PlanOptions())
+        self._source = imported.source
+        self._identity: str | None = None
+        self._plan = imported.plan
+        self._carried = {c.past: c for c in carried_buffers(imported.plan)}
+        self._inputs = StepInputs(imported.plan)
+        self._logits = StepLogits(imported.plan)
+        limits = index_limits(imported.model, imported.plan)
+        self._max_positions = self._inputs.positions(min(limits.positions.values(), default=None))
+        self._max_chunk = self._inputs.chunk(max_chunk, _DEFAULT_CHUNK)
+        model_run = _fastest(imported, self._inputs)
+        in_place = _updated_in_place(model_run, self._carried.values())
+        per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
+        self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
+        self._session: Any = _open(imported, model_run, threads)
+        # What GroupQueryAttention cannot do; see `fuse_attention`.
+        self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
+        self._run_options: ort.RunOptions | None = None  # looking into one costs 30 us per step (1.31.1)
+        self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
+        # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
+        self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
+        self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
+        if imported.plan.logits_span is not None:
+            self._spans[imported.plan.logits_span.name] = np.arange(self._max_chunk)
+        self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
+        if not self._logits.known:
+            self._logits.settle(self._look_for_vocabulary())
+        self._vocab = min([self._logits.vocab, *limits.tokens.values()])
+
+    @property
+    def name(self) -> str:
+        """What runs where."""
+        return f"ONNX Runtime {ort.__version__}, CPU"
+
+    @property
+    def plan(self) -> CachePlan:
+        """Of the rewritten model."""
+        return self._plan
+
+    @property
+    def home(self) -> None:
+        """See `Runner.home`."""
+        return
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of every cache buffer."""
+        return self._max_batch
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens per row in one step."""
+        return self._max_chunk
+
+    @property
+    def max_logits(self) -> int | None:
+        """1 of a model that gives logits of the last position only; None: all."""
+        return 1 if self._logits.last_only else None
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are 0 to ``vocab - 1``."""
+        return self._vocab
+
+    @property
+    def max_positions(self) -> int | None:
+        """Rows of the model's smallest position table."""
+        return self._max_positions
+
+    @property
+    def inputs(self) -> StepInputs:
+        """What the model takes."""
+        return self._inputs
+
+    def identity(self) -> str:
+        """A digest of the model file and its external data."""
+        try:
+            if self._identity is None:
+                self._identity = model_identity(
+                    [identify(p) for p in (self._source.path, *self._source.external_files)]
+                )
+            return self._identity
+        except OSError as error:
+            raise SessionError(f"{error.filename}: the model can no longer be read: {error.strerror}") from error
+
+    def step(self, batch: StepBatch) -> Logits:
+        """Run one step; see `Runner.step`."""
+        with whole_step(self, self._inputs, batch) as whole:
+            several = whole.rows > 1 and whole.length > 1 and self._one_by_one and bool(whole.starts.any())
+            logits = np.concatenate([self._step(row) for row in whole.split()]) if several else self._step(whole)
+        return asked_logits(logits, batch, whole)
+
+    def _step(self, batch: StepBatch) -> Logits:
+        session = self._session
+        if session is None:
+            raise SessionError("the runner is closed; open the model again")
+        try:
+            bound = self._bound(batch)
+            self._inputs.fill(batch, bound.inputs)
+            bound.give(batch.constants)
+            session.run_with_iobinding(bound.binding, self._run_options)
+        except (*ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
+            raise SessionError(f"{self.name} failed: {one_line(error)}") from None
+        except MemoryError:
+            raise SessionError(
+                f"out of memory for a step of {batch.rows} x {batch.length} tokens; lower max_chunk or max_batch"
+            ) from None
+        rows = slice(batch.first_row, batch.first_row + batch.rows)
+        for name, past in self._past.items():
+            if self._present[name] is not past:
+                past[rows] = self._present[name][rows]
+        return self._logits.last(bound.logits, batch)
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """Copy cache rows of one batch row to another."""
+        for name in self._carried:
+            self._rows(name, target, 0, tokens)[...] = self._rows(name, source, 0, tokens)
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        """Set cache rows to 0."""
+        for name in self._carried:
+            self._rows(name, row, start, stop)[...] = 0
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        """A copy of the first cache rows of a batch row, in the physical layout."""
+        copied: Array = self._rows(name, row, 0, tokens).copy()
+        return copied
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        """Overwrite the first cache rows of a batch row."""
+        axis = self._carried[name].axis
+        self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
+
+    def view(self, name: str) -> Array:
+        """The whole buffer of one cache, without a copy."""
+        return self._past[name]
+
+    def close(self) -> None:
+        """Free session and caches."""
+        self._bindings.clear()
+        self._past, self._present = {}, {}
+        self._session = None
+
+    def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
+        view: Array = self._past[name][row][self._carried[name].index(start, stop)]
+        return view
+
+    def _zeros(self, buffer: Carried) -> Array:
+        return np.zeros((self._max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
+
+    def _look_for_vocabulary(self) -> int:
+        """The last size of the logits of a step over empty caches, which stay empty."""
+        rows = self._inputs.max_rows or 1
+        length = self._inputs.fixed_length or 1
+        tokens = np.zeros((rows, length), np.int64)
+        batch = StepBatch(0, tokens, np.zeros(rows, np.int64), embeds=self._inputs.no_embeds(tokens))
+        if self._inputs.constants.tensors:
+            return 0  # nothing to give it yet
+        spans = {n: self._spans[n][:size] for n, size in self._inputs.span_sizes(batch).items()}
+        feeds = self._inputs.arrays(batch) | spans | {n: a[:rows] for n, a in self._past.items()}
+        try:
+            (logits,) = self._session.run([self._logits.name], feeds)
+        except (*ORT_ERRORS, RuntimeError) as error:
+            raise SessionError(f"{self.name} failed: {one_line(error)}") from None
+        return int(logits.shape[-1])
+
+    def _bound(self, batch: StepBatch) -> _Bound:
+        """The binding for this row range and shape; made once."""
+        key = (batch.first_row, *self._inputs.signature(batch))
+        if key in self._bindings:
+            self._bindings.move_to_end(key)
+            return self._bindings[key]
+        binding = self._session.io_binding()
+        spans = self._inputs.span_sizes(batch)
+        inputs = self._inputs.arrays(batch)
+        held = batch.constants[0].arrays if batch.constants else {}
+        given = {name: np.empty((batch.rows, *a.shape[1:]), a.dtype) for name, a in held.items()}
+        for name, array in (inputs | given | {n: self._spans[n][:size] for n, size in spans.items()}).items():
+            bind(binding.bind_input, name, array)
+        rows = slice(batch.first_row, batch.first_row + batch.rows)
+        for name, buffer in self._carried.items():
+            bind(binding.bind_input, name, self._past[name][rows])
+            bind(binding.bind_output, buffer.present, self._present[name][rows])
+        logits = np.empty(self._logits.shape(batch), self._logits.dtype)
+        bind(binding.bind_output, self._logits.name, logits)
+        bound = _Bound(binding, inputs, given, logits)
+        if batch.length == 1:  # prompts come in all lengths, and their logits are large
+            self._bindings[key] = bound
+            if len(self._bindings) > _BINDINGS:
+                self._bindings.popitem(last=False)
+        return bound
+
+
+def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
+    """The rewritten model with experts and attention as ONNX Runtime computes them fastest.
+
+    Attention not where steps are of fixed sizes: what fills such a step up may lie beyond the end of the caches.
+    """
+    model = imported.model
+    if inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
+        model = fuse_attention(model, imported.plan)
+    return keep_experts(model, imported.source.proto)
+
+
+def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
+    advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
+    serialized = model.SerializeToString()
+    with huge_pages(), exact_experts():
+        return open_on_cpu(serialized, imported.source.path, advice, threads=threads)
+
+
+def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
+    """The caches that ONNX Runtime can write in place: one operator reads past, and gives present."""
+    readers: dict[str, list[onnx.NodeProto]] = {}
+    for node in model.graph.node:
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    found = set()
+    for buffer in carried:
+        nodes = readers.get(buffer.past, [])
+        if len(nodes) == 1 and (buffer.past, buffer.present) in _writes(nodes[0]):
+            found.add(buffer.past)
+    return found
+
+
+def _writes(node: onnx.NodeProto) -> list[tuple[str, str]]:
+    """Past and present of the caches that this operator writes in place if they are one buffer."""
+    if node.op_type == "TensorScatter":
+        return [(node.input[0], node.output[0])]
+    if node.op_type == OPERATOR:
+        return [(node.input[3], node.output[1]), (node.input[4], node.output[2])]
+    return []
+
+
+def _bytes(buffer: Carried) -> int:
+    """Of one row, as NumPy holds it: elements of 4 bits take a byte each."""
+    return int(np.prod(buffer.row_shape(buffer.capacity))) * buffer.array_dtype.itemsize
+
+
+def _admit(one: int, asked: int | None) -> int:
+    """The batch whose caches, of `one` byte count per sequence, fit into this machine's memory."""
+    most = memory()
+    batch = asked or max(1, min(_DEFAULT_BATCH, most // (2 * one)))
+    if batch * one > most:
+        raise SessionError(
+            f"the caches of {batch} sequence(s) take {batch * one / 1e9:.1f} GB ({one / 1e9:.2f} GB each), and this "
+            f"machine has {most / 1e9:.1f} GB; lower max_batch, or the capacity if the model leaves it open"
+        )
+    return batch

@@ -1,0 +1,146 @@
+"""Tokenizers of the ``tokenizers`` library, with the settings that transformers keeps beside them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trt_kvcache.errors import OptionError, PromptError
+
+if TYPE_CHECKING:
+    import tokenizers
+
+__all__ = ["Tokenizer"]
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, settings: dict[str, Any] | None = None, name: str = "") -> None:
+        """Wrap a tokenizer.
+
+        Args:
+            tokenizer: of the ``tokenizers`` library.
+            settings: what ``tokenizer_config.json`` says.
+            name: for messages.
+        """
+        self._tokenizer = tokenizer
+        self._settings = settings or {}
+        self.name = name or "the tokenizer"
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """Read ``tokenizer.json``, and beside it ``tokenizer_config.json`` and ``chat_template.jinja`` where they are.
+
+        Args:
+            path: the file, or its folder.
+
+        Raises:
+            OptionError: a file is unreadable, or the ``tokenizers`` library is missing.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / "tokenizer.json"
+        try:
+            import tokenizers
+        except ImportError:
+            raise OptionError(
+                f"{path} needs the tokenizers library: pip install 'trt-kvcache[text]'; or give token ids"
+            ) from None
+        try:
+            made = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+        except Exception as error:  # noqa: BLE001 - the library raises Exception itself, whatever is wrong in the file
+            raise OptionError(f"{path} is not a tokenizer.json that this tokenizers library reads: {error}") from None
+        # Both are for training; here a prompt is what it is.
+        made.no_padding()
+        made.no_truncation()
+        return cls(made, _settings_beside(path), str(path))
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, with the added ones."""
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """The end-of-sequence token that ``tokenizer_config.json`` names; None where it names none."""
+        name = self.special_tokens.get("eos_token")
+        found = None if name is None else self._tokenizer.token_to_id(name)
+        return None if found is None else int(found)
+
+    @property
+    def special_tokens(self) -> dict[str, str]:
+        """``bos_token``, ``eos_token`` and others by their text, as ``tokenizer_config.json`` names them."""
+        named = {key: value for key, value in self._settings.items() if key.endswith("_token")}
+        texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
+        return {key: text for key, text in texts.items() if isinstance(text, str)}
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`.
+
+        Args:
+            text: the prompt.
+            special_tokens: add what the tokenizer adds around a text, such as a first token. A rendered chat has its
+                special tokens already.
+
+        Raises:
+            PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none.
+        """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the text is no Unicode text: a lone surrogate at character {error.start}") from None
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens` without special tokens, U+FFFD for bytes that are no UTF-8."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
+        """Return the prompt of a chat, up to where the model's answer begins.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` and so on.
+
+        Raises:
+            OptionError: there is no chat template, or it fails on the messages.
+        """
+        from trt_kvcache.runtime.text.chat import render
+
+        return render(self._template(), messages, self.special_tokens, self.name)
+
+    def _template(self) -> str:
+        template = self._settings.get("chat_template")
+        if isinstance(template, list):
+            # Several by name, as for tool use; the one called "default" is for plain chats.
+            named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+            template = named.get("default")
+        if not isinstance(template, str):
+            raise OptionError(
+                f"{self.name} has no chat template: none in a tokenizer_config.json or chat_template.jinja beside it; "
+                "give the prompt as plain text"
+            )
+        return template
+
+
+def _settings_beside(path: Path) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    config, template = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
+    try:
+        if config.exists():
+            settings = json.loads(config.read_text(encoding="utf-8"))
+        if not isinstance(settings, dict):
+            raise OptionError(f"{config} holds {type(settings).__name__}, not an object")
+        if template.exists():
+            # transformers 5 writes the template to a file of its own, which counts.
+            settings["chat_template"] = template.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"{error.filename} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise OptionError(f"{config} is not JSON: {error}") from None
+    return settings

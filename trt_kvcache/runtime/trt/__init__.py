@@ -1,0 +1,1 @@
+"""Runs engines, on TensorRT or TensorRT for RTX, with buffers in GPU memory."""

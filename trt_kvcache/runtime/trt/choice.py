@@ -1,0 +1,256 @@
+"""Logits that stay on the GPU: the best token of each position, or its highest scores, come to the host instead of all.
+
+Greedy decoding looks at nothing but the best token, sampling with `top_k` at nothing but so many of the highest scores.
+The kernels (``plugins/choice.cu``) are compiled by NVRTC, an optional package. Before a session relies on them, they
+have to find what the host does, on this GPU, among scores that make it hard; wherever they cannot be had, or are wrong,
+the host goes on choosing among all scores.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import BackendError, OptionError
+from trt_kvcache.plugins.choice import (
+    CANDIDATES,
+    CHOICE_DTYPES,
+    KERNELS,
+    MOST_TOKENS,
+    blocks_per_row,
+    compile_choice,
+    ordered,
+    read_keys,
+    read_lists,
+    sets_per_row,
+)
+from trt_kvcache.plugins.spec import THREADS
+from trt_kvcache.runtime.generation.greedy import CHOICE, best
+from trt_kvcache.runtime.runner import Array
+from trt_kvcache.runtime.trt.cuda import Cuda, Pinned
+
+__all__ = ["DeviceChoice", "choice_bytes", "open_choice"]
+
+_KEY_BYTES, _ORDER_BYTES = 8, 4
+_LIST_BYTES = _KEY_BYTES * (1 + CANDIDATES)
+_MOST_BLOCKS = 2**31 - 1
+_PROVED = 8  # positions at once, at most, and kinds of hard scores
+
+
+class DeviceChoice:
+    """Chooses among the logits that lie on the GPU.
+
+    Args:
+        cuda: where they are.
+        dtype: of the logits, one of `CHOICE_DTYPES`.
+        vocab: V.
+        rows: sequences in one step.
+        most: positions in one step.
+
+    Raises:
+        BackendError, OptionError: there are no kernels for this GPU, driver or size; the message says what to do.
+    """
+
+    def __init__(self, cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> None:
+        self._cuda, self._dtype, self._vocab = cuda, dtype, vocab
+        found, least = _sizes(dtype, vocab, rows, most)
+        arch = "sm_" + cuda.compute_capability.replace(".", "")
+        made = compile_choice(dtype.name, arch, driver=cuda.driver_version)
+        self._kernels = cuda.load_kernels(made.code, made.name, KERNELS)
+        self._most_lists = _most_lists(rows)
+        self._found, self._least = cuda.allocate(found), cuda.allocate(least)
+        self._host = cuda.allocate_pinned(found)
+
+    def choose(self, start: int, pitch: int, rows: int, keep: int, highest: int) -> Array | None:
+        """Wait for the step, and fetch what is looked at.
+
+        Args:
+            start: address of the first position of the first row.
+            pitch: bytes from one row to the next.
+            rows: R.
+            keep: positions of each row, which follow each other.
+            highest: how many of the highest scores of each position, see `StepBatch.highest`.
+
+        Returns:
+            `CHOICE` ``[R, keep, N]``, tokens ascending; behind the last one tokens of -1 with scores of ``-inf``. None
+            where so many scores, or scores of so many positions, are better looked for among all.
+        """
+        where = start, pitch, rows, keep
+        if highest == 1:
+            read = read_keys(self._best(*where, self._vocab)[:, None], self._dtype.name)
+        elif rows * keep > self._most_lists or 2 * highest > sets_per_row(self._vocab, self._dtype.itemsize):
+            return None
+        else:
+            lists, _ = self._lists(*where, highest, self._vocab)
+            if lists[:, 0].max() > CANDIDATES:
+                return None
+            read = read_lists(lists, self._dtype.name)
+        chosen = np.empty(read[0].shape, CHOICE)
+        chosen["token"], chosen["score"] = read
+        return chosen.reshape(rows, keep, -1)
+
+    def _best(self, start: int, pitch: int, rows: int, keep: int, vocab: int) -> npt.NDArray[np.uint64]:
+        """The best key of each position ``[R * keep]``."""
+        size = _KEY_BYTES * rows * keep
+        self._cuda.zero_rows(self._found, size, size, 1)
+        self._launch("best_token", (start, self._found), pitch, rows, keep, vocab)
+        return self._fetch(size).view(np.uint64)
+
+    def _lists(
+        self, start: int, pitch: int, rows: int, keep: int, highest: int, vocab: int
+    ) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint32]]:
+        """What `candidates` writes, ``[R * keep, 1 + CANDIDATES]``, and the least score that it looked for.
+
+        At least `highest` scores reach the `highest`-th of the maxima of disjoint sets, and few others do.
+        """
+        count, sets = rows * keep, sets_per_row(vocab, self._dtype.itemsize)
+        self._launch("set_maxima", (start, self._found), pitch, rows, keep, vocab)
+        maxima = self._fetch(_ORDER_BYTES * count * sets).view(np.uint32).reshape(count, sets)
+        least = np.partition(maxima, sets - highest, axis=1)[:, sets - highest].copy()
+        self._host.data[: least.nbytes] = least.view(np.uint8)
+        self._cuda.upload(self._least, self._host.address, least.nbytes)
+        self._cuda.zero_rows(self._found, _LIST_BYTES, _KEY_BYTES, count)
+        self._launch("candidates", (start, self._least, self._found), pitch, rows, keep, vocab)
+        lists = self._fetch(_LIST_BYTES * count).view(np.uint64).reshape(count, 1 + CANDIDATES)
+        return lists, least
+
+    def _launch(self, name: str, addresses: tuple[int, ...], pitch: int, rows: int, keep: int, vocab: int) -> None:
+        blocks = blocks_per_row(vocab, self._dtype.itemsize)
+        sizes = (np.int32(keep), np.int32(vocab), np.int32(blocks), np.int64(pitch))
+        self._cuda.launch_kernel(self._kernels[name], rows * keep * blocks, THREADS, *addresses, *sizes)
+
+    def _fetch(self, size: int) -> npt.NDArray[np.uint8]:
+        """What was found, as it lies in pinned memory."""
+        self._cuda.download_rows(self._host.address, self._found, size, size, 1)
+        self._cuda.sync()
+        return self._host.data[:size]
+
+    def prove(self, memory: int, size: int, staging: Pinned) -> None:
+        """Choose among scores that are hard to choose from.
+
+        Args:
+            memory: of the logits, which is written to.
+            size: bytes of it.
+            staging: on the way there.
+
+        Raises:
+            BackendError: the host chooses differently, or CUDA fails.
+        """
+        itemsize = self._dtype.itemsize
+        fit = min(size, staging.data.size) // itemsize
+        rows = min(fit // self._vocab, _PROVED)
+        for kind in range(0, _PROVED, rows):
+            self._compare(hard_scores(self._dtype, rows, 1, self._vocab, kind), 1, memory, 0, staging)
+        if fit > 6:  # the last two positions of three; an odd vocabulary, so that rows begin anywhere
+            odd = (min((fit - 1) // 6, self._vocab, 1000) - 1) | 1
+            for shift in (0, 1):
+                self._compare(hard_scores(self._dtype, 2, 3, odd, shift), 2, memory, shift * itemsize, staging)
+
+    def _compare(self, logits: Array, keep: int, memory: int, shift: int, staging: Pinned) -> None:
+        rows, positions, vocab = logits.shape
+        width = vocab * logits.itemsize
+        staging.data[: logits.nbytes] = logits.reshape(-1).view(np.uint8)
+        self._cuda.upload(memory + shift, staging.address, logits.nbytes)
+        where = memory + shift + (positions - keep) * width, positions * width, rows, keep
+        looked_at = logits[:, positions - keep :].reshape(rows * keep, vocab)
+        tokens, scores = read_keys(self._best(*where, vocab), self._dtype.name)
+        for token, score, row in zip(tokens.tolist(), scores.tolist(), looked_at, strict=True):
+            here, there = (token, score), best(row)
+            if here != there and not (math.isnan(score) and math.isnan(there[1])):  # no token is taken of NaN
+                raise BackendError(
+                    f"of {vocab} scores in {self._dtype.name} the GPU finds token {token} with {score}, and the host "
+                    f"token {there[0]} with {there[1]}"
+                )
+        highest = min(7, vocab)
+        for row, found, least in zip(ordered(looked_at), *self._lists(*where, highest, vocab), strict=True):
+            count = np.count_nonzero(row >= least)
+            same = found[0] == count >= highest
+            if same and count <= CANDIDATES:
+                tokens = np.flatnonzero(row >= least)
+                keys = row[tokens].astype(np.uint64) << 32 | (~tokens.astype(np.uint64) & 0xFFFFFFFF)
+                same = np.array_equal(np.sort(found[1 : 1 + count]), np.sort(keys))
+            if not same:
+                raise BackendError(f"of {vocab} scores in {self._dtype.name} the GPU finds others to be the highest")
+
+
+def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
+    """GPU memory that a `DeviceChoice` takes; 0 where there is none for such logits."""
+    try:
+        return sum(_sizes(dtype, vocab, rows, most))
+    except OptionError:
+        return 0
+
+
+def _sizes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> tuple[int, int]:
+    """Bytes of what is found, and of the scores that are searched for.
+
+    Raises:
+        OptionError: the kernels do not take such logits.
+    """
+    if dtype.name not in CHOICE_DTYPES:
+        raise OptionError(f"the kernels take {', '.join(CHOICE_DTYPES)}, and these logits are {dtype.name}")
+    if vocab > MOST_TOKENS or most * blocks_per_row(vocab, dtype.itemsize) > _MOST_BLOCKS:
+        raise OptionError(f"{most} positions of {vocab} tokens are more than the kernels take")
+    lists = _most_lists(rows)
+    each = max(_LIST_BYTES, _ORDER_BYTES * sets_per_row(vocab, dtype.itemsize))
+    return max(_KEY_BYTES * most, each * lists), _ORDER_BYTES * lists
+
+
+def _most_lists(rows: int) -> int:
+    """Positions of which the highest scores can be asked for at once: those of a decode step."""
+    return max(rows, _PROVED)
+
+
+def open_choice(
+    cuda: Cuda, dtype: np.dtype[Any], vocab: int, rows: int, memory: int, size: int, staging: Pinned
+) -> tuple[DeviceChoice | None, str]:
+    """A choice on the GPU that was tried there, in the memory of the logits; or why there is none."""
+    try:
+        choice = DeviceChoice(cuda, dtype, vocab, rows, size // (vocab * dtype.itemsize))
+    except (BackendError, OptionError, RuntimeError) as error:  # such as no home folder, where kernels are kept
+        return None, str(error)
+    try:
+        choice.prove(memory, size, staging)
+    except BackendError as error:
+        warnings.warn(f"the host chooses tokens, because the GPU does not: {error}", RuntimeWarning, stacklevel=2)
+        return None, str(error)
+    return choice, ""
+
+
+def hard_scores(dtype: np.dtype[Any], rows: int, positions: int, vocab: int, first: int) -> Array:
+    """Logits ``[R, positions, V]``: ties, zeros of both signs, subnormal numbers, infinities and NaN, in turn.
+
+    Args:
+        dtype: of the logits.
+        rows: R.
+        positions: of each.
+        vocab: V.
+        first: the kind of the first position; there are eight.
+    """
+    rng = np.random.default_rng(first)
+    bits = np.dtype(f"u{dtype.itemsize}")
+    logits = np.empty((rows * positions, vocab), dtype)
+    for i, row in enumerate(logits):
+        anywhere = rng.integers(vocab, size=3)
+        kind = (first + i) % _PROVED
+        row[:] = (0.0, 1.5, -np.inf, -np.inf, -1.0, -2.0, -0.0, 0.0)[kind]
+        if kind == 0:
+            row[:] = rng.standard_normal(vocab, np.float32)
+        elif kind == 2:  # few values, each many times
+            row[:] = rng.choice([-0.0, 0.0, -1.0, -np.inf, 2.0, -3.0], vocab)
+        elif kind == 3:
+            row[-1] = np.array([1], bits).view(dtype)[0]  # the least number above 0
+        elif kind == 4:
+            row[anywhere] = -np.inf, np.inf, np.inf
+        elif kind == 5:
+            row[anywhere] = np.inf, -np.nan, np.nan
+        elif kind == 6:
+            row[anywhere] = 0.0
+        elif kind == 7:  # subnormal numbers of both signs
+            few = rng.integers(0, 99, vocab).astype(bits)
+            row[:] = (few | rng.integers(0, 2, vocab).astype(bits) << (8 * dtype.itemsize - 1)).view(dtype)
+    return logits.reshape(rows, positions, vocab)

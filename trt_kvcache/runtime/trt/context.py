@@ -1,0 +1,158 @@
+"""Execution contexts: one profile each, for life.
+
+TensorRT's rules that shape this (NvInferRuntime.h, and its guides on CUDA graphs and dynamic shapes):
+
+- Switching the profile of a context drops its shapes and may copy on the stream, so prefill and decode have a context
+  each. Addresses are bound per context; all contexts are bound to the same buffers.
+- Activation memory need not exist per context: with ``USER_MANAGED`` all of them get the same block, as large as the
+  largest profile needs. Steps run one after the other on one stream, so it is never used twice at a time.
+- A captured CUDA graph is void once its context is changed. Contexts behind graphs are therefore made for one set of
+  shapes and addresses, and never touched again (`trt_kvcache.runtime.trt.graphs`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.runtime.trt.cuda import Cuda
+from trt_kvcache.runtime.trt.jit import KernelCache
+from trt_kvcache.runtime.trt.load import TensorRT
+
+__all__ = ["Context", "ContextFactory"]
+
+Shape = tuple[int, ...]
+
+
+class Context:
+    """An ``IExecutionContext``; sets only what changed since the last step, and checks every return.
+
+    Args:
+        trt: its engine.
+        context: it.
+        stream: handle of the stream that it runs on.
+        used: what it was made from, which must live as long as it.
+    """
+
+    def __init__(self, trt: TensorRT, context: Any, stream: int, used: object = None) -> None:
+        self._context = context
+        self._trt = trt
+        self._used = used
+        self._stream = stream
+        self._shapes: dict[str, Shape] = {}
+        self._addresses: dict[str, int] = {}
+        self._last: tuple[Mapping[str, Shape] | None, Mapping[str, int] | None] = (None, None)
+
+    def lend(self, address: int, size: int) -> None:
+        """Give it activation memory, which it shares with all others."""
+        if size:
+            self._context.set_device_memory(address, size)
+
+    def prepare(self, shapes: Mapping[str, Shape], addresses: Mapping[str, int]) -> None:
+        """Set the shapes of inputs, and the addresses of inputs and outputs; the mappings are not changed afterwards.
+
+        Raises:
+            BackendError: TensorRT refuses one.
+        """
+        if shapes is self._last[0] and addresses is self._last[1]:
+            return
+        self._last = None, None  # in case one is refused
+        for name, shape in shapes.items():
+            if self._shapes.get(name) != shape:
+                self._trt.check(self._context.set_input_shape(name, shape), f"take {name!r} as {list(shape)}")
+                self._shapes[name] = shape
+        for name, address in addresses.items():
+            if self._addresses.get(name) != address:
+                self._trt.check(self._context.set_tensor_address(name, address), f"bind {name!r}")
+                self._addresses[name] = address
+        self._last = shapes, addresses
+
+    def output_shape(self, name: str) -> Shape:
+        """The shape of an output for the shapes that are set; -1 where only running tells."""
+        return tuple(int(size) for size in self._context.get_tensor_shape(name))
+
+    def let_go(self) -> None:
+        """Report nothing to Python any more: to be called before it is dropped.
+
+        TensorRT for RTX may still compile for it in a thread, which its end waits for.
+        """
+        self._context.error_recorder = None
+
+    def enqueue(self) -> None:
+        """Put a step on the stream.
+
+        Raises:
+            BackendError: TensorRT refuses it.
+        """
+        self._trt.check(self._context.execute_async_v3(self._stream), "run a step")
+
+
+class ContextFactory:
+    """Makes contexts that share weights, activation memory and compiled kernels.
+
+    Args:
+        trt: the engine.
+        cuda: where it runs.
+        kernels: file for compiled kernels; used on TensorRT for RTX only.
+    """
+
+    def __init__(self, trt: TensorRT, cuda: Cuda, kernels: Path | None) -> None:
+        self._trt = trt
+        self._cuda = cuda
+        self._activations = 0
+        self._configs: dict[bool, Any] = {}
+        self.kernels = KernelCache(trt.engine.create_runtime_config(), kernels) if trt.rtx and kernels else None
+
+    @property
+    def activation_bytes(self) -> int:
+        """What the largest profile needs."""
+        return int(self._trt.engine.device_memory_size_v2)
+
+    def allocate(self, contexts: Iterable[Context]) -> None:
+        """Take the activation memory, and lend it to the contexts that exist; later ones get it when they are made."""
+        self._activations = self._cuda.allocate(self.activation_bytes)
+        for context in contexts:
+            context.lend(self._activations, self.activation_bytes)
+
+    def _config(self, *, graphs: bool) -> Any:
+        """The ``IRuntimeConfig`` of TensorRT for RTX for contexts with or without its own CUDA graphs.
+
+        Its graphs, not ours, on that backend: it swaps kernels while a model runs (quick ones at first, specialized
+        ones once they are compiled), and a graph recorded from outside would keep the quick ones. Contexts that record
+        have one shape for life, so they wait for its kernels; others, whose shapes come and go, do not.
+        """
+        if graphs not in self._configs:
+            module = self._trt.module
+            config = self._trt.engine.create_runtime_config()
+            self._trt.check(config, "make a runtime configuration")
+            config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
+            strategy = module.CudaGraphStrategy
+            config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if graphs else strategy.DISABLED
+            kernels = module.DynamicShapesKernelSpecializationStrategy
+            config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER if graphs else kernels.LAZY
+            if self.kernels is not None:
+                self.kernels.share(config)
+            self._configs[graphs] = config
+        return self._configs[graphs]
+
+    def make(self, profile: int, *, graphs: bool = False) -> Context:
+        """A new context.
+
+        Args:
+            profile: number of its profile.
+            graphs: on TensorRT for RTX: it records its steps as CUDA graphs by itself.
+
+        Raises:
+            BackendError: TensorRT refuses.
+        """
+        trt = self._trt
+        how = self._config(graphs=graphs) if trt.rtx else trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
+        context = trt.engine.create_execution_context(how)
+        trt.check(context, "make an execution context")
+        context.error_recorder = self._trt.recorder
+        trt.check(context.set_optimization_profile_async(profile, self._cuda.stream), f"use profile {profile}")
+        made = Context(trt, context, self._cuda.stream, (how, self.kernels))
+        if self._activations:
+            made.lend(self._activations, self.activation_bytes)
+        return made

@@ -1,0 +1,78 @@
+"""Arrays that stay on the GPU: what an encoder's engine made, until the decoder reads it there."""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.runtime.trt.cuda import Cuda
+
+__all__ = ["DeviceArray", "DeviceBlock"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class DeviceBlock:
+    """GPU memory that several arrays lie in. When the last of them is gone, its address goes to `gone`.
+
+    Whoever made it frees it from there: an array may go in any thread and at any time, as while a graph is recorded.
+    """
+
+    def __init__(self, address: int, gone: deque[int]) -> None:
+        self.address = address
+        weakref.finalize(self, gone.append, address).atexit = False
+
+
+class DeviceArray:
+    """An array on a GPU, which nothing changes; ``numpy.asarray`` copies it.
+
+    Args:
+        home: the GPU and stream that it belongs to.
+        block: the memory that it lies in.
+        offset: bytes from the start of that.
+        shape: sizes.
+        dtype: of the elements.
+        fetch: copies ``size`` bytes from an address to the host.
+
+    Attributes:
+        home, shape, dtype: see above.
+        address: where it lies, C-contiguous.
+    """
+
+    def __init__(
+        self,
+        home: Cuda,
+        block: DeviceBlock,
+        offset: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        fetch: Callable[[int, int], Array],
+    ) -> None:
+        self.home, self.shape, self.dtype = home, shape, dtype
+        self.address = block.address + offset
+        self._block = block  # kept
+        self._fetch = fetch
+
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise ValueError("an array on a GPU cannot be seen from the host without a copy")
+        found = self._fetch(self.address, self.nbytes).view(self.dtype).reshape(self.shape)
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def __repr__(self) -> str:
+        return f"<{self.dtype} {list(self.shape)} on {self.home.name}>"

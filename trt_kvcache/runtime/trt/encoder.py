@@ -1,0 +1,111 @@
+"""An encoder on the GPU, beside its decoder: what it makes stays there, and becomes the decoder's constants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
+from trt_kvcache.errors import ManifestError, PromptError
+from trt_kvcache.importer.plan import TensorRole
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.encoders.source_reader import Array, SourceInput, SourceReader
+from trt_kvcache.runtime.trt.runner import TensorRTRunner
+
+__all__ = ["TensorRTEncoder"]
+
+
+class TensorRTEncoder:
+    """An `Encoder` on the GPU and the stream of its decoder.
+
+    Args:
+        path: of the engine; its manifest lies beside it.
+        runner: of the decoder.
+        constants: what the decoder takes.
+        lock: held while it runs: its steps and the decoder's share a stream.
+
+    Raises:
+        ManifestError: it is no encoder's engine, or not the one that was built with the decoder's.
+        SessionError: it cannot be opened here, or the GPU has too little memory.
+        UnsupportedModelError: it wants a tensor in host memory.
+    """
+
+    def __init__(
+        self, path: Path, runner: TensorRTRunner, constants: Sequence[TensorRole], lock: AbstractContextManager[None]
+    ) -> None:
+        self.where = ""
+        self._path, self._runner, self._lock = path, runner, lock
+        self._manifest = manifest = load_manifest(path)
+        _check(path, manifest, runner, constants)
+        check_engine(manifest, path)
+        self._function = runner.open_function(path, manifest)
+        tensors = manifest.plan.tensors
+        inputs = [SourceInput(t.name, array_dtype(t.dtype), t.shape) for t in tensors if t.io == "input"]
+        self._reader = SourceReader(path, inputs)
+        made = {t.name for t in tensors if t.io == "output"}
+        self._constants = list(constants)
+        self._masks = [t for t in constants if t.name not in made]
+
+    def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
+        """See `Encoder.encode`; what comes out are `DeviceArray`, and masks, which the host makes."""
+        feed = self._reader.read(source)
+        self._check(feed)
+        with self._lock, self._runner.running():
+            found: dict[str, Any] = dict(self._function.run(feed, self._fetch))
+        if self._masks:
+            length = next(
+                found[t.name].shape[t.axes.index("encoder") if "encoder" in t.axes else max(len(t.shape) - 2, 1)]
+                for t in self._constants
+                if t.name in found
+            )
+            for tensor in self._masks:
+                found[tensor.name] = self._reader.mask(feed, length).astype(array_dtype(tensor.dtype), copy=False)
+        return {t.name: found[t.name] for t in self._constants}
+
+    def _fetch(self, address: int, size: int) -> Array:
+        with self._lock, self._runner.running():
+            return self._function.fetch(address, size)
+
+    def _check(self, feed: Mapping[str, Array]) -> None:
+        """TensorRT says nothing of token ids beyond a table, and little of shapes beyond the profile.
+
+        Raises:
+            PromptError: the source has such.
+        """
+        for name, range_ in self._manifest.profiles[0].shapes.items():
+            shape = feed[name].shape
+            if not all(low <= size <= high for low, size, high in zip(range_.min, shape, range_.max, strict=True)):
+                raise PromptError(
+                    f"'{name}' is {list(shape)}, and the engine of the encoder takes {list(range_.min)} to "
+                    f"{list(range_.max)}: build it again with other sizes (--max-encoder, --maxShapes), or let the "
+                    "encoder run on the CPU (its .onnx file as encoder= or --encoder)"
+                )
+        vocab = self._manifest.vocab
+        for name, array in feed.items():
+            if vocab is None or "mask" in name or array.dtype.kind not in "iu":
+                continue
+            if wrong := array[(array < 0) | (array >= vocab)].tolist():
+                raise PromptError(f"'{name}' has the token id {wrong[0]}; the encoder knows 0 to {vocab - 1}")
+
+
+def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Sequence[TensorRole]) -> None:
+    """Make sure that it is the encoder of this decoder."""
+    if not manifest.is_encoder:
+        raise ManifestError(f"{path}: not the engine of an encoder; 'trt-kvcache build' writes one beside a decoder's")
+    built = runner.manifest.encoder
+    found = manifest.engine
+    if built is None or (built.size, built.blake3) != (found.size, found.blake3):
+        with_it = "no encoder" if built is None else f"{built.name} (BLAKE3 {built.blake3[:12]})"
+        raise ManifestError(
+            f"{path} (BLAKE3 {found.blake3[:12]}) is not the encoder that the decoder's engine was built with: that is "
+            f"{with_it}; build both again, or let the encoder run on the CPU (its .onnx file as encoder= or --encoder)"
+        )
+    made = {t.name: t for t in manifest.plan.tensors if t.io == "output"}
+    for tensor in constants:
+        if tensor.name in made and made[tensor.name].dtype != tensor.dtype:
+            raise ManifestError(
+                f"{path}: makes '{tensor.name}' as {made[tensor.name].dtype}, and the decoder takes {tensor.dtype}; "
+                "build both again"
+            )

@@ -1,0 +1,161 @@
+"""An engine without state: inputs go in from the host, outputs stay on the GPU. Encoders are such engines."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.engine.manifest import Manifest
+from trt_kvcache.errors import BackendError, SessionError
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.trt.admission import Need, admit
+from trt_kvcache.runtime.trt.context import Context, ContextFactory
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda
+from trt_kvcache.runtime.trt.device_array import DeviceArray, DeviceBlock
+from trt_kvcache.runtime.trt.load import TensorRT, open_engine
+
+__all__ = ["EngineFunction"]
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Shape = tuple[int, ...]
+
+_STAGING = 8 << 20
+"""Bytes of pinned memory through which everything goes, in pieces."""
+
+_LESS = (
+    "open the decoder with a smaller max_batch, free memory that other programs hold, or let the encoder run on the "
+    "CPU (its .onnx file as encoder= or --encoder)"
+)
+
+
+class EngineFunction:
+    """An engine of one profile, open on the GPU and stream of a decoder. Its calls need what a runner's calls need.
+
+    Args:
+        path: of the engine, whose hash has been checked.
+        manifest: of it.
+        module: TensorRT.
+        cuda: where the decoder runs.
+        kernels: file for compiled kernels.
+
+    Raises:
+        BackendError, ManifestError, UnsupportedModelError: see `open_engine`; or the GPU has too little memory.
+    """
+
+    def __init__(self, path: Path, manifest: Manifest, module: Any, cuda: Cuda, kernels: Path) -> None:
+        self._path, self._cuda = path, cuda
+        tensors = manifest.plan.tensors
+        self._inputs = {t.name: array_dtype(t.dtype) for t in tensors if t.io == "input"}
+        self._outputs = {t.name: array_dtype(t.dtype) for t in tensors if t.io == "output"}
+        self._gone: deque[int] = deque()
+        with cuda.undone_on_failure():
+            try:
+                self._open(manifest, module, kernels)
+            except BaseException:
+                self.let_go()
+                raise
+
+    def _open(self, manifest: Manifest, module: Any, kernels: Path) -> None:
+        cuda = self._cuda
+        weights = Need("the encoder's weights", manifest.engine.size)
+        admit([weights], *cuda.free_memory(), cuda.name, 1, _LESS)
+        self._trt: TensorRT = open_engine(self._path, manifest, module, cuda)
+        self.factory = ContextFactory(self._trt, cuda, kernels)
+        self._context: Context = self.factory.make(0)
+        ranges = manifest.profiles[0].shapes
+        largest = {
+            t.name: ranges[t.name].max if t.name in ranges else tuple(int(d) for d in t.shape)
+            for t in manifest.plan.tensors
+            if t.io == "input"
+        }
+        self._context.prepare(largest, {})
+        made, _ = self._layout()
+        sizes = {name: prod(largest[name]) * dtype.itemsize for name, dtype in self._inputs.items()}
+        needs = [
+            Need("the encoder's activations", self.factory.activation_bytes),
+            Need("its inputs", sum(sizes.values())),
+            Need("what it makes of one source", made),
+        ]
+        admit(needs, *cuda.free_memory(), cuda.name, 1, _LESS)
+        self._addresses = {name: cuda.allocate(size) for name, size in sizes.items()}
+        self._staging = cuda.allocate_pinned(_STAGING)
+        self.factory.allocate([self._context])
+        cuda.sync()
+
+    def run(self, feed: Mapping[str, Array], fetch: Callable[[int, int], Array]) -> dict[str, DeviceArray]:
+        """Run it to its end.
+
+        Args:
+            feed: every input, C-contiguous and in its dtype, within the profile.
+            fetch: for the arrays, see `DeviceArray`.
+
+        Raises:
+            BackendError: TensorRT or the GPU fails; no memory is left for what comes out.
+        """
+        while self._gone:
+            self._cuda.free(self._gone.popleft())
+        for name, array in feed.items():
+            self._upload(self._addresses[name], array)
+        self._context.prepare({name: array.shape for name, array in feed.items()}, {})
+        size, places = self._layout()
+        try:
+            block = DeviceBlock(self._cuda.allocate(size), self._gone)
+        except BackendError as error:
+            raise BackendError(
+                f"{error}, for what the encoder makes of one source; that of others stays on the GPU for as long as "
+                "anything holds it: let it go, or keep numpy.asarray of it"
+            ) from error
+        outputs = {name: block.address + offset for name, (offset, _) in places.items()}
+        self._context.prepare({}, self._addresses | outputs)
+        self._context.enqueue()
+        self._cuda.sync()
+        return {
+            name: DeviceArray(self._cuda, block, offset, shape, self._outputs[name], fetch)
+            for name, (offset, shape) in places.items()
+        }
+
+    def fetch(self, address: int, size: int) -> Array:
+        """Copy bytes from the GPU: uint8 ``[size]``."""
+        data = np.empty(size, np.uint8)
+        for start in range(0, size, self._staging.data.size):
+            piece = data[start : start + self._staging.data.size]
+            self._cuda.download_rows(self._staging.address, address + start, piece.size, piece.size, 1)
+            self._cuda.sync()
+            piece[...] = self._staging.data[: piece.size]
+        return data
+
+    def let_go(self) -> None:
+        """Free what TensorRT holds; the memory goes with the GPU's."""
+        if "_context" in self.__dict__:
+            self._context.let_go()
+        for name in ("_context", "factory", "_trt"):
+            self.__dict__.pop(name, None)
+
+    def _upload(self, address: int, array: Array) -> None:
+        data = array.reshape(-1).view(np.uint8)
+        for start in range(0, data.size, self._staging.data.size):
+            piece = data[start : start + self._staging.data.size]
+            self._staging.data[: piece.size] = piece
+            self._cuda.upload(address + start, self._staging.address, piece.size)
+            self._cuda.sync()  # the next piece goes through the same pinned memory
+
+    def _layout(self) -> tuple[int, dict[str, tuple[int, Shape]]]:
+        """Bytes of all outputs for the shapes that are set, and the offset and shape of each.
+
+        Raises:
+            SessionError: the size of one depends on the data.
+        """
+        places: dict[str, tuple[int, Shape]] = {}
+        end = 0
+        for name, dtype in self._outputs.items():
+            shape = self._context.output_shape(name)
+            if min(shape, default=1) < 0:
+                raise SessionError(f"{self._path}: the size of '{name}' depends on the data: {list(shape)}")
+            places[name] = end, shape
+            end += -(-prod(shape) * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return end, places

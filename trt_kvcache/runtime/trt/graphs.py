@@ -1,0 +1,133 @@
+"""CUDA graphs of steps that repeat.
+
+A step is known by its key: profile, first row, buffers, and the shapes of all inputs, which hold the batch and the span
+bucket. The first time it runs plainly. If it comes back, it gets a context of its own and runs plainly once more, which
+lets TensorRT finish what it puts off to the first run with new shapes; then it is recorded, and from there on replayed.
+
+TensorRT for RTX records by itself (`ContextFactory`): there the context of its own is all that is needed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from trt_kvcache.errors import BackendError
+from trt_kvcache.runtime.trt.context import Context
+from trt_kvcache.runtime.trt.cuda import Cuda
+
+__all__ = ["MOST_GRAPHS", "StepGraphs"]
+
+MOST_GRAPHS = 32
+"""Recorded steps that are kept; the one that was used longest ago makes room. Each holds a context."""
+
+_MOST_SEEN = 1024
+
+
+@dataclass(eq=False)
+class _Recorded:
+    """A step with a context of its own; `graph` is None until it has run once."""
+
+    context: Context
+    graph: Any = None
+
+
+class StepGraphs:
+    """Runs steps that came before by their CUDA graphs.
+
+    Attributes:
+        failure: why graphs are off, in the words of CUDA or TensorRT; empty while they are on.
+
+    Args:
+        cuda: where the steps run.
+        native: the contexts record by themselves.
+        most: see `MOST_GRAPHS`.
+    """
+
+    def __init__(self, cuda: Cuda, *, native: bool, most: int = MOST_GRAPHS) -> None:
+        self._cuda = cuda
+        self._native = native
+        self._most = most
+        self._seen: set[Hashable] = set()
+        self._recorded: OrderedDict[Hashable, _Recorded] = OrderedDict()
+        self.failure = ""
+
+    def __len__(self) -> int:
+        return sum(step.graph is not None or self._native for step in self._recorded.values())
+
+    def run(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
+        """Put a step on the stream, if it came before.
+
+        Args:
+            key: of the step. Equal keys mean equal shapes and addresses.
+            make: a new context with the shapes and addresses of this step.
+            before: puts the copies on the stream that come before the step; recorded with it.
+
+        Returns:
+            Whether it was: otherwise the caller runs it.
+        """
+        if self.failure:
+            return False
+        if key not in self._recorded:
+            if key not in self._seen:
+                if len(self._seen) == _MOST_SEEN:
+                    self._seen.clear()
+                self._seen.add(key)
+                return False
+            return self._begin(key, make, before)
+        step = self._recorded[key]
+        self._recorded.move_to_end(key)
+        if self._native:
+            before()
+            step.context.enqueue()
+            return True
+        if step.graph is None and not self._record(step, before):
+            return False
+        self._cuda.launch(step.graph)
+        return True
+
+    def close(self) -> None:
+        """Free all graphs and contexts."""
+        while self._recorded:
+            self._drop()
+        self._seen.clear()
+
+    def _begin(self, key: Hashable, make: Callable[[], Context], before: Callable[[], None]) -> bool:
+        try:
+            while len(self._recorded) >= self._most:
+                self._drop()
+            context = make()
+        except BackendError as error:  # such as no memory for one more context
+            self._give_up(error)
+            return False
+        self._recorded[key] = _Recorded(context)
+        before()
+        context.enqueue()
+        return True
+
+    def _record(self, step: _Recorded, before: Callable[[], None]) -> bool:
+        def work() -> None:
+            before()
+            step.context.enqueue()
+
+        try:
+            step.graph = self._cuda.capture(work)
+        except BackendError as error:
+            self._give_up(error)
+            return False
+        return True
+
+    def _give_up(self, error: BackendError) -> None:
+        """Run everything plainly from here on; said once."""
+        self.failure = str(error)
+        self.close()
+        warnings.warn(f"decoding goes on without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
+
+    def _drop(self) -> None:
+        _, step = self._recorded.popitem(last=False)
+        step.context.let_go()
+        if step.graph is not None:
+            self._cuda.discard(step.graph)

@@ -1,0 +1,186 @@
+"""The buffers of everything that is no cache: inputs through pinned memory, span inputs written once, outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.encoders.constants import Constants
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Pinned
+from trt_kvcache.runtime.trt.device_array import DeviceArray
+
+__all__ = ["StepBuffers"]
+
+_LOGITS_STAGING = 16 << 20
+"""Bytes of pinned memory for logits, if one position of every row needs less; more go in pieces."""
+
+_CONSTANT_STAGING = 8 << 20
+"""Bytes of pinned memory through which constants go, in pieces."""
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Input:
+    """One input: its place on the GPU, and in the pinned memory that it is copied from."""
+
+    address: int
+    offset: int
+    size: int
+
+
+class StepBuffers:
+    """Inputs and outputs of a step.
+
+    Args:
+        cuda: where they are.
+        plan: what they are.
+        largest: the largest shape of each, outputs too; caches and state are left out.
+        rows: the most rows of a step.
+    """
+
+    def __init__(self, cuda: Cuda, plan: CachePlan, largest: Mapping[str, Shape], rows: int) -> None:
+        self._cuda = cuda
+        self._rows = rows
+        self._tensors = {t.name: t for t in plan.tensors if t.role not in (Role.CACHE, Role.STATE)}
+        self._largest = largest
+        self._spans = tuple(t.name for t in self._tensors.values() if t.role is Role.SPAN)
+        self._logits = StepLogits(plan)
+        self._logits.settle(largest[self._logits.name][-1])
+        self.addresses: dict[str, int] = {}
+        self._inputs: dict[str, _Input] = {}
+        self._given: tuple[Constants, ...] = ()
+        self._choice: DeviceChoice | None = None
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that `allocate` takes."""
+        return sum(self._size(name) for name in self._tensors)
+
+    @property
+    def choice_bytes(self) -> int:
+        """GPU memory that `choose` takes, where the GPU can choose."""
+        return choice_bytes(self._logits.dtype, self._logits.vocab, self._rows, self._positions)
+
+    def allocate(self) -> None:
+        """Take all memory, and write the span inputs: 0, 1, 2, ..., of which every step uses a beginning."""
+        self.addresses = {name: self._cuda.allocate(self._size(name)) for name in self._tensors}
+        offset = 0
+        for name, tensor in self._tensors.items():
+            if tensor.io == "input" and name not in self._spans and tensor.role is not Role.CONSTANT:
+                self._inputs[name] = _Input(self.addresses[name], offset, self._size(name))
+                offset += -(-self._size(name) // ALIGNMENT) * ALIGNMENT
+        longest = max((self._size(name) for name in self._spans), default=0)
+        given = _CONSTANT_STAGING if any(t.role is Role.CONSTANT for t in self._tensors.values()) else 0
+        self._staging = self._cuda.allocate_pinned(max(offset, longest, given))
+        self._host_logits = self._cuda.allocate_pinned(max(_LOGITS_STAGING, self._rows * self._position_bytes))
+        for name in self._spans:
+            values = np.arange(self._largest[name][0], dtype=array_dtype(self._tensors[name].dtype))
+            _put(self._staging, 0, values)
+            self._cuda.upload(self.addresses[name], self._staging.address, values.nbytes)
+            self._cuda.sync()  # the next one goes through the same pinned memory
+
+    def choose(self) -> str:
+        """Let the GPU choose where a step asks for few scores of each position; else say why the host does."""
+        address, size = self.addresses[self._logits.name], self._size(self._logits.name)
+        form = self._logits.dtype, self._logits.vocab, self._rows
+        self._choice, reason = open_choice(self._cuda, *form, address, size, self._host_logits)
+        return reason
+
+    def give(self, constants: tuple[Constants, ...]) -> None:
+        """Copy the constants of the rows of a step to where it reads them, unless they are there since the last one."""
+        if constants == self._given:
+            return
+        self._given = ()
+        for name in constants[0].arrays if constants else ():
+            address = self.addresses[name]
+            for array in (held.arrays[name] for held in constants):
+                if isinstance(array, DeviceArray):
+                    self._cuda.copy_rows(address, array.address, array.nbytes, array.nbytes, 1)
+                else:
+                    self._upload(address, array.reshape(-1).view(np.uint8))
+                address += array.nbytes
+        self._given = constants
+
+    def _upload(self, address: int, data: Array) -> None:
+        """Copy bytes to the GPU, as many at a time as fit into pinned memory."""
+        for start in range(0, data.size, self._staging.data.size):
+            piece = data[start : start + self._staging.data.size]
+            _put(self._staging, 0, piece)
+            self._cuda.upload(address + start, self._staging.address, piece.size)
+            self._cuda.sync()  # the next piece goes through the same pinned memory
+
+    def put(self, values: Mapping[str, Array]) -> None:
+        """Write the inputs of a step into pinned memory."""
+        for name, array in values.items():
+            _put(self._staging, self._inputs[name].offset, array)
+
+    def upload(self, shapes: Mapping[str, Shape]) -> None:
+        """Copy to the GPU what `put` wrote, in these shapes."""
+        for name, place in self._inputs.items():
+            size = prod(shapes[name]) * array_dtype(self._tensors[name].dtype).itemsize
+            self._cuda.upload(place.address, self._staging.address + place.offset, size)
+
+    def logits(self, batch: StepBatch) -> Logits:
+        """Wait for the step, and fetch the logits of its last `keep` positions.
+
+        Returns:
+            ``[R, keep, V]``, valid until the next call: pinned memory itself where they fit into it. `CHOICE`
+            ``[R, keep, N]`` where `batch` asks for few scores of each position, and the GPU finds them.
+        """
+        rows, keep, size = batch.rows, batch.keep, self._position_bytes
+        shape = (rows, keep, self._logits.vocab)
+        width = keep * size
+        pitch = self._logits.check(batch) * size
+        start = self.addresses[self._logits.name] + pitch - width
+        if keep == 0:
+            self._cuda.sync()
+            return np.empty(shape, self._logits.dtype)
+        if batch.highest and self._choice is not None:
+            chosen = self._choice.choose(start, pitch, rows, keep, batch.highest)
+            if chosen is not None:
+                return chosen
+        if rows * width <= self._host_logits.data.size:
+            return self._fetch(start, pitch, width, rows).reshape(shape)
+        result = np.empty(shape, self._logits.dtype)
+        step = self._host_logits.data.size // size
+        for row in range(rows):
+            for first in range(0, keep, step):
+                part = result[row, first : first + step]
+                length = len(part) * size
+                part[...] = self._fetch(start + row * pitch + first * size, length, length, 1).reshape(part.shape)
+        return result
+
+    def _fetch(self, start: int, pitch: int, width: int, height: int) -> Logits:
+        """Logits as they lie in pinned memory."""
+        self._cuda.download_rows(self._host_logits.address, start, pitch, width, height)
+        self._cuda.sync()
+        fetched: Logits = self._host_logits.data[: height * width].view(self._logits.dtype)
+        return fetched
+
+    @property
+    def _positions(self) -> int:
+        """The most that a step gives logits of."""
+        return self._size(self._logits.name) // self._position_bytes
+
+    @property
+    def _position_bytes(self) -> int:
+        return self._logits.vocab * self._logits.dtype.itemsize
+
+    def _size(self, name: str) -> int:
+        return prod(self._largest[name]) * array_dtype(self._tensors[name].dtype).itemsize
+
+
+def _put(memory: Pinned, offset: int, array: npt.NDArray[Any]) -> None:
+    data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    memory.data[offset : offset + data.size] = data

@@ -1,0 +1,206 @@
+"""An engine file -> an opened engine that is known to be what its manifest says.
+
+Every return of TensorRT is checked by `TensorRT.check`, which adds what TensorRT itself reported.
+"""
+
+from __future__ import annotations
+
+import importlib
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.engine.backend import PACKAGES
+from trt_kvcache.engine.inspect import reconcile, view_of
+from trt_kvcache.engine.manifest import Manifest
+from trt_kvcache.engine.recorder import make_recorder, native_logger
+from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
+from trt_kvcache.importer.plan import Target
+from trt_kvcache.runtime.trt.cuda import Cuda
+
+__all__ = ["TensorRT", "check_manifest", "load_tensorrt", "open_engine"]
+
+
+def load_tensorrt(backend: str) -> Any:
+    """The module of a manifest's backend: ``tensorrt`` or ``tensorrt_rtx``.
+
+    Raises:
+        BackendError: it does not import.
+    """
+    package = PACKAGES[Target(backend)]
+    try:
+        return importlib.import_module(package.module)
+    except ModuleNotFoundError as error:
+        raise BackendError(
+            f"the engine was built with {package.title}, which is not installed; run: pip install '{package.install}'"
+        ) from error
+    except (ImportError, OSError, RuntimeError) as error:
+        raise BackendError(f"{package.title} does not load: {' '.join(str(error).split())}") from error
+
+
+@dataclass(frozen=True, eq=False)
+class TensorRT:
+    """An opened engine, and what must live as long as it.
+
+    Attributes:
+        module: ``tensorrt`` or ``tensorrt_rtx``.
+        engine: ``ICudaEngine``.
+        runtime: kept alive for the engine.
+        recorder: what TensorRT reports as an error; see `make_recorder`.
+        title: name and version, for messages.
+        rtx: it is TensorRT for RTX, which compiles kernels on the GPU and has its own CUDA graphs.
+    """
+
+    module: Any
+    engine: Any
+    runtime: Any
+    recorder: Any
+    title: str
+    rtx: bool
+
+    def check(self, ok: Any, what: str) -> None:
+        """Raise what TensorRT said where it returned False or None.
+
+        Raises:
+            BackendError: it did.
+        """
+        if ok is None or ok is False:
+            raise BackendError(f"{self.title} cannot {what}: {self.recorder.take()}")
+
+
+def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> TensorRT:
+    """Deserialize an engine, and compare it with its manifest.
+
+    Args:
+        path: of the engine, whose hash has been checked.
+        manifest: of the engine.
+        module: see `load_tensorrt`.
+        cuda: the GPU.
+
+    Raises:
+        BackendError: TensorRT cannot open it here: another GPU, another version, a damaged file.
+        ManifestError: its tensors, profiles or aliases are not those of the manifest.
+        UnsupportedModelError: it wants a tensor in host memory.
+    """
+    target = Target(manifest.backend)
+    title = f"{PACKAGES[target].title} {module.__version__}"
+    recorder = make_recorder(module)
+    runtime = module.Runtime(native_logger(module))
+    runtime.error_recorder = recorder
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        engine = runtime.deserialize_cuda_engine(data)
+        if engine is None:
+            words = recorder.take()
+            reasons = _reasons(module, runtime, data)
+            raise BackendError(_refusal(path, manifest, title, str(module.__version__), cuda, words, reasons))
+    engine.error_recorder = recorder  # documented as inherited, and contexts' too; it costs nothing to be sure
+    if differences := reconcile(manifest, view_of(engine)):
+        raise ManifestError(
+            f"{path}: the engine and its manifest differ: {'; '.join(differences)}; do not run it: build it again"
+        )
+    _check_locations(path, module, engine)
+    return TensorRT(module, engine, runtime, recorder, title, target is Target.TENSORRT_RTX)
+
+
+def _check_locations(path: Path, module: Any, engine: Any) -> None:
+    """Refuse an engine that reads an input on the host: every buffer of the runtime is on the GPU."""
+    names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]
+    on_host = [name for name in names if engine.get_tensor_location(name) != module.TensorLocation.DEVICE]
+    if on_host:
+        raise UnsupportedModelError(
+            f"{path}: {', '.join(on_host)} must lie in host memory, because the model computes shapes from the values; "
+            "the runtime can run models whose shapes follow from the shapes of their inputs: export it that way"
+        )
+
+
+def check_manifest(manifest: Manifest, path: Path) -> None:
+    """Make sure that a manifest agrees with itself, in everything that addresses and lengths are computed from.
+
+    The hash in it is the engine's; nothing else would notice a manifest that was edited by hand.
+
+    Raises:
+        ManifestError: it does not.
+    """
+    problems = []
+    carried = [c for c in manifest.plan.caches if c.carried]
+    for what, found, expected in (
+        ("aliases", manifest.aliases, {c.present: c.past for c in carried if c.in_place}),
+        ("double_buffered", manifest.double_buffered, manifest.plan.double_buffered),
+    ):
+        for present in sorted({*found, *expected}):
+            if found.get(present) != expected.get(present):
+                problems.append(
+                    f"{what} binds {present!r} to {found.get(present)!r}, the plan to {expected.get(present)!r}"
+                )
+    tensors = {(t.io, t.name): t for t in manifest.plan.tensors}
+    for cache in carried:
+        for key in (("input", cache.past), ("output", cache.present)):
+            tensor = tensors.get(key)
+            if tensor is None or (tensor.shape, tensor.dtype) != (cache.physical_shape, cache.dtype):
+                found_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                problems.append(
+                    f"{key[0]} {key[1]!r} is {found_text}, its cache {cache.dtype} {list(cache.physical_shape)}"
+                )
+        if cache.physical_shape[cache.physical_sequence_axis] != cache.capacity:
+            problems.append(f"cache {cache.past!r} has a capacity of {cache.capacity}, its shape says otherwise")
+    for state in manifest.plan.states:
+        for key in (("input", state.past), ("output", state.present)):
+            tensor = tensors.get(key)
+            if tensor is None or tensor.shape[1:] != state.shape[1:] or tensor.dtype != state.dtype:
+                found_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+                problems.append(f"{key[0]} {key[1]!r} is {found_text}, its state {state.dtype} {list(state.shape)}")
+    problems += _limits(manifest)
+    if problems:
+        raise ManifestError(f"{path}: its manifest contradicts itself: {'; '.join(problems)}; build the engine again")
+
+
+def _limits(manifest: Manifest) -> list[str]:
+    """What `max_batch`, `max_chunk` and `max_logits` promise beyond the profiles."""
+    problems = []
+    if (manifest.max_logits is None) is not (manifest.plan.logits_span is None):
+        problems.append(f"max_logits is {manifest.max_logits}, and the plan says otherwise")
+    for tensor in manifest.plan.tensors:
+        shapes = [p.shapes[tensor.name].max for p in manifest.profiles if tensor.name in p.shapes]
+        for what, axis, limit in (
+            ("max_batch", "batch", manifest.max_batch),
+            ("max_chunk", "sequence", manifest.max_chunk),
+            ("max_logits", "kept", manifest.max_logits or 1),
+        ):
+            if axis in tensor.axes and shapes:
+                largest = max(shape[tensor.axes.index(axis)] for shape in shapes)
+                if limit > largest:
+                    problems.append(f"{what} is {limit}, the profiles of {tensor.name!r} end at {largest}")
+    return problems
+
+
+def _refusal(
+    path: Path, manifest: Manifest, title: str, version: str, cuda: Cuda, words: str, reasons: tuple[str, ...]
+) -> str:
+    """Why an engine was not opened, in TensorRT's own words, and what to do."""
+    built = f"{manifest.backend_version}"
+    if manifest.compute_capabilities:
+        built += f" for {', '.join(manifest.compute_capabilities)}"
+    sm = "sm" + cuda.compute_capability.replace(".", "")
+    if version != manifest.backend_version:
+        advice = f"install version {manifest.backend_version}, or build the engine again with {version}"
+    elif "OLD_CUDA_DRIVER" in reasons:
+        advice = "update the NVIDIA driver"
+    elif manifest.compute_capabilities and sm not in manifest.compute_capabilities:
+        advice = f"build it again with --compute-capabilities {sm}"
+    else:
+        advice = f"build it again on this machine, for {sm}"
+    found = f" [{', '.join(reasons)}]" if reasons else ""
+    return (
+        f"{path}: {title} cannot open this engine, built with version {built}, on {cuda.name} (compute capability "
+        f"{cuda.compute_capability}): {words}{found}; {advice}"
+    )
+
+
+def _reasons(module: Any, runtime: Any, data: Any) -> tuple[str, ...]:
+    """What TensorRT for RTX diagnoses, by name; nothing on TensorRT, which has no such question."""
+    if not hasattr(runtime, "get_engine_validity"):
+        return ()
+    _, diagnostics = runtime.get_engine_validity(data)
+    members = module.EngineInvalidityDiagnostics.__members__
+    return tuple(name for name, member in members.items() if int(diagnostics) & int(member))

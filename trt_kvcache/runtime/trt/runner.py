@@ -1,0 +1,334 @@
+"""Runs an engine: `TensorRTRunner`, on TensorRT or TensorRT for RTX.
+
+    file       the manifest agrees with itself, the engine with its hash, TensorRT with the manifest
+    memory     what is needed is compared with what is free; then everything is allocated, once
+    step       inputs through pinned memory -> context of the phase, bound to a row range of the caches -> logits
+
+Past and present of a cache are bound to one address (`DeviceCaches.bindings`); a row range is an offset to it.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest
+from trt_kvcache.errors import BackendError, OptionError, SessionError
+from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
+from trt_kvcache.runtime.inputs import StepInputs, model_identity
+from trt_kvcache.runtime.logits import StepLogits
+from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+from trt_kvcache.runtime.trt.admission import Need, admit
+from trt_kvcache.runtime.trt.caches import DeviceCaches
+from trt_kvcache.runtime.trt.context import Context, ContextFactory
+from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, cuda_bindings
+from trt_kvcache.runtime.trt.function import EngineFunction
+from trt_kvcache.runtime.trt.graphs import StepGraphs
+from trt_kvcache.runtime.trt.held import Held
+from trt_kvcache.runtime.trt.io import StepBuffers
+from trt_kvcache.runtime.trt.jit import kernel_cache_path
+from trt_kvcache.runtime.trt.load import check_manifest, load_tensorrt, open_engine
+from trt_kvcache.runtime.trt.shapes import StepShapes
+
+__all__ = ["Bindings", "TensorRTRunner"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Bindings:
+    """The foreign modules that the runner calls; tests put others in their place."""
+
+    tensorrt: Any
+    cuda: CudaBindings
+
+
+class TensorRTRunner:
+    """A `Runner` on a GPU. Not safe to use from several threads at once; one after the other is.
+
+    Attributes:
+        host_choice: why the host chooses tokens among all scores; empty where the GPU finds the best and the highest.
+
+    Args:
+        engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
+        max_batch: rows of every cache, at most and by default what the engine was built for. Fewer need less memory.
+        max_chunk: most tokens of one row per step, at most and by default what the engine was built for. Fewer need
+            less memory for logits.
+        device: number of the GPU.
+        cuda_graphs: record decode steps as CUDA graphs.
+        kernel_cache: folder for what TensorRT for RTX compiles; None: beside the engine.
+        bindings: the modules to call; None: the real ones.
+
+    Raises:
+        ManifestError: the manifest is missing, contradicts itself, or is not of this engine.
+        BackendError: TensorRT or a driver is missing, the engine is for another GPU or version, or the GPU has too
+            little memory.
+        OptionError: `max_batch` or `max_chunk` is more than the engine was built for.
+        UnsupportedModelError: an input or output has no known part in decoding.
+    """
+
+    def __init__(
+        self,
+        engine: str | os.PathLike[str],
+        *,
+        max_batch: int | None = None,
+        max_chunk: int | None = None,
+        device: int = 0,
+        cuda_graphs: bool = True,
+        kernel_cache: str | os.PathLike[str] | None = None,
+        bindings: Bindings | None = None,
+    ) -> None:
+        path = Path(engine)
+        self._manifest = load_manifest(path)
+        check_manifest(self._manifest, path)
+        if self._manifest.is_encoder:
+            raise OptionError(f"{path} is the engine of an encoder; open that of its decoder, which finds it")
+        self._inputs = StepInputs(self._manifest.plan)
+        self._logits = StepLogits(self._manifest.plan)
+        self._max_chunk = _within("max_chunk", max_chunk, self._inputs.chunk(None, self._manifest.max_chunk))
+        rows = self._manifest.max_batch if self._inputs.max_rows != 1 else 1
+        self._max_batch = _within("max_batch", self._inputs.batch(max_batch), rows)
+        check_engine(self._manifest, path)
+        bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
+        self._bound: dict[tuple[int, int], dict[str, int]] = {}
+        self._cuda = Cuda(device, bindings.cuda)
+        self._kernels = None if kernel_cache is None else Path(kernel_cache)
+        self._held = Held(self._cuda)
+        try:
+            self._open(path, bindings.tensorrt, cuda_graphs)
+        except BaseException:
+            self._held.let_go()
+            raise
+        self._end = weakref.finalize(self, self._held.close)  # where nobody closes it, and at exit
+
+    def _open(self, path: Path, module: Any, cuda_graphs: bool) -> None:
+        manifest, cuda = self._manifest, self._cuda
+        self._caches = DeviceCaches(cuda, manifest.plan, self._max_batch)
+        self._shapes = StepShapes(manifest, self._inputs, self._caches.buffers)
+        per_row = self._caches.bytes_per_row
+        caches = Need(f"caches for {self._max_batch} sequences", self._max_batch * per_row, per_row)
+        # Before the engine is opened, which takes memory for the weights: about as much as the file is long.
+        admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self._max_batch)
+        self._held.trt = trt = open_engine(path, manifest, module, cuda)
+        self._name = f"{trt.title}, {cuda.name}"
+
+        self._held.factory = factory = ContextFactory(trt, cuda, self._kernel_file(path))
+        for index in range(len(manifest.profiles)):
+            self._contexts.append(factory.make(index))
+        largest = self._shapes.largest(self._contexts, self._max_batch, self._max_chunk, self.max_logits)
+        self._logits.settle(largest[self._logits.name][-1])
+        self._buffers = StepBuffers(cuda, manifest.plan, largest, self._max_batch)
+        needs = [
+            caches,
+            Need("activations", factory.activation_bytes),
+            Need("inputs and outputs", self._buffers.device_bytes),
+            Need("choice of tokens", self._buffers.choice_bytes),
+        ]
+        admit(needs, *cuda.free_memory(), cuda.name, self._max_batch)
+        self._caches.allocate()
+        self._buffers.allocate()
+        factory.allocate(self._contexts)
+        cuda.sync()
+        self.host_choice = self._buffers.choose()
+        if self.host_choice:
+            self._name += ", tokens chosen on the host"
+        self._held.graphs = StepGraphs(cuda, native=trt.rtx) if cuda_graphs else None
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """The recorded steps; None where steps are not to be recorded."""
+        return self._held.graphs
+
+    @property
+    def _contexts(self) -> list[Context]:
+        return self._held.contexts
+
+    @property
+    def name(self) -> str:
+        """What runs where, for people."""
+        return self._name
+
+    @property
+    def manifest(self) -> Manifest:
+        """Of the engine."""
+        return self._manifest
+
+    @property
+    def home(self) -> Cuda:
+        """See `Runner.home`."""
+        return self._cuda
+
+    @property
+    def plan(self) -> CachePlan:
+        """Of the engine."""
+        return self._manifest.plan
+
+    @property
+    def max_batch(self) -> int:
+        """Rows of every cache buffer."""
+        return self._max_batch
+
+    @property
+    def max_chunk(self) -> int:
+        """Most tokens per row in one step."""
+        return self._max_chunk
+
+    @property
+    def max_logits(self) -> int | None:
+        """Most positions per row that a step gives logits of; None: all."""
+        return 1 if self._logits.last_only else self._manifest.max_logits
+
+    @property
+    def vocab(self) -> int:
+        """Token ids are 0 to ``vocab - 1``."""
+        return min(self._logits.vocab, self._manifest.vocab or self._logits.vocab)
+
+    @property
+    def max_positions(self) -> int | None:
+        """Rows of the model's smallest position table, beyond which TensorRT would silently read the last one."""
+        return self._inputs.positions(self._manifest.max_positions)
+
+    @property
+    def inputs(self) -> StepInputs:
+        """What the model takes."""
+        return self._inputs
+
+    @property
+    def device_bytes(self) -> int:
+        """GPU memory that is allocated here: caches, inputs, outputs, activations. Constant once open."""
+        return self._cuda.allocated
+
+    def identity(self) -> str:
+        """See `Runner.identity`."""
+        return model_identity(self._manifest.model)
+
+    def step(self, batch: StepBatch) -> Logits:
+        """See `Runner.step`."""
+        with whole_step(self, self._inputs, batch) as whole:
+            logits = self._step(whole)
+        return asked_logits(logits, batch, whole)
+
+    def _step(self, batch: StepBatch) -> Logits:
+        with self.running():
+            self._logits.check(batch)
+            signature = self._inputs.signature(batch)
+            index, shapes = self._shapes.of(signature, batch)
+            self._buffers.give(batch.constants)
+            self._buffers.put(self._inputs.arrays(batch))
+            side = self._caches.side(batch.first_row, batch.rows)
+            addresses = self._bindings(batch.first_row, side)
+            upload = partial(self._buffers.upload, shapes)
+
+            def make() -> Context:
+                context = self._held.factory.make(index, graphs=True)
+                context.prepare(shapes, addresses)
+                return context
+
+            key = (batch.first_row, side, *signature)
+            recorded = self.graphs is not None and batch.length == 1 and self.graphs.run(key, make, upload)
+            if not recorded:
+                self._contexts[index].prepare(shapes, addresses)
+                upload()
+                self._contexts[index].enqueue()
+            logits = self._buffers.logits(batch)
+            self._caches.written(batch.first_row, batch.rows)
+            return logits
+
+    def copy_rows(self, source: int, target: int, tokens: int) -> None:
+        """See `Runner.copy_rows`."""
+        with self.running():
+            self._caches.copy_rows(source, target, tokens)
+            self._cuda.sync()
+
+    def zero_rows(self, row: int, start: int, stop: int) -> None:
+        """See `Runner.zero_rows`."""
+        with self.running():
+            self._caches.zero_rows(row, start, stop)
+            self._cuda.sync()
+
+    def read_row(self, name: str, row: int, tokens: int) -> Array:
+        """See `Runner.read_row`."""
+        with self.running():
+            return self._caches.read_row(name, row, tokens)
+
+    def write_row(self, name: str, row: int, data: Array) -> None:
+        """See `Runner.write_row`."""
+        with self.running():
+            self._caches.write_row(name, row, data)
+
+    def view(self, name: str) -> Any:
+        """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. Not to be used after `close`."""
+        with self.running():
+            return self._caches.view(name, self)
+
+    def close(self) -> None:
+        """Free everything, and keep compiled kernels for the next start. Closing again does nothing."""
+        self._end()
+
+    def encoder_beside(self, engine: Path) -> tuple[Path | None, str]:
+        """The engine of the encoder that was built with this one's; None: there is none, and why."""
+        built = self._manifest.encoder
+        if built is None:
+            return None, f"{engine} was built without the engine of an encoder"
+        path = engine.with_name(built.name)
+        return (path, "") if path.is_file() else (None, f"{path}, which was built with {engine}, is not there")
+
+    def open_function(self, engine: Path, manifest: Manifest) -> EngineFunction:
+        """Open another engine on this GPU and stream; it is closed with the runner.
+
+        Args:
+            engine: its path; its hash has been checked.
+            manifest: of it.
+
+        Raises:
+            BackendError, ManifestError, UnsupportedModelError: see `EngineFunction`.
+        """
+        with self.running():
+            made = EngineFunction(engine, manifest, self._held.trt.module, self._cuda, self._kernel_file(engine))
+            self._held.functions.append(made)
+            return made
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """For the calls of an open runner: CUDA's context is current, and faults are the session's.
+
+        Not to be held by two threads at once.
+        """
+        if not self._end.alive:
+            raise SessionError("the runner is closed; open the engine again")
+        self._held.in_use = True
+        try:
+            self._cuda.activate()
+            yield
+        except BackendError as error:
+            raise SessionError(str(error)) from error
+        finally:
+            self._held.in_use = False
+
+    def _kernel_file(self, engine: Path) -> Path:
+        return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)
+
+    def _bindings(self, first_row: int, side: int) -> dict[str, int]:
+        """The address of every tensor for a step from this row on; at most two for each row."""
+        if (first_row, side) not in self._bound:
+            self._bound[first_row, side] = self._buffers.addresses | self._caches.bindings(first_row, side)
+        return self._bound[first_row, side]
+
+
+def _within(name: str, asked: int | None, most: int) -> int:
+    """What was asked for, or the most that the engine was built for."""
+    if asked is not None and asked < 1:
+        raise OptionError(f"{name} is {asked}; it must be at least 1")
+    if asked is not None and asked > most:
+        flag = "--" + name.replace("_", "-")
+        raise OptionError(
+            f"{name} is {asked}; this engine was built for 1 to {most}: build it again with {flag} {asked}"
+        )
+    return most if asked is None else asked

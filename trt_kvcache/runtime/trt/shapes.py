@@ -1,0 +1,129 @@
+"""The shapes of a step: which profile of the engine takes them, and how large they become."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from trt_kvcache.engine.manifest import Manifest
+from trt_kvcache.errors import BackendError, UnsupportedModelError
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
+from trt_kvcache.runtime.inputs import StepInputs
+from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.trt.caches import CacheBuffer
+from trt_kvcache.runtime.trt.context import Context
+
+__all__ = ["StepShapes"]
+
+Shape = tuple[int, ...]
+
+_MOST_KINDS = 1024
+
+
+class StepShapes:
+    """Shapes and profiles of an engine's steps.
+
+    Args:
+        manifest: of the engine.
+        inputs: what the model takes.
+        buffers: the caches, by the name of the past.
+    """
+
+    def __init__(self, manifest: Manifest, inputs: StepInputs, buffers: Mapping[str, CacheBuffer]) -> None:
+        self._manifest = manifest
+        self._inputs = inputs
+        self._buffers = buffers
+        self._kinds: dict[tuple[int, ...], tuple[int, dict[str, Shape]]] = {}
+
+    def of(self, signature: tuple[int, ...], batch: StepBatch) -> tuple[int, dict[str, Shape]]:
+        """Profile and shapes of a step; worked out once for steps of one signature, as decoding has them.
+
+        Raises:
+            BackendError: no profile takes it.
+        """
+        found = self._kinds.get(signature)
+        if found is None:
+            shapes = self._shapes(batch)
+            found = self._profile(shapes, batch), shapes
+            if len(self._kinds) == _MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[signature] = found
+        return found
+
+    def largest(self, contexts: Sequence[Context], rows: int, chunk: int, max_logits: int | None) -> dict[str, Shape]:
+        """Of every tensor but the caches, over all steps that can come; outputs as TensorRT infers them.
+
+        Args:
+            contexts: one for each profile.
+            rows: most rows of a step.
+            chunk: most tokens of each.
+            max_logits: most positions that a step gives logits of; None: all.
+
+        Raises:
+            UnsupportedModelError: a size depends on the data, or state changes its shape.
+        """
+        carried = set(self._buffers) | {b.carried.present for b in self._buffers.values()}
+        largest: dict[str, Shape] = {}
+        for length in sorted({chunk, 1}):
+            end = max(b.carried.capacity for b in self._buffers.values())
+            tokens = np.zeros((rows, length), np.int64)
+            starts = np.full(rows, max(end - length, 0), np.int64)
+            keep = min(length, max_logits or length)
+            batch = StepBatch(0, tokens, starts, keep, (self._largest_constants(),) * rows)
+            shapes = self._shapes(batch)
+            context = contexts[self._profile(shapes, batch)]
+            context.prepare(shapes, {})
+            found = dict(shapes)
+            for tensor in self._manifest.plan.tensors:
+                if tensor.io == "output":
+                    found[tensor.name] = context.output_shape(tensor.name)
+            for state in self._manifest.plan.states:
+                if found[state.present] != found[state.past]:
+                    raise UnsupportedModelError(
+                        f"state {state.past!r} is {list(found[state.past])}, and what replaces it, {state.present!r}, "
+                        f"{list(found[state.present])}; state must keep its shape from step to step"
+                    )
+            for name, shape in found.items():
+                if name not in carried:
+                    if min(shape, default=1) < 0:
+                        raise UnsupportedModelError(
+                            f"the size of output {name!r} depends on the data: {list(shape)}; the runtime allocates "
+                            "outputs before it runs: remove it from the model"
+                        )
+                    largest[name] = tuple(map(max, zip(shape, largest.get(name, shape), strict=True)))
+        return largest
+
+    def _shapes(self, batch: StepBatch) -> dict[str, Shape]:
+        """Of every input in a step."""
+        caches = {name: (batch.rows, *b.shape[1:]) for name, b in self._buffers.items()}
+        return self._inputs.shapes(batch) | caches
+
+    def _largest_constants(self) -> Constants:
+        """As large as the profiles allow; without contents."""
+        arrays: dict[str, Array] = {}
+        for tensor in self._inputs.constants.tensors:
+            ranges = [p.shapes[tensor.name].max for p in self._manifest.profiles if tensor.name in p.shapes]
+            sizes = [max(column) for column in zip(*ranges, strict=True)] or [int(d) for d in tensor.shape]
+            arrays[tensor.name] = np.broadcast_to(np.zeros((), array_dtype(tensor.dtype)), (1, *sizes[1:]))
+        return Constants(arrays) if arrays else NO_CONSTANTS
+
+    def _profile(self, shapes: Mapping[str, Shape], batch: StepBatch) -> int:
+        """The profile for a step: that for decoding where it fits."""
+        profiles = sorted(enumerate(self._manifest.profiles), key=lambda item: item[1].name != "decode")
+        for index, profile in profiles:
+            if all(
+                low <= size <= high
+                for name, range_ in profile.shapes.items()
+                for low, size, high in zip(range_.min, shapes[name], range_.max, strict=True)
+            ):
+                return index
+        given = "".join(
+            f", {name!r} {list(shapes[name])}" for name in (batch.constants[0].arrays if batch.constants else ())
+        )
+        raise BackendError(
+            f"a step of {batch.rows} sequences and {batch.length} tokens each{given} fits none of the engine's "
+            f"profiles (batch up to {self._manifest.max_batch}, up to {self._manifest.max_chunk} tokens; 'trt-kvcache "
+            "inspect' shows all ranges); build the engine again with other shapes"
+        )
