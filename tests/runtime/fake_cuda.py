@@ -1,8 +1,9 @@
 """A GPU that is host memory: what the runner calls of ``cuda.core`` and ``cuda.bindings.driver``, with their rules.
 
 Copies, fills and steps wait on the stream until somebody synchronizes, as on a GPU, so that pinned memory which is
-written again too early shows. Fresh memory holds garbage, freed memory may not be touched, every access lies within one
-allocation, a stream that records may not be waited for, every thread needs the context to be current, and opening
+written again too early shows. Fresh memory holds garbage, freed memory may not be touched, also not by what still waits
+on the stream, every access lies within one allocation, a stream that records may not be waited for, nor memory be taken
+or freed meanwhile, everything is put on the one stream, every thread needs the context to be current, and opening
 another GPU takes its place.
 
 Classes have no public names that the real ones lack (`test_trt_bindings`): what runs here cannot call what is not
@@ -28,6 +29,7 @@ Status = real.CUresult
 SUCCESS = Status.CUDA_SUCCESS
 GPU = "NVIDIA Fake 90"
 MAX_PITCH = 2**31 - 1
+STREAM = 0x57AE
 CURRENT = threading.local()
 """``machine``: whose context is current in a thread. Every `Machine` is a GPU of its own."""
 
@@ -114,6 +116,8 @@ class Machine:
         if address not in memory:
             raise BrokenRuleError(f"{address:#x} is freed and was not allocated")
         self.freed.append(memory.pop(address))
+        if self.recording is None:
+            self.drain()  # without it: what still waits may not need it
 
     def within(self, address: int, size: int, memory: dict[int, Any], what: str) -> int:
         """The address, if these bytes lie in one live allocation."""
@@ -127,8 +131,10 @@ class Machine:
         self.within(address, size, self.device, what)
         return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
-    def put(self, run: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
+    def put(self, stream: int, run: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
         """Append work to the stream, or to the graph that is being recorded."""
+        if stream != STREAM:
+            raise BrokenRuleError(f"work on stream {stream:#x}, which nothing orders with that of the other")
         (self.queue if self.recording is None else self.recording).append(Work(run, check))
 
     def drain(self) -> None:
@@ -173,8 +179,7 @@ class Driver:
 
     def cuMemAlloc(self, size: int) -> tuple[Any, Any]:
         machine = self._machine
-        if machine.recording is not None:
-            machine.invalid = True
+        if self._records():
             return Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 0
         if machine.used + size > machine.total:
             return Status.CUDA_ERROR_OUT_OF_MEMORY, 0
@@ -182,15 +187,19 @@ class Driver:
         return self._status(), real.CUdeviceptr(machine.take(size, machine.device))
 
     def cuMemFree(self, address: int) -> tuple[Any]:
-        self._machine.drain()
+        if self._records():
+            return (Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
         self._machine.drop(int(address), self._machine.device)
         return (self._status(),)
 
     def cuMemAllocHost(self, size: int) -> tuple[Any, int]:
+        if self._records():
+            return Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 0
         return self._status(), self._machine.take(size, self._machine.pinned)
 
     def cuMemFreeHost(self, address: int) -> tuple[Any]:
-        self._machine.drain()
+        if self._records():
+            return (Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
         self._machine.drop(int(address), self._machine.pinned)
         return (self._status(),)
 
@@ -209,17 +218,17 @@ class Driver:
             for i in range(height):
                 ctypes.memset(address + i * pitch, value, width)
 
-        machine.put(run)
+        machine.put(stream, run)
         return (self._status(),)
 
     def cuMemcpyHtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any]:
-        return self._copy(target, self._machine.device, source, self._machine.pinned, size)
+        return self._copy(target, self._machine.device, source, self._machine.pinned, size, stream)
 
     def cuMemcpyDtoHAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any]:
-        return self._copy(target, self._machine.pinned, source, self._machine.device, size)
+        return self._copy(target, self._machine.pinned, source, self._machine.device, size, stream)
 
     def cuMemcpyDtoDAsync(self, target: int, source: int, size: int, stream: int) -> tuple[Any]:
-        return self._copy(target, self._machine.device, source, self._machine.device, size)
+        return self._copy(target, self._machine.device, source, self._machine.device, size, stream)
 
     def cuMemcpy2DAsync(self, copy: Any, stream: int) -> tuple[Any]:
         machine, host = self._machine, self.CUmemorytype.CU_MEMORYTYPE_HOST
@@ -240,13 +249,12 @@ class Driver:
             for i in range(height):
                 ctypes.memmove(target + i * steps[1], source + i * steps[0], width)
 
-        machine.put(run)
+        machine.put(stream, run)
         return (self._status(),)
 
     def cuStreamSynchronize(self, stream: int) -> tuple[Any]:
         machine = self._machine
-        if machine.recording is not None:
-            machine.invalid = True
+        if self._records():
             return (Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED,)
         if machine.fault != SUCCESS:
             machine.faulted = True
@@ -301,8 +309,9 @@ class Driver:
         return (self._status(),)
 
     def _copy(
-        self, target: int, target_memory: dict[int, Any], source: int, source_memory: dict[int, Any], size: int
-    ) -> tuple[Any]:
+        self, target: int, target_memory: dict[int, Any], source: int, source_memory: dict[int, Any], size: int,
+        stream: int,
+    ) -> tuple[Any]:  # fmt: skip
         machine = self._machine
 
         def run() -> None:
@@ -310,8 +319,14 @@ class Driver:
             machine.within(target, size, target_memory, "where it is copied")
             ctypes.memmove(target, source, size)
 
-        machine.put(run)
+        machine.put(stream, run)
         return (self._status(),)
+
+    def _records(self) -> bool:
+        """Whether the stream records: a call that may not be made meanwhile spoils the graph."""
+        recording = self._machine.recording is not None
+        self._machine.invalid |= recording
+        return recording
 
     def _status(self) -> Any:
         if self._machine.faulted:
@@ -351,7 +366,7 @@ class Stream:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
-        self.handle = 0x57AE
+        self.handle = STREAM
 
     def close(self) -> None:
         self._machine.drain()

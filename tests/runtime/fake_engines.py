@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from trt_kvcache.engine.encoder import find_job
 from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, manifest_path, save_manifest
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.engine.profiles import make_profiles, resolve_limits
+from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.plan import PlanOptions, Target
@@ -31,20 +32,28 @@ def write_engine(
     backend: str = "tensorrt-rtx",
     version: str = "1.7.1.116",
     encoder: str = "none",
+    shapes: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
 ) -> Path:
-    """Write ``<model>.engine`` and its manifest; with ``encoder="auto"``, the encoder beside the model, too."""
+    """Write ``<model>.engine`` and its manifest; with ``encoder="auto"``, the encoder beside the model, too.
+
+    `shapes` has the least, usual and largest ones of inputs that nothing else decides.
+    """
     options = replace(options or PlanOptions(), target=Target(backend))
     imported = import_model(model, options)
+    kinds = [{name: given[i] for name, given in (shapes or {}).items()} for i in range(3)]
     build = BuildOptions(
-        max_batch=max_batch, max_chunk=max_chunk, max_encoder=max_encoder, max_logits=max_logits, encoder=encoder
-    )
-    limits = resolve_limits(imported.plan, build)
-    profiles = make_profiles(imported.plan, build, limits)
+        max_batch=max_batch, max_chunk=max_chunk, max_encoder=max_encoder, max_logits=max_logits, encoder=encoder,
+        min_shapes=kinds[0], opt_shapes=kinds[1], max_shapes=kinds[2],
+    )  # fmt: skip
+    job = find_job(model, imported.plan, build)
+    own = build if job is None else without_shapes(build, imported.plan, job.plan)
+    limits = resolve_limits(imported.plan, own)
+    profiles = make_profiles(imported.plan, own, limits)
     plan = _bound_contracts(imported.plan, limits.max_chunk)
     tables = index_limits(imported.model, plan)
     engine = model.with_suffix(".engine")
     beside = None
-    if (job := find_job(model, plan, build)) is not None:
+    if job is not None:
         beside = encoder_path(engine)
         _write(beside, job.model[0], (job.profile,), {})
         manifest = Manifest(

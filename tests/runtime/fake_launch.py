@@ -57,7 +57,7 @@ def launch(stream: Any, config: LaunchConfig, kernel: Kernel, *arguments: Any) -
     machine.launched += 1
     sizes = map(int, arguments[addresses:])
     work = Launch(machine, kernel._dtype, config.grid, arguments[:addresses], *sizes)
-    machine.put(getattr(work, kernel._name))
+    machine.put(stream.handle, getattr(work, kernel._name))
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,10 @@ message to the logger. What would be undefined behaviour raises `BrokenRuleError
 Enforced: the past and the present of one layer have one address; shapes lie within the selected profile; a profile is
 selected, every tensor bound and every input shaped before a step; a switch of profiles drops shapes and keeps
 addresses; addresses are multiples of 256; memory of a step is allocated, overlaps nothing and is large enough;
-activation memory is there if the caller manages it, and comes out as garbage; a context that a graph was recorded from
-is not changed; nothing new is shaped while recording; there is one logger, TensorRT's own; a context of TensorRT for
-RTX is taken apart only when nothing in Python hears of its errors any more (`hung` of the module otherwise).
+activation memory is there if the caller manages it, and comes out as garbage; a context is there until its steps have
+run; a context that a graph was recorded from is not changed; nothing new is shaped while recording; engines are opened,
+and contexts made, while the GPU is current; there is one logger, TensorRT's own; a context of TensorRT for RTX is taken
+apart only when nothing in Python hears of its errors any more (`hung` of the module otherwise).
 """
 
 from __future__ import annotations
@@ -90,7 +91,9 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
         faults: ``refuse``: words with which engines are not opened; ``diagnostics``: an `Invalidity`; ``aliases``: what
             engines report instead of the truth; ``on_host``: names of tensors; ``not_recordable``: words with which a
             step is not recorded; ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps
-            are refused.
+            are refused; ``fail_late``: the same, after a part of the step was put on the stream; ``no_shapes``: words
+            with which the shapes of outputs are not worked out; ``unknown_sizes``: names of outputs whose sizes depend
+            on the data.
     """
     module = SimpleNamespace(
         __version__=version, Logger=Logger, IErrorRecorder=IErrorRecorder, rtx=rtx, TensorLocation=Location,
@@ -106,6 +109,19 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
 
 
 _first_logger: dict[str, Logger] = {}
+
+
+class Dims:
+    """Of TensorRT: sizes, and no tuple. Without a rank it has no length, and ends before its first size."""
+
+    def __init__(self, sizes: Iterable[int] | None) -> None:
+        self._sizes = None if sizes is None else tuple(sizes)
+
+    def __len__(self) -> int:
+        return -1 if self._sizes is None else len(self._sizes)
+
+    def __getitem__(self, index: int) -> int:
+        return (self._sizes or ())[index]
 
 
 def _report(recorder: Any, words: str) -> None:
@@ -130,6 +146,7 @@ class Runtime:
         if words or data[: len(MAGIC)] != MAGIC:
             _report(self.error_recorder, words or "Serialization assertion magicTag failed.")
             return None
+        _check_current(self._module)
         return (RtxEngine if self._module.rtx else Engine)(self._module, bytes(data))
 
 
@@ -149,7 +166,8 @@ class Engine:
         self._module = module
         self.error_recorder: Any = None  # nothing is said of what it inherits
         self._profiles, self._aliases = facts["profiles"], facts["aliases"]
-        graph = onnx.load_from_string(model).graph
+        self._model = onnx.load_from_string(model)
+        graph = self._model.graph
         self._tensors = {v.name: ("INPUT", v.type.tensor_type) for v in graph.input}
         self._tensors |= {v.name: ("OUTPUT", v.type.tensor_type) for v in graph.output}
         options = ort.SessionOptions()
@@ -157,7 +175,8 @@ class Engine:
         self._session = ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
         self.num_io_tensors = len(self._tensors)
         self.num_optimization_profiles = len(self._profiles)
-        self.device_memory_size_v2 = ACTIVATIONS
+        self.device_memory_size_v2 = ACTIVATIONS + 256 * len(graph.node)
+        self._inferred: dict[Any, dict[str, tuple[int, ...]]] = {}
 
     def get_tensor_name(self, index: int) -> str:
         return list(self._tensors)[index]
@@ -168,8 +187,8 @@ class Engine:
     def get_tensor_dtype(self, name: str) -> Any:
         return SimpleNamespace(name=DTYPES[self._dtype(name)])
 
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        return tuple(d if isinstance(d, int) else -1 for d in self._dims(name))
+    def get_tensor_shape(self, name: str) -> Dims:
+        return Dims(self._open_shape(name))
 
     def get_tensor_location(self, name: str) -> Location:
         return Location.HOST if name in self._module.faults.get("on_host", ()) else Location.DEVICE
@@ -177,17 +196,38 @@ class Engine:
     def get_aliased_input_tensor(self, name: str) -> str | None:
         return dict(self._module.faults.get("aliases", self._aliases)).get(name)
 
-    def get_tensor_profile_shape(self, name: str, index: int) -> list[tuple[int, ...]]:
-        static = self.get_tensor_shape(name)
-        return [tuple(s) for s in self._profiles[index].get(name, [static] * 3)]
+    def get_tensor_profile_shape(self, name: str, index: int) -> list[Dims]:
+        return [Dims(s) for s in self._profiles[index].get(name, [self._open_shape(name)] * 3)]
 
     def create_execution_context(self, how: AllocationStrategy | RuntimeConfig) -> Context | None:
         if self._module.faults.get("no_context", 999) <= len(self._module.contexts):
             _report(self.error_recorder, "Requested amount of GPU memory could not be allocated.")
             return None
+        _check_current(self._module)
         context = Context(self, how)
         self._module.contexts.append(weakref.ref(context))
         return context
+
+    def _open_shape(self, name: str) -> tuple[int, ...]:
+        return tuple(d if isinstance(d, int) else -1 for d in self._dims(name))
+
+    def _output_shapes(self, given: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """Of every output for inputs of these shapes: what ONNX infers; -1 where that is nothing."""
+        key = tuple(sorted(given.items()))
+        if key not in self._inferred:
+            model = onnx.ModelProto()
+            model.CopyFrom(self._model)
+            del model.graph.value_info[:]
+            for value in (*model.graph.input, *model.graph.output):
+                dims = value.type.tensor_type.shape.dim
+                for dim, size in zip(dims, given.get(value.name, [-1] * len(dims)), strict=True):
+                    dim.Clear() if size < 0 else setattr(dim, "dim_value", size)
+            graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+            self._inferred[key] = {
+                v.name: tuple(d.dim_value if d.HasField("dim_value") else -1 for d in v.type.tensor_type.shape.dim)
+                for v in graph.output
+            }
+        return self._inferred[key]
 
     def _dims(self, name: str) -> list[int | str]:
         return [d.dim_value if d.HasField("dim_value") else d.dim_param for d in self._tensors[name][1].shape.dim]
@@ -266,6 +306,7 @@ class Context:
         self._replays: list[int] = []
 
     def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+        _check_current(self._module)
         if not 0 <= index < self._engine.num_optimization_profiles:
             return self._refuse(f"there is no profile {index}")
         self._changed()
@@ -283,7 +324,7 @@ class Context:
             return self._refuse(f"{name} is no input")
         if self._profile is None:
             return self._refuse("no optimization profile is selected")
-        low, _, high = self._engine.get_tensor_profile_shape(name, self._profile)
+        low, _, high = map(tuple, self._engine.get_tensor_profile_shape(name, self._profile))
         if len(shape) != len(low) or not all(a <= s <= b for a, s, b in zip(low, shape, high, strict=True)):
             return self._refuse(f"{name}: {shape} is not within {low} to {high} of profile {self._profile}")
         self._changed()
@@ -302,27 +343,25 @@ class Context:
     def get_tensor_address(self, name: str) -> int:
         return self._addresses.get(name, 0)
 
-    def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-        if name in self._shapes:
-            return self._shapes[name]
-        symbols: dict[Any, int] = {}
-        for given, shape in self._shapes.items():
-            symbols |= dict(zip(self._engine._dims(given), shape, strict=True))
-        return tuple(d if isinstance(d, int) else symbols.get(d, -1) for d in self._engine._dims(name))
+    def get_tensor_shape(self, name: str) -> Dims:
+        words = self._module.faults.get("no_shapes")
+        if words and name in self._engine._names("OUTPUT"):
+            _report(self.error_recorder, words)
+            return Dims(None)
+        return Dims(self._shape(name))
 
     def execute_async_v3(self, stream: int) -> bool:
         faults = self._module.faults
         if faults.get("fail_steps"):
             return self._refuse(faults["fail_steps"])
-        if missing := [n for n in self._engine._names("INPUT") if -1 in self.get_tensor_shape(n)]:
+        if missing := [n for n in self._engine._names("INPUT") if -1 in self._shape(n)]:
             return self._refuse(f"the shape of {missing[0]} is not specified")
         if missing := [n for n in self._engine._tensors if not self._addresses.get(n)]:
             return self._refuse(f"{missing[0]} has no address")
         for present, past in self._engine._aliases.items():
             if self._addresses[present] != self._addresses[past]:
                 return self._refuse(f"{present} must have the address of {past}, which it shares a buffer with")
-        if not self._machine.is_current():
-            raise BrokenRuleError("a step while another GPU is current")
+        _check_current(self._module)
         recording = self._machine.recording is not None
         if recording and (faults.get("not_recordable") or self._settled != self._version):
             self._machine.invalid = True
@@ -330,7 +369,7 @@ class Context:
         if self._memory is None:
             raise BrokenRuleError("a step without activation memory")
         self._compile()
-        step = Step(self._engine, {n: self.get_tensor_shape(n) for n in self._engine._tensors}, dict(self._addresses))
+        step = Step(self._engine, {n: self._shape(n) for n in self._engine._tensors}, dict(self._addresses))
         memory, version, machine, me = self._memory, self._version, self._machine, weakref.ref(self)
 
         def run() -> None:
@@ -338,10 +377,12 @@ class Context:
 
         def check() -> None:
             context = me()
-            if context is None or context._version != version:
-                raise BrokenRuleError("a graph is launched whose context was changed or is gone")
+            if context is None or (recording and context._version != version):
+                raise BrokenRuleError("a step runs, or a graph, whose context was changed or is gone")
 
-        machine.put(run, check if recording else lambda: None)
+        machine.put(stream, run, check)
+        if faults.get("fail_late"):
+            return self._refuse(faults["fail_late"])
         if recording:
             self._in_graph = True
         else:
@@ -357,6 +398,22 @@ class Context:
 
     def is_stream_capturable(self, stream: int) -> bool:
         return True
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        """As far as it is known."""
+        if name in self._shapes:
+            return self._shapes[name]
+        engine = self._engine
+        symbols: dict[Any, int] = {}
+        for given, shape in self._shapes.items():
+            symbols |= dict(zip(engine._dims(given), shape, strict=True))
+        found = tuple(d if isinstance(d, int) else symbols.get(d, -1) for d in engine._dims(name))
+        if name in self._module.faults.get("unknown_sizes", ()):
+            return tuple(-1 for _ in found)
+        inputs = engine._names("INPUT")
+        if -1 not in found or name in inputs:
+            return found
+        return engine._output_shapes({n: self._shape(n) for n in inputs})[name]
 
     def _compile(self) -> None:
         """TensorRT for RTX compiles what the runtime cache does not have."""
@@ -399,6 +456,11 @@ class Step:
 
     def _dtype(self, name: str) -> np.dtype[Any]:
         return array_dtype(self._engine._dtype(name))
+
+
+def _check_current(module: Any) -> None:
+    if not module.machine.is_current():
+        raise BrokenRuleError("TensorRT is called while another GPU is current, or none")
 
 
 def _disjoint(blocks: Iterable[tuple[str, int, int]]) -> None:

@@ -10,8 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
 from encoders import heard, table
+from graphs import Graph
+from hybrids import WIDTH, cross_model, write
+from onnx import TensorProto
 from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
@@ -307,3 +311,83 @@ def test_what_it_hears_is_not_looked_at_later(machine: Machine, tmp_path: Path) 
         wanted = np.asarray(made).copy()
         features[:] = np.nan
         np.testing.assert_array_equal(np.asarray(made), wanted)
+
+
+@pytest.mark.parametrize("fault", ["fail_steps", "fail_late"])
+def test_an_encoder_that_fails_once(machine: Machine, fault: str, tmp_path: Path) -> None:
+    """Also where a part of it is on the stream by then: its memory is freed when that has run, and no earlier."""
+    with DecodeSession.open(built(tmp_path)) as session:
+        source = {"input_features": heard(6, 0)}
+        session.encode(source)
+        faults = session._runner._held.trt.module.faults  # type: ignore[attr-defined]
+        for _ in range(3):
+            faults[fault] = "out of memory"
+            with pytest.raises(SessionError, match=r"TensorRT for RTX .* cannot run a step: .*\(out of memory\)"):
+                session.encode(source)
+            faults.clear()
+            gc.collect()
+            made = session.encode(source)
+            assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
+            del made
+    assert machine.used == 0
+
+
+def test_a_decode_step_that_fails_while_it_reads_what_an_encoder_made(machine: Machine, tmp_path: Path) -> None:
+    with DecodeSession.open(built(tmp_path)) as session:
+        source = {"input_features": heard(6, 0)}
+        faults = session._runner._held.trt.module.faults  # type: ignore[attr-defined]
+        faults["fail_late"] = "out of memory"
+        slot = session.cache.acquire(constants={"encoder_hidden_states": np.asarray(heard(6, 0))})
+        with pytest.raises(SessionError, match="out of memory"):
+            session.update({slot: PROMPTS[0]})
+        session.cache.release(slot)
+        faults.clear()
+        slot = session.cache.acquire(constants=session.encode(source))
+        faults["fail_steps"] = "out of memory"
+        with pytest.raises(SessionError, match="out of memory"):
+            session.update({slot: PROMPTS[0]})
+        session.cache.release(slot)
+        faults.clear()
+        gc.collect()
+        made = session.encode(source)
+        assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
+
+
+def test_outputs_whose_sizes_tensorrt_does_not_know(machine: Machine, tmp_path: Path) -> None:
+    with DecodeSession.open(built(tmp_path)) as session:
+        source, faults = {"input_features": heard(6, 0)}, session._runner._held.trt.module.faults  # type: ignore[attr-defined]
+        faults["no_shapes"] = "reshape changes volume"
+        words = r"cannot tell the shape of 'encoder_hidden_states': .*reshape changes volume"
+        with pytest.raises(SessionError, match=words):
+            session.encode(source)
+        del faults["no_shapes"]
+        faults["unknown_sizes"] = ("encoder_hidden_states",)
+        with pytest.raises(SessionError, match=r"'encoder_hidden_states' depends on the data: \[-1, -1, -1\]"):
+            session.encode(source)
+        faults.clear()
+        session.encode(source)
+        faults["no_shapes"] = "reshape changes volume"
+        with pytest.raises(SessionError, match=words):
+            session.encode(source)
+
+
+def test_what_is_heard_becomes_shorter(machine: Machine, tmp_path: Path) -> None:
+    """As by the strides of a convolution: the length of what comes out has no name in the model."""
+    g = Graph()
+    g.input("input_features", TensorProto.FLOAT, ["batch", "length", WIDTH])
+    every_other = [g.constant([0]), g.constant([1 << 62]), g.constant([1]), g.constant([2])]
+    g.node("Slice", ["input_features", *every_other], "last_hidden_state")
+    g.output("last_hidden_state", TensorProto.FLOAT, ["batch", "half", WIDTH])
+    onnx.save(g.model(), tmp_path / "encoder_model.onnx")
+    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden"))
+    heard_shapes = [(1, length, WIDTH) for length in (1, 11, 12)]
+    engine = write_engine(model, max_encoder=6, encoder="auto", shapes={"input_features": heard_shapes})
+    with DecodeSession.open(engine) as session, DecodeSession.open(model) as host:
+        for length in (1, 2, 11, 12):
+            source = {"input_features": heard(length, length)}
+            made, wanted = session.encode(source), host.encode(source)
+            hidden = made["encoder_hidden_states"]
+            assert hidden.shape == (1, -(-length // 2), WIDTH)
+            np.testing.assert_array_equal(np.asarray(hidden), wanted["encoder_hidden_states"])
+            tokens = [s.generate([[5, 9]], CONFIG, [c])[0].tokens for s, c in ((session, made), (host, wanted))]
+            assert tokens[0] == tokens[1]

@@ -69,8 +69,19 @@ class Context:
         self._last = shapes, addresses
 
     def output_shape(self, name: str) -> Shape:
-        """The shape of an output for the shapes that are set; -1 where only running tells."""
-        return tuple(int(size) for size in self._context.get_tensor_shape(name))
+        """The shape of an output for the shapes that are set; -1 where only running tells.
+
+        Raises:
+            BackendError: TensorRT does not find one, because these shapes of inputs do not go together.
+        """
+        recorder = self._trt.recorder
+        recorder.clear()
+        shape = tuple(int(size) for size in self._context.get_tensor_shape(name))
+        # What it does not find has no rank, and looks like the shape of a single number.
+        found = len(shape) == len(self._trt.engine.get_tensor_shape(name))
+        found &= min(shape, default=0) >= 0 or not recorder.get_num_errors()
+        self._trt.check(found, f"tell the shape of {name!r}")
+        return shape
 
     def let_go(self) -> None:
         """Report nothing to Python any more: to be called before it is dropped.

@@ -129,7 +129,8 @@ class Cuda:
         return address
 
     def free(self, address: int) -> None:
-        """Give GPU memory back before the end; nothing on the stream may use it any more."""
+        """Give GPU memory back before the end, once what is on the stream, and may use it, is done."""
+        self.sync()
         self._check("cuMemFree", self._driver.cuMemFree(address))
         del self._memory[address]
 
@@ -246,7 +247,8 @@ class Cuda:
             self._stream.close()
 
     def _free(self, memory: Iterable[int], pinned: Iterable[int]) -> None:
-        """Give back, whatever the driver says."""
+        """Give back, once nothing on the stream uses it any more, and whatever the driver says."""
+        self._driver.cuStreamSynchronize(self.stream)
         for address in memory:
             self._driver.cuMemFree(address)
             del self._memory[address]
