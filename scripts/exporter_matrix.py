@@ -1,7 +1,7 @@
-"""The README's tables of exporters and architectures, from fresh exports taken through plan, verify and build.
+"""The tables of exporters and architectures, from fresh exports taken through plan, verify and build.
 
     python scripts/exporter_matrix.py                     print the tables of the stored results
-    python scripts/exporter_matrix.py --write             put them into README.md, between the markers
+    python scripts/exporter_matrix.py --write             put them into docs/exporters.md, between the markers
     python scripts/exporter_matrix.py --measure           export, plan, verify and build, and store what came of it
     python scripts/exporter_matrix.py --measure --families    the same for the second table
     python scripts/exporter_matrix.py --measure --from X  the same with exports that lie in X/EXPORTER/ARCHITECTURE
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trt_kvcache import CachePlan
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "exporters.md"
 RESULTS = ROOT / "tests" / "exporters" / "results.json"
 BEGIN, END = "<!-- exporters:begin -->", "<!-- exporters:end -->"
 FAMILIES_BEGIN, FAMILIES_END = "<!-- families:begin -->", "<!-- families:end -->"
@@ -217,7 +217,7 @@ def main() -> None:
     parser.add_argument("--arch", action="append", default=[], choices=names, help="only this one")
     parser.add_argument("--families", action="store_true", help="measure those of the second table")
     parser.add_argument("--python", default=sys.executable, help="the interpreter that exports")
-    parser.add_argument("--write", action="store_true", help="update README.md")
+    parser.add_argument("--write", action="store_true", help="update docs/exporters.md")
     given = parser.parse_args()
     if given.measure:
         exporters, archs = [*EXPORTERS], [*ARCHITECTURES]
@@ -225,7 +225,7 @@ def main() -> None:
             exporters, archs = [*families.EXPORTERS], [*families.FAMILIES]
         measure(given.python, given.source, given.exporter or exporters, given.arch or archs)
     if given.write:
-        README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     elif not given.measure:
         print(table(load()), families_table(load()), sep="\n")
 

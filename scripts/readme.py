@@ -1,11 +1,11 @@
-"""Runs the README's examples, so that what it shows is what happens.
+"""Runs the examples of the README and of `docs/`, so that what they show is what happens.
 
-    python scripts/readme.py             compare; exit code 1 and a diff where the README is out of date
+    python scripts/readme.py             compare; exit code 1 and a diff where a page is out of date
     python scripts/readme.py --update    write the output as it is now
 
-Every ``console`` block is run, in order, in one empty folder in which ``scripts`` is this folder: lines that begin with
-``$`` are commands, the others their output. ``python`` blocks are run there too, and must not fail. Numbers
-are not compared: times and sizes differ between machines.
+Every ``console`` block is run, in order, the README first, in one empty folder in which ``scripts`` is this folder:
+lines that begin with ``$`` are commands, the others their output. ``python`` blocks are run there too, and must not
+fail. Numbers are not compared: times and sizes differ between machines.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import sys
 import tempfile
 from pathlib import Path
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 _BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run_examples(text: str, folder: Path) -> str:
-    """Return the README with the output that its commands give now; `folder` is empty, and full of results after.
+    """Return a page with the output that its commands give now; `folder` holds what earlier pages left there.
 
     Raises:
         RuntimeError: a command fails.
     """
-    (folder / "scripts").symlink_to(README.parent / "scripts")
+    if not (folder / "scripts").exists():
+        (folder / "scripts").symlink_to(ROOT / "scripts")
 
     def rerun(block: re.Match[str]) -> str:
         kind, body = block[1], block[2]
@@ -62,19 +64,27 @@ def comparable(text: str) -> list[str]:
     return [re.sub(r"[ ─]+", " ", line).strip() for line in without_numbers.splitlines()]
 
 
+def differences(page: Path, text: str, current: str) -> list[str]:
+    """Return a diff of a page and the same page as it would be now, empty where only numbers differ."""
+    old, new = comparable(text), comparable(current)
+    return list(difflib.unified_diff(old, new, page.name, f"{page.name}, now", lineterm=""))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--update", action="store_true", help="write the output as it is now into the README")
+    parser.add_argument("--update", action="store_true", help="write the output as it is now into the pages")
     update = parser.parse_args().update
-    text = README.read_text(encoding="utf-8")
+    outdated = []
     with tempfile.TemporaryDirectory() as folder:
-        current = run_examples(text, Path(folder))
-    if update:
-        README.write_text(current, encoding="utf-8")
-        return
-    difference = list(difflib.unified_diff(comparable(text), comparable(current), "README.md", "now", lineterm=""))
-    print("\n".join(difference) or "README.md: up to date")
-    sys.exit(bool(difference))
+        for page in PAGES:
+            text = page.read_text(encoding="utf-8")
+            current = run_examples(text, Path(folder))
+            if update:
+                page.write_text(current, encoding="utf-8")
+            else:
+                outdated += differences(page, text, current)
+    print("\n".join(outdated) or "up to date")
+    sys.exit(bool(outdated))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A part of README.md that a script writes, between two marker lines."""
+"""A part of a page that a script writes, between two marker lines."""
 
 from __future__ import annotations
 

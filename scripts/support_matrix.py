@@ -1,7 +1,7 @@
-"""The README's support matrix, from the cases that the tests check.
+"""The support matrix, from the cases that the tests check.
 
     python scripts/support_matrix.py            print it
-    python scripts/support_matrix.py --write    put it into README.md, between the markers
+    python scripts/support_matrix.py --write    put it into docs/support.md, between the markers
 
 The cells are the expectations in ``tests/cases.py``: ``tests/facts/test_native.py`` holds the native parser and builder
 to the second column, ``tests/conformance/test_matrix.py`` this package to the third.
@@ -16,7 +16,7 @@ from pathlib import Path
 from readme_block import replace_block
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+PAGE = ROOT / "docs" / "support.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 
 
@@ -43,9 +43,9 @@ def replaced(text: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="update README.md")
+    parser.add_argument("--write", action="store_true", help="update docs/support.md")
     if parser.parse_args().write:
-        README.write_text(replaced(README.read_text(encoding="utf-8")), encoding="utf-8")
+        PAGE.write_text(replaced(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     else:
         print(matrix())
 

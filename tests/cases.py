@@ -1,4 +1,4 @@
-"""The situations that the support matrix lists: one list for the tests and for the README's table.
+"""The situations that the support matrix lists: one list for the tests and for the table in `docs/support.md`.
 
 Each case is a model, what the native ONNX parser and builder do with it (`Native`, checked by ``tests/facts``), and
 what this package does with it (`Ours`, checked by ``tests/conformance/test_matrix.py``).

@@ -1,4 +1,4 @@
-"""The README shows the table of exporters as it was measured, and the script measures what an exporter wrote."""
+"""The documentation shows the table of exporters as it was measured, and the script measures what an exporter wrote."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from exporter_matrix import (
     EXPORTERS,
     FAMILIES_BEGIN,
     FAMILIES_END,
-    README,
+    PAGE,
     UNAVAILABLE,
     cell,
     families,
@@ -29,8 +29,8 @@ from exporter_matrix import (
 from foreign_decoders import make_foreign
 
 
-def test_readme_is_up_to_date() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     assert text == replaced(text), "python scripts/exporter_matrix.py --write"
 
 

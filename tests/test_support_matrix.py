@@ -1,14 +1,14 @@
-"""The README shows the support matrix as the tests know it."""
+"""The documentation shows the support matrix as the tests know it."""
 
 from __future__ import annotations
 
 import pytest
 from cases import ALL_CASES, GROUPS
-from support_matrix import BEGIN, END, README, matrix, replaced
+from support_matrix import BEGIN, END, PAGE, matrix, replaced
 
 
-def test_readme_is_up_to_date() -> None:
-    text = README.read_text(encoding="utf-8")
+def test_the_page_is_up_to_date() -> None:
+    text = PAGE.read_text(encoding="utf-8")
     assert text == replaced(text), "python scripts/support_matrix.py --write"
 
 
