@@ -15,7 +15,7 @@ from concat_graphs import Build, Decoder, make_decoder
 from slope_graphs import absolute, added, as_float, counted, distance, one_slope, table, times_slopes
 
 from trt_kvcache import UnsupportedModelError, verify_model
-from trt_kvcache.importer.normalize.attention.search import slopes
+from trt_kvcache.importer.normalize.attention import slopes
 from trt_kvcache.importer.plan import AttentionKind, PlanOptions, Sliding
 from trt_kvcache.runtime.ort.attention import fuse_attention
 
