@@ -15,13 +15,14 @@ from graphs import Graph
 from hybrids import WIDTH, cross_model, hybrid_model, write
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_kvcache.engine import build as engine_build
 from trt_kvcache.engine.build import build_engine
 from trt_kvcache.engine.encoder import EncoderJob, find_job
 from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.inspect import inspect_engine
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
+from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.encoders.model import import_encoder
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target
@@ -111,6 +112,41 @@ def test_what_tensorrt_refuses_runs_on_the_cpu(tmp_path: Path) -> None:
     assert not any("encoder.engine" in p.name for p in tmp_path.iterdir())
     with pytest.raises(BuildError, match="NonZero.*; with --encoder none the encoder runs on the CPU"):
         build(model, encoder=str(tmp_path / "encoder_model.onnx"), **shapes)
+
+
+def test_a_fault_of_ours_costs_the_engine_of_the_encoder_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the encoder is named: then it is shown as it is."""
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("the build process failed:\nTraceback\nKeyError: 'x'")
+
+    monkeypatch.setattr(engine_build, "_build_encoder", fails)
+    (warning,) = build(model).warnings
+    assert warning.startswith(
+        "the encoder becomes no engine, and runs on the CPU: RuntimeError: KeyError: 'x': a fault"
+    )
+    assert load_manifest(model.with_name("model.engine")).encoder is None
+    monkeypatch.setattr(engine_build, "find_job", fails)
+    with pytest.raises(RuntimeError, match="Traceback"):
+        build(model, encoder=str(model.with_name("encoder_model.onnx")))
+
+
+@pytest.mark.parametrize("error", [BuildError("enough"), ValueError("enough"), KeyboardInterrupt()])
+def test_what_ends_a_build_is_no_fault_of_the_encoder(error: BaseException, model: Path) -> None:
+    """What the caller's progress raises ends the build, also while the encoder is built; nothing is left."""
+
+    def enough(_: object) -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        build_engine(model, model.with_name("model.engine"), build=BuildOptions(**SIZES), progress=enough)
+    assert not list(model.parent.glob("*engine*"))
+
+
+def test_a_folder_that_cannot_be_written_ends_the_build(model: Path) -> None:
+    (model.parent / "model.encoder.engine").mkdir()
+    with pytest.raises(OutputError, match="model.encoder.engine"):
+        build(model)
 
 
 def constants(model: Path) -> tuple[Any, list[Any]]:

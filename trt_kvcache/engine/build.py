@@ -22,7 +22,7 @@ from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
-from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError
+from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateContract
 
 if TYPE_CHECKING:
@@ -89,7 +89,8 @@ def build_engine(
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, part.files)
 
-    encoder, said = _or_on_the_cpu(build, lambda: find_job(part.path, plan, build))
+    watched = _Watched(progress)
+    encoder, said = _or_on_the_cpu(build, watched, lambda: find_job(part.path, plan, build))
     own = build if encoder is None else without_shapes(build, plan, encoder.plan)
     try:
         limits = resolve_limits(plan, own)
@@ -102,7 +103,7 @@ def build_engine(
         ready: list[tuple[Manifest, Path, Path]] = []
         if encoder is not None:
             made, more = _or_on_the_cpu(
-                build, lambda: _build_encoder(stack, encoder, build, backend, engine_path, progress)
+                build, watched, lambda: _build_encoder(stack, encoder, build, backend, engine_path, watched)
             )
             ready, said = [made] if made is not None else [], (*said, *more)
         twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
@@ -170,14 +171,45 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     return _Part(sources[0].path, files, [model], flipped, weights)
 
 
-def _or_on_the_cpu(build: BuildOptions, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """What `work` makes for an engine of the encoder; where it cannot and nobody insists, None and what to know."""
+class _Watched:
+    """A caller's `progress`, and what it raised: that ends the build, whatever it was told of."""
+
+    def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
+        self._progress = progress
+        self.raised: BaseException | None = None
+
+    def __call__(self, event: ProgressEvent) -> None:
+        try:
+            if self._progress is not None:
+                self._progress(event)
+        except BaseException as error:
+            self.raised = error
+            raise
+
+
+def _or_on_the_cpu(build: BuildOptions, watched: _Watched, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
+    """What `work` makes for an engine of the encoder; where it cannot and nobody insists, None and what to know.
+
+    Also where it fails as nobody foresaw: who builds a decoder gets it, with words that say so. Naming the encoder
+    shows the fault as it is. What cannot be written ends the build: the decoder's engine would not be, either.
+    """
     try:
         return work(), ()
     except (ModelError, OptionError, BuildError) as error:
+        if error is watched.raised:
+            raise
         if build.encoder != "auto":
             raise type(error)(f"{error}; with --encoder none the encoder runs on the CPU") from error
-        return None, (f"the encoder becomes no engine, and runs on the CPU: {error}",)
+        why = str(error)
+    except Exception as error:
+        if error is watched.raised or isinstance(error, TrtKvCacheError) or build.encoder != "auto":
+            raise
+        last = (str(error).strip().splitlines() or [""])[-1]
+        why = (
+            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with what --encoder FILE, the "
+            "encoder's, prints"
+        )
+    return None, (f"the encoder becomes no engine, and runs on the CPU: {why}",)
 
 
 def _build_encoder(
