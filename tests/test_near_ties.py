@@ -15,10 +15,10 @@ PROMPT = [60]
 
 
 def rounded(text: list[int]) -> Any:
-    """As products in TF32 do."""
-    exact = SCORES(text)
-    noise = np.random.default_rng(len(text)).uniform(-5e-3, 5e-3, exact.size)
-    return exact + noise * np.abs(exact).max()
+    """The best score a little less: as far as products in TF32 may be from the exact ones."""
+    scores = SCORES(text)
+    scores[scores.argmax()] -= 5e-3 * np.abs(scores).max()
+    return scores
 
 
 def test_near_ties_pass_and_other_tokens_do_not() -> None:
