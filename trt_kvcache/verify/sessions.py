@@ -13,6 +13,7 @@ import onnxruntime as ort
 from onnx import ModelProto
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.verify.memory import Weights, weigh
 
 Array = npt.NDArray[Any]
@@ -88,8 +89,9 @@ class OrtSession:
             options.execution_order = ort.ExecutionOrder.PRIORITY_BASED
         source: str | bytes = str(model)
         if isinstance(model, ModelProto):
+            linked, folder = without_links(model, folder)
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
-            source = model.SerializeToString()
+            source = linked.SerializeToString()
         opened = _interruptible(
             lambda: ort.InferenceSession(source, options, providers=["CPUExecutionProvider"]),
             lambda: options.set_load_cancellation_flag(True),
@@ -115,8 +117,9 @@ class ReferenceSession:
         from onnx.reference import ReferenceEvaluator
 
         self.engine = f"ONNX reference evaluator {onnx.__version__}"
+        linked, folder = without_links(model, folder)
         loaded = ModelProto()
-        loaded.CopyFrom(model)
+        loaded.CopyFrom(linked)
         onnx.load_external_data_for_model(loaded, str(folder))
         try:
             self._evaluator = ReferenceEvaluator(loaded)

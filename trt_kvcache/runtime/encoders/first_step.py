@@ -53,7 +53,7 @@ class FirstStep:
                 f"{path}: the encoder's keys and values depend on '{unknown[0]}'; supported are those made of {IDS}, "
                 f"{HIDDEN} and {MASK}: compute them yourself, and give them as constants"
             )
-        self._session = open_on_cpu(model.SerializeToString(), path, BY_HAND, spinning=False)
+        self._session = open_on_cpu(model, path, BY_HAND, spinning=False)
         self._inputs = {v.name: input_dtype(v) for v in self._session.get_inputs()}
         self._tried = False
 

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
-from onnx import TensorProto, helper
+from onnx import ModelProto, TensorProto, helper
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from trt_kvcache.errors import SessionError, UnsupportedModelError
+from trt_kvcache.importer.files.links import without_links
 
 __all__ = ["ORT_ERRORS", "bind", "input_dtype", "one_line", "open_on_cpu", "run_on_cpu", "type_name"]
 
@@ -42,7 +43,7 @@ def bind(side: Any, name: str, array: Array) -> None:
 
 
 def open_on_cpu(
-    model: str | bytes, path: Path, advice: str, *, threads: int | None = None, spinning: bool = True
+    model: str | ModelProto, path: Path, advice: str, *, threads: int | None = None, spinning: bool = True
 ) -> Any:
     """Open a model.
 
@@ -62,10 +63,15 @@ def open_on_cpu(
         options.intra_op_num_threads = threads
     if not spinning:
         options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    if isinstance(model, bytes):
-        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(path.parent))
+    source: str | bytes
+    if isinstance(model, ModelProto):
+        linked, folder = without_links(model, path.parent)
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
+        source = linked.SerializeToString()
+    else:
+        source = model
     try:
-        return ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except ORT_ERRORS as error:
         raise UnsupportedModelError(
             f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; {advice}"

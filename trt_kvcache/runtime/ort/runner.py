@@ -12,8 +12,8 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from trt_kvcache.engine.files import identify
 from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.files import identify
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.analysis.experts import exact_experts
 from trt_kvcache.importer.analysis.index_limits import index_limits
@@ -298,9 +298,8 @@ def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
     advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
-    serialized = model.SerializeToString()
     with huge_pages(), exact_experts():
-        return open_on_cpu(serialized, imported.source.path, advice, threads=threads)
+        return open_on_cpu(model, imported.source.path, advice, threads=threads)
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:

@@ -1,0 +1,44 @@
+"""External data behind symbolic links, as in the Hugging Face cache, for those who refuse links out of a folder.
+
+`load_source` has checked where they lead. ONNX Runtime (1.31.1), given a model that is no file, and ONNX's own loader
+(1.23) take data only from within the folder that they are told.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from onnx import ModelProto, StringStringEntryProto, TensorProto
+
+from trt_kvcache.importer.protos import iter_tensors
+
+__all__ = ["without_links"]
+
+
+def without_links(model: ModelProto, folder: Path) -> tuple[ModelProto, Path]:
+    """The same model, with its external data named as they really lie, and the folder of these.
+
+    Args:
+        model: stays as it is; its external data are relative to `folder`.
+        folder: of the model.
+
+    Returns:
+        What was given, where nothing leads out of the folder; else a copy, and the folder that all data are in.
+    """
+    files = {entry.value: (folder / entry.value).resolve() for entry in _locations(model)}
+    if all(file.is_relative_to(folder.resolve()) for file in files.values()):
+        return model, folder
+    real = Path(os.path.commonpath([file.parent for file in files.values()]))
+    copy = ModelProto()
+    copy.CopyFrom(model)
+    for entry in _locations(copy):
+        entry.value = files[entry.value].relative_to(real).as_posix()
+    return copy, real
+
+
+def _locations(model: ModelProto) -> Iterator[StringStringEntryProto]:
+    for tensor in iter_tensors(model):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            yield from (entry for entry in tensor.external_data if entry.key == "location")
