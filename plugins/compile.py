@@ -16,8 +16,8 @@ from typing import Any
 import msgspec
 from blake3 import blake3
 
-from trt_kvcache.engine.files import atomic_file
 from trt_kvcache.errors import BackendError, OptionError, OutputError
+from trt_kvcache.files import atomic_file
 from trt_kvcache.plugins.source import kernel_source
 from trt_kvcache.plugins.spec import THREADS, KernelConfig
 

@@ -14,10 +14,10 @@ from onnx import helper, numpy_helper
 
 from trt_kvcache.engine import process
 from trt_kvcache.engine.build import ProgressEvent, build_engine
-from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import BuildError, OptionError, OutputError
+from trt_kvcache.files import identify
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target
 
 TINY = DecoderConfig(layers=1, head_size=16)

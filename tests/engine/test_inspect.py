@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 import trt_kvcache.engine.inspect as inspect_module
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.cli.app import app
-from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.inspect import (
     EngineReport,
     EngineTensor,
@@ -25,6 +24,7 @@ from trt_kvcache.engine.inspect import (
 )
 from trt_kvcache.engine.manifest import FileIdentity, Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
+from trt_kvcache.files import identify
 from trt_kvcache.importer.plan import Route
 
 

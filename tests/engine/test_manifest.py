@@ -8,9 +8,9 @@ import msgspec
 import pytest
 from sample_plans import sample_manifest, sample_plan
 
-from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
+from trt_kvcache.files import identify
 
 
 @pytest.fixture

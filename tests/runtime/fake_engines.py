@@ -12,10 +12,10 @@ from runtime.fake_tensorrt import MAGIC
 
 from trt_kvcache.engine.build import _bound_contracts
 from trt_kvcache.engine.encoder import find_job
-from trt_kvcache.engine.files import identify
 from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, manifest_path, save_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
+from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.plan import PlanOptions, Target

@@ -15,7 +15,6 @@ from trt_kvcache import __version__
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.encoder import EncoderJob, find_job
-from trt_kvcache.engine.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path
 from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
@@ -23,6 +22,7 @@ from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
+from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateContract
 
 if TYPE_CHECKING:

@@ -6,10 +6,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.engine.files import atomic_file
 from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.engine.protocol import Job
 from trt_kvcache.errors import BuildError
+from trt_kvcache.files import atomic_file
 from trt_kvcache.importer.plan import Target
 
 

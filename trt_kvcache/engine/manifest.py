@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from trt_kvcache.engine.files import FileIdentity, atomic_file, identify
 from trt_kvcache.errors import ManifestError
+from trt_kvcache.files import FileIdentity, atomic_file, identify
 from trt_kvcache.importer.plan import CachePlan
 
 __all__ = [

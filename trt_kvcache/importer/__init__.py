@@ -1,4 +1,6 @@
-"""ONNX decoder -> plan -> rewritten model. Nothing here imports TensorRT or ONNX Runtime.
+"""ONNX decoder -> plan -> rewritten model.
+
+Nothing here imports TensorRT. ONNX Runtime computes parts of models, as evidence.
 
     load_source     read the file, check it                           files, quantized
     prepare         fixed capacity, flat, shapes known, caches and    prepare, inline, merged, stacks, normalize

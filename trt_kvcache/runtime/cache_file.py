@@ -20,8 +20,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from trt_kvcache.engine.files import check_output, publish, sync, temporary_file
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError
+from trt_kvcache.files import check_output, publish, sync, temporary_file
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import embedded_input

@@ -9,8 +9,8 @@ import ml_dtypes
 import numpy as np
 from blake3 import blake3
 
-from trt_kvcache.engine.files import FileIdentity
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.files import FileIdentity
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, Role, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.runtime.axes import axes_with_planes, fixed_length, fixed_rows, named_axes
 from trt_kvcache.runtime.dtypes import array_dtype

@@ -10,8 +10,8 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.engine.files import atomic_file
 from trt_kvcache.errors import OutputError
+from trt_kvcache.files import atomic_file
 
 __all__ = ["KernelCache", "kernel_cache_path"]
 

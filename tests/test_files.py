@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from trt_kvcache.engine import files
-from trt_kvcache.engine.files import atomic_file, check_output, identify, publish, temporary_file
+from trt_kvcache import files
 from trt_kvcache.errors import OutputError
+from trt_kvcache.files import atomic_file, check_output, identify, publish, temporary_file
 
 
 def names(folder: Path) -> set[str]:
