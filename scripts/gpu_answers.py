@@ -2,16 +2,20 @@
 
     python scripts/gpu_answers.py --backend tensorrt-rtx --output answers.json [--engine model.engine ...]
 
-A step of `scripts/gpu_check`. The file is written again after every answer and names the question that is being asked,
-so that a crash of the process leaves the answers before it and says what killed it. An answer that is an exception
-holds its words under ``error``.
+A step of `scripts/gpu_check`. The questions are asked in a process of their own; one that kills it, or that takes too
+long, has that as its answer, and another process asks the rest (`gpu_supervise`). An answer that is an exception holds
+its words under ``error``. Where engines for all GPUs do not run here, and one that was built for this one does, the
+questions behind that are asked about such engines.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
+import os
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +24,8 @@ from typing import Any
 
 import numpy as np
 from decoders import DecoderConfig, write_decoder
-from gpu_measure import Opened, built_for, write_json
+from gpu_measure import BUILT_FOR, Opened, built_for, runs_only_if_built_here, write_json
+from gpu_supervise import ENGINE, supervise, unanswered
 
 from trt_kvcache.engine import build
 from trt_kvcache.engine.manifest import load_manifest
@@ -34,7 +39,18 @@ CONFIG = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", position
 BATCH, HEADS, KEYS, SIZE = 2, 4, 64, 64
 LENGTHS = (5, 33)
 """Valid keys of each row in the questions about IAttention."""
+LIMIT = 45.0
+"""Seconds for one question."""
+HERE = "here.engine"
+"""Name of the engine that was built for this GPU alone."""
 Answer = dict[str, Any]
+
+
+def builds(engine: Path, name: str) -> Answer:
+    """Does a build for all GPUs, or those asked for, succeed here?"""
+    model = write_decoder(engine.with_suffix(".onnx"), CONFIG)
+    chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, **built_for())
+    return {"yes": bool(build.build_engine(model, engine, build=chosen))}
 
 
 def runs(engine: Path, name: str) -> Answer:
@@ -48,7 +64,7 @@ def runs(engine: Path, name: str) -> Answer:
 
 def runs_if_built_here(engine: Path, name: str) -> Answer:
     """The same for an engine that was built for this GPU alone."""
-    here = engine.with_name("here.engine")
+    here = engine.with_name(HERE)
     capabilities = ("current",) if name == "tensorrt-rtx" else ()
     chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, compute_capabilities=capabilities)
     model = shutil.copy(engine.with_suffix(".onnx"), here.with_suffix(".onnx"))
@@ -179,27 +195,42 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--backend", required=True)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--engine", type=Path, action="append", default=[], help="an engine built elsewhere")
+    parser.add_argument("--folder", type=Path, help="ask, in this process, about the engines in this folder")
     options = parser.parse_args(arguments)
-    answers: Answer = {}
-    result: Answer = {"answers": answers, "engines": []}
+    if options.folder is not None:
+        ask_all(options.folder, options.backend, options.output, options.engine)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, f"--backend={options.backend}", f"--output={options.output}"]
+        command += [f"--folder={folder}", *(f"--engine={path}" for path in options.engine)]
+        if not supervise(command, options.output, LIMIT):
+            raise SystemExit("questions ended the process that asked them: see their answers")
+
+
+def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> None:
+    """Ask what has no answer in `output` yet."""
+    result: Answer = json.loads(output.read_text()) if output.exists() else unanswered()
+    answers: Answer = result["answers"]
 
     def keep(asking: str) -> None:
-        write_json(options.output, result | {"asking": asking})
+        write_json(output, result | {"asking": asking})
 
-    for path in options.engine:
-        keep(f"engine {path.name}")
-        answer = _asked(lambda path=path: foreign(path, options.backend))
+    asked = {engine["engine"] for engine in result["engines"]}
+    for path in engines:
+        if path.name in asked:
+            continue
+        keep(f"{ENGINE}{path.name}")
+        answer = _asked(lambda path=path: foreign(path, name))
         if answer:
             result["engines"].append({"engine": path.name} | answer)
-    with tempfile.TemporaryDirectory() as folder:
-        keep("build")
-        engine = Path(folder) / "model.engine"
-        model = write_decoder(Path(folder) / "model.onnx", CONFIG)
-        chosen = BuildOptions(backend=options.backend, max_batch=3, max_chunk=16, **built_for())
-        answers["builds"] = _asked(lambda: {"yes": bool(build.build_engine(model, engine, build=chosen))})
-        for question, ask in QUESTIONS.items():
+    engine = folder / "model.engine"
+    for question, ask in ({"builds": builds} | QUESTIONS).items():
+        if question not in answers:
             keep(question)
-            answers[question] = _asked(lambda ask=ask: ask(engine, options.backend))
+            answers[question] = _asked(lambda ask=ask, engine=engine: ask(engine, name))
+        if question == "runs_if_built_here" and runs_only_if_built_here(answers):
+            engine = engine.with_name(HERE)
+            os.environ[BUILT_FOR] = "current"
     keep("")
 
 
@@ -244,7 +275,11 @@ def _attention_engine(trt: Any, name: str, how: str, dtype: str) -> Any:
     output = layer.get_output(0)
     output.name = "y"
     network.mark_output(output)
-    plan = builder.build_serialized_network(network, builder.create_builder_config())
+    config = builder.create_builder_config()
+    if name == "tensorrt-rtx" and built_for():
+        config.num_compute_capabilities = 1
+        config.set_compute_capability(trt.ComputeCapability.CURRENT, 0)
+    plan = builder.build_serialized_network(network, config)
     if plan is None:
         raise RuntimeError(f"TensorRT does not build it: {recorder.take()}")
     return plan

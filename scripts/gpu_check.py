@@ -20,15 +20,18 @@ first:
   elsewhere, open; aliases; garbage and NaN in unused rows; IAttention's masks and lengths (``gpu_answers.py``);
 - measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
   bandwidth (``gpu_measure.py``);
-- engine tests, for each backend: ``tests/gpu/test_engines.py``, ``test_embeddings.py``, ``test_encoder.py``,
-  ``test_plugin_engines.py``;
+- engine tests, encoder tests, ..., for each backend: ``tests/gpu/test_engines.py``, ``test_encoder.py``,
+  ``test_embeddings.py``, ``test_plugin_engines.py``;
 - compile, kernel tests: every kernel compiled for this GPU (registers, spills), and against numpy: cache updates, and
   the choice of tokens;
 - sanitizer: some kernels under compute-sanitizer, where there is one.
 
-Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table beside it (``.md``),
-prints the tables, and one JSON line last. Where a backend does not support the GPU, its file holds its exact words:
-that is a result. Exits with 1 if another step fails, or if there is no GPU.
+Where engines for all GPUs do not run on this one, and engines that were built for it alone do, the steps after the
+answers build such engines.
+
+Writes ``benchmarks/results/<gpu>-kernel.json`` and ``<gpu>-<backend>.json``, each with a table beside it (``.md``), and
+``<gpu>.log`` with all that the steps print; prints the tables, and one JSON line last. Where a backend does not support
+the GPU, its file holds its exact words: that is a result. Exits with 1 if another step fails, or if there is no GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_measure import BUILT_FOR, write_json
+from gpu_measure import BUILT_FOR, runs_only_if_built_here, write_json
 from gpu_report import table
 
 from trt_kvcache.engine import backend, doctor
@@ -61,7 +64,10 @@ from trt_kvcache.importer.plan import Target
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPTS = ROOT / "scripts"
 CAPACITIES = {False: (8192, 1024, 32_768), True: (64, 128)}
-ENGINE_TESTS = ("engines", "embeddings", "encoder", "plugin_engines")
+ENGINE_TESTS = {
+    "engine": "engines", "encoder": "encoder", "embeddings": "embeddings", "plugin engine": "plugin_engines",
+}  # fmt: skip
+"""The files of tests of engines, by what their steps are called: each costs no other its results."""
 KERNEL = "kernel"
 SANITIZED = "float16_to_int8_one or padded_circular_two or packed_linear_two or float16-31"
 NO_SANITIZER = ("Device not supported", "not supported on this", "Unable to find injection library")
@@ -116,8 +122,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if _useless(part, step):
                 continue
             print(f"gpu_check: {step.part}: {step.name}", file=sys.stderr, flush=True)
-            part["steps"].append(run_step(step, part, Path(folder), deadline))
+            try:
+                about = run_step(step, part, Path(folder), deadline)
+            except Exception as error:  # noqa: BLE001 - such as no memory for one more process
+                about = {"step": step.name, "status": "failed", "output": f"{type(error).__name__}: {error}"}
+            part["steps"].append(about)
+            if step.name == ANSWERS and BUILT_FOR not in os.environ and runs_only_if_built_here(part.get(ANSWERS, {})):
+                part["built_for"] = "current"
             _write(options.output, gpu.name, part)
+            _keep_log(options.output, gpu.name, step, Path(folder))
     for part in parts.values():
         print(_table(part))
     failed = [f"{p}: {s['step']}" for p, part in parts.items() for s in part["steps"] if s["status"] in FAILED]
@@ -129,6 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 FAILED = ("failed", "timeout")
 MOST_FAILURES = 40
+MOST_TRACES = 10
+MOST_LOG = 1 << 20  # bytes of what a step prints
+ANSWERS = "answers"
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
 """Whose versions are written down with the results."""
 
@@ -167,15 +183,15 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     for name in backends:
         given = [f"--engine={path.resolve()}" for path in options.engine]
         command = (python, str(SCRIPTS / "gpu_answers.py"), f"--backend={name}", "--output={out}", *given)
-        found.append(Step(name, "answers", command, 150, merged=True))
+        found.append(Step(name, ANSWERS, command, 150, merged=True))
     for capacity in CAPACITIES[options.small]:
         for name in backends:
             command = (python, str(SCRIPTS / "gpu_measure.py"), f"--backend={name}", f"--capacity={capacity}")
             command += ("--output={out}", *(["--small"] if options.small else []))
             found.append(Step(name, f"measure {capacity}", command, 130, merged=True))
     for name in backends:
-        files = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ENGINE_TESTS]
-        found.append(Step(name, "engine tests", (*tests, *files), 150))
+        for what, file in ENGINE_TESTS.items():
+            found.append(Step(name, f"{what} tests", (*tests, str(ROOT / "tests" / "gpu" / f"test_{file}.py")), 120))
     # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
     command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")
     found.append(Step(KERNEL, "compile", command, 75))
@@ -196,8 +212,9 @@ def _in_toolkit(program: str) -> str | None:
 
 def _useless(part: dict[str, Any], step: Step) -> bool:
     """Whether the backend already said that it does not run on this GPU."""
-    runs = part.get("answers", {}).get("runs", {})
-    return step.part != KERNEL and "error" in runs and not runs.get("unexpected")
+    runs = part.get(ANSWERS, {}).get("runs", {})
+    refused = "error" in runs and not runs.get("unexpected")
+    return step.part != KERNEL and refused and "built_for" not in part
 
 
 def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) -> dict[str, Any]:
@@ -211,7 +228,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     limit = min(step.limit, deadline - time.monotonic())
     if limit < 5:
         return about | {"status": "no time"}
-    out = folder / f"{step.part}-{step.name}".replace(" ", "-")
+    out = _out(step, folder)
     log = out.with_suffix(".log")
     environment = os.environ | {
         "PYTHONPATH": _python_path(),
@@ -221,6 +238,8 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     }
     if step.part != KERNEL:
         environment["TRT_KVCACHE_GPU_BACKENDS"] = step.part
+        if "built_for" in part:
+            environment[BUILT_FOR] = part["built_for"]
     start = time.monotonic()
     with log.open("wb") as file:
         # A session of its own: pytest's and the builder's children end with it.
@@ -247,6 +266,11 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     except Exception as error:  # noqa: BLE001 - whatever it wrote, the next step is run
         about["unreadable"] = f"{type(error).__name__}: {error}"
     return about
+
+
+def _out(step: Step, folder: Path) -> Path:
+    """The file that a step writes; its log has another ending."""
+    return folder / f"{step.part}-{step.name}".replace(" ", "-")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -290,16 +314,19 @@ def _counts(report: Path) -> dict[str, Any]:
     suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
     counts = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
     bad = counts["failures"] + counts["errors"]
+    problems = [
+        (str(case.get("name")), problem)
+        for case in suite.iter("testcase")
+        for problem in (*case.iter("failure"), *case.iter("error"))
+    ]
     return {
         "passed": counts["tests"] - bad - counts["skipped"],
         "failed": bad,
         "skipped": counts["skipped"],
         "reasons": sorted({s.get("message", "") for s in suite.iter("skipped")}),
-        "failures": dict([
-            (str(case.get("name")), str(problem.get("message", ""))[:500])
-            for case in suite.iter("testcase") for problem in (*case.iter("failure"), *case.iter("error"))
-        ][:MOST_FAILURES]),
-    }  # fmt: skip
+        "failures": {name: str(problem.get("message", ""))[:500] for name, problem in problems[:MOST_FAILURES]},
+        "traces": {name: (problem.text or "")[-1500:] for name, problem in problems[:MOST_TRACES]},
+    }
 
 
 def _counted(text: str) -> dict[str, Any]:
@@ -329,10 +356,21 @@ def _python_path() -> str:
     return os.pathsep.join([*([known] if known else []), str(ROOT), str(SCRIPTS)])
 
 
+def _stem(gpu: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
 def _write(folder: Path, gpu: str, part: dict[str, Any]) -> None:
-    stem = f"{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{part['backend']}"
+    stem = f"{_stem(gpu)}-{part['backend']}"
     write_json(folder / f"{stem}.json", part)
     (folder / f"{stem}.md").write_text(_table(part))
+
+
+def _keep_log(folder: Path, gpu: str, step: Step, logs: Path) -> None:
+    """Add what a step printed to the log of the GPU."""
+    with suppress(OSError), (folder / f"{_stem(gpu)}.log").open("ab") as file:
+        file.write(f"==== {step.part}: {step.name}\n".encode())
+        file.write(_out(step, logs).with_suffix(".log").read_bytes()[-MOST_LOG:] + b"\n")
 
 
 def _table(part: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,11 @@ def built_for() -> dict[str, Any]:
     """The same as arguments of `BuildOptions`."""
     names = os.environ.get(BUILT_FOR, "")
     return {"compute_capabilities": tuple(names.split(","))} if names else {}
+
+
+def runs_only_if_built_here(answers: Mapping[str, Any]) -> bool:
+    """Whether engines for all GPUs are refused here, and one for this GPU alone is not (`gpu_answers`)."""
+    return "error" in answers.get("runs", {}) and bool(answers.get("runs_if_built_here", {}).get("yes"))
 
 
 class Opened:
@@ -134,7 +139,8 @@ def decode(
     spans = max((sizes[span.name] for span in runner.plan.spans), default=0)
     for cache in runner.plan.caches:
         read += rows * cache_bytes(cache, 1) * min(spans or cache.capacity, cache.capacity) // cache.capacity
-    graphs = runner.graphs.failure or "on" if runner.graphs else "off"
+    recorded = runner.graphs  # of which there are none any more after a failure
+    graphs = "off" if recorded is None else recorded.failure or ("on" if len(recorded) else "nothing was recorded")
     return {
         "ms": seconds * 1e3,
         "spread_ms": spread * 1e3,

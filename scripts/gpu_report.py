@@ -11,8 +11,8 @@ def table(part: dict[str, Any]) -> str:
     title = f"{part['backend']} {part['version']}" if part["version"] else "cache-update kernel"
     lines = [f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {title}", ""]
     lines += _answers(part) + _measured(part) + _kernels(part) + _choice(part)
-    for name in ("engine_tests", "kernel_tests", "sanitizer"):
-        if name in part:
+    for name in part:
+        if name.endswith("_tests") or name == "sanitizer":
             counts = ", ".join(f"{part[name][k]} {k}" for k in ("passed", "failed", "skipped"))
             lines += [f"{name.replace('_', ' ').capitalize()}: {counts}.", ""]
     for step in part["steps"]:

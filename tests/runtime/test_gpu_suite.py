@@ -170,7 +170,7 @@ def test_the_steps(tmp_path: Path) -> None:
     assert all(0 < step.limit <= 150 for step in steps)
     text = " ".join(word for step in steps for word in step.command)
     for needed in ("bench_kernel.py", "bench_choice.py", "test_kernel.py", "test_choice.py", "test_engines.py",
-                   "test_plugin_engines.py", "--arch=sm_90",
+                   "test_encoder.py", "test_embeddings.py", "test_plugin_engines.py", "--arch=sm_90",
                    f"--engine={Path('a.engine').resolve()}"):  # fmt: skip
         assert needed in text
     dies = "import json, os; json.dump({'answers': {'runs': {'yes': True}}, 'asking': 'x'}, open('{out}', 'w'))"
@@ -180,6 +180,108 @@ def test_the_steps(tmp_path: Path) -> None:
     assert about["status"] == "failed"
     assert part == {"answers": {"runs": {"yes": True}}, "asking": "x"}
     assert gpu_check.run_step(step, part, tmp_path, time.monotonic())["status"] == "no time"
+
+
+ASKS = """
+import json, os, pathlib, sys, time
+out = pathlib.Path(sys.argv[1])
+result = json.loads(out.read_text())
+
+def keep(asking):
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(result | {"asking": asking}))
+    part.replace(out)
+
+for name in ("good", "dies", "engine a.engine", "hangs", "last"):
+    if name in result["answers"] or any("engine " + e["engine"] == name for e in result["engines"]):
+        continue
+    keep(name)
+    print("at", name, flush=True)
+    if name == "dies":
+        os.abort()
+    elif name.startswith("engine"):
+        os._exit(3)
+    elif name == "hangs":
+        time.sleep(60)
+    result["answers"][name] = {"yes": True}
+keep("")
+"""
+
+
+def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Path) -> None:
+    from gpu_supervise import supervise
+
+    out = tmp_path / "answers.json"
+    assert not supervise([sys.executable, "-c", ASKS, str(out)], out, 1.5)
+    result = json.loads(out.read_text())
+    assert result["asking"] == ""
+    answers, (engine,) = result["answers"], result["engines"]
+    assert [name for name, answer in answers.items() if answer["yes"]] == ["good", "last"]
+    assert answers["dies"]["error"].startswith("it was killed by SIGABRT: at good")
+    assert answers["hangs"]["error"].startswith("it took more than 1.5 seconds: at hangs")
+    assert answers["hangs"]["unexpected"]
+    assert (engine["engine"], engine["error"][:6]) == ("a.engine", "exit 3")
+    assert supervise([sys.executable, "-c", "pass"], out, 60)
+    with pytest.raises(SystemExit, match="exit 1 before it asked anything"):
+        supervise([sys.executable, "-c", "import none_such"], out, 60)
+
+
+def test_what_has_an_answer_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And behind an engine that runs only if it is built here, questions are about such engines."""
+    import gpu_answers
+
+    monkeypatch.setenv(gpu_answers.BUILT_FOR, "")
+    asked: list[tuple[str, str, dict[str, Any]]] = []
+
+    def note(question: str, answer: dict[str, Any]) -> Any:
+        def ask(engine: Path, name: str) -> dict[str, Any]:
+            asked.append((question, engine.name, gpu_answers.built_for()))
+            return answer
+
+        return ask
+
+    questions = {
+        "runs": note("runs", {"yes": False, "error": "sm_90"}),
+        "runs_if_built_here": note("runs_if_built_here", {"yes": True}),
+        "aliases": note("aliases", {"yes": True}),
+    }
+    monkeypatch.setattr(gpu_answers, "QUESTIONS", questions)
+    out = tmp_path / "answers.json"
+    out.write_text(json.dumps({"answers": {"builds": {"yes": True}, "runs": {"error": "x"}}, "engines": []}))
+    here = "here.engine", {"compute_capabilities": ("current",)}
+    for _ in range(2):
+        gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
+        result = json.loads(out.read_text())
+        assert list(result["answers"]) == ["builds", "runs", *list(questions)[1:]]
+        assert asked == [("runs_if_built_here", "model.engine", {}), ("aliases", *here)]
+
+
+def test_steps_build_for_this_gpu_where_nothing_else_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what every step prints is kept; one that cannot even start costs no other."""
+    import gpu_check
+
+    def step(name: str, code: str, *, merged: bool = True) -> Any:
+        return gpu_check.Step("tensorrt-rtx", name, (sys.executable, "-c", code), 60, merged=merged)
+
+    write = "import json, os; print('says {0}'); json.dump({1}, open('{{out}}', 'w'))"
+    answers = {"runs": {"yes": False, "error": "sm_90"}, "runs_if_built_here": {"yes": True}}
+    given = [
+        step("answers", write.format("answers", {"answers": answers})),
+        gpu_check.Step("tensorrt-rtx", "nothing", (str(tmp_path / "none"),), 60),
+        step("measure 64", write.format("measured", f"{{'for': os.environ['{gpu_check.BUILT_FOR}']}}")),
+    ]
+    monkeypatch.delenv(gpu_check.BUILT_FOR, raising=False)
+    monkeypatch.setattr(gpu_check, "steps", lambda *_: given)
+    monkeypatch.setattr(gpu_check.backend, "installed_version", lambda target: "1.7.1.116")
+    gpu = gpu_check.doctor.Gpu("NVIDIA Fake 90", "9.0", 1 << 30)
+    monkeypatch.setattr(gpu_check.doctor, "find_gpus", lambda: ("13.0", (gpu,), ""))
+    assert gpu_check.main([f"--output={tmp_path}", "--backend=tensorrt-rtx"]) == 1
+    result = result_of(tmp_path)
+    assert statuses(result) == {"answers": "ok", "nothing": "failed", "measure 64": "ok"}
+    assert "FileNotFoundError" in result["steps"][1]["output"]
+    assert (result["built_for"], result["for"]) == ("current", "current")
+    log = (tmp_path / "nvidia-fake-90.log").read_text()
+    assert log.index("==== tensorrt-rtx: answers\nsays answers") < log.index("measure 64\nsays measured")
 
 
 TESTS = """
@@ -213,6 +315,8 @@ def test_tests_that_hang_keep_what_came_before(tmp_path: Path, first: str) -> No
     assert "Fatal Python error: Aborted" in about["output"] or first == "pass"
     tests = part["kernel_tests"]
     assert (tests["passed"], tests["failed"], list(tests["failures"])) == (1, 1, ["test_that_fails"])
+    assert ("traces" in tests) is (first == "pass")  # else pytest came to no report
+    assert first != "pass" or "assert 1 == 2" in tests["traces"]["test_that_fails"]
 
 
 def test_what_cannot_be_read_costs_nothing_else(tmp_path: Path) -> None:

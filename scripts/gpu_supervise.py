@@ -1,0 +1,92 @@
+"""Asks questions in a process that may die of one, or hang: then that is its answer, and the next one is asked.
+
+The process writes a JSON file, again after every answer (`gpu_answers`)::
+
+    {"answers": {QUESTION: {...}}, "engines": [{"engine": NAME, ...}], "asking": what is being asked; "" at the end}
+
+Started again, it goes on behind what has an answer there.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from gpu_measure import write_json
+
+__all__ = ["ENGINE", "supervise", "unanswered"]
+
+ENGINE = "engine "
+"""Before the name of an engine that is being asked about."""
+
+_GRACE = 4.0  # seconds, to say where it hangs
+_WORDS = 1500  # of its output that are kept
+
+
+def unanswered() -> dict[str, Any]:
+    """What the file holds at the beginning."""
+    return {"answers": {}, "engines": [], "asking": ""}
+
+
+def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
+    """Run a process until everything has an answer.
+
+    Args:
+        command: the process.
+        output: the file that it writes.
+        limit: seconds for one question.
+
+    Returns:
+        Whether no question ended it.
+    """
+    write_json(output, unanswered())
+    well = True
+    while True:
+        with tempfile.TemporaryFile() as log:
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
+            try:
+                how = _wait(child, output, limit)
+            finally:
+                child.kill()
+                child.wait()
+                log.seek(0)
+                text = log.read().decode(errors="replace")
+                sys.stderr.write(text)
+        if not how:
+            return well
+        well = False
+        result = json.loads(output.read_text())
+        asked = result.pop("asking")
+        if not asked:
+            raise SystemExit(f"{how} before it asked anything")
+        answer = {"yes": False, "error": f"{how}: {text[-_WORDS:].strip()}", "unexpected": True}
+        if asked.startswith(ENGINE):
+            result["engines"].append({"engine": asked.removeprefix(ENGINE)} | answer)
+        else:
+            result["answers"][asked] = answer
+        write_json(output, result | {"asking": ""})
+
+
+def _wait(child: subprocess.Popen[bytes], output: Path, limit: float) -> str:
+    """How the process ended; empty where it did as it should."""
+    last, since = output.stat().st_mtime_ns, time.monotonic()
+    while child.poll() is None:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(0.1)
+        if (now := output.stat().st_mtime_ns) != last:
+            last, since = now, time.monotonic()
+        if time.monotonic() - since > limit and child.poll() is None:
+            child.send_signal(signal.SIGABRT)  # Python shows where it is
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(_GRACE)
+            return f"it took more than {limit:g} seconds"
+    status = child.returncode
+    return "" if status == 0 else f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
