@@ -263,6 +263,12 @@ def test_load_refuses_a_damaged_file_and_changes_nothing(tmp_path: Path) -> None
     save_file(tensors, path, metadata)
     with pytest.raises(CacheFileError, match=r"tensor '0/cache\.0' is float32 \[1, 1, 2\], where float32 \[1, 3, 2\]"):
         session.cache.load(path)
+    tensors = load_file(path)
+    for ids, words in (([1, 2, 3, -4], "token id -4 is out of range"), ([1.0, 2.0, 3.0, 4.0], "float64")):
+        tensors[f"{slot}/tokens"] = np.array(ids)
+        save_file(tensors, path, metadata)
+        with pytest.raises(CacheFileError, match=f"slot {slot}: .*{words}"):
+            session.cache.load(path)
     assert session.cache.slots == (slot,)
     assert follow(session, slot) == continued(runner, [1, 2, 3, 4], 5)
 

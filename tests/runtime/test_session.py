@@ -491,6 +491,10 @@ def test_bad_additions() -> None:
     with pytest.raises(SlotError, match="slot 9 is not in use"):
         session.remove(9)
     session.remove(slot)
+    for ids, words in (([-4], "token id -4 is out of range"), ([1.5], "float64"), ([True], "bool"), ("12", "integers")):
+        with pytest.raises(PromptError, match=words):
+            session.cache.acquire(ids)
+    assert session.cache.slots == ()
     slot = session.cache.acquire()
     session.update({slot: [1] * 60})
     with pytest.raises(CapacityError, match=f"slot {slot} with the prompt has 65 tokens, and a sequence may have 64"):

@@ -10,6 +10,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -20,6 +22,7 @@ from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.limits import SequenceLimits
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.tokens import read_ids
 
 
 class KVCache:
@@ -158,13 +161,14 @@ class KVCache:
 
         Raises:
             SlotError: every row holds a sequence.
-            PromptError: `constants` are not what the model takes.
+            PromptError: `tokens` are no ids of the model's, or `constants` are not what it takes.
         """
         with self._guard:
+            ids = read_ids(tokens if isinstance(tokens, np.ndarray) else list(tokens), self._runner.vocab)
             given = self.read_constants(constants)
             row = self._free_row()
             self._clean(row, 0)
-            return self._name(Slot(row, list(tokens), constants=given))
+            return self._name(Slot(row, ids, constants=given))
 
     def read_constants(self, given: Mapping[str, Array] | Constants | None) -> Constants:
         """Check what a sequence is given beside its text.

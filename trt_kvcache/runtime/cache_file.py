@@ -30,6 +30,7 @@ from trt_kvcache.runtime.given import Embeds, Positions
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.tokens import read_ids
 
 __all__ = ["SavedSlots", "open_slots", "save_slots"]
 
@@ -144,7 +145,10 @@ def _slots(file: Any, metadata: dict[str, str], path: Path, runner: Runner) -> d
         raise CacheFileError(f"{path}: its list of slots cannot be read: {error}") from error
     slots = {}
     for name, (length, written) in names.items():
-        tokens = _tensor(file, f"{name}/tokens", path).tolist()
+        try:
+            tokens = read_ids(_tensor(file, f"{name}/tokens", path), runner.vocab)
+        except PromptError as error:
+            raise CacheFileError(f"{path}: slot {name}: {error}") from None
         if not 0 <= length <= min(written, len(tokens)):
             raise CacheFileError(f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}")
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, path, runner))

@@ -22,6 +22,7 @@ from trt_kvcache.runtime.given import Array
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.slot import Slot
+from trt_kvcache.runtime.tokens import read_ids
 
 __all__ = [
     "EmbedsAll",
@@ -211,19 +212,7 @@ class PromptReader:
             if self._tokenizer is None:
                 raise PromptError("a prompt is text, and there is no tokenizer; open the session with one, or give ids")
             prompt = self._tokenizer.encode(prompt)
-        try:
-            array = np.asarray(prompt)
-        except ValueError:
-            raise PromptError("a prompt is a nested list; token ids are a flat list of integers") from None
-        if array.size == 0:
-            return []
-        if array.ndim != 1 or array.dtype.kind not in "iu":
-            raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of integers")
-        wrong = array[(array < 0) | (array >= self._vocab)]
-        if wrong.size:
-            raise PromptError(f"token id {int(wrong[0])} is out of range; the model has 0 to {self._vocab - 1}")
-        ids: list[int] = array.tolist()
-        return ids
+        return read_ids(prompt, self._vocab)
 
     def _embeds(self, given: Any, count: int) -> Array:
         if self._tensor is None:

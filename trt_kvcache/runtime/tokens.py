@@ -1,0 +1,35 @@
+"""Token ids as callers give them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import PromptError
+
+__all__ = ["read_ids"]
+
+
+def read_ids(given: npt.ArrayLike, vocab: int) -> list[int]:
+    """Check ids, of which there may be none: what looks them up takes a negative one from the end, or reads anywhere.
+
+    Args:
+        given: flat.
+        vocab: the model knows 0 to ``vocab - 1``.
+
+    Raises:
+        PromptError: they are no flat list of integers, or the model does not know one.
+    """
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise PromptError("a prompt is a nested list; token ids are a flat list of integers") from None
+    if array.size == 0:
+        return []
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of integers")
+    wrong = array[(array < 0) | (array >= vocab)]
+    if wrong.size:
+        raise PromptError(f"token id {int(wrong[0])} is out of range; the model has 0 to {vocab - 1}")
+    ids: list[int] = array.tolist()
+    return ids
