@@ -31,7 +31,8 @@ GPU = "NVIDIA Fake 90"
 MAX_PITCH = 2**31 - 1
 STREAM = 0x57AE
 CURRENT = threading.local()
-"""``machine``: whose context is current in a thread. Every `Machine` is a GPU of its own."""
+"""Of a thread: ``machine``, whose context is current, and each is a GPU of its own; ``mode``, what it may call while a
+stream records."""
 
 
 class BrokenRuleError(BaseException):
@@ -322,9 +323,15 @@ class Driver:
         machine.put(stream, run)
         return (self._status(),)
 
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> tuple[Any, Any]:
+        before = getattr(CURRENT, "mode", self.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL)
+        CURRENT.mode = mode
+        return SUCCESS, before
+
     def _records(self) -> bool:
         """Whether the stream records: a call that may not be made meanwhile spoils the graph."""
-        recording = self._machine.recording is not None
+        relaxed = self.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        recording = self._machine.recording is not None and getattr(CURRENT, "mode", None) != relaxed
         self._machine.invalid |= recording
         return recording
 

@@ -351,6 +351,32 @@ def test_who_forgets_to_close_loses_nothing(engine: Path) -> None:
     assert list(engine.parent.glob("*.kernels"))
 
 
+@pytest.mark.parametrize("same", [True, False], ids=["one GPU", "two GPUs"])
+def test_who_forgets_to_close_disturbs_nobody(engine: Path, same: bool) -> None:
+    """Garbage is collected at any time: here while another runner records, or calls another GPU."""
+    machine = Machine()
+    runner, other = open_(engine, machine), open_(engine, machine if same else Machine())
+    cuda, held = runner._cuda, machine.used
+    kept = [other]
+    del other
+
+    def work() -> None:
+        cuda.zero_rows(address, 8, 8, 1)
+        kept.clear()
+        gc.collect()
+
+    with runner.running():
+        address = cuda.allocate(8)
+        cuda.sync()
+        cuda.discard(cuda.capture(work))
+        cuda.sync()
+        cuda.free(address)
+    assert machine.used == (held // 2 if same else held)
+    runner.step(StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64)))
+    runner.close()
+    assert machine.used == 0
+
+
 def test_nothing_is_taken_from_under_a_thread(engine: Path) -> None:
     """That still runs a step when the process ends."""
     machine = Machine()

@@ -104,6 +104,26 @@ class Cuda:
         """
         self._check("cuCtxSetCurrent", self._driver.cuCtxSetCurrent(self._context))
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """For what may come at any time, as when Python collects garbage: `activate`, for the length of a block.
+
+        What the thread is at stays as it is: another GPU may be current, and a stream may record, which would not
+        take calls that allocate or free. Never fails, as `close`.
+        """
+        driver = self._driver
+        _, before = driver.cuCtxGetCurrent()
+        status, mode = driver.cuThreadExchangeStreamCaptureMode(
+            driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        )
+        driver.cuCtxSetCurrent(self._context)
+        try:
+            yield
+        finally:
+            if not int(status):
+                driver.cuThreadExchangeStreamCaptureMode(mode)
+            driver.cuCtxSetCurrent(before)
+
     def free_memory(self) -> tuple[int, int]:
         """Free and total bytes of the GPU, as the driver counts them."""
         free, total = self._check("cuMemGetInfo", self._driver.cuMemGetInfo())

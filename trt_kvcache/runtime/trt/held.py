@@ -44,18 +44,18 @@ class Held:
         """
         if self.in_use:
             return
-        try:
-            # Where the GPU is lost, whoever ran the step that lost it knows; what is left is to let go.
-            with suppress(BackendError):
-                self.cuda.activate()
-                self.cuda.sync()
-                for factory in (self.factory, *(function.factory for function in self.functions)):
-                    if factory.kernels is not None:
-                        factory.kernels.save()
-            if self.graphs is not None:
-                self.graphs.close()
-        finally:
-            self.let_go()
+        with self.cuda.apart():
+            try:
+                # Where the GPU is lost, whoever ran the step that lost it knows; what is left is to let go.
+                with suppress(BackendError):
+                    self.cuda.sync()
+                    for factory in (self.factory, *(function.factory for function in self.functions)):
+                        if factory.kernels is not None:
+                            factory.kernels.save()
+                if self.graphs is not None:
+                    self.graphs.close()
+            finally:
+                self.let_go()
 
     def let_go(self) -> None:
         """Free what TensorRT holds, and then the memory that it is bound to."""
