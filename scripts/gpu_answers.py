@@ -31,7 +31,7 @@ from trt_kvcache.engine import build
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.recorder import make_recorder, native_logger
-from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt import runner as trt_runner
 
@@ -237,6 +237,8 @@ def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> N
 def _asked(ask: Callable[[], Answer | None]) -> Answer:
     try:
         return ask() or {}
+    except SessionError as error:  # it opens, and a step fails: not the backend's word on this GPU
+        return {"yes": False, "error": str(error), "unexpected": True}
     except TrtKvCacheError as error:
         return {"yes": False, "error": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer, and the next question is asked
