@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
+import signal
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import trt_kvcache
 from trt_kvcache.cli.app import app
+from trt_kvcache.cli.signals import Ended
 from trt_kvcache.errors import BuildError
 
 run = CliRunner().invoke
@@ -65,6 +68,22 @@ def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trt_kvcache, "plan_model", interrupt)
     result = run(app, ["plan", "model.onnx"])
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
+
+
+@pytest.mark.parametrize(("error", "status", "said"), [
+    (KeyboardInterrupt(), 130, "interrupted"), (Ended(signal.SIGTERM), 143, "ended by SIGTERM"),
+])  # fmt: skip
+def test_interrupt_while_options_are_read(
+    error: KeyboardInterrupt, status: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which takes most of the time of a short command: what reads them is loaded then."""
+
+    def interrupt(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(typer, "echo", interrupt)
+    result = run(app, ["--version"])
+    assert (result.exit_code, result.stdout, result.stderr) == (status, "", f"error: {said}\n")
 
 
 def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -25,16 +27,26 @@ from trt_kvcache.errors import TrtKvCacheError
 class _Commands(TyperGroup):
     """Turns the errors we raise on purpose into one line and an exit code; bugs keep their trace."""
 
+    def make_context(self, *args: Any, **extra: Any) -> Any:
+        with _in_one_line():  # typer would end without a word, with 130 whatever the signal
+            return super().make_context(*args, **extra)
+
     def invoke(self, ctx: Any) -> Any:
-        try:
+        with _in_one_line():
             return super().invoke(ctx)
-        except TrtKvCacheError as error:
-            print_error(str(error))
-            raise typer.Exit(1) from None
-        except KeyboardInterrupt as error:
-            message, status = last_words(error)
-            print_error(message)
-            raise typer.Exit(status) from None
+
+
+@contextmanager
+def _in_one_line() -> Iterator[None]:
+    try:
+        yield
+    except TrtKvCacheError as error:
+        print_error(str(error))
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt as error:
+        message, status = last_words(error)
+        print_error(message)
+        raise typer.Exit(status) from None
 
 
 app = typer.Typer(cls=_Commands, add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
