@@ -231,7 +231,7 @@ FUNCTIONS = {
     "the other way round": (_reversed, "cuts rows"),
     "over the batch": (_over_batch, "is along sequences"),
     "sums with weights": (_weighted, "no attention|not go to one MatMul"),
-    "attention of latents": (_scores_of_its_own, "no attention|not go to one MatMul"),
+    "attention of latents": (_scores_of_its_own, "no attention|not go to one MatMul|has the shape .* in a step of"),
     "divided by a norm that may be 0": (_divided, "is none of the operators"),
     "divided by what may be 0": (_divided_by_mean, "may divide by 0"),
     "logarithm": (_logarithm, "is none of the operators"),

@@ -2,7 +2,7 @@
 
     com.microsoft operators -> standard ones            fused: contrib (contrib_shapes), rotary, nbits, zero_points,
                                                         moe (expert_blocks)
-    opset 17..23 -> 24                                  opset
+    opset 17..23 -> 24; Einsum -> MatMul, Mul           opset, einsum
     what is read and proven, in which order             exported
     what the inputs are, samples of a step              interface, evidence: samples, probe (blueprint), sizes
     constants in disguise                               evidence: fixed, factors
@@ -10,9 +10,9 @@
     caches along other axes                             idioms: relayout
     cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter,
                                                         select; all of them: candidate, views, evidence: reach
-    attention over them, found and proven               attention: search (cache_reads, merged_heads), sinks, guards,
-                                                        rounded, masks (mask_values, own_masks, scaled_masks, bias,
-                                                        slopes)
+    attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads),
+                                                        sinks, guards, rounded, masks (mask_values, own_masks,
+                                                        scaled_masks, bias, slopes)
     keys and values computed from caches                attention: computed (row_functions), absorbed
     caches inside operators                             fused: operators (held), gqa, mha, in_op
     state that is no cache                              idioms: states

@@ -16,10 +16,12 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.computed import Computed, find_computed
+from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import split_heads
 from trt_kvcache.importer.normalize.attention.rounded import round_first
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
+from trt_kvcache.importer.normalize.einsum import lower_einsum
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.even import hold_even
 from trt_kvcache.importer.normalize.evidence.factors import fold_factors
@@ -111,13 +113,17 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
 
 def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
     """The same in standard operators of opset 24, as a graph and as a model; and the caches that operators hold."""
+    lower_einsum(graph)
     graph = gs.import_onnx(infer_shapes(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
     lower_mha(graph)
     lower_presents(graph)
     shift_zero_points(graph)
     lower_contrib(graph)
     graph.cleanup().toposort()
-    split_heads(graph, find_candidates(graph))
+    candidates = find_candidates(graph)
+    merge_groups(graph, candidates)
+    graph.cleanup().toposort()
+    split_heads(graph, candidates)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         fold_factors(graph)
         round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})

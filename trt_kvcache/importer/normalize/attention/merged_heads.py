@@ -43,16 +43,16 @@ def split_heads(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
         graph: sorted, with shapes as far as they are known.
         candidates: what looks like its caches.
     """
-    pasts = dict(_read(candidates))
+    pasts = dict(read_of(candidates))
     splitter = _Splitter(graph)
     products: dict[int, gs.Tensor] = {}
     inner: dict[int, gs.Tensor] = {}
     for node in graph.nodes:
         if is_op(node, "MatMul") and all(_rank(t) == 3 for t in (*node.inputs, *node.outputs)):
-            past = _past_behind(node.inputs[1], pasts)
+            past = past_behind(node.inputs[1], pasts)
             if past is not None:
                 products[id(node)] = past
-                around = (*_scored(node.outputs[0]), *_made(node.inputs[0]))
+                around = (*scored(node.outputs[0]), *_made(node.inputs[0]))
                 inner.update((id(n), past) for n in around if _splits(n))
     for node in list(graph.nodes):
         past = products.get(id(node), inner.get(id(node)))
@@ -60,7 +60,7 @@ def split_heads(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
             splitter.split(node, past)
 
 
-def _read(candidates: Iterable[Candidate]) -> Iterator[tuple[str, gs.Tensor]]:
+def read_of(candidates: Iterable[Candidate]) -> Iterator[tuple[str, gs.Tensor]]:
     """What attention may read of a cache, by name: the present, and what that is a view of."""
     for candidate in candidates:
         if candidate.rows_only:
@@ -71,7 +71,8 @@ def _read(candidates: Iterable[Candidate]) -> Iterator[tuple[str, gs.Tensor]]:
         yield str(trace_back(candidate.present, cut=True)[0].name), candidate.past
 
 
-def _past_behind(tensor: gs.Tensor, pasts: Mapping[str, gs.Tensor]) -> gs.Tensor | None:
+def past_behind(tensor: gs.Tensor, pasts: Mapping[str, gs.Tensor]) -> gs.Tensor | None:
+    """The past that a tensor is moved from, repeated and scaled, of those that `read_of` gives; None: of none."""
     while str(tensor.name) not in pasts:
         node = producer(tensor)
         if node is None or not is_op(node, *_MOVES, "Mul", "Div") or input_or_none(node, 0) is None:
@@ -80,7 +81,7 @@ def _past_behind(tensor: gs.Tensor, pasts: Mapping[str, gs.Tensor]) -> gs.Tensor
     return pasts[str(tensor.name)]
 
 
-def _scored(scores: gs.Tensor) -> list[gs.Node]:
+def scored(scores: gs.Tensor) -> list[gs.Node]:
     """What is done to scores up to the next MatMul; nothing if there is no softmax among it."""
     found: dict[int, gs.Node] = {}
     pending = [scores]

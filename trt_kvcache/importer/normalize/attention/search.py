@@ -184,6 +184,7 @@ class _Finder:
                 f"the query '{query.name}' of '{name}' has the shape {list(shape or ())}; supported is [B, heads, "
                 "S, head size]"
             )
+        self._check_queries(name, query)
         key_scale = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
         value_scale = self._caches.prove(name, values, value, shape[1], transposed=False)
         if key.kept != value.kept:
@@ -218,6 +219,17 @@ class _Finder:
         return Core(name, output, query, key, value, scale, scores.softcap, visibility,
                     shape[1], shape[3], sizes[3], query_type, output_type, sinks, rounding,
                     scores.rounded_weights)  # fmt: skip
+
+    def _check_queries(self, name: str, query: gs.Tensor) -> None:
+        """Refuse queries that are not one for each new token of each sequence."""
+        for sample in self._samples.plain:
+            shape = sample.probe.shape(query.name)
+            if shape is not None and (shape[0], shape[2]) != (sample.batch, sample.length):
+                raise UnsupportedModelError(
+                    f"the query '{query.name}' of '{name}' has the shape {list(shape)} in a step of {sample.length} "
+                    f"tokens of {sample.batch} sequences; supported is [B, heads, S, head size]: split queries into "
+                    "[B, key heads, group, S, head size] where several heads share one of keys"
+                )
 
     def _scores(self, tensor: gs.Tensor) -> _Scores | None:
         """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""

@@ -1,0 +1,101 @@
+"""Attention in which query heads share keys and values by broadcasting, in the ways that exporters write it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from concat_graphs import MASKS, Build
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """How an attention over groups of heads is written: the `attend` of a `concat_graphs.Decoder`.
+
+    Attributes:
+        form: "broadcast" (``[B, N, G, S, D] @ [B, N, 1, D, T]``), "einsum" (the same, as torch.einsum exports it),
+            "jax" (with the text in front of the heads), "rows" (``[B, N, G * S, D] @ [B, N, D, T]``), "flat"
+            (``[B * N, G, S, D] @ [B * N, 1, D, T]``).
+        mask: rank of the mask: 2, 3 or 5.
+        apply: "add" or "where".
+        rolled: keys are those of other heads.
+    """
+
+    form: str = "broadcast"
+    mask: int = 2
+    apply: str = "add"
+    rolled: bool = False
+
+    def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
+        decoder = g.decoder
+        heads, group, size = decoder.kv_heads, decoder.heads // decoder.kv_heads, decoder.size
+        if self.rolled:
+            keys = g.node("Gather", [keys, g.constant(np.roll(np.arange(heads), 1))], axis=1)
+        query = g.node("Mul", [query, g.number(size**-0.5)])
+        batch, length = (g.node("Unsqueeze", [g.size_of(g.tokens, axis), g.constant([0])]) for axis in (0, 1))
+        last = g.constant([size])
+
+        def shaped(tensor: str, *sizes: str) -> str:
+            return g.node("Reshape", [tensor, g.node("Concat", list(sizes), axis=0)])
+
+        def numbers(*sizes: int) -> str:
+            return g.constant(list(sizes))
+
+        whole = (batch, numbers(heads, group), length)
+        turned = g.node("Transpose", [keys], perm=[0, 1, 3, 2])
+        match self.form:
+            case "broadcast":
+                scores = g.node("MatMul", [shaped(query, *whole, last), g.node("Unsqueeze", [turned, numbers(2)])])
+            case "einsum":
+                scores = g.node("Einsum", [shaped(query, *whole, last), keys], equation="bngsd,bntd->bngst")
+            case "jax":
+                front = g.node("Transpose", [query], perm=[0, 2, 1, 3])
+                front = shaped(front, batch, length, numbers(heads, group), last)
+                keys, values = (g.node("Transpose", [t], perm=[0, 2, 1, 3]) for t in (keys, values))
+                scores = g.node("Einsum", [front, keys], equation="btkgh,bskh->bkgts")
+            case "rows":
+                product = g.node("MatMul", [shaped(query, batch, numbers(heads, -1), last), turned])
+                scores = shaped(product, *whole, numbers(-1))
+            case _:
+                queries = shaped(query, numbers(-1, group), length, last)
+                turned = shaped(turned, numbers(-1, 1), last, g.node("Unsqueeze", [g.all, numbers(0)]))
+                scores = g.node("MatMul", [queries, turned])
+        weights = self._weights(g, decoder.scores(g, scores))
+        match self.form:
+            case "broadcast":
+                output = g.node("MatMul", [weights, g.node("Unsqueeze", [values, numbers(2)])])
+            case "einsum":
+                output = g.node("Einsum", [weights, values], equation="bngst,bntd->bngsd")
+            case "jax":
+                output = g.node("Einsum", [weights, values], equation="bkgts,bskh->btkgh")
+                output = shaped(output, batch, length, numbers(heads * group), last)
+                return g.node("Transpose", [output], perm=[0, 2, 1, 3])
+            case "rows":
+                rows = shaped(weights, batch, numbers(heads, -1), g.node("Unsqueeze", [g.all, numbers(0)]))
+                output = g.node("MatMul", [rows, values])
+            case _:
+                apart = shaped(values, numbers(-1, 1), g.node("Unsqueeze", [g.all, numbers(0)]), last)
+                output = g.node("MatMul", [weights, apart])
+        return shaped(output, batch, numbers(heads * group), length, last)
+
+    def _weights(self, g: Build, scores: str) -> str:
+        decoder = g.decoder
+        visible = g.once("mask", lambda: self._mask(g))
+        lowest, zero = g.number(decoder.lowest), g.number(0.0)
+        if self.apply == "where":
+            scores = g.node("Where", [visible, scores, lowest])
+        else:
+            scores = g.node("Add", [g.node("Where", [visible, zero, lowest]), scores])
+        return g.node("Softmax", [scores], axis=-1)
+
+    def _mask(self, g: Build) -> str:
+        """``[S, T]``, ``[1, S, T]`` or ``[B, 1, 1, S, T]``, of what a decoder says in four axes."""
+        if g.decoder.mask == "own":
+            shape = [g.decoder.batch, 1, g.decoder.sequence, g.decoder.total]
+            mask = g.input("mask", 9, shape)
+        else:
+            assert isinstance(g.decoder.mask, str)
+            mask = MASKS[g.decoder.mask](g)
+        if self.mask == 5:
+            return g.node("Unsqueeze", [mask, g.constant([2])])
+        return g.node("Squeeze", [mask, g.constant([0, 1][: 4 - self.mask])])

@@ -1,0 +1,56 @@
+"""Query heads that share keys and values by broadcasting: every way to write it becomes Attention over the caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from concat_decode import compare, rewritten
+from concat_graphs import Decoder, make_decoder
+from grouped_graphs import Grouped
+
+from trt_kvcache.errors import UnsupportedModelError
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "broadcast": ({}, {}),
+    "broadcast, padding": ({"mask": "padding", "positions": "padding"}, {"mask": 5}),
+    "broadcast, own mask": ({"mask": "own"}, {"mask": 5, "apply": "where"}),
+    "broadcast, [B, S, N, D], a window": ({"layout": "bsnd", "window": 5}, {"mask": 3}),
+    "einsum": ({"heads": 6}, {"form": "einsum"}),
+    "einsum, text in front": ({"mask": "padding"}, {"form": "jax", "mask": 5}),
+    "group and queries": ({}, {"form": "rows", "apply": "where"}),
+    "group and queries, flat": ({"layout": "flat", "mask": "padding"}, {"form": "rows", "mask": 5}),
+    "batch and heads": ({"scores": lambda g, s: g.node("Tanh", [s])}, {"form": "flat", "mask": 3}),
+}
+
+
+def _decoder(settings: dict[str, Any], **grouped: Any) -> Decoder:
+    return Decoder(**{"repeat": "none", "scale": "none", **settings}, attend=Grouped(**grouped))
+
+
+@pytest.mark.parametrize(("settings", "grouped"), VARIANTS.values(), ids=VARIANTS.keys())
+def test_it_becomes_attention(settings: dict[str, Any], grouped: dict[str, Any], tmp_path: Path) -> None:
+    result = compare(make_decoder(_decoder(settings, **grouped)), tmp_path)
+    assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [(settings.get("heads", 4), 2)]
+
+
+@pytest.mark.parametrize("form", ["broadcast", "einsum", "rows", "flat"])
+def test_keys_of_other_heads_are_refused(form: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="is not cache .* with its heads repeated"):
+        rewritten(make_decoder(_decoder({}, form=form, rolled=True)), tmp_path)
+
+
+def test_queries_without_an_axis_for_tokens_are_refused(tmp_path: Path) -> None:
+    """``[B, N, G, D]`` in steps of one token: whether the third axis holds tokens or heads, only its length says."""
+    decoder = Decoder(heads=4, kv_heads=4, sequence=1, mask="none", attend=_one_token)
+    with pytest.raises(UnsupportedModelError, match=r"has the shape \[2, 2, 2, 4\] in a step of 1 tokens"):
+        rewritten(make_decoder(decoder), tmp_path)
+
+
+def _one_token(g: Any, query: str, keys: str, values: str) -> str:
+    few, other = (g.node("Slice", [t, g.constant([0]), g.constant([2]), g.constant([1])]) for t in (keys, values))
+    shaped = g.node("Reshape", [query, g.constant([0, 2, 2, 4])])
+    scores = g.node("MatMul", [shaped, g.node("Transpose", [few], perm=[0, 1, 3, 2])])
+    output = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), other])
+    return g.node("Reshape", [output, g.constant([0, 4, 1, 4])])
