@@ -33,76 +33,108 @@ def lower_attention(
     scores_output: gs.Tensor | None,
 ) -> gs.Variable:
     """Emit the operators; Q, K and V are 4-D. Returns ``[B, N, S_q, H_v]`` in Q's type."""
-    dtype = facts.dtype
     if not isinstance(facts.query_heads, int) or not isinstance(facts.kv_heads, int):
         raise UnsupportedModelError(
             f"Attention '{facts.node.name}' needs plain operators, and its number of heads is not in the model: "
             "export it with shapes"
         )
-    groups = facts.query_heads // facts.kv_heads
-    is_shared = facts.kv_heads == 1 and groups > 1
-    # Products of rounded numbers are what TensorRT has kernels for: nothing stands between these.
-    is_rounded = facts.rounded_scores is not None or _is_rounded(key)
-    factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
-    if not is_rounded:
-        query = emitter.op("Mul", [query, factor], "q_scaled", dtype)
-    # [B, N, S, H] -> [B, N_kv, G*S, H]: query head h reads K/V head h // G, so the G heads of a group lie together
-    if groups > 1:
-        grouped = emitter.op("Shape", [query], "q_shape", INT64)
-        query = emitter.op(
-            "Reshape", [query, emitter.ints([0, facts.kv_heads, -1, facts.head_size])], "q_grouped", dtype
-        )
-    if is_shared:
-        scores = _over_one_head(emitter, query, key, dtype)
-    else:
-        scaled = key if is_rounded else emitter.op("Mul", [key, factor], "k_scaled", dtype)
-        turned = emitter.op("Transpose", [scaled], "k_t", dtype, perm=[0, 1, 3, 2])
-        scores = emitter.op("MatMul", [query, turned], "scores", dtype)
-    key_length = emitter.op("Shape", [scores], "key_length", INT64, start=3)
-    if groups > 1:
-        rows = emitter.op("Slice", [grouped, emitter.ints([0]), emitter.ints([3]), emitter.ints([0])], "rows", INT64)
-        per_head = emitter.op("Concat", [rows, key_length], "scores_shape", INT64, axis=0)
-        scores = emitter.op("Reshape", [scores, per_head], "scores_heads", dtype)
-    if is_rounded and facts.scale != 1:
-        scores = emitter.op("Mul", [scores, factor], "scores_scaled", dtype)
-    if facts.rounded_scores is not None:
-        scores = facts.rounded_scores.emit(emitter, scores, dtype, "scores")
-    raw = scores
-    if facts.softcap:
-        limit = emitter.scalar(facts.softcap, dtype)
-        scores = emitter.op("Mul", [emitter.op("Tanh", [emitter.op("Div", [scores, limit], "capped", dtype)],
-                                               "tanh", dtype), limit], "softcapped", dtype)  # fmt: skip
-    capped = scores
-    scores = _masked(emitter, scores, mask, dtype)
-    masked = scores
-    precision = facts.softmax_precision or dtype
-    if precision != dtype:
-        scores = emitter.op("Cast", [scores], "softmax_in", precision, to=precision)
-    if facts.sinks is not None:
-        scores = _beside_sinks(emitter, facts.sinks, scores, precision)
-    weights = emitter.op("Softmax", [scores], "softmax", precision, axis=-1)
-    if facts.sinks is not None:
-        ends = [emitter.ints([0]), emitter.ints([-1]), emitter.ints([-1])]
-        weights = emitter.op("Slice", [weights, *ends], "without_sinks", precision)
-    if mask.row_visible is not None:
-        weights = emitter.op("Where", [mask.row_visible, weights, emitter.scalar(0.0, precision)], "rows", precision)
-    if precision != dtype:
-        weights = emitter.op("Cast", [weights], "weights", dtype, to=dtype)
-    if facts.rounded_weights is not None:
-        weights = facts.rounded_weights.emit(emitter, weights, dtype, "weights")
+    plain = _Plain(emitter, facts, facts.query_heads, facts.kv_heads)
+    raw = plain.scores(query, key)
+    capped = plain.capped(raw)
+    masked = _masked(emitter, capped, mask, facts.dtype)
+    weights = plain.weights(masked, mask)
     if scores_output is not None:
-        _name_scores(emitter, [raw, capped, masked, weights][facts.qk_mode], scores_output)
-    if groups > 1:
-        head = emitter.op("Concat", [_batch(emitter, weights), emitter.ints([facts.kv_heads, -1]), key_length],
-                          "weights_shape", INT64, axis=0)  # fmt: skip
-        weights = emitter.op("Reshape", [weights, head], "weights_grouped", dtype)
-    if elem_type(facts.node.inputs[2]) not in (None, 0, dtype):
-        value = emitter.op("Cast", [value], "v_cast", dtype, to=dtype)
-    result = emitter.op("MatMul", [weights, value], "weighted", dtype)
-    if groups > 1:
-        per_head = emitter.op("Concat", [rows, emitter.ints([facts.value_head_size])], "y_shape", INT64, axis=0)
-        result = emitter.op("Reshape", [result, per_head], "weighted_heads", dtype)
-    return result
+        _name_scores(emitter, (raw, capped, masked, weights)[facts.qk_mode], scores_output)
+    return plain.weighted(weights, value)
+
+
+class _Plain:
+    """One attention in plain operators, step by step.
+
+    With several query heads to a K/V head, products are taken over ``[B, N_kv, G*S, ...]``: query head h reads K/V head
+    h // G, so the G heads of a group lie together. All between the products sees ``[B, N, S, K]``.
+    """
+
+    def __init__(self, emitter: Emitter, facts: AttentionFacts, query_heads: int, kv_heads: int) -> None:
+        self.emitter, self.facts, self.dtype = emitter, facts, facts.dtype
+        self.kv_heads, self.groups = kv_heads, query_heads // kv_heads
+
+    def scores(self, query: gs.Tensor, key: gs.Tensor) -> gs.Variable:
+        """Q K^T, scaled, ``[B, N, S, K]``."""
+        emitter, facts, dtype = self.emitter, self.facts, self.dtype
+        is_shared = self.kv_heads == 1 and self.groups > 1
+        # Products of rounded numbers are what TensorRT has kernels for: nothing stands between these.
+        is_rounded = facts.rounded_scores is not None or _is_rounded(key)
+        factor = emitter.scalar(facts.scale if is_shared or is_rounded else math.sqrt(facts.scale), dtype)
+        if not is_rounded:
+            query = emitter.op("Mul", [query, factor], "q_scaled", dtype)
+        if self.groups > 1:
+            heads = emitter.op("Shape", [query], "q_shape", INT64)
+            grouped = emitter.ints([0, self.kv_heads, -1, facts.head_size])
+            query = emitter.op("Reshape", [query, grouped], "q_grouped", dtype)
+        if is_shared:
+            scores = _over_one_head(emitter, query, key, dtype)
+        else:
+            scaled = key if is_rounded else emitter.op("Mul", [key, factor], "k_scaled", dtype)
+            turned = emitter.op("Transpose", [scaled], "k_t", dtype, perm=[0, 1, 3, 2])
+            scores = emitter.op("MatMul", [query, turned], "scores", dtype)
+        self._keys = emitter.op("Shape", [scores], "key_length", INT64, start=3)
+        if self.groups > 1:
+            bounds = [emitter.ints([0]), emitter.ints([3]), emitter.ints([0])]
+            self._rows = emitter.op("Slice", [heads, *bounds], "rows", INT64)
+            per_head = emitter.op("Concat", [self._rows, self._keys], "scores_shape", INT64, axis=0)
+            scores = emitter.op("Reshape", [scores, per_head], "scores_heads", dtype)
+        if is_rounded and facts.scale != 1:
+            scores = emitter.op("Mul", [scores, factor], "scores_scaled", dtype)
+        if facts.rounded_scores is not None:
+            scores = facts.rounded_scores.emit(emitter, scores, dtype, "scores")
+        return scores
+
+    def capped(self, scores: gs.Variable) -> gs.Variable:
+        """The scores within the softcap, if there is one."""
+        if not self.facts.softcap:
+            return scores
+        limit = self.emitter.scalar(self.facts.softcap, self.dtype)
+        parts = self.emitter.op("Div", [scores, limit], "capped", self.dtype)
+        within = self.emitter.op("Tanh", [parts], "tanh", self.dtype)
+        return self.emitter.op("Mul", [within, limit], "softcapped", self.dtype)
+
+    def weights(self, scores: gs.Variable, mask: Mask) -> gs.Variable:
+        """Softmax of masked scores, beside sinks where there are any; 0 in rows that see no key."""
+        emitter, facts, dtype = self.emitter, self.facts, self.dtype
+        precision = facts.softmax_precision or dtype
+        if precision != dtype:
+            scores = emitter.op("Cast", [scores], "softmax_in", precision, to=precision)
+        if facts.sinks is not None:
+            scores = _beside_sinks(emitter, facts.sinks, scores, precision)
+        weights = emitter.op("Softmax", [scores], "softmax", precision, axis=-1)
+        if facts.sinks is not None:
+            ends = [emitter.ints([0]), emitter.ints([-1]), emitter.ints([-1])]
+            weights = emitter.op("Slice", [weights, *ends], "without_sinks", precision)
+        if mask.row_visible is not None:
+            visible = [mask.row_visible, weights, emitter.scalar(0.0, precision)]
+            weights = emitter.op("Where", visible, "rows", precision)
+        if precision != dtype:
+            weights = emitter.op("Cast", [weights], "weights", dtype, to=dtype)
+        if facts.rounded_weights is not None:
+            weights = facts.rounded_weights.emit(emitter, weights, dtype, "weights")
+        return weights
+
+    def weighted(self, weights: gs.Variable, value: gs.Tensor) -> gs.Variable:
+        """The sum of the values by their weights, ``[B, N, S, H_v]``; after `scores`."""
+        emitter, facts, dtype = self.emitter, self.facts, self.dtype
+        if self.groups > 1:
+            sizes = [_batch(emitter, weights), emitter.ints([self.kv_heads, -1]), self._keys]
+            grouped = emitter.op("Concat", sizes, "weights_shape", INT64, axis=0)
+            weights = emitter.op("Reshape", [weights, grouped], "weights_grouped", dtype)
+        if elem_type(facts.node.inputs[2]) not in (None, 0, dtype):
+            value = emitter.op("Cast", [value], "v_cast", dtype, to=dtype)
+        result = emitter.op("MatMul", [weights, value], "weighted", dtype)
+        if self.groups > 1:
+            sizes = [self._rows, emitter.ints([facts.value_head_size])]
+            per_head = emitter.op("Concat", sizes, "y_shape", INT64, axis=0)
+            result = emitter.op("Reshape", [result, per_head], "weighted_heads", dtype)
+        return result
 
 
 def _is_rounded(tensor: gs.Tensor) -> bool:
