@@ -230,6 +230,8 @@ def test_a_change_that_has_no_effect_is_an_error(tmp_path: Path) -> None:
         {"forced_decoder_ids": [[1, None], [2, 50359]]},
         {"num_beam_groups": 2},
         {"guidance_scale": 1.5},
+        {"encoder_no_repeat_ngram_size": 3},
+        {"encoder_repetition_penalty": 1.2},
         {"penalty_alpha": 0.6},
         {"watermarking_config": {}},
     ],

@@ -22,7 +22,7 @@ _WITHOUT_EFFECT = {
     "output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate",
     "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold",
     "assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "speculation_type",
-    "encoder_no_repeat_ngram_size", "encoder_repetition_penalty", "remove_invalid_values",
+    "remove_invalid_values",
 }  # fmt: skip
 
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
@@ -30,6 +30,8 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "constraints": (),
     "diversity_penalty": (0.0,),
     "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,),
+    "encoder_repetition_penalty": (1.0,),
     "epsilon_cutoff": (0.0,),
     "eta_cutoff": (0.0,),
     "force_words_ids": (),
