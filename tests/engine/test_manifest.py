@@ -40,6 +40,16 @@ def test_a_missing_manifest(tmp_path: Path) -> None:
         load_manifest(tmp_path / "x.engine")
 
 
+def test_what_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "m.onnx").write_bytes(b"")
+    monkeypatch.chdir(tmp_path)
+    for path in (tmp_path, ".", "", "/"):
+        with pytest.raises(ManifestError, match="a folder; give the path of an engine or its manifest"):
+            load_manifest(path)
+    with pytest.raises(ManifestError, match=r"m.onnx: a model without a manifest; .*'trt-kvcache plan' shows models"):
+        load_manifest("m.onnx")
+
+
 def test_a_missing_engine(tmp_path: Path) -> None:
     for name in ("x.engine", "x.engine.json"):
         with pytest.raises(ManifestError, match=f"{name}: no such file; give the path of an engine"):

@@ -142,12 +142,18 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         ManifestError: there is none, it is not a manifest, or it is of an unknown schema version.
     """
     path = Path(path)
+    if path.is_dir():
+        raise ManifestError(f"{path}: a folder; give the path of an engine or its manifest")
     file = path if path.suffix == ".json" else manifest_path(path)
     try:
         data = file.read_bytes()
     except FileNotFoundError:
         if not path.exists():
             raise ManifestError(f"{path}: no such file; give the path of an engine or its manifest") from None
+        if path.suffix == ".onnx":
+            raise ManifestError(
+                f"{path}: a model without a manifest; give an engine; 'trt-kvcache plan' shows models"
+            ) from None
         raise ManifestError(
             f"{file}: no such file; an engine needs the manifest that 'trt-kvcache build' wrote beside it"
         ) from None
