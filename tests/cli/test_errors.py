@@ -103,6 +103,9 @@ def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         (["build", "m.onnx", "-o", "e", "--compute-capabilities", "hopper"], "'hopper'"),
         (["verify", "m.onnx", "--chunks", "5,x"], "'5,x'"),
         (["verify", "m.onnx", "--batch", "0"], "batch is 0"),
+        (["verify", "m.onnx", "--seed", "-1"], "the seed is -1; it must be 0 or more"),
+        (["verify", "m.onnx", "--tokens", "-1"], "-1 single-token steps; there must be 0 or more"),
+        (["verify", "m.onnx", "--chunks", "", "--tokens", "0"], "0 single-token steps and no chunk"),
     ],
 )
 def test_illegal_option_values_are_one_line(arguments: list[str], message: str) -> None:

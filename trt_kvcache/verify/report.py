@@ -37,10 +37,14 @@ class VerifyOptions:
             raise OptionError(f"the verification batch is {self.batch}; it must be at least 1")
         if any(chunk < 1 for chunk in self.chunks):
             raise OptionError(f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token")
-        if self.tokens is not None and (self.tokens < 0 or self.tokens + len(self.chunks) < 1):
+        if self.tokens is not None and self.tokens < 0:
+            raise OptionError(f"{self.tokens} single-token steps; there must be 0 or more")
+        if self.tokens == 0 and not self.chunks:
             raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
         if self.tolerance is not None and not 0 <= self.tolerance < 1:
             raise OptionError(f"the tolerance is {self.tolerance}; it is a share of the output's scale, from 0 to 1")
+        if self.seed < 0:
+            raise OptionError(f"the seed is {self.seed}; it must be 0 or more")
 
 
 @dataclass(frozen=True)
