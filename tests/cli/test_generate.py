@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
+from trt_kvcache.cli.generate import _read
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
@@ -111,6 +114,12 @@ def test_a_prompt_from_stdin(folder: Path) -> None:
     ((tokens, _),) = expected(folder, ["the end."], max_new_tokens=4)
     found = report(folder, "--prompt-file", "-", "--max-new-tokens", "4", "--ignore-eos", stdin="the end.")
     assert found["sequences"][0]["tokens"] == tokens
+
+
+def test_a_prompt_from_a_closed_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(OptionError, match="--prompt-file - reads stdin, which is closed"):
+        _read(Path("-"))
 
 
 def test_sampling_can_be_repeated(folder: Path) -> None:
@@ -296,6 +305,11 @@ def test_bad_input_is_one_line(arguments: list[str], extra: list[str], message: 
     result = call(folder, *arguments, *extra, code=1)
     assert result.stdout in ("", "\n") if not extra else result.stdout == ""
     assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)
+
+
+def test_log_probabilities_are_shown_as_json_only(folder: Path) -> None:
+    stderr = call(folder, "--tokens", "5", "--logprobs", code=1).stderr
+    assert stderr == "error: --logprobs are shown by --json; add it\n"
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:

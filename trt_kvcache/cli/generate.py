@@ -177,8 +177,11 @@ def generate(
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run
     from trt_kvcache.cli.given import read_prompt
     from trt_kvcache.cli.sources import encode, for_each, read_sources, start_of
+    from trt_kvcache.errors import OptionError
     from trt_kvcache.runtime.session import DecodeSession
 
+    if logprobs and not json:
+        raise OptionError("--logprobs are shown by --json; add it")
     reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat or source))
     given = [read_prompt(file) for file in inputs_embeds or []]
     sources = read_sources(source or [], source_tokens or [], source_inputs or [])
@@ -303,6 +306,8 @@ def _read(file: Path) -> str:
 
     from trt_kvcache.errors import OptionError
 
+    if str(file) == "-" and sys.stdin is None:
+        raise OptionError("--prompt-file - reads stdin, which is closed")
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except OSError as error:
