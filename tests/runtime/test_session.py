@@ -480,6 +480,12 @@ def test_bad_additions() -> None:
         session.add([1], slot=7)
     with pytest.raises(OptionError, match="for beam search use generate"):
         session.add([1], config(4, num_beams=2))
+    settings: Any = {"max_new_tokens": 4}
+    for call in (session.generate, session.stream):
+        with pytest.raises(OptionError, match="config is dict; give a GenerationConfig"):
+            call([[1]], settings)
+    with pytest.raises(OptionError, match="config is dict; give a GenerationConfig"):
+        session.add([1], settings)
     with pytest.raises(OptionError, match="need a tokenizer"):
         session.add([1], config(4, stop_strings="x"))
     assert session.cache.slots == ()

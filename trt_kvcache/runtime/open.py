@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,16 +43,16 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
     if is_model:
         from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
+        _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU", ("capacity",))
         plan_options = given.pop("plan_options", PlanOptions())
         if "capacity" in given:
             plan_options = replace(plan_options, capacity=given.pop("capacity"))
-        _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU")
         return OnnxRuntimeRunner(path, plan_options, **given)
     from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
+    _check(TensorRTRunner, given, {"device": "gpu"}, "an engine on a GPU")
     if "gpu" in given:
         given["device"] = given.pop("gpu")
-    _check(TensorRTRunner, given, {}, "an engine on a GPU")
     return TensorRTRunner(path, **given)
 
 
@@ -65,8 +65,10 @@ def open_tokenizer(tokenizer: str | os.PathLike[str] | Any) -> Any:
     return Tokenizer.load(Path(tokenizer))
 
 
-def _check(runner: type, given: Mapping[str, Any], renamed: Mapping[str, str], what: str) -> None:
-    known = [renamed.get(name, name) for name in list(inspect.signature(runner).parameters)[1:]]
+def _check(
+    runner: type, given: Mapping[str, Any], renamed: Mapping[str, str], what: str, more: Sequence[str] = ()
+) -> None:
+    known = [*more, *(renamed.get(name, name) for name in list(inspect.signature(runner).parameters)[1:])]
     for name in given:
         if name not in known:
             raise OptionError(f"{name!r} is no option of {what}; options are {', '.join(known)}")

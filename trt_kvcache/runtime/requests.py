@@ -238,8 +238,10 @@ def check_config(config: GenerationConfig, plan: CachePlan) -> None:
     """Refuse what a model cannot do.
 
     Raises:
-        OptionError: tokens are guessed, and the model has state that cannot go back.
+        OptionError: it is no config; or tokens are guessed, and the model has state that cannot go back.
     """
+    if not isinstance(config, GenerationConfig):
+        raise OptionError(f"config is {type(config).__name__}; give a GenerationConfig")
     if config.prompt_lookup_num_tokens and plan.states:
         raise OptionError(
             f"prompt_lookup_num_tokens guesses tokens and takes wrong ones back, and the model keeps state "

@@ -301,12 +301,12 @@ class DecodeSession:
         Raises:
             PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`; nothing has changed then.
         """
+        check_config(config, self.plan)
         if config.num_beams > 1:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
         if slot is not None and constants is not None:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
         with self._guard:
-            check_config(config, self.plan)
             before = Slot(-1) if slot is None else self.cache.idle(slot)
             new = self._reader.read(prompt, inputs_embeds, positions)
             if not new.tokens and not before.pending:
