@@ -74,6 +74,47 @@ def encoder(
     return path
 
 
+def strided_encoder(path: Path) -> Path:
+    """Write a layer of a transformer behind a convolution that halves the length, as encoders of speech are exported.
+
+    It takes ``input_features`` ``[B, WIDTH, length]``.
+    """
+    rng, g = np.random.default_rng(4), Graph()
+
+    def number(value: float) -> str:
+        return g.constant(value, np.float32)
+
+    def weight(*shape: int) -> str:
+        return g.constant(rng.normal(0, shape[0] ** -0.5, shape), np.float32)
+
+    def normalized(x: str) -> str:
+        return g.node("LayerNormalization", [x, g.constant(np.ones(WIDTH), np.float32), weight(WIDTH)], axis=-1)
+
+    def gelu(x: str) -> str:
+        erf = g.node("Erf", [g.node("Div", [x, number(2**0.5)])])
+        return g.node("Mul", [g.node("Mul", [x, number(0.5)]), g.node("Add", [erf, number(1)])])
+
+    def heads(x: str, perm: Sequence[int]) -> str:
+        rows = g.node("MatMul", [x, weight(WIDTH, WIDTH)])
+        return g.node("Transpose", [g.node("Reshape", [rows, g.constant([0, -1, HEADS, SIZE])])], perm=perm)
+
+    g.input("input_features", _FLOAT, ["batch", WIDTH, "length"])
+    kernel = g.constant(rng.normal(0, 0.1, (WIDTH, WIDTH, 3)), np.float32)
+    x = g.node("Conv", ["input_features", kernel, weight(WIDTH)], kernel_shape=[3], strides=[2], pads=[1, 1])
+    x = g.node("Transpose", [gelu(x)], perm=[0, 2, 1])
+    y = normalized(x)
+    scores = g.node("Mul", [g.node("MatMul", [heads(y, [0, 2, 1, 3]), heads(y, [0, 2, 3, 1])]), number(SIZE**-0.5)])
+    y = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), heads(y, [0, 2, 1, 3])])
+    y = g.node("Reshape", [g.node("Transpose", [y], perm=[0, 2, 1, 3]), g.constant([0, -1, WIDTH])])
+    x = g.node("Add", [x, g.node("MatMul", [y, weight(WIDTH, WIDTH)])])
+    y = gelu(g.node("MatMul", [normalized(x), weight(WIDTH, 2 * WIDTH)]))
+    x = g.node("Add", [x, g.node("MatMul", [y, weight(2 * WIDTH, WIDTH)])])
+    g.node("Identity", [normalized(x)], "last_hidden_state")
+    g.output("last_hidden_state", _FLOAT, ["batch", "half", WIDTH])
+    onnx.save(g.model(), path)
+    return path
+
+
 def first_step(path: Path, *, shape_of: str = "input_ids", merged: bool = False, reads: str = "") -> Path:
     """Write the first step of a decoder, whose logits are of no use to anybody here.
 

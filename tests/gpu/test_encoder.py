@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from encoders import encoder, first_step, heard
+from encoders import encoder, first_step, heard, strided_encoder
 from gpu_measure import built_for
-from hybrids import cross_logits, cross_model, write
+from hybrids import WIDTH, cross_logits, cross_model, write
 from near_ties import check_greedy
 
 from trt_kvcache.engine.build import build_engine
@@ -59,3 +59,19 @@ def test_constants_and_tokens_are_those_of_the_cpu(workshop: Any, kind: str, tmp
         gc.collect()
         session.encode(sources[0])
         assert session._runner.device_bytes <= used  # type: ignore[attr-defined]
+
+
+def test_a_transformer_behind_a_convolution(workshop: Any, tmp_path: Path) -> None:
+    """What comes out is half as long as what goes in; from the shortest to the longest, and back."""
+    strided_encoder(tmp_path / "encoder_model.onnx")
+    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
+    engine, rng = tmp_path / "model.engine", np.random.default_rng(5)
+    shapes = {f"{kind}_shapes": {"input_features": (1, WIDTH, n)} for kind, n in (("min", 1), ("opt", 24), ("max", 24))}
+    options = BuildOptions(backend=workshop.backend, max_chunk=16, max_encoder=12, **shapes, **built_for())
+    assert build_engine(model, engine, build=options).encoder is not None
+    with DecodeSession.open(engine) as session, DecodeSession.open(model) as host:
+        for length in (24, 7, 1, 2, 24):
+            source = {"input_features": rng.normal(size=(1, WIDTH, length)).astype(np.float32)}
+            (found,), (wanted,) = (s.encode(source).values() for s in (session, host))
+            assert found.shape == wanted.shape == (1, (length + 1) // 2, WIDTH)
+            np.testing.assert_allclose(np.asarray(found), wanted, atol=TOLERANCE * np.abs(wanted).max())

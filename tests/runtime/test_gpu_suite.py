@@ -45,7 +45,7 @@ def gpu_tests(**environment: str) -> str:
 @pytest.mark.slow
 def test_gpu_tests_pass_on_the_fake() -> None:
     last = gpu_tests(TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx").splitlines()[-1]
-    assert "22 passed" in last
+    assert "23 passed" in last
     assert "failed" not in last
 
 
@@ -53,7 +53,7 @@ def test_gpu_tests_name_what_does_not_run() -> None:
     output = gpu_tests(FAKE_GPU_REFUSES="unsupported SM 9.0", TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx")
     assert "does not run on this GPU; in its own words: " in output
     assert "unsupported SM 9.0" in output
-    assert "22 skipped" in output
+    assert "23 skipped" in output
 
 
 def test_gpu_check_without_a_gpu() -> None:
