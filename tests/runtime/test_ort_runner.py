@@ -133,6 +133,19 @@ def test_external_weights_are_read_by_onnx_runtime(tmp_path: Path, monkeypatch: 
     assert runner.identity() == OnnxRuntimeRunner(path).identity()
 
 
+@pytest.mark.parametrize("file", ["model.onnx", "model.onnx.data"])
+def test_a_model_that_was_replaced_has_no_identity(tmp_path: Path, file: str) -> None:
+    """Caches of the one would be saved as those of the other."""
+    path = write_decoder(tmp_path / "model.onnx", BASE, external_threshold=64)
+    runner, known = OnnxRuntimeRunner(path), OnnxRuntimeRunner(path)
+    known.identity()
+    replaced = tmp_path / file
+    replaced.write_bytes(replaced.read_bytes())
+    with pytest.raises(SessionError, match=f"{file}: has changed since the session was opened"):
+        runner.identity()
+    assert known.identity() == OnnxRuntimeRunner(path).identity()
+
+
 def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
     """ONNX Runtime warns at each TensorScatter whose past and present are two buffers: with its warnings on, none."""
     path = write_decoder(tmp_path / "model.onnx", replace(BASE, head_size=12))  # GroupQueryAttention copies silently

@@ -327,6 +327,7 @@ class KVCache:
         Raises:
             SlotError: see `slot`.
             OutputError: the file cannot be written.
+            SessionError: the model's files are gone, or have changed since the session was opened.
         """
         from trt_kvcache.runtime.cache_file import save_slots
 

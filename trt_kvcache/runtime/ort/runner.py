@@ -6,6 +6,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,7 @@ class OnnxRuntimeRunner:
         imported = import_model(model, options or PlanOptions())
         self._source = imported.source
         self._identity: str | None = None
+        self._stamps = [(path, _stamp(path)) for path in (self._source.path, *self._source.external_files)]
         self._plan = imported.plan
         self._carried = {c.past: c for c in carried_buffers(imported.plan)}
         self._inputs = StepInputs(imported.plan)
@@ -170,9 +172,14 @@ class OnnxRuntimeRunner:
         """A digest of the model file and its external data."""
         try:
             if self._identity is None:
-                self._identity = model_identity(
-                    [identify(p) for p in (self._source.path, *self._source.external_files)]
-                )
+                identity = model_identity([identify(path) for path, _ in self._stamps])
+                for path, stamp in self._stamps:
+                    if _stamp(path) != stamp:
+                        raise SessionError(
+                            f"{path}: has changed since the session was opened, and nothing else tells which model the "
+                            "caches belong to; save before models are replaced, or open the session again"
+                        )
+                self._identity = identity
             return self._identity
         except OSError as error:
             raise SessionError(f"{error.filename}: the model can no longer be read: {error.strerror}") from error
@@ -294,6 +301,12 @@ def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
     if inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
         model = fuse_attention(model, imported.plan)
     return keep_experts(model, imported.source.proto)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    """What changes with a file."""
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
