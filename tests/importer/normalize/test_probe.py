@@ -117,6 +117,26 @@ def test_small_weights_inside_the_model_are_constants() -> None:
     np.testing.assert_array_equal(plain.given({"tokens": tokens}).value("mixed"), np.tile([1.0, 2.0, 3.0], (2, 5, 1)))
 
 
+def test_samples_share_no_more_than_what_is_the_same_in_each() -> None:
+    """As if each had a blueprint of its own, in any order: values, shapes and types, and what is given."""
+    shared, rng = Blueprint(model(), {}), np.random.default_rng(0)
+    names = [*shared.producers, *shared.inputs, "weight"]
+    for _ in range(40):
+        batch, past, length = (int(n) for n in rng.integers(1, 4, 3))
+        shapes = {"past": (batch, 2, past, 4), "tokens": (batch, length), "flags": (batch,)}
+        given = {"tokens": rng.integers(0, 2, (batch, length))} if rng.random() < 0.5 else {}
+        found, alone = Probe(shared, shapes, given), Probe(Blueprint(model(), {}), shapes, given)
+        for name in rng.permutation(names):
+            expected, value = alone.value(name), found.value(name)
+            assert (found.shape(name), found.elem_type(name)) == (alone.shape(name), alone.elem_type(name)), name
+            assert (value is None) == (expected is None), name
+            if value is not None and expected is not None:
+                assert value.dtype == expected.dtype
+                np.testing.assert_array_equal(value, expected)
+    assert shared.evaluated
+    assert shared.inferred
+
+
 def test_long_chains_do_not_recurse() -> None:
     g = Graph()
     name = g.input("x", FLOAT, ["n"])

@@ -151,9 +151,8 @@ class Masks:
             return ~value.astype(bool)
         if use.kind is MaskKind.VISIBLE or value.dtype == np.bool_:
             return value.astype(bool)
-        numbers = value.astype(np.float64)
-        visible = numbers > HIDDEN
-        if np.any(numbers[visible] != 0) and not use.slanted:
+        visible = value > HIDDEN
+        if not use.slanted and np.any(visible & (value != 0)):
             raise UnsupportedModelError(
                 f"'{use.tensor.name}' adds numbers other than 0 and the lowest to the scores of '{self.node}' (a "
                 "position bias); supported are causal, padding and window masks, and the caller's own"

@@ -30,7 +30,7 @@ _SHAPED_BY: dict[str, tuple[int, ...]] = {
     "ReduceSumSquare": (1,), "CenterCropPad": (1,),
 }  # fmt: skip
 SIZES = ("Shape", "Size")  # know their inputs by their types
-_SMALL = 1 << 12  # bytes of a constant; larger ones are not compared
+_SMALL = 1 << 12  # bytes; larger values are not compared
 _RANDOM = ("RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial")
 _SPREAD = ("Expand", "ConstantOfShape", "Tile", "Range")  # make much of little
 _READABLE = {  # masks kept as buffers, and rows counted over a capacity
@@ -67,6 +67,9 @@ class Maker:
 class Blueprint:
     """A model as probes read it: made once, shared by all samples.
 
+    Attributes:
+        evaluated, inferred: what operators made of small values and types, by form and `content`, in any sample.
+
     Args:
         model: flat, with named tensors. Not kept in sync with later edits.
         weights: large inline initializers that were detached from `model`, by name; only integers, masks and what has
@@ -89,6 +92,8 @@ class Blueprint:
         self._operators: dict[int, Callable[..., Any] | None] = {}
         self._constants: dict[str, Array | None] = {}
         self._contents: dict[Hashable, Array] = {}
+        self.evaluated: dict[Hashable, Sequence[Array | None]] = {}
+        self.inferred: dict[Hashable, Sequence[bytes | None]] = {}
 
     def constant(self, name: str) -> Array | None:
         """The value of a Constant, or of an initializer that is small or may be a mask; None for all other tensors.
@@ -97,8 +102,8 @@ class Blueprint:
         """
         if name not in self._constants:
             value = self._constant(name) if self.is_constant(name) else None
-            if value is not None and value.nbytes <= _SMALL and not value.dtype.hasobject:
-                value = self._contents.setdefault((value.dtype, value.shape, value.tobytes()), value)
+            if value is not None and is_small(value):
+                value = self._contents.setdefault(content(value), value)
             self._constants[name] = value
         return self._constants[name]
 
@@ -200,6 +205,18 @@ class Blueprint:
         except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
             return {}
         return inferred
+
+
+def content(value: Array | None) -> Hashable:
+    """What is equal for equal small values, and for large ones where they are the same object."""
+    if value is None or not is_small(value):
+        return id(value)
+    return value.dtype, value.shape, value.tobytes()
+
+
+def is_small(value: Array) -> bool:
+    """Whether a value is told apart by its content."""
+    return value.nbytes <= _SMALL and not value.dtype.hasobject
 
 
 def _run(

@@ -71,4 +71,4 @@ def _slopes(values: Sequence[Array], samples: Samples) -> Array | None:
 
 def _bounded(value: Array) -> Array:
     """Numbers in a row; the largest ones, which stand for an end that is far enough, as smaller ones."""
-    return np.asarray(np.clip(value.reshape(-1).astype(np.int64), -_FAR, _FAR))
+    return np.asarray(np.minimum(np.maximum(value.reshape(-1).astype(np.int64), -_FAR), _FAR))

@@ -6,8 +6,8 @@ that no weight and no token reaches: shape arithmetic, positions, masks. Any ten
 stands for what its producer would make; so a chain of operators can be fed numbers and its result compared with what it
 should be. Operators are evaluated by the `Blueprint` of the model, one by one, only for what is asked.
 
-The layers of a decoder do the same with tensors of the same shapes. So within a sample, what an operator makes of the
-same types and values is made once:
+The layers of a decoder do the same with tensors of the same shapes, and much is the same in every step. So what an
+operator makes of the same types and values is made once; of small values, once for all samples:
 
     layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
     layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
@@ -15,21 +15,24 @@ same types and values is made once:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import TypeVar
 
 import numpy as np
 import onnx
 
-from trt_kvcache.importer.normalize.evidence.blueprint import SIZES, Array, Blueprint, Maker
+from trt_kvcache.importer.normalize.evidence.blueprint import SIZES, Array, Blueprint, Maker, content, is_small
 
 Shape = tuple[int, ...]
 _Type = bytes  # an onnx.TypeProto, serialized: hashable, and equal only where all of it is
 _Fact = tuple[str, bool]  # a tensor's value, or its type
+_Made = TypeVar("_Made")
 
 COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
 FILLED = ("ScatterElements", "ScatterND")  # as large as their first input, whatever is written into it
 _LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
+_KEPT = 1 << 12  # results, at most, that all samples share
 _VALUE, _TYPE = True, False
 
 
@@ -48,7 +51,7 @@ class Probe:
         self._given = dict(values)
         self._values: dict[str, Array | None] = dict(values)
         self._types: dict[str, _Type | None] = {}
-        # What was made of what: by form, types, and values as objects, which live as long as the probe.
+        # What was made of what, in this sample only: by large values as objects, which live as long as the probe.
         self._evaluated: dict[Hashable, Sequence[Array | None]] = {}
         self._inferred: dict[Hashable, Sequence[_Type | None]] = {}
 
@@ -112,10 +115,12 @@ class Probe:
         if missing := [(n, _TYPE) for n in maker.likes if n not in types]:
             return missing
         likes = [types[n] for n in maker.likes]
-        key = (maker.form, *map(id, inputs), *likes)
-        if key not in self._evaluated:
-            self._evaluated[key] = self._evaluate(maker, inputs, likes)
-        values[name] = self._evaluated[key][maker.index]
+        key = (maker.form, *map(content, inputs), *likes)
+        made = self._blueprint.evaluated.get(key) or self._evaluated.get(key)
+        if made is None:
+            made = self._evaluate(maker, inputs, likes)
+            _place(self._blueprint.evaluated, self._evaluated, (*inputs, *made))[key] = made
+        values[name] = made[maker.index]
         return ()
 
     def _evaluate(
@@ -168,10 +173,12 @@ class Probe:
         if missing := [(n, _VALUE) for n in maker.shaped_by if n not in values]:
             return missing
         data = [values[n] for n in maker.shaped_by]
-        key = (maker.form, *kinds, *map(id, data))
-        if key not in self._inferred:
-            self._inferred[key] = self._infer(maker)
-        types[name] = self._inferred[key][maker.index]
+        key = (maker.form, *kinds, *map(content, data))
+        made = self._blueprint.inferred.get(key) or self._inferred.get(key)
+        if made is None:
+            made = self._infer(maker)
+            _place(self._blueprint.inferred, self._inferred, data)[key] = made
+        types[name] = made[maker.index]
         return ()
 
     def _infer(self, maker: Maker) -> Sequence[_Type | None]:
@@ -193,6 +200,14 @@ class Probe:
         if (tensor := self._blueprint.constant_tensor(name)) is not None:
             return _type(tensor.data_type, tuple(tensor.dims))
         return None
+
+
+def _place(
+    shared: dict[Hashable, _Made], own: dict[Hashable, _Made], values: Iterable[Array | None]
+) -> dict[Hashable, _Made]:
+    """Where to keep what was made of some values, or is one of them."""
+    fits = len(shared) < _KEPT and all(value is None or is_small(value) for value in values)
+    return shared if fits else own
 
 
 @lru_cache(1 << 16)

@@ -102,6 +102,10 @@ class Samples:
         self._room = interface.room
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
+        self._dtypes = {
+            t.name: onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, t.dtype.upper()))
+            for t in interface.inputs.values()
+        }
         self.fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
         fixed_length = self.fixed_length
         self.kept = tuple(sorted({t.kept for t in interface.inputs.values() if t.kept and t.kept < capacity}))
@@ -201,7 +205,7 @@ class Samples:
                 d if isinstance(d, int) else known.get(a, other) for d, a in zip(tensor.shape, tensor.axes, strict=True)
             )
             shapes[tensor.name] = shape
-            dtype = onnx.helper.tensor_dtype_to_np_dtype(getattr(onnx.TensorProto, tensor.dtype.upper()))
+            dtype = self._dtypes[tensor.name]
             if tensor.role is OriginalRole.POSITIONS:
                 _check_positions(tensor, shape, batch, length)
                 rows = np.broadcast_to(past + np.arange(length), (batch, length))
