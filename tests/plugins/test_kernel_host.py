@@ -30,7 +30,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> HostKernels:
     flags = sanitizer_flags(folder)
     if flags is None:
         pytest.skip(f"{compiler()} has no address and undefined-behavior sanitizers (libasan, libubsan)")
-    return HostKernels(folder, all_kernels(), ["-O1", *flags])
+    return HostKernels(folder, all_kernels(), ["-O0", *flags])
 
 
 def check(host: HostKernels, cases: list[Case]) -> None:
