@@ -58,6 +58,7 @@ class Machine:
         recordable, instantiable: whether graphs can be recorded at all, and made executable.
         templates, graphs: ``CUgraph`` and ``CUgraphExec`` that were not destroyed.
         driver: the CUDA version of its driver, as the driver tells it.
+        capability: its compute capability.
         launched: how often a kernel was launched.
         no_launches: words with which every launch fails.
         wrong_tokens: bits of tokens that kernels get wrong.
@@ -77,6 +78,7 @@ class Machine:
     graphs: int = 0
     launches: int = 0
     driver: int = 13_050
+    capability: tuple[int, int] = (9, 0)
     launched: int = 0
     no_launches: str = ""
     wrong_tokens: int = 0
@@ -359,7 +361,7 @@ class Device:
     def __init__(self, machine: Machine, index: int) -> None:
         self._machine = machine
         self.name = GPU
-        self.compute_capability = (9, 0)
+        self.compute_capability = machine.capability
 
     def set_current(self) -> None:
         CURRENT.machine = self._machine

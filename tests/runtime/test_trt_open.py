@@ -95,10 +95,15 @@ def test_engine_of_another_version(engine: Path) -> None:
 
 def test_engine_for_another_gpu(engine: Path) -> None:
     edit(engine, lambda m: replace(m, compute_capabilities=("sm89",)))
-    words = r"1\.7\.1\.116 for sm89, on .*: no such kernel \[UNSUPPORTED_CC\]; build it again with .* sm90"
+    here = "build it again on this machine with --compute-capabilities current, which is sm90"  # sm90 is no name for it
+    words = rf"1\.7\.1\.116 for sm89, on .*: no such kernel \[UNSUPPORTED_CC\]; {here}"
     refused(BackendError, words, engine, refuse="no such kernel", diagnostics=Invalidity.UNSUPPORTED_CC)
     edit(engine, lambda m: replace(m, compute_capabilities=()))
-    refused(BackendError, "build it again on this machine, for sm90", engine, refuse="no such kernel")
+    refused(BackendError, here, engine, refuse="no such kernel")
+    edit(engine, lambda m: replace(m, compute_capabilities=("sm90",)))
+    refused(BackendError, "other backends may know this GPU .*, and the CPU runs", engine, refuse="no such kernel")
+    ada = Machine(capability=(8, 9))
+    refused(BackendError, "again with --compute-capabilities sm89", engine, machine=ada, refuse="no such kernel")
     refused(BackendError, "update the NVIDIA driver", engine, refuse="?", diagnostics=Invalidity.OLD_CUDA_DRIVER)
 
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.engine.backend import PACKAGES
+from trt_kvcache.engine.backend import PACKAGES, RTX_COMPUTE_CAPABILITIES
 from trt_kvcache.engine.inspect import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
+from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
 from trt_kvcache.importer.plan import Target
@@ -186,8 +187,12 @@ def _refusal(
         advice = f"install version {manifest.backend_version}, or build the engine again with {version}"
     elif "OLD_CUDA_DRIVER" in reasons:
         advice = "update the NVIDIA driver"
-    elif manifest.compute_capabilities and sm not in manifest.compute_capabilities:
+    elif sm in manifest.compute_capabilities:
+        advice = "other backends may know this GPU (build with --backend), and the CPU runs the model's .onnx file"
+    elif manifest.backend == Target.TENSORRT_RTX and sm in RTX_COMPUTE_CAPABILITIES:
         advice = f"build it again with --compute-capabilities {sm}"
+    elif manifest.backend == Target.TENSORRT_RTX:
+        advice = f"build it again on this machine with --compute-capabilities {CURRENT}, which is {sm}"
     else:
         advice = f"build it again on this machine, for {sm}"
     found = f" [{', '.join(reasons)}]" if reasons else ""
