@@ -91,9 +91,9 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
         faults: ``refuse``: words with which engines are not opened; ``diagnostics``: an `Invalidity`; ``aliases``: what
             engines report instead of the truth; ``on_host``: names of tensors; ``not_recordable``: words with which a
             step is not recorded; ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps
-            are refused; ``fail_late``: the same, after a part of the step was put on the stream; ``no_shapes``: words
-            with which the shapes of outputs are not worked out; ``unknown_sizes``: names of outputs whose sizes depend
-            on the data.
+            are refused; ``fail_graphs``: the same of contexts that record by themselves; ``fail_late``: the same after
+            a part of the step was put on the stream; ``no_shapes``: words with which the shapes of outputs are not
+            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data.
     """
     module = SimpleNamespace(
         __version__=version, Logger=Logger, IErrorRecorder=IErrorRecorder, rtx=rtx, TensorLocation=Location,
@@ -345,6 +345,8 @@ class Context:
         faults = self._module.faults
         if faults.get("fail_steps"):
             return self._refuse(faults["fail_steps"])
+        if faults.get("fail_graphs") and self._records:
+            return self._refuse(faults["fail_graphs"])
         if missing := [n for n in self._engine._names("INPUT") if -1 in self._shape(n)]:
             return self._refuse(f"the shape of {missing[0]} is not specified")
         if missing := [n for n in self._engine._tensors if not self._addresses.get(n)]:

@@ -13,6 +13,7 @@ from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
+from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
@@ -114,6 +115,24 @@ def test_goes_on_without_graphs(engine: Path, machine: Machine, faults: dict[str
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         decode(runner, 8, rows=3)
+
+
+@pytest.mark.parametrize("late", [0, 4])
+def test_goes_on_where_rtx_does_not_record(machine: Machine, late: int, tmp_path: Path) -> None:
+    """The step that fails is run again, and none is lost; also after steps that were recorded."""
+    rtx = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=600)))
+    plain, runner = open_(rtx, machine, rtx=True, graphs=False), open_(rtx, machine, rtx=True)
+    if late:
+        np.testing.assert_array_equal(decode(runner, late), decode(plain, late))
+    runner.module.faults["fail_graphs"] = "cannot capture"  # type: ignore[attr-defined]
+    with pytest.warns(RuntimeWarning, match="decoding goes on without CUDA graphs: .*cannot capture"):
+        found = decode(runner, 8, start=late)
+    np.testing.assert_array_equal(found, decode(plain, 8, start=late))
+    assert runner.graphs is not None
+    assert len(runner.graphs) == 0
+    runner.module.faults["fail_steps"] = "out of memory"  # type: ignore[attr-defined]
+    with pytest.raises(SessionError, match="out of memory"):
+        decode(runner, 1, start=8)
 
 
 def test_goes_on_where_cuda_records_nothing(engine: Path, machine: Machine) -> None:

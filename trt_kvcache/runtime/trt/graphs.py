@@ -81,9 +81,7 @@ class StepGraphs:
         step = self._recorded[key]
         self._recorded.move_to_end(key)
         if self._native:
-            before()
-            step.context.enqueue()
-            return True
+            return self._enqueue(step.context, before)
         if step.graph is None and not self._record(step, before):
             return False
         self._cuda.launch(step.graph)
@@ -104,8 +102,16 @@ class StepGraphs:
             self._give_up(error)
             return False
         self._recorded[key] = _Recorded(context)
-        before()
-        context.enqueue()
+        return self._enqueue(context, before)
+
+    def _enqueue(self, context: Context, before: Callable[[], None]) -> bool:
+        """Run a step plainly, in a context of its own. One that fails is run again in another: it writes the same."""
+        try:
+            before()
+            context.enqueue()
+        except BackendError as error:
+            self._give_up(error)
+            return False
         return True
 
     def _record(self, step: _Recorded, before: Callable[[], None]) -> bool:
@@ -123,6 +129,7 @@ class StepGraphs:
     def _give_up(self, error: BackendError) -> None:
         """Run everything plainly from here on; said once."""
         self.failure = str(error)
+        self._cuda.sync()  # a part of a step may use its context
         self.close()
         warnings.warn(f"decoding goes on without CUDA graphs: {error}", RuntimeWarning, stacklevel=2)
 
