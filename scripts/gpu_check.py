@@ -183,7 +183,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     for name in backends:
         given = [f"--engine={path.resolve()}" for path in options.engine]
         command = (python, str(SCRIPTS / "gpu_answers.py"), f"--backend={name}", "--output={out}", *given)
-        found.append(Step(name, ANSWERS, command, 150, merged=True))
+        found.append(Step(name, ANSWERS, command, 240, merged=True))  # each has its own limit, too
     for capacity in CAPACITIES[options.small]:
         for name in backends:
             command = (python, str(SCRIPTS / "gpu_measure.py"), f"--backend={name}", f"--capacity={capacity}")
@@ -191,7 +191,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
             found.append(Step(name, f"measure {capacity}", command, 130, merged=True))
     for name in backends:
         for what, file in ENGINE_TESTS.items():
-            found.append(Step(name, f"{what} tests", (*tests, str(ROOT / "tests" / "gpu" / f"test_{file}.py")), 120))
+            found.append(Step(name, f"{what} tests", (*tests, str(ROOT / "tests" / "gpu" / f"test_{file}.py")), 180))
     # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
     command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")
     found.append(Step(KERNEL, "compile", command, 75))
