@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -20,7 +21,7 @@ from typer.testing import CliRunner
 
 from trt_kvcache import plan_model, rewrite_model
 from trt_kvcache.cli.app import app
-from trt_kvcache.errors import ModelError, TrtKvCacheError
+from trt_kvcache.errors import ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.importer.plan import PlanOptions, Role
 
 SMALL = DecoderConfig(layers=1, hidden=16, vocab=32, query_heads=2, kv_heads=1, head_size=8, capacity=16, positions=32)
@@ -287,6 +288,19 @@ def test_damaged_models_never_end_in_a_bug(folder: Path, form: str, mutations: l
         assert set(folder.iterdir()) == before
     else:
         assert set(folder.iterdir()) == {*before, output}
+
+
+def test_a_disk_that_fills_up_leaves_the_old_model(folder: Path) -> None:
+    path, output = decoder(folder), folder / "out.onnx"
+    output.write_bytes(b"old")
+    before, limits = listing(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OutputError, match=r"out\.onnx: cannot be written: File too large$"):
+            rewrite_model(path, output)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert listing(folder) == before
 
 
 def test_every_truncation_is_refused(folder: Path) -> None:

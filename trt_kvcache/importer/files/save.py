@@ -73,7 +73,8 @@ def save_model(
                 place(changed, _aligned(flipped, source.path.parent))
             place(target, content)
     except OSError as error:
-        raise OutputError(f"{output}: cannot be written: {error.strerror} ({error.filename})") from None
+        where = f" ({error.filename})" if error.filename else ""  # a disk that is full names none
+        raise OutputError(f"{output}: cannot be written: {error.strerror}{where}") from None
 
 
 def _check_target(target: Path, source: SourceModel) -> None:
