@@ -45,7 +45,8 @@ _RUN = "How it runs"
 def generate(
     model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.")],
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Text; several take several.", rich_help_panel=_PROMPTS)
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="For several, give it several times.", rich_help_panel=_PROMPTS),
     ] = None,
     prompt_file: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="Text from a file; - is stdin.", rich_help_panel=_PROMPTS)
@@ -89,7 +90,11 @@ def generate(
     ] = None,
     source: Annotated[
         list[str] | None,
-        typer.Option(help="Text, such as what is to be translated; several take several.", rich_help_panel=_SOURCES),
+        typer.Option(
+            metavar="TEXT",
+            help="Such as what is to be translated. For several, give it several times.",
+            rich_help_panel=_SOURCES,
+        ),
     ] = None,
     source_tokens: Annotated[
         list[str] | None, typer.Option(metavar="ID,...", help="The same as token ids.", rich_help_panel=_SOURCES)
@@ -125,7 +130,9 @@ def generate(
     ] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", rich_help_panel=_CHOICE)] = None,
     min_p: Annotated[float | None, typer.Option(metavar="P", rich_help_panel=_CHOICE)] = None,
-    seed: Annotated[int | None, typer.Option(help="Default: a fresh one, told.", rich_help_panel=_CHOICE)] = None,
+    seed: Annotated[
+        int | None, typer.Option(metavar="N", help="Default: a fresh one, told.", rich_help_panel=_CHOICE)
+    ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(metavar="X", rich_help_panel=_CHOICE)] = None,
     no_repeat_ngram_size: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_CHOICE)] = None,
     logit_bias: Annotated[
