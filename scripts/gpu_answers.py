@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 from decoders import DecoderConfig, write_decoder
-from gpu_measure import BUILT_FOR, Opened, built_for, runs_only_if_built_here, write_json
-from gpu_supervise import ENGINE, supervise, unanswered
+from gpu_measure import BUILT_FOR, Opened, built_for, write_json
+from gpu_supervise import ENGINE, runs_only_if_built_here, supervise
 
 from trt_kvcache.engine import build
 from trt_kvcache.engine.manifest import load_manifest
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> None:
     """Ask what has no answer in `output` yet."""
-    result: Answer = json.loads(output.read_text()) if output.exists() else unanswered()
+    result: Answer = json.loads(output.read_text())
     answers: Answer = result["answers"]
 
     def keep(asking: str) -> None:

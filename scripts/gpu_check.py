@@ -55,8 +55,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpu_measure import BUILT_FOR, runs_only_if_built_here, write_json
+from gpu_measure import BUILT_FOR, write_json
 from gpu_report import table
+from gpu_supervise import runs_only_if_built_here
 
 from trt_kvcache.engine import backend, doctor
 from trt_kvcache.importer.plan import Target

@@ -24,7 +24,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -53,11 +53,6 @@ def built_for() -> dict[str, Any]:
     """The same as arguments of `BuildOptions`."""
     names = os.environ.get(BUILT_FOR, "")
     return {"compute_capabilities": tuple(names.split(","))} if names else {}
-
-
-def runs_only_if_built_here(answers: Mapping[str, Any]) -> bool:
-    """Whether engines for all GPUs are refused here, and one for this GPU alone is not (`gpu_answers`)."""
-    return "error" in answers.get("runs", {}) and bool(answers.get("runs_if_built_here", {}).get("yes"))
 
 
 class Opened:

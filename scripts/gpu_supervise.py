@@ -15,14 +15,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from gpu_measure import write_json
 
-__all__ = ["ENGINE", "supervise", "unanswered"]
+__all__ = ["ENGINE", "runs_only_if_built_here", "supervise"]
 
 ENGINE = "engine "
 """Before the name of an engine that is being asked about."""
@@ -31,9 +31,9 @@ _GRACE = 4.0  # seconds, to say where it hangs
 _WORDS = 1500  # of its output that are kept
 
 
-def unanswered() -> dict[str, Any]:
-    """What the file holds at the beginning."""
-    return {"answers": {}, "engines": [], "asking": ""}
+def runs_only_if_built_here(answers: Mapping[str, Any]) -> bool:
+    """Whether engines for all GPUs are refused here, and one for this GPU alone is not."""
+    return "error" in answers.get("runs", {}) and bool(answers.get("runs_if_built_here", {}).get("yes"))
 
 
 def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
@@ -47,7 +47,7 @@ def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
     Returns:
         Whether no question ended it.
     """
-    write_json(output, unanswered())
+    write_json(output, {"answers": {}, "engines": [], "asking": ""})
     well = True
     while True:
         with tempfile.TemporaryFile() as log:
