@@ -296,7 +296,7 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
         (["--tokens", "5", "--eos", "3", "--ignore-eos"], "use one of them"),
         (["--tokens", "5", "--generation-config", "none.json"], "none.json cannot be read"),
         (["--tokens", "5", "--device", "cuda"], "a GPU runs engines"),
-        (["--tokens", "5", "--num-beams", "99"], "num_beams=99 needs as many rows"),
+        (["--tokens", "5", "--num-beams", "99"], "num_beams=99 needs as many rows, and 8 of 8 are free"),
     ],
     ids=lambda value: " ".join(value)[:40] if isinstance(value, list) else "",
 )

@@ -67,7 +67,7 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         slots: list[int] = []
         try:
             for _ in range(config.num_beams):
-                slots.append(_acquire(session, config.num_beams, prompt.constants))
+                slots.append(_acquire(session, config.num_beams, len(slots), prompt.constants))
             prompt.append_to(session.cache.slot(slots[0]))
             logits = session.update({slots[0]: []})[slots[0]][-1]
             room = session.cache.room(slots[0])
@@ -80,8 +80,11 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)
 
 
-def _acquire(session: _Updater, beams: int, given: Constants) -> int:
+def _acquire(session: _Updater, beams: int, have: int, given: Constants) -> int:
     try:
         return session.cache.acquire(constants=given)
-    except SlotError as error:
-        raise SlotError(f"beam search with num_beams={beams} needs as many rows: {error}") from None
+    except SlotError:
+        raise SlotError(
+            f"beam search with num_beams={beams} needs as many rows, and {have} of {session.cache.rows} are free; "
+            f"remove sequences, or open the session with a max_batch of {beams} or more"
+        ) from None
