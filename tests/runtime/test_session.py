@@ -138,7 +138,7 @@ def test_beams_keep_their_own_caches() -> None:
     assert [e.token for e in streamed] == results[0].tokens
     with DecodeSession(HashRunner(max_batch=2)) as session:
         session.cache.acquire()
-        with pytest.raises(SlotError, match="num_beams=3 needs as many rows, and 1 of 2 are free; .* max_batch of 3 or more"):
+        with pytest.raises(SlotError, match="needs as many rows, and 1 of 2 are free; .* max_batch of 3 or more"):
             session.generate([[1]], config(6, num_beams=3))
         assert session.cache.free == 1
 
