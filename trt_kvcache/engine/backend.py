@@ -10,6 +10,7 @@ import importlib.metadata
 import importlib.util
 import re
 from dataclasses import dataclass
+from functools import cache
 
 from trt_kvcache.engine.options import CURRENT, BuildOptions
 from trt_kvcache.errors import BackendError, OptionError
@@ -73,6 +74,7 @@ class Backend:
         return self.target is Target.TENSORRT_RTX or _release(self.version) >= PACKED_NATIVE_SINCE
 
 
+@cache  # who provides a module is read from the metadata of all packages, some 60 ms each time
 def installed_version(target: Target) -> str | None:
     """The version of the package that provides this builder's module, or None where it is not installed."""
     module = PACKAGES[target].module
