@@ -152,7 +152,7 @@ def test_gpu_check_says_what_the_backend_says(tmp_path: Path) -> None:
 
 def test_a_step_that_hangs_or_crashes_costs_its_own_results_only(tmp_path: Path) -> None:
     """The kernel's benchmark hangs until no time is left for the last steps; what was there stays there."""
-    done = check(tmp_path, *only("bench", "measure 64"), "--minutes=0.25", FAKE_KERNELS_HANG="1")
+    done = check(tmp_path, *only("bench", "measure 64"), "--minutes=0.1", FAKE_KERNELS_HANG="1")
     assert done.returncode == 1
     assert statuses(result_of(tmp_path, "kernel")) == {"bench": "timeout"}
     assert json.loads(done.stdout.splitlines()[-1])["failed"][0] == "kernel: bench"

@@ -127,9 +127,8 @@ def test_long_updates_are_as_long_as_all_heads_afford(
     assert min(areas) == min(lengths._SLOW_AREA, lengths._AREA // heads)
 
 
-@pytest.mark.parametrize("apply", ["add", "where"])
-@given(steps=odd_steps())
-@settings(max_examples=60, deadline=None)
+@given(apply=st.sampled_from(["add", "where"]), steps=odd_steps())
+@settings(max_examples=70, deadline=None)
 def test_a_mask_that_is_another_one_in_some_steps(apply: str, steps: tuple[str, Odd, int]) -> None:
     _, odd, capacity = steps
     with pytest.raises(UnsupportedModelError, match=r"none of the supported ones .*the last query sees"):
