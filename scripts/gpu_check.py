@@ -48,14 +48,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
+from xml.etree.ElementTree import ParseError
 
+from cuda.pathfinder import load_nvidia_dynamic_lib
 from gpu_measure import BUILT_FOR, write_json
+from gpu_outcomes import counted, counts, unfinished
 from gpu_report import table
 from gpu_supervise import runs_only_if_built_here
 
@@ -111,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     gpu = gpus[0]
     parts: dict[str, dict[str, Any]] = {}
-    machine = {"gpu": dataclasses.asdict(gpu), "driver": driver, "packages": _packages()}
+    machine = {"gpu": dataclasses.asdict(gpu), "driver": driver, "packages": _packages(), "nvrtc": _nvrtc()}
     for name in (*chosen, KERNEL):
         parts[name] = machine | {"backend": name, "version": versions.get(name), "steps": []}
     options.output.mkdir(parents=True, exist_ok=True)
@@ -142,8 +145,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 FAILED = ("failed", "timeout")
-MOST_FAILURES = 40
-MOST_TRACES = 10
 MOST_LOG = 1 << 20  # bytes of what a step prints
 ANSWERS = "answers"
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
@@ -233,6 +234,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     log = out.with_suffix(".log")
     environment = os.environ | {
         "PYTHONPATH": _python_path(),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [os.environ.get("LD_LIBRARY_PATH"), _nvrtc()])),
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",  # a crash, or the end of a step that hangs, shows where it was
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
@@ -260,7 +262,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
         about["status"] = "not possible"
     if about["status"] != "ok":
         about["output"] = text[-6000:]
-    if about["status"] == "timeout" and (test := _unfinished(text)):
+    if about["status"] == "timeout" and (test := unfinished(text)):
         about["ended_at"] = test
     try:
         _take(step, part, out, text)
@@ -290,7 +292,7 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
     """Put what a step wrote into its part, as much as there is."""
     try:
         if step.name.endswith("tests") or step.name == "sanitizer":
-            found = _counts(out) if out.exists() else _counted(text)
+            found = counts(out) if out.exists() else counted(text)
         elif step.name == "compile":
             rows = json.loads(text[text.index("[") :])  # after what else is said
             spills = [row["kernel"] for row in rows if row["spill_bytes"]]
@@ -298,7 +300,7 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
             found = {"kernels": len(rows), "most_registers": most, "with_spills": spills}
         else:
             found = json.loads(out.read_text())
-    except (OSError, ValueError, ElementTree.ParseError):
+    except (OSError, ValueError, ParseError):
         return  # it ended before it had anything; its status and its output say why
     if step.merged:
         for key, value in found.items():
@@ -310,47 +312,6 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
         part[step.name.replace(" ", "_")] = found
 
 
-def _counts(report: Path) -> dict[str, Any]:
-    """What pytest counted, why tests were skipped, and which failed."""
-    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
-    counts = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
-    bad = counts["failures"] + counts["errors"]
-    problems = [
-        (str(case.get("name")), problem)
-        for case in suite.iter("testcase")
-        for problem in (*case.iter("failure"), *case.iter("error"))
-    ]
-    return {
-        "passed": counts["tests"] - bad - counts["skipped"],
-        "failed": bad,
-        "skipped": counts["skipped"],
-        "reasons": sorted({s.get("message", "") for s in suite.iter("skipped")}),
-        "failures": {name: str(problem.get("message", ""))[:500] for name, problem in problems[:MOST_FAILURES]},
-        "traces": {name: (problem.text or "")[-1500:] for name, problem in problems[:MOST_TRACES]},
-    }
-
-
-def _counted(text: str) -> dict[str, Any]:
-    """The same from pytest's output, where it was ended before its report: as far as it came."""
-    outcomes = re.findall(r"^\S+::(\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
-    counts = {kind: sum(found == kind for _, found in outcomes) for kind in ("PASSED", "SKIPPED")}
-    bad = [name for name, kind in outcomes if kind in ("FAILED", "ERROR")]
-    return {
-        "passed": counts["PASSED"],
-        "failed": len(bad),
-        "skipped": counts["SKIPPED"],
-        "reasons": [],
-        "failures": dict.fromkeys(bad[:MOST_FAILURES], "see the output"),
-    }
-
-
-def _unfinished(text: str) -> str:
-    """The test that pytest was at."""
-    lines = re.findall(r"^\S+::(\S.*)", text, re.MULTILINE)
-    open_ = [line for line in lines if not re.search(r" (PASSED|FAILED|ERROR|SKIPPED)\b", line)]
-    return open_[-1].partition(" Fatal Python error")[0].strip() if open_ else ""
-
-
 def _python_path() -> str:
     """This repository before everything else, where it is not installed."""
     known = os.environ.get("PYTHONPATH", "")
@@ -359,6 +320,18 @@ def _python_path() -> str:
 
 def _stem(gpu: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", gpu.lower()).strip("-")
+
+
+@cache
+def _nvrtc() -> str:
+    """The folder of the NVRTC that is a Python package here, where no library looks by itself; empty without one.
+
+    TensorRT for RTX 1.7.1 contains one, and also words for a libnvrtc that it cannot open.
+    """
+    try:
+        return str(Path(load_nvidia_dynamic_lib("nvrtc").abs_path).parent)
+    except Exception:  # noqa: BLE001 - it need not be here
+        return ""
 
 
 def _write(folder: Path, gpu: str, part: dict[str, Any]) -> None:
