@@ -13,6 +13,7 @@ from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, 
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample
+from trt_kvcache.importer.normalize.idioms.fronts import Front
 from trt_kvcache.importer.normalize.views import Layout, Shape, axis_order, is_view, shape_of, step_back
 
 _ADVICE = (
@@ -40,6 +41,8 @@ class Candidate:
         inner: the nodes between the operand and the output of `node`, `node` included, where these are several.
         kept: the newest rows that are left of a cache that grows, at most; None: all.
         rows_only: present holds the new rows only, in whatever layout.
+        front: the rows in use, where these are taken out, written into, and put back by `node`: `index` and `updates`
+            are those of the write into them, then those of `node`; `index` ends with what decides which rows they are.
         room: rows of a past that always has as many, whether they hold tokens or not; None: as many as hold tokens.
         reason: why it cannot be proven, where the search already sees that; "" otherwise.
         advice: what to do about `reason`.
@@ -59,6 +62,7 @@ class Candidate:
     inner: tuple[gs.Node, ...] = ()
     kept: int | None = None
     rows_only: bool = False
+    front: Front | None = None
     room: int | None = None
     reason: str = ""
     advice: str = ""

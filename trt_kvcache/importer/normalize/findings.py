@@ -37,6 +37,7 @@ class Write:
             rows are cut off, with past and new rows before they are.
         promise: that it writes the right rows in every step; None where the shapes of past and present say so.
         operands: of the views from past to present and from `update` to the operator that writes.
+        fronts: tensors with the first rows of `present` in the same layout, as many as there are tokens.
         new_rows: present as exported holds the new rows only: the axes of the cache in the order in which they lie in
             it, which may merge some. None: it holds the whole cache.
         room: rows of a past that always has as many, those of tokens first; None: as many as hold tokens.
@@ -56,6 +57,7 @@ class Write:
     promise: Promise | None = None
     operands: tuple[gs.Tensor, ...] = ()
     kept: int | None = None
+    fronts: tuple[gs.Tensor, ...] = ()
     new_rows: tuple[int, ...] | None = None
     room: int | None = None
 

@@ -42,7 +42,7 @@ class CacheReads:
     def __init__(self, writes: Sequence[Write], samples: Samples) -> None:
         self._samples = samples
         self._small = smallest(samples)
-        self._presents = {tensor.name: write for write in writes for tensor in _read(write)}
+        self._presents = {tensor.name: write for write in writes for tensor in (*_read(write), *write.fronts)}
 
     def behind(self, tensor: gs.Tensor) -> Write | None:
         """The cache that a tensor is made of by moving, repeating and scaling values."""
@@ -98,23 +98,37 @@ class CacheReads:
         self._samples.promise([tensor.name], ("factor", value.tobytes()), stays)
         return True
 
-    def prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> float:
-        """Prove that `tensor` is a cache with repeated heads; returns the factor that scales it."""
+    def prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> tuple[float, bool]:
+        """Prove that `tensor` is a cache with repeated heads.
+
+        Returns:
+            The factor that scales it, and whether it is cut to the rows that hold tokens.
+        """
         chain = self._chain(tensor)
         assert chain is not None
         few = self._samples.plain[: 2 if write.growing else 1]
         for sample in few:
             self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
-        for sample in self._samples.plain[len(few) :]:  # numbers would cost too much for caches of this size
-            shape, past = sample.probe.shape(tensor.name), sample.probe.shape(write.past.name)
-            rows = write.rows(sample) if write.growing or past is None else past[write.axis]
-            if shape is not None and shape[3 if transposed else 2] != rows:
+        whole, in_use = True, not write.growing
+        for sample in self._samples.plain:  # numbers would cost too much for caches of this size
+            shape = sample.probe.shape(tensor.name)
+            if shape is None:
+                continue
+            read, rows = shape[3 if transposed else 2], self._rows(write, sample)
+            whole, in_use = whole and read == rows, in_use and read == sample.total
+            if not whole and not in_use:
                 raise UnsupportedModelError(
-                    f"'{name}' reads {shape[3 if transposed else 2]} of the {rows} rows of cache '{write.past.name}'; "
-                    "supported are attentions over all rows, with a mask where they see fewer"
+                    f"'{name}' reads {read} of the {rows} rows of cache '{write.past.name}'; supported are attentions "
+                    "over all rows, with a mask where they see fewer, or over those that hold tokens"
                 )
         hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
-        return chain[1]
+        return chain[1], not whole
+
+    @staticmethod
+    def _rows(write: Write, sample: Sample) -> int:
+        """How many rows a cache has behind a step."""
+        past = sample.probe.shape(write.past.name)
+        return write.rows(sample) if write.growing or past is None else past[write.axis]
 
     def _compare(
         self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
@@ -126,7 +140,7 @@ class CacheReads:
                 f"the shape of the update '{write.update.name}' of cache '{write.past.name}' is unknown"
             )
         shape = [update[i] for i in write.perm or range(len(update))]
-        shape[write.axis] = write.rows(sample) if write.growing else past[write.axis]
+        shape[write.axis] = self._rows(write, sample)
         if int(np.prod(shape)) > _ELEMENTS:
             raise UnsupportedModelError(
                 f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a "
@@ -134,11 +148,13 @@ class CacheReads:
             )
         dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type_of(write.past))
         numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
-        names = [t.name for t in _read(write)]
-        made = sample.probe.given(dict.fromkeys(names, numbers)).value(tensor.name)
+        front = numbers[(slice(None),) * write.axis + (slice(sample.total),)]
+        given = {t.name: numbers for t in _read(write)} | {t.name: front for t in write.fronts}
+        made = sample.probe.given(given).value(tensor.name)
         if made is not None and made.ndim == 4:
             size = made.shape[2 if transposed else 3]
-            major = _heads_major(numbers, write, size)
+            is_front = not write.growing and made.shape[3 if transposed else 2] == sample.total
+            major = _heads_major(front if is_front else numbers, write, size)
             if major is not None and heads % major.shape[1] == 0:
                 repeats = made.shape[1] // major.shape[1]  # an Attention node may leave the repetition to itself
                 expected = factor * np.repeat(major, max(repeats, 1), axis=1).astype(np.float64)

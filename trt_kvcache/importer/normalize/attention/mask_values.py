@@ -57,12 +57,14 @@ class Masks:
         is_causal: the operator hides the keys behind the query by itself: with `write`, ONNX Attention without a past,
             aligned to the upper left corner; without, an operator that counts the past.
         write: of the cache of keys; None: the operator holds it, and it grows.
+        in_use: of a cache of a fixed length, it reads the rows that hold tokens only.
     """
 
     node: str
     uses: tuple[MaskUse, ...]
     is_causal: bool
     write: Write | None
+    in_use: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -85,11 +87,12 @@ class Masks:
             self.write is None or self.write.growing,
             self.kept,
             None if self.write is None else self.write.room,
+            self.in_use,
         )
 
     def rows(self, sample: Sample) -> int:
         """How many keys there are."""
-        if self.write is None:
+        if self.write is None or self.in_use:
             return sample.total
         if self.write.growing:
             return self.write.rows(sample)

@@ -54,6 +54,7 @@ def classify(
     write: Write | None = None,
     *,
     sinks: bool = False,
+    in_use: bool = False,
 ) -> Visibility:
     """Say which keys the queries of one attention see.
 
@@ -65,13 +66,14 @@ def classify(
         interface: of the model as exported.
         samples: of it.
         write: of the cache of keys; None: the operator holds it, and it grows.
+        in_use: it reads the rows of a cache of a fixed length that hold tokens only.
         sinks: logits stand beside the scores, so that what is added to all scores of a row counts.
 
     Raises:
         UnsupportedModelError: the mask is none of the templates.
     """
     rest, bias, slopes = _split_bias(node, uses, samples, sinks=sinks)
-    masks = Masks(node, tuple(rest), is_causal, write)
+    masks = Masks(node, tuple(rest), is_causal, write, in_use)
     own = find_own_mask(masks, graph, interface, samples)
     if write is not None and write.room is not None and (bias is not None or slopes is not None):
         raise UnsupportedModelError(

@@ -185,8 +185,8 @@ class _Finder:
                 "S, head size]"
             )
         self._check_queries(name, query)
-        key_scale = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
-        value_scale = self._caches.prove(name, values, value, shape[1], transposed=False)
+        key_scale, in_use = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
+        value_scale, _ = self._caches.prove(name, values, value, shape[1], transposed=False)
         if key.kept != value.kept:
             kept = [w.kept or "all" for w in (key, value)]
             raise UnsupportedModelError(
@@ -206,7 +206,9 @@ class _Finder:
         beside = scores.column is not None
         hiders = [h for h in scores.hiders if not self._only_slants(name, h, sinks=beside)]
         hold_hidden(name, hiders, samples)
-        visibility = classify(name, scores.masks, is_causal, graph, interface, samples, key, sinks=beside)
+        visibility = classify(
+            name, scores.masks, is_causal, graph, interface, samples, key, sinks=beside, in_use=in_use
+        )
         check_bias(name, visibility)
         check_own(name, hiders, visibility)
         output = unguarded(output, visibility, self._samples)

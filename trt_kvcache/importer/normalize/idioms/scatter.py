@@ -8,12 +8,12 @@
 
 torch writes index_copy, index_put and slice assignment like this, with the indexed axes in front. An index of ScatterND
 has a number for each of them: the row on the sequence axis, 0, 1, 2 .. on every other. ScatterElements has the row
-alone, expanded to the shape of the update.
+alone, expanded to the shape of the update. Some models take the rows in use out first: see `fronts`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -26,6 +26,8 @@ from trt_kvcache.importer.graph import is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, nearest_update, richest
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.reach import reach
+from trt_kvcache.importer.normalize.evidence.samples import Sample
+from trt_kvcache.importer.normalize.idioms.fronts import find_front
 from trt_kvcache.importer.normalize.idioms.rows import prove_rows
 from trt_kvcache.importer.normalize.views import Layout, cache_axis, regroup, trace_back
 
@@ -37,14 +39,15 @@ _MOST_INDEXED = 5  # axes; their orders are tried one by one
 
 def describe(node: gs.Node, past: gs.Tensor, present: gs.Tensor, views: tuple[gs.Node, ...]) -> Candidate:
     """The update that a scatter makes, whose data operand is `past` behind `views`."""
-    index = node.inputs[1]
-    found = reach(index)
-    reduction = str(node.attrs.get("reduction", "none"))
+    front = find_front(node) if is_op(node, "ScatterND") else None
+    found = reach(node.inputs[1] if front is None else front.cut.inputs[2])
+    writes = [node] if front is None else [front.write, node]
+    reductions = [str(n.attrs.get("reduction", "none")) for n in writes]
     dependent = found.data_dependent()
     reason = f"its positions depend on data: {dependent}" if dependent else ""
-    if reduction != "none":
-        reason = f"its reduction '{reduction}' combines new rows with old ones"
-    axis = _guess_axis(node, past, views)
+    if set(reductions) != {"none"}:
+        reason = f"its reduction '{max(reductions)}' combines new rows with old ones"
+    axis = _guess_axis(node, past, views) if front is None else front.axis(past, views)
     return Candidate(
         node.op,
         past,
@@ -53,8 +56,10 @@ def describe(node: gs.Node, past: gs.Tensor, present: gs.Tensor, views: tuple[gs
         axis,
         positions=() if reason else found.positions,
         views=views,
-        updates=(node.inputs[2],),
-        index=(index,),
+        updates=tuple(n.inputs[2] for n in writes),
+        index=(*(n.inputs[1] for n in writes), *(() if front is None else front.cut.inputs[1:])),
+        inner=() if front is None else (front.cut, *writes),
+        front=front,
         reason=reason,
     )
 
@@ -89,12 +94,19 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
         place = int(candidate.node.attrs.get("axis", 0)) % len(geometry.layout)
         order: Order = tuple(range(len(geometry.layout)))
     else:
-        order, place = _index_order(candidate, plain)
+        order, place = _index_order(
+            candidate, candidate.index[0], plain, lambda step: step.past + np.arange(step.length)
+        )
+    back: Order = ()
+    if candidate.front is not None:
+        if not all(candidate.front.is_kept(g.step.probe, candidate.operand, place) for g in plain):
+            raise candidate.refusal(f"'{candidate.front.tensor.name}', which it puts back, is not its first rows")
+        back, _ = _index_order(candidate, candidate.index[1], plain, lambda step: np.arange(step.total))
     axis = _sequence_axis(candidate, geometry, place)
 
     def rows_of(g: Geometry, probe: Probe) -> Array | None:
         value = probe.value(candidate.index[0].name)
-        if value is None:
+        if value is None or not _is_put_back(candidate, g, probe, back, place):
             return None
         if is_op(candidate.node, "ScatterElements"):
             grid = value if _covers(value.shape, g.operand_shape, place) else None
@@ -128,17 +140,36 @@ def _update_layout(candidate: Candidate, update: gs.Tensor, laid: Layout, axis: 
     return layout
 
 
-def _index_order(candidate: Candidate, geometries: Sequence[Geometry]) -> tuple[Order, int]:
-    """In which order an index of ScatterND runs through the axes, and which is the sequence axis."""
+def _is_put_back(candidate: Candidate, geometry: Geometry, probe: Probe, order: Order, place: int) -> bool:
+    """Whether all rows that were taken out go to where they were."""
+    if candidate.front is None:
+        return True
+    value, shape = (probe.value(candidate.index[1].name), probe.shape(candidate.front.tensor.name))
+    grid = None if value is None else _grid(value, geometry.operand_shape, order, place)
+    rows = None if grid is None else _rows(grid, geometry.layout, order, place)
+    return rows is not None and shape is not None and np.array_equal(rows, [np.arange(shape[place])] * len(rows))
+
+
+def _index_order(
+    candidate: Candidate, index: gs.Tensor, geometries: Sequence[Geometry], wanted: Callable[[Sample], Array]
+) -> tuple[Order, int]:
+    """In which order an index of ScatterND runs through the axes, and which is the sequence axis.
+
+    Args:
+        candidate: the update.
+        index: of it.
+        geometries: samples.
+        wanted: the rows that it writes.
+    """
     fitting: list[tuple[Order, int]] | None = None
     for geometry in geometries:
-        value = geometry.step.probe.value(candidate.index[0].name)
+        value = geometry.step.probe.value(index.name)
         if value is None:
             raise candidate.refusal("which rows it writes cannot be computed from positions and lengths")
         if bool((value < 0).any()):
             raise candidate.refusal(f"it counts rows from the end (row {int(value.min())})")
         options = list(_orders(value, geometry)) if fitting is None else fitting
-        fitting = [o for o in options if _fits(value, geometry, *o)]
+        fitting = [o for o in options if _fits(value, geometry, *o, wanted(geometry.step))]
         if not fitting:
             raise candidate.refusal(_misfit(value, geometry))
     if not fitting:
@@ -154,11 +185,10 @@ def _orders(value: Array, geometry: Geometry) -> Iterator[tuple[Order, int]]:
                 yield order, place
 
 
-def _fits(value: Array, geometry: Geometry, order: Order, place: int) -> bool:
+def _fits(value: Array, geometry: Geometry, order: Order, place: int, wanted: Array) -> bool:
     grid = _grid(value, geometry.operand_shape, order, place)
     if grid is None:
         return False
-    wanted = geometry.step.past + np.arange(geometry.step.length)
     rows = _rows(grid, geometry.layout, order, place)
     return rows is not None and rows.shape[-1] == wanted.size and bool((rows == wanted).all())
 

@@ -67,7 +67,7 @@ def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
     found = [c for c in found if not _is_constant(c, found)]
     found += find_new_rows(graph, found)
     found += _unreachable(graph, found)
-    found = [c if c.reason else replace(c, reason=_second_use(c, found)) for c in found]
+    found = [c if c.reason else replace(c, reason=_second_use(graph, c, found)) for c in found]
     return tuple(found)
 
 
@@ -171,7 +171,7 @@ def _unreachable(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidate]
     return more
 
 
-def _second_use(candidate: Candidate, found: Sequence[Candidate]) -> str:
+def _second_use(graph: gs.Graph, candidate: Candidate, found: Sequence[Candidate]) -> str:
     """Why a past that something else reads as well cannot be updated in place; "" where nothing does."""
     for other in found:
         if other is not candidate and other.past is candidate.past:
@@ -181,11 +181,16 @@ def _second_use(candidate: Candidate, found: Sequence[Candidate]) -> str:
     while stack:
         tensor = stack.pop()
         for node in consumers(tensor):
-            if is_view(node):
+            if is_view(node) or _is_only_cut(graph, node):
                 stack.extend(node.outputs)
             elif id(node) not in own and not is_op(node, "Shape", "Size"):
                 return f"{node.op} '{node.name}' reads its past as well"
     return ""
+
+
+def _is_only_cut(graph: gs.Graph, node: gs.Node) -> bool:
+    """Whether a node cuts rows out, of which others may want the shape only."""
+    return is_op(node, "Slice") and not contains(graph.outputs, node.outputs[0])
 
 
 def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Write:
@@ -232,9 +237,11 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
         cut if proof.rows_of is None else _promise(candidate, proof, plain[0].layout),
         (
             *operands((*(n for n in moves if not is_op(n, "Slice")), *_between(proof.update, candidate.updates[0]))),
+            *(operands(candidate.front.moves) if candidate.front is not None else ()),
             *(views_of(candidate) if candidate.rows_only else ()),
         ),
         candidate.kept,
+        _fronts(candidate),
         new_rows,
         candidate.room,
     )
@@ -336,6 +343,13 @@ def _laid(cache: Array, geometry: Geometry) -> Array:
     shape = [prod(cache.shape[axis] for axis in group) for group in geometry.layout]
     laid: Array = cache.transpose([*order, *(a for a in range(cache.ndim) if a not in order)]).reshape(shape)
     return laid
+
+
+def _fronts(candidate: Candidate) -> tuple[gs.Tensor, ...]:
+    """The rows in use, where they have the layout of present."""
+    rank = len(candidate.past.shape)
+    is_alike = static_layout(candidate.views, rank) == own_layout(rank)
+    return () if candidate.front is None or not is_alike else (candidate.front.tensor,)
 
 
 def _aliases(candidate: Candidate, geometry: Geometry) -> tuple[gs.Tensor, ...]:
