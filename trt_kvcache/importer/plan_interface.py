@@ -72,6 +72,7 @@ class OriginalTensor:
         order: of a cache, its axes as the rewritten model has them in the order in which they lie as exported, where
             some may be merged; None: the same.
         rows_only: an output that holds the new rows of a cache only.
+        singly: of tokens: behind others, the model as exported takes them one by one only.
     """
 
     name: str
@@ -83,6 +84,7 @@ class OriginalTensor:
     kept: int | None = None
     order: tuple[int, ...] | None = None
     rows_only: bool = False
+    singly: bool = False
 
     @property
     def room(self) -> int | None:

@@ -137,6 +137,14 @@ def byte_size(tensor: TensorProto) -> int | None:
     return (int(count) * bits + 7) // 8
 
 
+def cut_squares(graph: GraphProto) -> frozenset[str]:
+    """Names of initializers ``[T, T]`` that nothing reads but Slice: masks over a context, and no weights."""
+    squares = {t.name for t in graph.initializer if len(t.dims) == 2 and t.dims[0] == t.dims[1]}
+    cut = {node.input[0] for node in graph.node if is_op(node, "Slice") and node.input[0] in squares}
+    others = {n for node in graph.node for i, n in enumerate(node.input) if i or not is_op(node, "Slice")}
+    return frozenset(cut - others)
+
+
 def may_be_bias(tensor: TensorProto) -> bool:
     """Whether a tensor has the shape of a bias or a mask of scores, one row ``[.., 1, T]`` or all ``[1, H, T, T]``."""
     dims = list(tensor.dims)

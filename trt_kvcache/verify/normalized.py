@@ -107,6 +107,8 @@ class NormalizedVerification(Verification):
         return (*caches, *find_states(self.plan))
 
     def _open_original(self, trial: Feeds) -> Session:
+        if self.interface.singles(trial):
+            trial = {**trial, **self.interface.single(trial, 0)}
         rows, past = self.interface.groups(trial)[0]
         return OriginalSession(super()._open_original(self.interface.feeds(trial, rows, past)), self.interface)
 

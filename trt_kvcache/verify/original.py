@@ -7,6 +7,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
+    several tokens behind others, singly    ->   one by one, where the original takes no more
     new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
     past of F rows, and masks over F + S    <-   its first P rows, and masks that hide the others
     where only the newest rows are kept     <->  these rows of the cache, and the others as they were
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Dim, OriginalRole, OriginalTensor, Role, UpdateMode
-from trt_kvcache.verify.caches import find_caches
+from trt_kvcache.verify.caches import find_caches, find_states
 from trt_kvcache.verify.dtypes import numpy_dtype
 from trt_kvcache.verify.inputs import arrange
 from trt_kvcache.verify.sessions import Session
@@ -69,6 +70,7 @@ class OriginalInterface:
         self.kept = {t.name: t.kept for t in self._inputs if t.kept is not None and t.role in _CACHES}
         self._circular = {c.past for c in plan.caches if c.mode is UpdateMode.CIRCULAR}
         self._past_of = {c.output: c.role.name for c in find_caches(plan)}
+        self._carried = {**self._past_of, **{c.output: c.role.name for c in find_states(plan)}}
         tokens = next((t for t in self._inputs if t.role is OriginalRole.TOKENS), None)
         starts = plan.tensor(Role.WRITE_INDICES)
         if starts is None or tokens is None:
@@ -92,6 +94,34 @@ class OriginalInterface:
         self.unseen = tuple(
             t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in kept
         )
+
+    def singles(self, feeds: Mapping[str, Array]) -> int:
+        """How many tokens of a step the original takes one by one; 0: it takes them together."""
+        return self._length(feeds) if self._tokens.singly and np.any(feeds[self._starts]) else 0
+
+    def single(self, feeds: Mapping[str, Array], place: int) -> Feeds:
+        """The inputs of a step for one of its tokens, without the caches."""
+        made = {}
+        for name, values in feeds.items():
+            axes = self._axes.get(name, ())
+            if "sequence" in axes:
+                values = np.take(values, [place], axes.index("sequence"))
+            made[name] = values + np.asarray(place, values.dtype) if name == self._starts else values
+        return {name: values for name, values in made.items() if name not in self._carried.values()}
+
+    def joined(self, steps: Sequence[Feeds]) -> Feeds:
+        """The outputs of steps of one token each, as those of one step."""
+        axes = {name: tensor.axes for name, tensor in self._outputs.items()}
+        return {
+            name: np.concatenate([s[name] for s in steps], axes[name].index("sequence"))
+            if name not in self._carried and "sequence" in axes[name]
+            else steps[-1][name]
+            for name in steps[-1]
+        }
+
+    def carried(self, outputs: Feeds) -> Feeds:
+        """Caches and states behind a step, as inputs of the next."""
+        return {past: outputs[present] for present, past in self._carried.items() if present in outputs}
 
     def groups(self, feeds: Mapping[str, Array]) -> list[tuple[slice, int]]:
         """Rows that the original runs together, and how many tokens each of them holds before the step."""
@@ -277,6 +307,12 @@ class OriginalSession:
         Raises:
             EngineError: the engine cannot run the step.
         """
+        if (count := self._interface.singles(feeds)) > 1:
+            caches, steps = dict(feeds), []
+            for place in range(count):
+                steps.append(self.run(caches | self._interface.single(feeds, place)))
+                caches |= self._interface.carried(steps[-1])
+            return self._interface.joined(steps)
         ran = (
             (rows, past, self._session.run(self._interface.feeds(feeds, rows, past)))
             for rows, past in self._interface.groups(feeds)

@@ -19,7 +19,7 @@ from trt_kvcache.importer.files.checks import check_graph
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.lenient import make_strict
 from trt_kvcache.importer.files.save import save_model
-from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors, may_be_bias
+from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
 from trt_kvcache.importer.quantized.quantizers import standardize
 
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
@@ -102,8 +102,10 @@ def take_readable(proto: ModelProto, folder: Path) -> None:
     torch.onnx.export shapes, axes and rows counted over a capacity; optimum-onnx the Constants of 100 bytes and more.
     """
     for graph in filter(lambda scope: isinstance(scope, GraphProto), iter_scopes(proto)):
+        masks = cut_squares(graph)
         for tensor in graph.initializer:
-            if _is_external(tensor) and _size(tensor) <= _limit(tensor):
+            limit = _BIAS_LIMIT if tensor.name in masks else _limit(tensor)
+            if _is_external(tensor) and _size(tensor) <= limit:
                 _read(tensor, folder)
     for node in (node for scope in iter_scopes(proto) for node in scope.node if is_op(node, "Constant")):
         for tensor in (attribute.t for attribute in node.attribute if attribute.HasField("t")):

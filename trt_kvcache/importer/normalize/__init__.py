@@ -8,16 +8,17 @@
     constants in disguise                               evidence: fixed, factors
     caches in the type that they are kept in            idioms: narrow
     caches along other axes                             idioms: relayout
-    cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter,
-                                                        select; all of them: candidate, views, evidence: reach
+    cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
+                                                        (fronts), select; all of them: candidate, views, evidence: reach
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads),
                                                         sinks, guards, rounded, masks (mask_values, own_masks,
-                                                        scaled_masks, bias, slopes)
-    keys and values computed from caches                attention: computed (row_functions), absorbed
+                                                        scaled_masks, square_masks, bias, slopes)
+    keys and values computed from caches                attention: computed (row_functions, position_rows,
+                                                        row_emission), absorbed
     caches inside operators                             fused: operators (held), gqa, mha, in_op
     state that is no cache                              idioms: states
     what was found                                      findings
-    the canonical form                                  canonical, residual (tables, counted), trim, changes
+    the canonical form                                  canonical, residual (tables, counted, positioned), trim, changes
     rows that do not depend on each other               evidence: independence
     the same at every length                            evidence: lengths (program)
     windows as circular buffers                         idioms: sliding
@@ -41,6 +42,7 @@ from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_
 from trt_kvcache.importer.normalize.attention.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.attention.merged_heads import settle_heads
 from trt_kvcache.importer.normalize.attention.rounded import check_presents, round_new_rows
+from trt_kvcache.importer.normalize.attention.square_masks import SINGLY
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.counted import NOTE
@@ -150,8 +152,10 @@ def _rewrite(
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
     tensors = tuple(replace(t, dtype=wide.get(t.name, t.dtype)) for t in interface.tensors)
     tensors = say_new_rows(say_layouts(tensors, laid), exported.writes)
+    tensors = tuple(replace(t, singly=exported.singly and t.name == interface.tokens) for t in tensors)
     changes = find_changes(tensors, model, counts, copies)
     notes = (*_own_masks(exported.cores), *note(absorbed.values()), *((NOTE,) if ids else ()), *rings.notes)
+    notes += (SINGLY,) if exported.singly else ()
     return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))
 
 

@@ -9,7 +9,7 @@ proof                  writes, what attention reads of them, operators that hold
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -19,6 +19,7 @@ from trt_kvcache.importer.normalize.attention.computed import Computed, find_com
 from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import split_heads
 from trt_kvcache.importer.normalize.attention.rounded import round_first
+from trt_kvcache.importer.normalize.attention.square_masks import pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
 from trt_kvcache.importer.normalize.einsum import lower_einsum
@@ -58,6 +59,7 @@ class Exported:
         held: rewrites of the operators that hold caches.
         batch: the batch dimension of the caches.
         capacity: tokens per sequence.
+        singly: behind others, the model as exported takes tokens one by one only.
     """
 
     model: onnx.ModelProto
@@ -70,6 +72,7 @@ class Exported:
     held: tuple[Rewrite, ...]
     batch: Dim
     capacity: int
+    singly: bool = False
 
 
 def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> Exported | None:
@@ -98,6 +101,9 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
         return read_exported(graph, weights, options)
     if join_scattered(graph, samples):
         return read_exported(graph, weights, options)
+    if pad_square_masks(graph, samples):
+        exported = read_exported(graph, weights, options)
+        return None if exported is None else replace(exported, singly=True)
     check_sizes(candidates, samples)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     samples.promises += [write.promise for write in writes if write.promise is not None]

@@ -17,7 +17,7 @@ import onnx
 from onnx import numpy_helper
 from onnx.reference.ops import load_op
 
-from trt_kvcache.importer.protos import may_be_bias
+from trt_kvcache.importer.protos import cut_squares, may_be_bias
 
 Array = npt.NDArray[Any]
 
@@ -87,6 +87,7 @@ class Blueprint:
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
         self._weights = weights
+        self._masks = cut_squares(model.graph)
         self._makers: dict[str, Maker | None] = {}
         self._forms: dict[Hashable, int] = {}
         self._operators: dict[int, Callable[..., Any] | None] = {}
@@ -113,7 +114,8 @@ class Blueprint:
             return _run(node, self._operator(node), [])[0]
         tensor = self.initializers[name]
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
-        if external and name in self._weights and (tensor.data_type in _READABLE or may_be_bias(tensor)):
+        may_be_mask = tensor.data_type in _READABLE or may_be_bias(tensor) or name in self._masks
+        if external and name in self._weights and may_be_mask:
             tensor, external = self._weights[name], False
         return None if external else np.asarray(numpy_helper.to_array(tensor))
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -19,6 +20,8 @@ from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.evidence.probe import COUNTS
 from trt_kvcache.importer.normalize.evidence.reach import reach
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "And", "Or")
 
 
 def check_sizes(candidates: Sequence[Candidate], samples: Samples) -> None:
@@ -33,11 +36,29 @@ def check_sizes(candidates: Sequence[Candidate], samples: Samples) -> None:
             found = _decided_by_data(update, sample)
             if found is not None:
                 node, operand = found
+                _check_fit(node, sample)
                 raise UnsupportedModelError(
                     f"{node.op} '{node.name}' gives as many numbers as '{operand.name}' says, which tokens or weights "
                     f"decide, and the new rows '{update.name}' of the cache '{candidate.past.name}' come behind it; "
                     f"supported are models whose sizes follow from the number of tokens: {EXPERTS}"
                 )
+
+
+def _check_fit(node: gs.Node, sample: Sample) -> None:
+    """Refuse an operator that fails in a step, since the sizes of what it combines do not fit each other."""
+    shapes = [sample.probe.shape(t.name) for t in node.inputs if not t.is_empty()]
+    known = [shape for shape in shapes if shape is not None]
+    if node.op not in _ELEMENTWISE or len(known) < len(shapes):
+        return
+    try:
+        np.broadcast_shapes(*known)
+    except ValueError:
+        raise UnsupportedModelError(
+            f"{node.op} '{node.name}' combines {' and '.join(str(list(shape)) for shape in known)} in a step of "
+            f"{sample.length} tokens behind {sample.past}, which do not fit each other, so that the model as exported "
+            "cannot run it; supported are steps of any number of tokens, with masks over all tokens, or over the new "
+            "ones where a single one's is 0"
+        ) from None
 
 
 def _decided_by_data(tensor: gs.Tensor, sample: Sample) -> tuple[gs.Node, gs.Tensor] | None:
