@@ -74,11 +74,14 @@ def _check_positions(role: TensorRole) -> None:
 
 
 def _with_all_logits(role: TensorRole, roles: Sequence[TensorRole], index: GraphIndex) -> TensorRole:
-    """Logits that are declared for one token and computed for all, as the graph computes them."""
+    """Logits that are declared for one token, or for as many as nothing says, and computed for all."""
     tokens = next((r for r in roles if r.role is Role.TOKENS and len(r.shape) > 1), None)
-    if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3 or role.shape[1] != 1:
+    if role.role is not Role.LOGITS or tokens is None or len(role.shape) != 3:
         return role
-    length = tokens.shape[1]
+    length, declared = tokens.shape[1], role.shape[1]
+    known = {d for r in roles if r is not role for d in r.shape}
+    if declared != 1 and (isinstance(declared, int) or declared in known):
+        return role
     if length == 1 or not every_token(index, role.name, tokens.name):
         return role
     return replace(role, shape=(role.shape[0], length, role.shape[2]))
