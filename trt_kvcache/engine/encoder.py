@@ -66,7 +66,9 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
             return None
         found = f"there is none in {named}" if constants else f"{model} takes nothing from one"
         raise OptionError(f"--encoder names an encoder, and {found}; leave it out")
-    encoder = import_encoder(path, find_first_step(path) or find_first_step(model), constants, plan.options)
+    encoder = import_encoder(
+        path, find_first_step(path) or find_first_step(model), constants, plan.options, plan.stacks
+    )
     profile = make_encoder_profile(encoder.plan, build)
     fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
     largest = {name: range_.max for name, range_ in profile.shapes.items()}

@@ -5,7 +5,9 @@ Nothing here imports ONNX or TensorRT.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from trt_kvcache.importer.plan_interface import Dim
 
@@ -24,6 +26,11 @@ class StackPart:
     place: tuple[int | None, ...]
     order: tuple[int, ...] | None = None
 
+    @property
+    def index(self) -> tuple[int | slice, ...]:
+        """What chooses it of the whole."""
+        return tuple(slice(None) if i is None else i for i in self.place)
+
 
 @dataclass(frozen=True)
 class Stack:
@@ -41,3 +48,15 @@ class Stack:
     io: str
     shape: tuple[Dim, ...]
     parts: tuple[StackPart, ...]
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether an array of this shape can be taken apart."""
+        fixed = [at is not None for at in self.parts[0].place]
+        return len(shape) == len(fixed) and all(
+            n == d for n, d, is_fixed in zip(shape, self.shape, fixed, strict=True) if is_fixed
+        )
+
+    def parted(self, whole: Any) -> dict[str, Any]:
+        """What an array as exported holds: views of it, by the names of the parts."""
+        made = {part.name: whole[part.index] for part in self.parts}
+        return {p.name: made[p.name] if p.order is None else made[p.name].transpose(p.order) for p in self.parts}

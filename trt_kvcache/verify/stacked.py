@@ -49,7 +49,7 @@ def joined(feeds: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, Arr
         sizes = [next(own) if at[0] is None else 1 + max(i for i in at if i is not None) for at in places]
         whole = np.empty(sizes, made[first.name].dtype)
         for part in stack.parts:
-            whole[_index(part.place)] = _as_exported(made.pop(part.name), part)
+            whole[part.index] = _as_exported(made.pop(part.name), part)
         made[stack.name] = whole
     return made
 
@@ -58,16 +58,9 @@ def parted(outputs: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, A
     """What the model as exported gives, its caches one by one."""
     made = dict(outputs)
     for stack in (s for s in stacks if s.io == "output"):
-        whole = made.pop(stack.name)
-        for part in stack.parts:
-            cache = whole[_index(part.place)]
-            made[part.name] = cache if part.order is None else cache.transpose(part.order)
+        made |= stack.parted(made.pop(stack.name))
     return made
 
 
 def _as_exported(cache: Array, part: StackPart) -> Array:
     return cache if part.order is None else cache.transpose(np.argsort(part.order))
-
-
-def _index(place: Sequence[int | None]) -> tuple[int | slice, ...]:
-    return tuple(slice(None) if i is None else i for i in place)

@@ -23,7 +23,16 @@ from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.attention import analyze_attention
-from trt_kvcache.importer.encoders.parts import HIDDEN, IDS, MASK, EncoderParts, cut_to, find_later, find_parts
+from trt_kvcache.importer.encoders.parts import (
+    HIDDEN,
+    IDS,
+    MASK,
+    EncoderParts,
+    cut_to,
+    find_later,
+    find_parts,
+    part_outputs,
+)
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.graph import (
     Emitter,
@@ -44,7 +53,7 @@ from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.mha import lower_mha
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, TensorRole
+from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
 from trt_kvcache.importer.prepare import (
     attach_weights,
     detach_weights,
@@ -80,7 +89,11 @@ class EncoderModel:
 
 
 def import_encoder(
-    path: Path, first_step: Path | None, constants: Sequence[TensorRole], options: PlanOptions
+    path: Path,
+    first_step: Path | None,
+    constants: Sequence[TensorRole],
+    options: PlanOptions,
+    stacks: Sequence[Stack] = (),
 ) -> EncoderModel:
     """Read an encoder, and what makes keys and values of its output.
 
@@ -89,12 +102,14 @@ def import_encoder(
         first_step: of the first step's model, for decoders whose encoder does not make keys and values itself.
         constants: what the decoder takes.
         options: of the decoder; its target counts.
+        stacks: inputs of the decoder as exported that hold several constants: an output of the same name does, too.
 
     Raises:
         InvalidModelError, UnsupportedModelError: a file cannot be read, or does not make what the decoder takes, or not
             in a way that can be kept.
     """
     source = load_source(path, first_step=True)
+    part_outputs(source.proto.graph, stacks)
     parts = find_parts(constants, {v.name: len(shape_of(v) or ()) for v in source.proto.graph.output}, source.path)
     length = _length(source.proto.graph, parts, constants)
     model, weights, notes = _standard(source.proto)

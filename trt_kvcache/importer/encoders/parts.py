@@ -12,12 +12,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import TensorRole
-from trt_kvcache.importer.protos import names_read
+from trt_kvcache.importer.plan import Stack, TensorRole
+from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
 
-__all__ = ["HIDDEN", "IDS", "MASK", "EncoderParts", "cut_to", "find_later", "find_parts", "present_names"]
+__all__ = [
+    "HIDDEN",
+    "IDS",
+    "MASK",
+    "EncoderParts",
+    "cut_to",
+    "find_later",
+    "find_parts",
+    "part_outputs",
+    "present_names",
+]
 
 HIDDEN, IDS, MASK = "encoder_hidden_states", "input_ids", "encoder_attention_mask"
 """What a first step takes, as optimum calls it."""
@@ -88,6 +99,26 @@ def find_later(rest: Sequence[TensorRole], made: Collection[str], encoder: Path,
 def present_names(constant: str) -> tuple[str, ...]:
     """What exporters call an output that a past input takes."""
     return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
+
+
+def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
+    """Take apart, in place, outputs of an encoder that hold several constants as the decoder's inputs do."""
+    wholes = {stack.name: stack for stack in stacks if stack.io == "input"}
+    for value in [v for v in graph.output if v.name in wholes]:
+        stack, shape = wholes[value.name], shape_of(value) or ()
+        if len(shape) != len(stack.shape):
+            continue  # another tensor of this name
+        graph.output.remove(value)
+        for part in stack.parts:
+            name, places = value.name, [(axis, at) for axis, at in enumerate(part.place) if at is not None]
+            for count, (axis, at) in enumerate(reversed(places), 1):
+                index = helper.make_tensor(f"{part.name}/place_{axis}", TensorProto.INT64, [], [at])
+                graph.initializer.append(index)
+                made = part.name if count == len(places) else f"{part.name}/of_axis_{axis}"
+                graph.node.append(helper.make_node("Gather", [name, index.name], [made], name=made, axis=axis))
+                name = made
+            own = [d for d, at in zip(shape, part.place, strict=True) if at is None]
+            graph.output.append(helper.make_tensor_value_info(part.name, elem_type_of(value), own))
 
 
 def cut_to(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:

@@ -61,6 +61,8 @@ class ConstantInputs:
     def __init__(self, plan: CachePlan, home: object = None) -> None:
         self._home = home
         self.tensors = tuple(t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT)
+        names = {t.name for t in self.tensors}
+        self._stacks = [s for s in plan.stacks if s.io == "input" and all(p.name in names for p in s.parts)]
         for tensor in self.tensors:
             if not tensor.shape or tensor.axes[0] not in ("batch", "") or not {*tensor.axes[1:]} <= {"encoder", ""}:
                 raise UnsupportedModelError(
@@ -73,26 +75,44 @@ class ConstantInputs:
         """The constants of one sequence, checked.
 
         Args:
-            given: an array ``[1, ...]`` for every input, also such as an encoder left on this GPU; what was read before
-                is taken as it is.
+            given: an array ``[1, ...]`` for every input, also such as an encoder left on this GPU, or one for several
+                of them as the model was exported; what was read before is taken as it is.
 
         Raises:
             PromptError: one is missing, unknown, or of another dtype or shape than the model takes.
         """
         if isinstance(given, Constants):
             return given
-        given = given or {}
+        given = self._parted(given or {})
         names = [t.name for t in self.tensors]
         if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in given]:
             raise PromptError(
                 f"the model takes inputs that are given once per sequence, and {', '.join(missing)} "
-                f"{'are' if len(missing) > 1 else 'is'} missing; let the encoder make them (session.encode, on the "
-                "command line --source), or give them as constants={name: array} (--constants FILE.npz)"
+                f"{'are' if len(missing) > 1 else 'is'} missing{self._wholes}; let the encoder make them "
+                "(session.encode, on the command line --source), or give them as constants={name: array} (--constants "
+                "FILE.npz)"
             )
         if unknown := [name for name in given if name not in names]:
-            takes = f"it takes {', '.join(names)}" if names else "it takes none"
+            takes = f"it takes {', '.join(names)}{self._wholes}" if names else "it takes none"
             raise PromptError(f"{unknown[0]!r} is no input of the model that is given once per sequence; {takes}")
         return Constants({t.name: self._checked(t, given[t.name]) for t in self.tensors}) if names else NO_CONSTANTS
+
+    def _parted(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The same, with what holds several inputs taken apart."""
+        made = dict(given)
+        for stack in (s for s in self._stacks if s.name in made):
+            whole = np.asarray(made.pop(stack.name))
+            if not stack.fits(whole.shape):
+                raise PromptError(
+                    f"'{stack.name}' is {list(whole.shape)}, and the model takes "
+                    f"[{', '.join(map(str, stack.shape))}] of one sequence"
+                )
+            made |= stack.parted(whole)
+        return made
+
+    @property
+    def _wholes(self) -> str:
+        return f" (all of them together: {', '.join(s.name for s in self._stacks)})" if self._stacks else ""
 
     def shapes(self, rows: int, constants: Constants) -> dict[str, tuple[int, ...]]:
         """Of the inputs of a step of `rows` rows like this one."""

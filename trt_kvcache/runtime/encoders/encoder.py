@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.errors import OptionError, PromptError, UnsupportedModelError
 from trt_kvcache.importer.encoders.parts import find_later, find_parts, present_names
 from trt_kvcache.importer.files.encoder import find_encoder, find_first_step
-from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.importer.plan import Role, Stack, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
 from trt_kvcache.runtime.encoders.source_reader import Source, SourceInput, SourceReader
@@ -88,7 +88,8 @@ def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) 
     if missing:
         warnings.warn(f"the encoder {path} runs on the CPU: {missing}", RuntimeWarning, stacklevel=2)
     where = "" if runner.home is None else "encoder on the CPU"
-    return OnnxEncoder(path, find_first_step(path) or find_first_step(model), constants, where)
+    first_step = find_first_step(path) or find_first_step(model)
+    return OnnxEncoder(path, first_step, constants, where, runner.plan.stacks)
 
 
 class Sources:
@@ -131,12 +132,20 @@ class OnnxEncoder:
         first_step: of the first step's model, for decoders whose encoder does not make keys and values itself.
         constants: what the decoder takes.
         where: see `Encoder`.
+        stacks: inputs of the decoder as exported that hold several constants: an output of the same name does, too.
 
     Raises:
         InvalidModelError, UnsupportedModelError: a model cannot be run, or makes something else than the decoder takes.
     """
 
-    def __init__(self, path: Path, first_step: Path | None, constants: Sequence[TensorRole], where: str = "") -> None:
+    def __init__(
+        self,
+        path: Path,
+        first_step: Path | None,
+        constants: Sequence[TensorRole],
+        where: str = "",
+        stacks: Sequence[Stack] = (),
+    ) -> None:
         self.where = where
         self._path = path
         self._session = open_on_cpu(str(path), path, BY_HAND, spinning=False)
@@ -144,6 +153,11 @@ class OnnxEncoder:
         self._reader = SourceReader(path, [SourceInput(v.name, input_dtype(v), tuple(v.shape)) for v in inputs])
         self._constants = list(constants)
         made = {v.name: len(v.shape) for v in self._session.get_outputs()}
+        self._stacks = [s for s in stacks if s.io == "input" and made.get(s.name) == len(s.shape)]
+        for stack in self._stacks:
+            del made[stack.name]
+            made |= {part.name: part.place.count(None) for part in stack.parts}
+        self._whole = {part.name: stack.name for stack in self._stacks for part in stack.parts}
         self._parts = parts = find_parts(constants, made, path)
         names = {name for t in parts.rest for name in present_names(t.name)}
         self._first = FirstStep(first_step, names) if parts.rest and first_step is not None else None
@@ -153,8 +167,16 @@ class OnnxEncoder:
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
         """See `Encoder.encode`."""
         feed, parts = self._reader.read(source), self._parts
-        names = list(dict.fromkeys([*parts.own.values(), *([parts.hidden] if parts.hidden else [])]))
+        wanted = [*parts.own.values(), *([parts.hidden] if parts.hidden else [])]
+        names = list(dict.fromkeys(self._whole.get(name, name) for name in wanted))
         made = dict(zip(names, run_on_cpu(self._session, self._path, names, feed), strict=True))
+        for stack in (s for s in self._stacks if s.name in made):
+            if not stack.fits(made[stack.name].shape):
+                raise UnsupportedModelError(
+                    f"{self._path} gives '{stack.name}' {list(made[stack.name].shape)}, and the decoder takes "
+                    f"{list(stack.shape)}; export both of the same model"
+                )
+            made |= stack.parted(made[stack.name])
         found = {name: made[output] for name, output in parts.own.items()}
         if self._first is not None:
             later = dict(zip(self._first.outputs, self._first.run(made[parts.hidden]), strict=True))
