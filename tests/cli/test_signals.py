@@ -69,6 +69,24 @@ except KeyboardInterrupt:
     print("interrupted")
 """
 
+LOADING = """
+import os, sys, time
+from importlib.machinery import ExtensionFileLoader
+from trt_kvcache.cli.signals import end_by_unwinding
+class Loader(ExtensionFileLoader):
+    def create_module(self, spec):
+        for _ in range(2):
+            os.kill(os.getpid(), int(sys.argv[1]))
+            time.sleep(0.1)
+        print("loaded")
+end_by_unwinding()
+try:
+    Loader("extension", "extension.so").create_module(None)
+    time.sleep(10)
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
 ENDING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
@@ -152,6 +170,13 @@ def test_a_long_run_ends_soon(number: signal.Signals, tmp_path: Path) -> None:
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout, stderr) == (0, "interrupted\n", "")
+
+
+@pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
+def test_an_extension_is_loaded_to_its_end(number: signal.Signals, tmp_path: Path) -> None:
+    """Some end the process with a crash, or say that something else is wrong, where an interrupt comes between."""
+    stdout, stderr = start([LOADING, str(int(number))], tmp_path).communicate(timeout=30)
+    assert (stdout, stderr) == ("loaded\ninterrupted\n", "")
 
 
 def test_nohup_is_respected(model: Path, tmp_path: Path) -> None:

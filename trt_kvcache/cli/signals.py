@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import threading
+from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 
 INTERRUPTED = 128
 """Exit codes above are those of interrupted commands: the number of a signal comes on top."""
 
 _NUMBERS = (signal.SIGTERM, signal.SIGHUP)
+_LATER = 0.02  # seconds
 
 
 class Ended(KeyboardInterrupt):
@@ -28,6 +32,8 @@ def end_by_unwinding() -> None:
     for number in _NUMBERS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP, and so does what it runs
             signal.signal(number, _end)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _interrupt)
 
 
 def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
@@ -37,7 +43,36 @@ def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
     return "interrupted", INTERRUPTED + signal.SIGINT
 
 
-def _end(number: int, _: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    if _is_loading(frame):
+        _send_later(number)
+    else:
+        raise KeyboardInterrupt
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    if _is_loading(frame):
+        _send_later(number)
+        return
     for other in _NUMBERS:  # a second one must not end the cleaning up
         signal.signal(other, signal.SIG_IGN)
     raise Ended(number)
+
+
+def _is_loading(frame: FrameType | None) -> bool:
+    """Whether an extension module is being loaded.
+
+    An exception within ends some with a crash (protobuf 7.36) or as an ImportError (ONNX Runtime 1.31.1).
+    """
+    while frame is not None:
+        named = frame.f_code.co_name in ("create_module", "exec_module")
+        if named and isinstance(frame.f_locals.get("self"), ExtensionFileLoader):
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _send_later(number: int) -> None:
+    timer = threading.Timer(_LATER, os.kill, (os.getpid(), number))
+    timer.daemon = True
+    timer.start()
