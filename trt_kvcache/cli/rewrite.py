@@ -42,7 +42,7 @@ def rewrite(
     logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,
 ) -> None:
-    """Write the rewritten model alone: standard ONNX, for trtexec and others. Another folder gets its data files too."""
+    """Write the rewritten model alone: standard ONNX, for trtexec and others. Another folder gets data files too."""
     from trt_kvcache import rewrite_model
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.plan_view import in_place_text
