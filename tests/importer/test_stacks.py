@@ -108,6 +108,16 @@ def test_a_cache_that_comes_back_in_another_place_is_refused(tmp_path: Path, for
     assert "stack the caches in the order of the layers" in message
 
 
+def test_outputs_that_are_flipped_are_refused(tmp_path: Path) -> None:
+    model = edited("concat-attention", Stacking("L"))
+    node = next(n for n in model.graph.node if n.output[0] == "present.key")
+    node.output[0] = "in_order"
+    bounds = {"last": -1, "none": np.iinfo(np.int64).min, "layers": 0, "back": -1}
+    model.graph.initializer.extend(numpy_helper.from_array(np.array([n], np.int64), k) for k, n in bounds.items())
+    model.graph.node.append(helper.make_node("Slice", ["in_order", *bounds], ["present.key"], name="flip"))
+    assert "takes a cache as 'past.key.0' and gives it back as 'present.key.1'" in refused(tmp_path, model)
+
+
 def edited(form: str, how: Stacking) -> onnx.ModelProto:
     return stacked(make_foreign(form, DecoderConfig(vocab=64, capacity=16)), how)
 

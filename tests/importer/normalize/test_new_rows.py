@@ -23,6 +23,7 @@ FORMS: dict[str, tuple[Form, ...]] = {
     "as joined": (as_joined,),
     "sequence first": (transposed(0, 2, 1, 3),),
     "keys transposed": (transposed(0, 1, 3, 2), as_joined),
+    "tokens first": (transposed(2, 0, 1, 3), transposed(2, 1, 0, 3)),
     "flat": (flat, transposed(0, 3, 1, 2)),
 }
 DECODERS = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import product
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.logits import every_token
@@ -36,9 +37,9 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
 
     layouts = [_layout(role, facts, {}, batches) for role in roles]
     order = (Role.CACHE, Role.UPDATE_LENGTHS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS)
-    for wanted in order:
+    for io, wanted in product(("input", "output"), order):  # an output may hold new rows only, in another layout
         for role, layout in zip(roles, layouts, strict=True):
-            if role.role is wanted:
+            if (role.io, role.role) == (io, wanted):
                 learn(role.shape, layout)
     for node in index.nodes:
         if is_op(node, "TensorScatter") and node.input[0] in facts.sequence_axis:

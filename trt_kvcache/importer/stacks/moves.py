@@ -6,7 +6,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT64, dims, input_or_none
-from trt_kvcache.importer.stacks.pieces import Pieces, UnsplittableError, axis_of, perm_of, text_of
+from trt_kvcache.importer.stacks.pieces import Pieces, UnsplittableError, axis_of, chosen, perm_of, text_of
 
 
 def on_gather(at: Pieces, node: gs.Node) -> None:
@@ -51,7 +51,7 @@ def on_slice(at: Pieces, node: gs.Node) -> None:
         if any(v is None for v in values):
             raise UnsplittableError(f"Slice '{node.name}' computes which ones it reads")
         start, end, step = (int(v[place]) for v in values if v is not None)
-        pieces = [pieces[i] for i in _chosen(start, end, step, len(pieces))]
+        pieces = [pieces[i] for i in chosen(start, end, step, len(pieces))]
         numbers = [t if t is None else at.without(t, place, "piece_range") for t in numbers]
         axes.pop(place)
     if axes:
@@ -59,16 +59,6 @@ def on_slice(at: Pieces, node: gs.Node) -> None:
         ranges = [numbers[0], numbers[1], kept, *([] if numbers[2] is None else [numbers[2]])]
         pieces = [at.emit.op("Slice", [p, *ranges], "piece") for p in pieces]
     at.put(node, source.axis, pieces, source.rank)
-
-
-def _chosen(start: int, end: int, step: int, size: int) -> range:
-    """What a Slice takes: unlike Python's, it begins with the first one backwards where it would begin before that.
-
-    Source: https://onnx.ai/onnx/operators/onnx__Slice.html
-    """
-    least, most = (0, size) if step > 0 else (-1, size - 1)
-    start, end = (n + size if n < 0 else n for n in (start, end))
-    return range(min(max(start, 0), most), min(max(end, least), most), step)
 
 
 def on_split(at: Pieces, node: gs.Node) -> None:

@@ -92,7 +92,7 @@ class Pieces:
         rank = self.rank(tensor)
         if rank is None:
             return False
-        if is_op(node, "Concat", "Transpose", "Identity", "Cast"):
+        if is_op(node, "Concat", "Transpose", "Identity", "Cast", "Slice"):
             self._ranks.update((id(t), rank) for t in node.inputs)
         if is_op(node, "Concat") and axis_of(node.attrs["axis"], rank) == axis:
             return all(self.is_joined(t, axis) for t in node.inputs)
@@ -102,6 +102,8 @@ class Pieces:
             return self.is_joined(node.inputs[0], perm_of(node, rank)[axis])
         if is_op(node, "Reshape"):
             return _merged(node, axis) is not None and self.is_joined(node.inputs[0], axis)
+        if is_op(node, "Slice"):
+            return self.range_along(node, axis, rank) is not None and self.is_joined(node.inputs[0], axis)
         return is_op(node, "Identity", "Cast") and self.is_joined(node.inputs[0], axis)
 
     def rank(self, tensor: gs.Tensor) -> int | None:
@@ -121,6 +123,10 @@ class Pieces:
         if is_op(node, "Unsqueeze"):
             others = [a - (a > axis) for a in self.axes(node, rank) or () if a != axis]
             return [emit.op("Unsqueeze", [source, emit.ints(others)], "piece") if others else source]
+        if is_op(node, "Slice"):
+            parts, bounds = self.taken_apart(source, axis), self.range_along(node, axis, rank)
+            assert bounds is not None
+            return [parts[i] for i in chosen(*bounds, len(parts))]
         if is_op(node, "Transpose"):
             perm = perm_of(node, rank)
             return [self.turned(p, perm, axis) for p in self.taken_apart(source, perm[axis])]
@@ -154,6 +160,16 @@ class Pieces:
         given = input_or_none(node, 1)
         axes = node.attrs.get("axes") if given is None else self.value(given)
         return None if axes is None else [axis_of(a, rank) for a in np.asarray(axes).reshape(-1)]
+
+    def range_along(self, node: gs.Node, axis: int, rank: int) -> tuple[int, int, int] | None:
+        """Start, end and step of a Slice along this axis alone; None where it is along others, or computed."""
+        given = [input_or_none(node, i) for i in range(1, 5)]
+        starts, ends, axes, steps = (None if t is None else self.value(t) for t in given)
+        if any(t is not None and v is None for t, v in zip(given, (starts, ends, axes, steps), strict=True)):
+            return None
+        if starts is None or ends is None or starts.size != 1 or axis_of(0 if axes is None else axes[0], rank) != axis:
+            return None
+        return int(starts[0]), int(ends[0]), 1 if steps is None else int(steps[0])
 
     def without(self, numbers: gs.Tensor, place: int, hint: str) -> gs.Tensor:
         """A vector of numbers without one of them."""
@@ -219,6 +235,16 @@ class Pieces:
         if self.of(node.inputs[0]) is None and not is_op(node, "ScatterND", "ScatterElements"):
             raise UnsplittableError(f"{node.op} '{node.name}' reads it as a whole")
         return found[0]
+
+
+def chosen(start: int, end: int, step: int, size: int) -> range:
+    """What a Slice takes: unlike Python's, it begins with the first one backwards where it would begin before that.
+
+    Source: https://onnx.ai/onnx/operators/onnx__Slice.html
+    """
+    least, most = (0, size) if step > 0 else (-1, size - 1)
+    start, end = (n + size if n < 0 else n for n in (start, end))
+    return range(min(max(start, 0), most), min(max(end, least), most), step)
 
 
 def axis_of(axis: Any, rank: int) -> int:
