@@ -131,11 +131,6 @@ def _integers(g: Build, tensor: str) -> str:
     return g.node("Cast", [g.node("Cast", [tensor], to=TensorProto.INT32)], to=TensorProto.FLOAT)
 
 
-def _rows(g: Build) -> str:
-    """Numbers of the rows, ``[T, 1]``."""
-    return g.node("Unsqueeze", [g.node("Cast", [g.key_rows], to=TensorProto.FLOAT), g.constant([1])])
-
-
 NO_ATTENTION = "reads the cache 'past_key_values.0.key' and is no attention"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys of more heads, beside values [B, S, N, D]": (
@@ -181,10 +176,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "last 16 rows, one token at a time": (
         {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none", "sequence": 1},
         "reads 16 of the 24 rows of cache 'past_key_values.0.key'",
-    ),
-    "rotated when read": (
-        {"keys": lambda g, t: g.node("Mul", [t, g.node("Cos", [_rows(g)])])},
-        NO_ATTENTION,
     ),
 }
 

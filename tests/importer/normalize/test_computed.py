@@ -223,7 +223,6 @@ FUNCTIONS = {
     "norm over rows": (_norm_over_rows, "is along rows of a cache"),
     "sum of rows": (_cumulated, "is none of the operators that work on one row"),
     "by the length": (_by_length, "which is no constant"),
-    "by the number of the row": (_by_row, "which is no constant"),
     "by the tokens": (_by_token, "which is no constant"),
     "by the positions": (_by_position, "which is no constant"),
     "the row before": (_shifted, "cuts rows"),
@@ -237,6 +236,12 @@ FUNCTIONS = {
     "logarithm": (_logarithm, "is none of the operators"),
     "another arrangement": (_mixed_by_reshape, "does not keep rows of a cache apart"),
 }
+
+
+@pytest.mark.parametrize("where", ["latents", "rotated", "keys", "values"])
+def test_rows_may_be_made_of_their_numbers(tmp_path: Path, where: str) -> None:
+    latent: dict[str, Any] = {where: _by_row}
+    compare(make_decoder(latent_decoder(Latent(**latent))), tmp_path)
 
 
 @pytest.mark.parametrize("where", ["latents", "rotated", "keys", "values"])

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 from concat_decode import CAPACITY, compare, rewritten
 from concat_graphs import Build, Decoder, make_decoder
@@ -197,16 +198,23 @@ def of_steps(g: Build, x: str, found: str) -> str:
     return g.node("Transpose", [g.node("Add", [turned, more])], perm=[1, 0, 2])
 
 
-@pytest.mark.parametrize("read", [times, summed, of_heads, of_steps])
-def test_rows_for_all_that_are_not_added_to_each_are_refused(
-    tmp_path: Path, read: Callable[[Build, str, str], str]
-) -> None:
+def with_rows(read: Callable[[Build, str, str], str]) -> onnx.ModelProto:
     def after(g: Build, x: str) -> str:
         found = g.node("Gather", [g.weight(ROWS, 16), counted(g)], axis=0)
         return read(g, x, found)
 
+    return make_decoder(Decoder(positions="none", after=after))
+
+
+@pytest.mark.parametrize("read", [times, of_heads])
+def test_rows_for_all_meet_the_tokens_of_each(tmp_path: Path, read: Callable[[Build, str, str], str]) -> None:
+    compare(with_rows(read), tmp_path)
+
+
+@pytest.mark.parametrize("read", [summed, of_steps])
+def test_rows_for_all_that_do_not_fit_each_are_refused(tmp_path: Path, read: Callable[[Build, str, str], str]) -> None:
     with pytest.raises(UnsupportedModelError, match="from the length of the cache together with weights or tokens"):
-        rewritten(make_decoder(Decoder(positions="none", after=after)), tmp_path)
+        rewritten(with_rows(read), tmp_path)
 
 
 def test_numbers_as_large_as_those_of_masks_are_no_positions(tmp_path: Path) -> None:

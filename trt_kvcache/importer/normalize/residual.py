@@ -27,6 +27,7 @@ from trt_kvcache.importer.normalize.counted import count_per_row
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.positioned import Positioned
 from trt_kvcache.importer.normalize.tables import gather_rows, shifted_positions
 from trt_kvcache.importer.plan import OriginalRole
 
@@ -52,6 +53,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         UnsupportedModelError: a live node computes with the length of the past.
     """
     pair = samples.twins
+    positioned = Positioned(graph, canonical, interface, samples)
     queue = [t for t in graph.inputs if t.name in interface.inputs and _is_source(interface, t.name)]
     updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
     caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
@@ -78,7 +80,9 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                     cancelled.append(output.name)
                 elif counted := count_per_row(node, canonical, samples):
                     ids |= counted
-                elif _follow(graph, node, output, canonical, pair, samples):
+                elif positioned.is_looked_up(node):
+                    continue
+                elif _follow(graph, node, output, canonical, pair, samples, positioned):
                     queue.append(output)
     graph.cleanup().toposort()
     check_cancelled(graph, canonical, interface, cancelled, samples)
@@ -117,12 +121,15 @@ def _follow(
     canonical: Canonical,
     pair: tuple[Sample, Sample],
     samples: Samples,
+    positioned: Positioned,
 ) -> bool:
     """Whether what is computed from `output` still has to be looked at."""
     before, after = (s.probe.value(output.name) for s in pair)
     if before is None or after is None:
-        if gather_rows(graph, node, canonical, samples):
+        if gather_rows(graph, node, canonical, samples) or positioned.meets_tokens(node):
             return False
+        if positioned.holds(output):  # rows of a table that is too large to be evaluated
+            return True
         if is_op(node, "If"):
             raise chosen_by_length(node, output, samples)
         raise UnsupportedModelError(
@@ -135,7 +142,12 @@ def _follow(
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_offset(t, samples) is not None for t in after_all):
             return True
-        _check_rows(graph, output, offset, samples)
+        try:
+            _check_rows(graph, output, offset, samples)
+        except UnsupportedModelError:
+            if positioned.holds(output):  # what is made of them row by row may fit
+                return True
+            raise
         samples.promise([output.name], ("positions", offset), partial(_hold_positions, output, offset))
         replace_uses(output, _positions(output, offset, canonical, pair[0]))
         return False

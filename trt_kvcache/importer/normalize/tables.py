@@ -110,7 +110,9 @@ def _sliced(node: gs.Node) -> Callable[[Sample], int | None]:
                 return None
             found.append(int(value[0]))
         start, end, axis, step = found
-        return _offset(np.arange(start, end), sample) if start >= 0 and (axis, step) == (0, 1) else None
+        if start < 0 or end - start != sample.length or (axis, step) != (0, 1):
+            return None
+        return _offset(np.arange(start, end), sample)
 
     return offset
 

@@ -19,10 +19,10 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rows_in_use import emit_cut
 from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
+from trt_kvcache.importer.normalize.attention.row_emission import emit_rows, hold_rows
 from trt_kvcache.importer.normalize.attention.row_functions import RowFunction, RowFunctions
 from trt_kvcache.importer.normalize.attention.search import find_cores
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.interface import Interface
@@ -72,24 +72,7 @@ class Computed:
         for core in cores:
             for write in {core.key, core.value}:
                 if write.present.name in self.heads:
-                    shaped = [f.node for f in self._behind(write.present.name) if f.node is not None and f.shape]
-                    hold_even(operands(shaped), samples, f"what '{core.node}' reads of caches")
-
-    def _behind(self, name: str) -> list[RowFunction]:
-        """A row function and all that it is made of, each before what it is made into."""
-        order: dict[str, RowFunction] = {}
-        stack = [(name, False)]
-        while stack:
-            current, ready = stack.pop()
-            function = self.functions.found.get(current)
-            if function is None or current in order:
-                continue
-            if ready or function.node is None:
-                order[current] = function
-            else:
-                stack.append((current, True))
-                stack += [(t.name, False) for t in function.node.inputs]
-        return list(order.values())
+                    hold_rows(write.present.name, self.functions, samples, f"what '{core.node}' reads of caches")
 
     def emit(self, name: str, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
         """Compute a row function from the canonical caches.
@@ -99,10 +82,7 @@ class Computed:
             made: what was computed so far for one attention, by name; more is added.
             canonical: of the graph, with the caches.
         """
-        for function in self._behind(name):
-            if function.tensor.name not in made:
-                made.update(_emit(function, made, canonical))
-        return made[name]
+        return emit_rows(name, self.functions, made, canonical, lambda leaf: _rows_in_use(leaf, canonical))
 
     def place(self, core: Core, canonical: Canonical) -> Core:
         """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
@@ -168,7 +148,7 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
     roots: dict[str, str] = {}  # what a tensor is moved from
     for name, function in functions.found.items():
         node = function.node
-        if node is None or function.is_moved:
+        if node is None or function.is_moved or not function.writes:
             continue
         if (is_op(node, *MOVES) or is_float_cast(node)) and node.inputs[0].name in roots:
             roots[name] = roots[node.inputs[0].name]
@@ -205,18 +185,13 @@ def _heads(function: RowFunction, samples: Samples) -> int | None:
     return heads.pop() if alike and probes[0].elem_type(function.tensor.name) in FLOATS else None
 
 
-def _emit(function: RowFunction, made: dict[str, gs.Tensor], canonical: Canonical) -> dict[str, gs.Tensor]:
-    """One operator over what is computed anew, with a constant for each shape."""
-    emit, node = canonical.emit, function.node
-    if node is None:
-        write = function.writes[0]
-        rows = (write.present.shape or ())[write.axis]
-        return {function.tensor.name: emit_cut(emit, write.present, write.axis, int(rows))}
-    inputs = [made.get(t.name, t) for t in node.inputs]
-    if function.shape is not None:
-        op = "Expand" if is_op(node, "Expand") else "Reshape"
-        shaped = emit.op(op, [inputs[0], emit.ints(list(function.shape))], "row", elem_type(function.tensor))
-        return {function.tensor.name: shaped}
-    outputs = [t if t.is_empty() else gs.Variable(emit.name("row"), dtype=t.dtype) for t in node.outputs]
-    canonical.graph.nodes.append(gs.Node(node.op, emit.name(f"row:{node.op}"), dict(node.attrs), inputs, outputs))
-    return {old.name: new for old, new in zip(node.outputs, outputs, strict=True) if not old.is_empty()}
+def _rows_in_use(leaf: RowFunction, canonical: Canonical) -> gs.Tensor:
+    """The rows in use of a cache, or of what each position has."""
+    emit = canonical.emit
+    if leaf.rows is not None:
+        every = emit.ints(range(canonical.capacity))
+        positions = emit.once("positions in use", lambda: emit_cut(emit, every, 0, canonical.capacity))
+        return leaf.rows.emit(canonical, positions)
+    write = leaf.writes[0]
+    rows = (write.present.shape or ())[write.axis]
+    return emit_cut(emit, write.present, write.axis, int(rows))

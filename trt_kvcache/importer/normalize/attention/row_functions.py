@@ -1,4 +1,4 @@
-"""Tensors whose row j of sequence b is made of row j of sequence b of caches, and of constants.
+"""Tensors whose row j of sequence b is made of row j of sequence b of caches, of j itself, and of constants.
 
     latents [B, 1, T, 512] -- MatMul(weight) -> Reshape -> [B, T, H, 256] -- Transpose -> [B, H, T, 256]
     batch at 0, rows at 2                                  rows at 1                      rows at 2
@@ -11,16 +11,23 @@ operators that may make infinity or NaN of a number are left out, such as a divi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, is_op, made_of_constants
+from trt_kvcache.importer.normalize.attention.position_rows import (
+    PositionRows,
+    Taking,
+    find_position_rows,
+    read_taking,
+)
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import is_float_cast
@@ -36,7 +43,7 @@ _END = 1 << 31  # of a Slice that cuts nothing off
 _SAMPLES = 3
 _EXACT = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
 _ANY, _LEAST_ZERO, _POSITIVE = 0, 1, 2  # what is known of the numbers
-_Axes = tuple[int, int]  # of the batch and of the rows
+_Axes = tuple[int, ...]  # of the batch, unless all sequences are alike, and of the rows
 Array = npt.NDArray[Any]
 
 
@@ -46,12 +53,16 @@ class RowFunction:
 
     Attributes:
         tensor: as exported.
-        axes: of the batch and of the rows.
+        axes: of the batch and of the rows; of the rows alone where they are made of positions and constants.
         writes: of the caches behind it.
-        node: what makes it; None: it is a cache.
+        node: what makes it; None: it is a cache, or `rows`.
         shape: what the operand says that gives `tensor` its shape: 0 and -1 as Reshape has them; None: there is none.
         is_moved: it is one cache, moved, repeated and scaled.
         sign: whether numbers may be below, or at, 0.
+        is_new: rows are those of the new tokens, not of all.
+        rows: what it holds of each position, where that is not made of anything else; None: it is.
+        taking: how it takes the new tokens' rows of those of all; None: it does something else.
+        inputs: of `node`, as exported.
     """
 
     tensor: gs.Tensor
@@ -61,6 +72,10 @@ class RowFunction:
     shape: tuple[int, ...] | None = None
     is_moved: bool = True
     sign: int = _ANY
+    is_new: bool = False
+    rows: PositionRows | None = None
+    taking: Taking | None = None
+    inputs: tuple[gs.Tensor, ...] = ()
 
 
 class _MixedError(Exception):
@@ -70,17 +85,30 @@ class _MixedError(Exception):
 class RowFunctions:
     """All row functions of a model as exported.
 
+    Args:
+        graph: sorted.
+        writes: its caches.
+        samples: of the model as exported.
+        given: inputs with positions, of which nothing is made that is looked for here; with these, what is made of the
+            new tokens' positions is looked for, too. None: it is not.
+
     Attributes:
         found: by name of the tensor.
         reasons: by name of a cache, why the first operator that makes no row function of it does not.
         broken: why the first one that makes none of what is computed from a cache does not; empty: all make some.
+        fixed: by name, bounds and indices that are computed, and the same in all samples.
     """
 
-    def __init__(self, graph: gs.Graph, writes: Sequence[Write], samples: Samples) -> None:
+    def __init__(
+        self, graph: gs.Graph, writes: Sequence[Write], samples: Samples, given: Collection[str] | None = None
+    ) -> None:
         self.found: dict[str, RowFunction] = {}
         self.reasons: dict[str, str] = {}
         self.broken = ""
+        self.fixed: dict[str, Array] = {}
+        self._given = set(given or ())  # and what is made of it
         self._blueprint = samples.blueprint
+        self._every = (*samples.plain, *samples.twins)
         some = [s for s in samples.plain if s.length and s.total > 1]
         self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
         if not self._samples:
@@ -90,8 +118,21 @@ class RowFunctions:
                 for tensor in (write.present, *write.aliases):
                     self.found[tensor.name] = RowFunction(tensor, (0, write.axis), (write,))
         for node in graph.nodes:
-            if not is_op(node, *_OTHERS) and any(t.name in self.found for t in node.inputs):
+            if is_op(node, *_OTHERS) or not node.outputs:
+                continue
+            if any(t.name in self.found for t in node.inputs):
                 self._follow(node)
+            output = node.outputs[0]
+            if any(t.name in self._given for t in node.inputs):
+                self._given.update(t.name for t in node.outputs)
+                continue
+            rows = None if output.name in self.found else find_position_rows(node, samples)
+            if rows is not None and (given is not None or not rows.is_new):
+                self.found[output.name] = RowFunction(output, (rows.axis,), (), is_new=rows.is_new, rows=rows)
+
+    def is_given(self, name: str) -> bool:
+        """Whether a tensor is made of positions that are inputs."""
+        return name in self._given
 
     def _follow(self, node: gs.Node) -> None:
         if all(t.name in self.found for t in node.outputs):
@@ -171,12 +212,12 @@ class RowFunctions:
         pairs = [(self._shape(node.inputs[0], s), self._shape(node.outputs[0], s)) for s in self._samples]
         if is_op(node, "Expand"):
             rank = len(pairs[0][1]) - len(pairs[0][0])
-            axes = (found.axes[0] + rank, found.axes[1] + rank)
+            axes = tuple(axis + rank for axis in found.axes)
             if any(before[a] != after[b] for before, after in pairs for a, b in zip(found.axes, axes, strict=True)):
                 raise _MixedError(f"Expand '{node.name}' repeats rows")
         else:
-            axes = (_apart(node, found.axes[0], pairs), _apart(node, found.axes[1], pairs))
-            if axes[0] == axes[1]:
+            axes = tuple(_apart(node, axis, pairs) for axis in found.axes)
+            if len(set(axes)) < len(axes):
                 raise _MixedError(f"{node.op} '{node.name}' does not keep the rows of a cache apart")
         shape = self._constant_shape(node, found.axes, axes, [after for _, after in pairs])
         return self._one(node, axes, shape=shape, sign=found.sign, is_moved=found.is_moved)
@@ -187,7 +228,10 @@ class RowFunctions:
         """The shape of what a Reshape or Expand makes, for every batch and length."""
         made = list(shapes[0])
         if is_op(node, "Expand"):
-            made[after[0]] = made[after[1]] = 1
+            for axis in after:
+                made[axis] = 1
+        elif len(after) == 1:
+            made[after[0]] = -1
         elif before[0] == after[0]:
             made[after[0]], made[after[1]] = 0, -1
         elif before[1] == after[1]:
@@ -205,6 +249,8 @@ class RowFunctions:
             return None
         if is_op(node, "Concat"):
             return self._one(node, self._beside(node), is_moved=False)
+        if (chosen := self._chosen(node)) is not None:
+            return [chosen]
         found = self._only(node)
         rank = len(self._shape(node.inputs[0], self._samples[0]))
         if node.inputs[0].name not in self.found:
@@ -213,24 +259,40 @@ class RowFunctions:
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
             if sorted(perm) != list(range(rank)):
                 raise _MixedError(f"Transpose '{node.name}' has the perm {perm}, which is none")
-            return self._one(node, (perm.index(found.axes[0]), perm.index(found.axes[1])), sign=found.sign,
-                             is_moved=found.is_moved)  # fmt: skip
+            axes = tuple(perm.index(axis) for axis in found.axes)
+            return self._one(node, axes, sign=found.sign, is_moved=found.is_moved)
         operands = [self._constant(t) for t in node.inputs[1:] if not t.is_empty()]
         if any(value is None for value in operands):
             raise _MixedError(f"{node.op} '{node.name}' takes what is computed")
         if is_op(node, "Split"):
             self._off_axes(node, [int(node.attrs.get("axis", 0))], found.axes, rank)
-            parts = [RowFunction(t, found.axes, found.writes, node, None, False, found.sign) for t in node.outputs]
-            return [p for p in parts if not p.tensor.is_empty()]
+            part = self._one(node, found.axes, sign=found.sign)[0]
+            return [replace(part, tensor=t) for t in node.outputs if not t.is_empty()]
         if is_op(node, "Gather"):
             axis = int(node.attrs.get("axis", 0)) % rank
             self._off_axes(node, [axis], found.axes, rank)
             assert operands[0] is not None
             more = operands[0].ndim - 1
-            axes = (found.axes[0] + more * (found.axes[0] > axis), found.axes[1] + more * (found.axes[1] > axis))
+            axes = tuple(kept + more * (kept > axis) for kept in found.axes)
             return self._one(node, axes, sign=found.sign, is_moved=found.is_moved)
         self._check_slice(node, found.axes, rank)
         return self._one(node, found.axes, sign=found.sign, is_moved=found.is_moved)
+
+    def _chosen(self, node: gs.Node) -> RowFunction | None:
+        """The new tokens' rows of what is made of all positions."""
+        taking, found = read_taking(node, self._samples[0]), self.found.get(node.inputs[0].name)
+        if taking is None or found is None or found.writes or found.is_new or found.axes != (taking.axis,):
+            return None
+        if any(name in self._given for name in taking.names) or not all(taking.takes_new(s) for s in self._every):
+            return None
+        sample = max(self._every, key=lambda s: s.length)
+        index, shape = self._shape(node.inputs[1], sample), self._shape(node.outputs[0], sample)
+        made = replace(found, tensor=node.outputs[0], node=node, is_new=True, rows=None, taking=taking,
+                       inputs=(node.inputs[0],), shape=None)  # fmt: skip
+        if is_op(node, "Slice") or len(index) == 1:
+            return made
+        axis = taking.axis + index.index(max(index))
+        return replace(made, axes=(axis,), shape=tuple(-1 if i == axis else d for i, d in enumerate(shape)))
 
     def _check_slice(self, node: gs.Node, axes: _Axes, rank: int) -> None:
         bounds = [self._constant(t) for t in node.inputs[1:]]
@@ -268,8 +330,8 @@ class RowFunctions:
         self._off_axes(node, axes, found.axes, rank)
         if int(node.attrs.get("keepdims", 1)):
             return self._one(node, found.axes, sign=found.sign)
-        batch, row = (kept - sum(a < kept for a in axes) for kept in found.axes)
-        return self._one(node, (batch, row), sign=found.sign)
+        left = tuple(kept - sum(a < kept for a in axes) for kept in found.axes)
+        return self._one(node, left, sign=found.sign)
 
     def _product(self, node: gs.Node) -> list[RowFunction] | None:
         if not is_op(node, "MatMul"):
@@ -290,7 +352,7 @@ class RowFunctions:
                 place = axis - rank  # counted from the end
                 if place < -2 and -place <= len(factor) and factor[place] != 1:
                     raise _MixedError(f"MatMul '{node.name}' multiplies each row with its own numbers")
-        return self._one(node, (found.axes[0] + shift, found.axes[1] + shift))
+        return self._one(node, tuple(axis + shift for axis in found.axes))
 
     def _one(
         self, node: gs.Node, axes: _Axes, *, shape: tuple[int, ...] | None = None, sign: int = _ANY,
@@ -298,7 +360,10 @@ class RowFunctions:
     ) -> list[RowFunction]:  # fmt: skip
         sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
         writes = tuple(dict.fromkeys(w for source in sources for w in source.writes))
-        return [RowFunction(node.outputs[0], axes, writes, node, shape, is_moved, sign)]
+        if len({source.is_new for source in sources}) > 1:
+            raise _MixedError(f"{node.op} '{node.name}' brings the new tokens' rows and those of all together")
+        made = RowFunction(node.outputs[0], axes, writes, node, shape, is_moved, sign, sources[0].is_new)
+        return [replace(made, inputs=tuple(node.inputs))]
 
     def _only(self, node: gs.Node) -> RowFunction:
         """The one row function among the inputs; what else there is is constant, or says a shape."""
@@ -311,20 +376,25 @@ class RowFunctions:
         """Batch and rows of what an operator makes of tensors number by number."""
         whole = max(len(self._shape(t, self._samples[0])) for t in node.inputs)
         found: set[_Axes] = set()
+        alike: set[_Axes] = set()  # the same for all sequences
         for tensor in node.inputs:
             if (function := self.found.get(tensor.name)) is not None:
                 shift = whole - len(self._shape(tensor, self._samples[0]))
-                found.add((function.axes[0] + shift, function.axes[1] + shift))
+                axes = tuple(axis + shift for axis in function.axes)
+                (found if len(axes) > 1 else alike).add(axes)
             elif not made_of_constants(tensor):
                 raise _MixedError(f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant")
-        if len(found) != 1:
+        if len(found or alike) != 1 or any(axes[-1:] not in (alike or {axes[-1:]}) for axes in found) or len(alike) > 1:
             raise _MixedError(f"{node.op} '{node.name}' brings rows of different places together")
-        axes = found.pop()
+        axes = (found or alike).pop()
         for sample in self._samples:
             for tensor in node.inputs:
                 shape = self._shape(tensor, sample)
                 places = [axis - whole for axis in axes if whole - axis <= len(shape)]
-                if tensor.name not in self.found and any(shape[place] != 1 for place in places):
+                if (function := self.found.get(tensor.name)) is not None:
+                    alone = len(axes) - len(function.axes)  # the batch, where that is alike for all sequences
+                    places = [axis - whole for axis in axes[:alone] if whole - axis <= len(shape)]
+                if any(shape[place] != 1 for place in places):
                     raise _MixedError(f"{node.op} '{node.name}' does something else to each row")
         return axes
 
@@ -342,7 +412,7 @@ class RowFunctions:
     def _off_axes(self, node: gs.Node, along: Sequence[int], axes: _Axes, rank: int) -> None:
         for axis in along:
             if axis % rank in axes:
-                what = "rows of a cache" if axis % rank == axes[1] else "sequences"
+                what = "rows of a cache" if axis % rank == axes[-1] else "sequences"
                 raise _MixedError(f"{node.op} '{node.name}' is along {what}")
 
     def _scales(self, node: gs.Node) -> bool:
@@ -384,7 +454,15 @@ class RowFunctions:
         return shape
 
     def _constant(self, tensor: gs.Tensor) -> Array | None:
-        return self._blueprint.constant(tensor.name) if self._blueprint.is_constant(tensor.name) else None
+        if self._blueprint.is_constant(tensor.name):
+            return self._blueprint.constant(tensor.name)
+        if tensor.name not in self.fixed:  # such as half of the size of a head
+            values = [sample.probe.value(tensor.name) for sample in self._every]
+            first = values[0]
+            if first is None or any(v is None or not np.array_equal(v, first) for v in values):
+                return None
+            self.fixed[tensor.name] = first
+        return self.fixed[tensor.name]
 
 
 def _apart(node: gs.Node, axis: int, pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> int:

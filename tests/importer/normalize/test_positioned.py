@@ -1,0 +1,95 @@
+"""Rotary factors made of positions in the graph: of the new tokens, and of all keys in every step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+from concat_decode import compare, rewritten
+from concat_graphs import Build, Decoder, make_decoder
+from rope_graphs import ROWS, Rope
+
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+
+NEW: dict[str, dict[str, Any]] = {
+    "slice": {},
+    "negative bounds": {"form": "negative", "angles": "matmul"},
+    "open bounds": {"form": "open", "angles": "einsum"},
+    "gather": {"form": "gather"},
+    "gather [1, S]": {"form": "gather 2d"},
+    "range from P": {"form": "range"},
+    "rows of a table": {"form": "table"},
+    "positions of the caller": {"form": "position_ids"},
+}
+EVERY: dict[str, dict[str, Any]] = {
+    "slice": {},
+    "rows of a table": {"form": "table"},
+    "matmul": {"form": "negative", "angles": "matmul"},
+}
+
+
+def _model(**rope: Any) -> onnx.ModelProto:
+    positions = "input" if rope.get("form") == "position_ids" else "none"
+    settings = {key: rope.pop(key) for key in ("layout", "window", "layers") if key in rope}
+    return make_decoder(Decoder(positions=positions, attend=Rope(**rope), **settings))
+
+
+@pytest.mark.parametrize("rope", NEW.values(), ids=NEW.keys())
+def test_new_tokens_have_their_own_positions(rope: dict[str, Any], tmp_path: Path) -> None:
+    compare(_model(**rope), tmp_path)
+
+
+@pytest.mark.parametrize("rope", EVERY.values(), ids=EVERY.keys())
+def test_keys_may_be_rotated_behind_the_cache(rope: dict[str, Any], tmp_path: Path) -> None:
+    result = compare(_model(**rope, keys=True), tmp_path)
+    assert {c.route.value for c in result.plan.caches} == {"native"}
+
+
+def _plus(number: str, tensor: str, g: Build) -> str:
+    """One more where a number is 7."""
+    odd = g.node("Cast", [g.node("Equal", [number, g.constant(7)])], to=onnx.TensorProto.INT64)
+    return g.node("Add", [tensor, odd])
+
+
+def _reversed(g: Build, positions: str) -> str:
+    return g.node("Sub", [g.node("Sub", [g.all, g.constant(1)]), positions])
+
+
+def _from_the_end(g: Build, positions: str) -> str:
+    return g.node("Sub", [positions, g.all])
+
+
+ODD: dict[str, tuple[dict[str, Any], str]] = {
+    "other positions behind 7 tokens": (
+        {"form": "range", "first": lambda g, first: _plus(g.past, first, g)},
+        "computes .* from the length of the cache|with 7 tokens in the cache",
+    ),
+    "other rows behind 7 tokens": (
+        {"form": "table", "first": lambda g, first: _plus(g.past, first, g)},
+        "computes .* from the length of the cache|with 7 tokens in the cache",
+    ),
+    "keys in reverse": ({"keys": True, "every": _reversed}, "no attention that the importer can prove"),
+    "keys counted from the end": ({"keys": True, "every": _from_the_end}, "no attention that the importer can prove"),
+    "keys that move at a length of 20": (
+        {"keys": True, "every": lambda g, positions: _moved(g, positions)},
+        "no attention that the importer can prove|but not with",
+    ),
+}
+
+
+def _moved(g: Build, positions: str) -> str:
+    long = g.node("Cast", [g.node("Equal", [g.all, g.constant(20)])], to=onnx.TensorProto.INT64)
+    return g.node("Add", [positions, long])
+
+
+@pytest.mark.parametrize(("rope", "reason"), ODD.values(), ids=ODD.keys())
+def test_other_positions_are_refused(rope: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=reason):
+        rewritten(_model(**rope), tmp_path)
+
+
+def test_a_table_ends_before_the_capacity(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=f"give at most --capacity {ROWS}"):
+        rewritten(_model(form="table"), tmp_path, capacity=ROWS + 1)

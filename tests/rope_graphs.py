@@ -1,0 +1,111 @@
+"""Rotary factors that a graph makes of positions by itself, in the ways that hand-written decoders have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+from concat_graphs import Build, _attend
+from onnx import TensorProto
+
+ROWS = 40
+"""Positions of a table."""
+Pair = tuple[str, str]
+Change = Callable[[Build, str], str]
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How factors are made: the `attend` of a `concat_graphs.Decoder`.
+
+    Attributes:
+        form: of the new tokens' factors: rows of all tokens' ones by "slice", "negative" or "open" bounds, by "gather",
+            by "gather 2d", or by the "position_ids" of the caller; those of "range" from P on; rows of a "table".
+        angles: "mul", "matmul" (along the last axis) or "einsum" of positions and frequencies.
+        keys: the whole past is rotated in every step as well.
+        first, every: change the first row that is taken, and the positions of all tokens.
+    """
+
+    form: str = "slice"
+    angles: str = "mul"
+    keys: bool = False
+    first: Change = lambda g, first: first
+    every: Change = lambda g, positions: positions
+
+    def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
+        query = rotate(g, query, *self._new(g))
+        return _attend(g, query, rotate(g, keys, *self._all(g)) if self.keys else keys, values)
+
+    def _all(self, g: Build) -> Pair:
+        """Cosines and sines of all tokens ``[T, D]``."""
+        if self.form == "table":
+            bounds = g.constant([0]), self._bound(g, g.all), g.constant([0])
+            return _both(lambda table: g.node("Slice", [table, *bounds]), _tables(g))
+        return self._factors(g, self.every(g, g.node("Range", [g.constant(0), g.all, g.constant(1)])))
+
+    def _new(self, g: Build) -> Pair:
+        """Those of the new ones ``[S, D]``, or ``[B, 1, S, D]``."""
+        start = self.first(g, g.past)
+        rows = g.node("Range", [start, g.all, g.constant(1)])
+        first, end = self._bound(g, start), self._bound(g, g.all)
+        if self.form in ("negative", "open"):
+            end = g.constant([2**31])
+        if self.form == "negative":
+            first = g.node("Neg", [self._bound(g, g.length)])
+        match self.form:
+            case "range":
+                return self._factors(g, rows)
+            case "position_ids":
+                looked_up = _both(lambda table: g.node("Gather", [table, g.position_ids], axis=0), self._all(g))
+                return _both(lambda found: g.node("Unsqueeze", [found, g.constant([1])]), looked_up)
+            case "gather" | "gather 2d":
+                index = rows if self.form == "gather" else g.node("Unsqueeze", [rows, g.constant([0])])
+                return _both(lambda table: g.node("Gather", [table, index], axis=0), self._all(g))
+        whole = _tables(g) if self.form == "table" else self._all(g)
+        return _both(lambda table: g.node("Slice", [table, first, end, g.constant([0])]), whole)
+
+    def _bound(self, g: Build, number: str) -> str:
+        return g.node("Unsqueeze", [number, g.constant([0])])
+
+    def _factors(self, g: Build, positions: str) -> Pair:
+        frequencies = g.constant(_frequencies(g), np.float32)
+        numbers = g.node("Cast", [positions], to=TensorProto.FLOAT)
+        match self.angles:
+            case "einsum":
+                angles = g.node("Einsum", [numbers, frequencies], equation="i,j->ij")
+            case "matmul":
+                row = g.node("Unsqueeze", [numbers, g.constant([0, 1])])
+                column = g.constant(_frequencies(g).reshape(1, -1, 1), np.float32)
+                angles = g.node("Transpose", [g.node("MatMul", [column, row])], perm=[0, 2, 1])
+                angles = g.node("Squeeze", [angles, g.constant([0])])
+            case _:
+                angles = g.node("Mul", [g.node("Unsqueeze", [numbers, g.constant([1])]), frequencies])
+        both = g.node("Concat", [angles, angles], axis=-1)
+        return g.node("Cos", [both]), g.node("Sin", [both])
+
+
+def rotate(g: Build, tensor: str, cos: str, sin: str) -> str:
+    """``x * cos + rotate_half(x) * sin``."""
+    half = g.decoder.size // 2
+    front, back = (
+        g.node("Slice", [tensor, g.constant([start]), g.constant([end]), g.constant([-1])])
+        for start, end in ((0, half), (half, 2**31))
+    )
+    turned = g.node("Concat", [g.node("Neg", [back]), front], axis=-1)
+    return g.node("Add", [g.node("Mul", [tensor, cos]), g.node("Mul", [turned, sin])])
+
+
+def _both(make: Callable[[str], str], pair: Pair) -> Pair:
+    return make(pair[0]), make(pair[1])
+
+
+def _frequencies(g: Build) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    return 10.0 ** -np.arange(g.decoder.size // 2)
+
+
+def _tables(g: Build) -> Pair:
+    angles = np.outer(np.arange(ROWS), np.tile(_frequencies(g), 2))
+    cos, sin = (partial(g.constant, of(angles), np.float32) for of in (np.cos, np.sin))
+    return g.once("cos", cos), g.once("sin", sin)

@@ -1,0 +1,130 @@
+"""What is made of positions row by row, where it meets the tokens: rotary factors, and rows of tables.
+
+    cos = Cos(Range(0, P + S) x frequencies)[P : P + S]  [S, D]           Mul(query [B, H, S, D], cos)
+becomes
+    cos = Cos((write_indices + arange(S))  [B * S] x frequencies)  ->  [B, 1, S, D]
+
+The same operators run over the new tokens' positions of all sequences, one behind the other: they work on each row by
+itself. So it does not matter how the model as exported picks the rows, or in which order it does what.
+
+    Gather(Cos(Range(0, P + S) x frequencies), position_ids)   becomes   Gather(Cos(Range(0, L) x frequencies), ...)
+"""
+
+from __future__ import annotations
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.importer.graph import INT64, Emitter, is_op
+from trt_kvcache.importer.normalize.attention.position_rows import read_taking
+from trt_kvcache.importer.normalize.attention.row_emission import emit_rows, hold_rows
+from trt_kvcache.importer.normalize.attention.row_functions import RowFunction, RowFunctions
+from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.plan import OriginalRole
+
+_ELEMENTWISE = ("Add", "Sub", "Mul", "Div")
+
+
+class Positioned:
+    """What is made of positions in a model.
+
+    Args:
+        graph: canonical; sorted.
+        canonical: of the graph.
+        interface: of the model as exported.
+        samples: of the model as exported.
+    """
+
+    def __init__(self, graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
+        self._canonical = canonical
+        self._samples = samples
+        given = {t.name for t in interface.of(OriginalRole.POSITIONS)}
+        self._functions = RowFunctions(graph, (), samples, given)
+        self._new: dict[str, gs.Tensor] = {}
+        self._all: dict[str, gs.Tensor] = {}
+
+    def meets_tokens(self, node: gs.Node) -> bool:
+        """Let `node` take the new tokens' rows of each sequence, if it computes with such rows, and with tokens.
+
+        Returns:
+            Whether it was done.
+        """
+        places = [i for i, t in enumerate(node.inputs) if (f := self._functions.found.get(t.name)) and f.is_new]
+        if not is_op(node, *_ELEMENTWISE) or len(places) != 1:
+            return False
+        function = self._functions.found[node.inputs[places[0]].name]
+        shape = self._shape(node, function)
+        if shape is None:
+            return False
+        made = self._emit_new(function)
+        emit, tokens = self._canonical.emit, self._canonical.tokens
+        sizes = [emit.once((tokens.name, i), lambda i=i: _size(emit, tokens, i)) for i in (0, 1)]
+        parts = [sizes[0], emit.ints(list(shape[0])), sizes[1], emit.ints(list(shape[1]))]
+        whole = emit.op("Concat", [p for p in parts if p.shape != [0]], "rows_shape", INT64, axis=0)
+        rows = emit.once(("rows", function.tensor.name, shape), lambda: emit.op("Reshape", [made, whole], "rows"))
+        node.inputs = [rows if i in places else t for i, t in enumerate(node.inputs)]
+        return True
+
+    def holds(self, tensor: gs.Tensor) -> bool:
+        """Whether a tensor is made of positions, row by row."""
+        return tensor.name in self._functions.found
+
+    def is_looked_up(self, node: gs.Node) -> bool:
+        """Let a Gather take rows of a table of all positions, if it takes them of one that is as long as the text.
+
+        Returns:
+            Whether it was done.
+        """
+        function = self._functions.found.get(node.inputs[0].name) if is_op(node, "Gather") else None
+        if function is None or function.is_new or not self._functions.is_given(node.inputs[1].name):
+            return False
+        taking = read_taking(node, self._samples.plain[0])
+        if taking is None or function.axes != (taking.axis,):
+            return False
+        every = self._canonical.emit.ints(range(self._canonical.capacity))
+        node.inputs = [self._emit(function, every, self._all), node.inputs[1]]
+        return True
+
+    def _shape(self, node: gs.Node, function: RowFunction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """What lies between batch and tokens, and behind these, of rows as `node` takes them; None where it cannot."""
+        found = set()
+        for sample in (*self._samples.plain, *self._samples.twins):
+            rows, whole = (sample.probe.shape(t.name) for t in (function.tensor, node.outputs[0]))
+            if rows is None or whole is None:
+                return None
+            axis = function.axes[0]
+            front, place = (*[1] * (len(whole) - len(rows)), *rows[:axis]), axis + len(whole) - len(rows)
+            if place < 1 or any(d != 1 for d in front) or whole[0] != sample.batch or whole[place] != sample.length:
+                return None
+            if self._is_fixed(sample.batch) and sample.batch > 1 and whole.count(sample.batch) > 1:
+                return None  # which of them is the batch, nothing says
+            found.add((front[1:], rows[axis + 1 :]))
+        return found.pop() if len(found) == 1 else None
+
+    def _is_fixed(self, batch: int) -> bool:
+        return all(sample.batch == batch for sample in self._samples.plain)
+
+    def _emit_new(self, function: RowFunction) -> gs.Tensor:
+        canonical = self._canonical
+        flat = canonical.emit.once(
+            "flat positions",
+            lambda: canonical.emit.op("Reshape", [canonical.positions(), canonical.emit.ints([-1])], "flat_positions"),
+        )
+        return self._emit(function, flat, self._new)
+
+    def _emit(self, function: RowFunction, positions: gs.Tensor, made: dict[str, gs.Tensor]) -> gs.Tensor:
+        name, canonical = function.tensor.name, self._canonical
+
+        def leaf(source: RowFunction) -> gs.Tensor:
+            assert source.rows is not None
+            return source.rows.emit(canonical, positions)
+
+        if name not in made:
+            hold_rows(name, self._functions, self._samples, f"'{name}'")
+        return emit_rows(name, self._functions, made, canonical, leaf)
+
+
+def _size(emit: Emitter, tensor: gs.Tensor, axis: int) -> gs.Variable:
+    """One dimension, int64 ``[1]``."""
+    return emit.op("Shape", [tensor], "tokens_size", INT64, start=axis, end=axis + 1)
