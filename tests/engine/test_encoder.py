@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from encoders import encoder, first_step, heard
+from encoders import encoder, first_step, heard, strided_encoder
 from graphs import Graph
 from hybrids import WIDTH, cross_model, hybrid_model, write
 from onnx import TensorProto, helper, numpy_helper
@@ -289,6 +289,46 @@ def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     assert manifest.warnings == ()
     made = load_manifest(encoder_path(model.with_name("model.engine")))
     assert made.profiles[0].shapes["pixels"].max == (1, 24, WIDTH)
+
+
+def fixed_length(path: Path, length: int) -> None:
+    """Let an encoder take sources of one length, as those of speech and images do."""
+    part = onnx.load(path)
+    for value in (*part.graph.input, *part.graph.output):
+        value.type.tensor_type.shape.dim[1].dim_value = length
+    onnx.save(part, path)
+
+
+def test_an_encoder_says_how_much_it_makes_of_a_source(model: Path) -> None:
+    """The decoder takes that much, unless the caller allows more; less would be found out behind the first source."""
+    fixed_length(model.with_name("encoder_model.onnx"), 6)
+    constant = "past_key_values.a.encoder.key"
+
+    def largest(**options: Any) -> list[int]:
+        made = build_engine(model, model.with_name("model.engine"), build=BuildOptions(max_chunk=8, **options))
+        assert made.warnings == ()
+        return [profile.shapes[constant].max[2] for profile in made.profiles]
+
+    assert largest() == [6, 6]
+    assert largest(max_encoder=9) == [9, 9]
+    with pytest.raises(OptionError, match="is 5, and the encoder makes 6 positions of every source; give"):
+        largest(max_encoder=5)
+
+
+def test_an_encoder_says_how_much_it_makes_of_the_longest_source(tmp_path: Path) -> None:
+    model = write(tmp_path / "decoder_with_past_model.onnx", cross_model("hidden", "none"))
+    strided_encoder(tmp_path / "encoder_model.onnx")
+    shapes = {"input_features": (1, WIDTH, 15)}
+
+    def largest(**options: Any) -> int:
+        options = {"max_chunk": 8, "max_shapes": shapes, **options}
+        made = build_engine(model, tmp_path / "model.engine", build=BuildOptions(**options))
+        return made.profiles[0].shapes["encoder_hidden_states"].max[1]
+
+    assert largest() == 8
+    assert largest(max_shapes={**shapes, "encoder_hidden_states": (1, 20, WIDTH)}) == 20
+    with pytest.raises(OptionError, match=r"makes 8 positions of the longest source \(input_features \[1, 32, 15\]\);"):
+        largest(max_encoder=7)
 
 
 def test_what_only_sizes_come_from_goes(model: Path, tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def build(
         typer.Option(
             min=1,
             metavar="N",
-            help="Longest output of an encoder, for models that attend one.",
+            help="Longest output of an encoder, for models that attend one. Default: what the encoder built makes.",
             rich_help_panel=_SIZES,
         ),
     ] = None,

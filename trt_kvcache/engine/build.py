@@ -91,7 +91,7 @@ def build_engine(
 
     watched = _Watched(progress)
     encoder, said = _or_on_the_cpu(build, watched, lambda: find_job(part.path, plan, build))
-    own = build if encoder is None else without_shapes(build, plan, encoder.plan)
+    own = build if encoder is None else _of_decoder(build, plan, encoder)
     try:
         limits = resolve_limits(plan, own)
         profiles = make_profiles(plan, own, limits, quantized=quantized)
@@ -185,6 +185,26 @@ class _Watched:
         except BaseException as error:
             self.raised = error
             raise
+
+
+def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
+    """The options for the decoder: it takes what its encoder makes of the longest source.
+
+    Raises:
+        OptionError: the caller allows less. Said here and not by the first step behind a long source.
+    """
+    made, allowed = encoder.positions, build.max_encoder
+    if made is not None and allowed is not None and made > allowed:
+        sizes = ", ".join(f"{name} {list(r.max)}" for name, r in encoder.profile.shapes.items())
+        of = f"the longest source ({sizes})" if sizes else "every source"
+        raise OptionError(
+            f"--max-encoder is {allowed}, and the encoder makes {made} positions of {of}; give --max-encoder {made}, "
+            f"{'allow shorter sources with --maxShapes, ' if sizes else ''}or leave it out"
+        )
+    own = without_shapes(build, plan, encoder.plan)
+    shaped = own.min_shapes.keys() | own.opt_shapes.keys() | own.max_shapes.keys()
+    given = allowed is not None or any(t.name in shaped and "encoder" in t.axes for t in plan.tensors)
+    return own if made is None or given else replace(own, max_encoder=made)
 
 
 def _or_on_the_cpu(build: BuildOptions, watched: _Watched, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:

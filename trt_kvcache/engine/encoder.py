@@ -30,6 +30,7 @@ class EncoderJob:
         model: it, for TensorRT; to be taken out, because it may be large.
         profile: the lengths of sources.
         vocab: token ids are below; None: there are none, or no table of them is known.
+        positions: made of the longest source; None: nothing says how many.
     """
 
     sources: tuple[SourceModel, ...]
@@ -37,6 +38,7 @@ class EncoderJob:
     model: list[onnx.ModelProto]
     profile: Profile
     vocab: int | None
+    positions: int | None
 
 
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
@@ -53,7 +55,7 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
         ModelError: it cannot be used.
     """
     from trt_kvcache.importer.encoders.model import import_encoder
-    from trt_kvcache.importer.encoders.tables import check_positions, most_ids
+    from trt_kvcache.importer.encoders.tables import check_positions, most_ids, positions_made
     from trt_kvcache.importer.files.encoder import find_encoder, find_first_step
 
     if build.encoder == "none":
@@ -72,5 +74,8 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     profile = make_encoder_profile(encoder.plan, build)
     fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
     largest = {name: range_.max for name, range_ in profile.shapes.items()}
-    check_positions(encoder.model, {**fixed, **largest})  # type: ignore[dict-item]  # fixed ones are of ints
-    return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model))
+    shapes: dict[str, tuple[int, ...]] = {**fixed, **largest}  # type: ignore[dict-item]  # fixed ones are of ints
+    check_positions(encoder.model, shapes)
+    axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
+    positions = positions_made(encoder.model, shapes, axes)
+    return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions)

@@ -1,4 +1,7 @@
-"""Tables that an encoder looks up by positions: a lookup behind their end gives anything, and TensorRT says nothing."""
+"""Positions of an encoder: how many it makes of a source, and the tables that it looks up by them.
+
+A lookup behind the end of a table gives anything, and TensorRT says nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import is_op, shape_of
 
-__all__ = ["check_positions", "most_ids"]
+__all__ = ["check_positions", "most_ids", "positions_made"]
 
 _IDS = (0, 1, 2, 3)
 """Of a whole source: exporters pad with one of the first, which has a place of its own."""
@@ -28,6 +31,22 @@ def most_ids(model: onnx.ModelProto) -> int | None:
     """Token ids are below; None: nothing is known to be looked up by an input."""
     rows = [table_rows(model, v.name) for v in model.graph.input if len(shape_of(v) or ()) == 2]
     return min((n for n in rows if n is not None), default=None)
+
+
+def positions_made(
+    model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
+) -> int | None:
+    """How many positions an encoder makes of a source; None: its outputs do not say.
+
+    Args:
+        model: of the encoder, flat; not changed.
+        shapes: of all its inputs.
+        axes: of outputs, by name: where the positions lie.
+    """
+    shell, weights = detach_weights(model)
+    probe = Probe(Blueprint(shell, weights), shapes, {})
+    made = [shape[axis] for name, axis in axes.items() if (shape := probe.shape(name)) is not None]
+    return max(made, default=None)
 
 
 def check_positions(model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]]) -> None:
