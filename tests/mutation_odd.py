@@ -91,7 +91,7 @@ class Odd:
                 sources.append(("shape", name))
             elif "mask" in name and len(shape) == 2:
                 sources += [("mask", name), ("sum", name)]
-            elif integer and name != first and ("pos" in name or "len" in name):
+            elif integer and name != first and any(word in name for word in ("pos", "len", "offset")):
                 sources.append(("value", name))
         if not sources:
             raise UnsuitableError

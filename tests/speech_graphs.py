@@ -32,6 +32,7 @@ class Speech:
         single: what the mask holds for a single token.
         index_columns: numbers of an index: of batch and row, or of the numbers of a row as well.
         room: rows of a cache.
+        scrambled: rows are put back where others were.
     """
 
     write: str = "front"
@@ -41,6 +42,7 @@ class Speech:
     single: float = 0.0
     index_columns: int = 3
     room: int = 6
+    scrambled: bool = False
 
 
 def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
@@ -121,7 +123,10 @@ def _written(
     put = g.node("Shape", [kept], start=1, end=2)
     rows = _range(g, g.constant([how.back]), g.node("Add", [put, g.constant([how.back])]))
     spread = g.node("Expand", [kept, g.node("Shape", [kept])])  # as TorchScript has it
-    return front, g.node("ScatterND", [cache, _index(g, how, kept, rows, layer), spread])
+    index = _index(g, how, kept, rows, layer, turned=how.scrambled)
+    if how.scrambled:
+        spread = g.node("Reshape", [spread, g.node("Shape", [g.node("Transpose", [kept], perm=[1, 0, 2])])])
+    return front, g.node("ScatterND", [cache, index, spread])
 
 
 def _range(g: Graph, start: str, end: str) -> str:
@@ -129,7 +134,7 @@ def _range(g: Graph, start: str, end: str) -> str:
     return g.node("Range", [start, end, g.constant(1)])
 
 
-def _index(g: Graph, how: Speech, like: str, rows: str, layer: int | None = None) -> str:
+def _index(g: Graph, how: Speech, like: str, rows: str, layer: int | None = None, *, turned: bool = False) -> str:
     """Where the rows of ``[B, R, WIDTH]`` go: batch, row and perhaps number, behind the layer if there is one."""
     zero, columns = g.constant([0]), how.index_columns
     shape = g.node("Shape", [like], start=0, end=columns)
@@ -140,8 +145,9 @@ def _index(g: Graph, how: Speech, like: str, rows: str, layer: int | None = None
         parts.append(g.constant(np.arange(WIDTH).reshape(1, 1, -1)))
     if layer is not None:
         parts.insert(0, g.constant(np.full([1] * columns, layer)))
-    spread = [g.node("Unsqueeze", [g.node("Expand", [p, shape]), g.constant([-1])]) for p in parts]
-    return g.node("Concat", spread, axis=-1)
+    spread = [g.node("Expand", [part, shape]) for part in parts]
+    spread = [g.node("Transpose", [part], perm=[1, 0, 2]) for part in spread] if turned else spread
+    return g.node("Concat", [g.node("Unsqueeze", [part, g.constant([-1])]) for part in spread], axis=-1)
 
 
 def _attention(g: Graph, rng: np.random.Generator, query: str, key: str, value: str, mask: str = "") -> str:

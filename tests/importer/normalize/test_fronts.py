@@ -14,6 +14,7 @@ from speech_graphs import HEARD, LAYERS, WIDTH, Speech, make_decoder
 from trt_kvcache import verify_model
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.normalize.idioms import writes
 from trt_kvcache.verify import VerifyOptions
 
 VERIFY = VerifyOptions(batch=2, chunks=(2, 2), tokens=1)
@@ -49,6 +50,13 @@ def test_rows_in_use_are_written_in_place(tmp_path: Path, how: Speech) -> None:
 def test_other_rows_are_refused(tmp_path: Path, how: Speech, words: str) -> None:
     with pytest.raises(UnsupportedModelError, match=words):
         plan_model(saved(tmp_path, how))
+
+
+def test_rows_that_are_put_back_in_another_order_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where caches are too large to be written on numbers."""
+    monkeypatch.setattr(writes, "_REPLAYED", 0)
+    with pytest.raises(UnsupportedModelError, match="back in another order of its axes"):
+        plan_model(saved(tmp_path, Speech(mask="all", scrambled=True, room=8)))
 
 
 def edited(folder: Path, op: str, name: str, **attrs: str) -> str:

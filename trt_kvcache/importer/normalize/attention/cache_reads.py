@@ -110,7 +110,7 @@ class CacheReads:
         for sample in few:
             self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
         whole, in_use = True, not write.growing
-        for sample in self._samples.plain:  # numbers would cost too much for caches of this size
+        for sample in self._samples.plain:  # of the others numbers would cost too much
             shape = sample.probe.shape(tensor.name)
             if shape is None:
                 continue

@@ -102,6 +102,8 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
         if not all(candidate.front.is_kept(g.step.probe, candidate.operand, place) for g in plain):
             raise candidate.refusal(f"'{candidate.front.tensor.name}', which it puts back, is not its first rows")
         back, _ = _index_order(candidate, candidate.index[1], plain, lambda step: np.arange(step.total))
+        if back != tuple(range(len(back))):
+            raise candidate.refusal(f"it puts '{candidate.front.tensor.name}' back in another order of its axes")
     axis = _sequence_axis(candidate, geometry, place)
 
     def rows_of(g: Geometry, probe: Probe) -> Array | None:
