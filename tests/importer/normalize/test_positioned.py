@@ -22,6 +22,8 @@ NEW: dict[str, dict[str, Any]] = {
     "range from P": {"form": "range"},
     "rows of a table": {"form": "table"},
     "positions of the caller": {"form": "position_ids"},
+    "of two sequences, always": {"batch": 2},
+    "of one token, always": {"form": "range", "sequence": 1},
 }
 EVERY: dict[str, dict[str, Any]] = {
     "slice": {},
@@ -32,7 +34,7 @@ EVERY: dict[str, dict[str, Any]] = {
 
 def _model(**rope: Any) -> onnx.ModelProto:
     positions = "input" if rope.get("form") == "position_ids" else "none"
-    settings = {key: rope.pop(key) for key in ("layout", "window", "layers") if key in rope}
+    settings = {key: rope.pop(key) for key in ("batch", "sequence") if key in rope}
     return make_decoder(Decoder(positions=positions, attend=Rope(**rope), **settings))
 
 

@@ -89,7 +89,9 @@ class Positioned:
     def _shape(self, node: gs.Node, function: RowFunction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """What lies between batch and tokens, and behind these, of rows as `node` takes them; None where it cannot."""
         found = set()
-        for sample in (*self._samples.plain, *self._samples.twins):
+        samples = (*self._samples.plain, *self._samples.twins)
+        batches: set[int] | None = None  # axes that are as long as the batch
+        for sample in samples:
             rows, whole = (sample.probe.shape(t.name) for t in (function.tensor, node.outputs[0]))
             if rows is None or whole is None:
                 return None
@@ -97,13 +99,12 @@ class Positioned:
             front, place = (*[1] * (len(whole) - len(rows)), *rows[:axis]), axis + len(whole) - len(rows)
             if place < 1 or any(d != 1 for d in front) or whole[0] != sample.batch or whole[place] != sample.length:
                 return None
-            if self._is_fixed(sample.batch) and sample.batch > 1 and whole.count(sample.batch) > 1:
-                return None  # which of them is the batch, nothing says
+            alike = {i for i, size in enumerate(whole) if size == sample.batch}
+            batches = alike if batches is None else batches & alike
             found.add((front[1:], rows[axis + 1 :]))
+        if len(batches or ()) > 1 and any(sample.batch > 1 for sample in samples):
+            return None  # which of them is the batch, nothing says
         return found.pop() if len(found) == 1 else None
-
-    def _is_fixed(self, batch: int) -> bool:
-        return all(sample.batch == batch for sample in self._samples.plain)
 
     def _emit_new(self, function: RowFunction) -> gs.Tensor:
         canonical = self._canonical
