@@ -109,10 +109,10 @@ class Blueprint:
         return self._constants[name]
 
     def _constant(self, name: str) -> Array | None:
-        if name not in self.initializers:
+        tensor = self.initializers[name] if name in self.initializers else self.constant_tensor(name)
+        if tensor is None:  # numbers that are attributes themselves
             node = self.producers[name][0]
             return _run(node, self._operator(node), [])[0]
-        tensor = self.initializers[name]
         external = tensor.data_location == onnx.TensorProto.EXTERNAL
         may_be_mask = tensor.data_type in _READABLE or may_be_bias(tensor) or name in self._masks
         if external and name in self._weights and may_be_mask:
