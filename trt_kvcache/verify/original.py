@@ -267,8 +267,9 @@ class OriginalInterface:
 
     def _row_axis(self, tensor: OriginalTensor) -> int:
         """The axis of a cache, as the rewritten model has it, along which its tokens lie."""
-        if not tensor.rows_only:
-            place = next(i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity"))
+        places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
+        if places and not tensor.rows_only:
+            place = places[0]
             return place if tensor.order is None else tensor.order[place]
         return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
 

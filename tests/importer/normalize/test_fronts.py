@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
+from onnx import helper
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from speech_graphs import HEARD, LAYERS, WIDTH, Speech, make_decoder
 
@@ -114,3 +115,24 @@ def test_a_single_token_whose_mask_is_no_zero_is_refused(tmp_path: Path) -> None
 
 def test_a_mask_as_large_as_a_weight_is_read(tmp_path: Path) -> None:
     assert any(t.singly for t in plan_model(saved(tmp_path, Speech(room=33))).original)
+
+
+def test_one_token_that_is_computed_otherwise_than_several_is_refused(tmp_path: Path) -> None:
+    """Where the original runs one by one, several at once have to be the same."""
+    model = make_decoder(Speech())
+    norm = next(n for n in model.graph.node if n.op_type == "LayerNormalization")
+    x = norm.output[0]
+    norm.output[0] = "normed"
+    nodes = [
+        helper.make_node("Shape", ["tokens"], ["count"], name="count", start=1, end=2),
+        helper.make_node("Equal", ["count", "single"], ["is_single"], name="is_single"),
+        helper.make_node("Neg", ["normed"], ["negative"], name="negative"),
+        helper.make_node("Where", ["is_single", "negative", "normed"], [x], name="odd"),
+    ]
+    model.graph.initializer.append(helper.make_tensor("single", onnx.TensorProto.INT64, [1], [1]))
+    place = list(model.graph.node).index(norm) + 1
+    for node in reversed(nodes):
+        model.graph.node.insert(place, node)
+    onnx.save(model, tmp_path / "odd.onnx")
+    with pytest.raises(UnsupportedModelError, match="'odd' computes tokens with 'is_single', which is not the same"):
+        plan_model(tmp_path / "odd.onnx")

@@ -19,7 +19,7 @@ from trt_kvcache.importer.normalize.attention.computed import Computed, find_com
 from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import split_heads
 from trt_kvcache.importer.normalize.attention.rounded import round_first
-from trt_kvcache.importer.normalize.attention.square_masks import pad_square_masks
+from trt_kvcache.importer.normalize.attention.square_masks import hold_by_position, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
 from trt_kvcache.importer.normalize.einsum import lower_einsum
@@ -103,6 +103,8 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
         return read_exported(graph, weights, options)
     if pad_square_masks(graph, samples):
         exported = read_exported(graph, weights, options)
+        if exported is not None:
+            hold_by_position(exported.graph, exported.samples)
         return None if exported is None else replace(exported, singly=True)
     check_sizes(candidates, samples)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)

@@ -4,23 +4,29 @@
 
 With P = 0 both are the same; with S = 1 the mask is a 0, that is added to all scores or to the last. In all other steps
 the sizes do not fit and the model as exported fails, so that nothing says otherwise: every token in the cache is
-visible there, as it is to a single one. OpenAI's Whisper masks so, and what is exported of it.
+visible there, as it is to a single one. OpenAI's Whisper masks so, and what is exported of it. That several tokens are
+what they are one by one holds if nothing else follows from how many come at once, which is proven.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
+from trt_kvcache.importer.graph import INT64, NAME_PREFIX, Emitter, is_op, producer
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
-__all__ = ["SINGLY", "pad_square_masks"]
+_HINT = "mask_of_all"
+_COMBINES = ("Where", "Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "MatMul")
+
+__all__ = ["SINGLY", "hold_by_position", "pad_square_masks"]
 
 SINGLY = (
     "the masks of the model as exported fit several tokens only while nothing is in its caches; here every step may "
@@ -51,6 +57,44 @@ def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
     if found:
         check_promises(samples)
     return bool(found)
+
+
+def hold_by_position(graph: gs.Graph, samples: Samples) -> None:
+    """See to it that what tokens are computed with is the same for all, or follows from their position alone.
+
+    Args:
+        graph: of the model with such masks over all tokens.
+        samples: of the same model, without promises.
+
+    Raises:
+        UnsupportedModelError: something follows from how many come at once.
+    """
+    whole = samples.step(1, 0, samples.capacity)
+    for node in graph.nodes:
+        if not is_op(node, *_COMBINES) or whole.probe.value(node.outputs[0].name) is not None:
+            continue
+        for tensor in node.inputs:
+            is_mask = tensor.is_empty() or tensor.name.startswith(NAME_PREFIX + _HINT)
+            value = None if is_mask else whole.probe.value(tensor.name)
+            if value is None or samples.blueprint.is_constant(tensor.name):
+                continue
+            axes = [axis for axis, size in enumerate(value.shape) if size == samples.capacity > 1]
+            check = partial(_check_by_position, str(node.name), str(tensor.name), value, axes)
+            samples.promise([tensor.name], ("by position", tuple(axes), value.shape, value.tobytes()), check)
+    check_promises(samples)
+
+
+def _check_by_position(node: str, name: str, whole: Array, axes: Sequence[int], sample: Sample) -> None:
+    value = sample.probe.value(name)
+    places = range(sample.past, sample.total)
+    wanted = [whole, *(np.take(whole, places, axis) for axis in axes)]
+    if value is None or not any(v.shape == value.shape and np.array_equal(v, value) for v in wanted):
+        raise UnsupportedModelError(
+            f"'{node}' computes tokens with '{name}', which is not the same with {sample.past} in the cache and "
+            f"{sample.length} new as for each of them alone, and the masks fit several tokens only while nothing is in "
+            "the cache; supported are such models if they do the same with one token as with several: export masks "
+            "over all tokens"
+        )
 
 
 def _is_chunk(sample: Sample) -> bool:
@@ -100,5 +144,5 @@ def _padded(emit: Emitter, mask: gs.Tensor, scores: gs.Tensor, rank: int) -> gs.
     keys, new = (emit.op("Shape", [t], "keys", INT64, start=-1) for t in (scores, mask))
     past = emit.op("Sub", [keys, new], "past", INT64)
     pads = emit.op("Concat", [emit.ints([0] * (rank - 1)), past, emit.ints([0] * rank)], "pads", INT64, axis=0)
-    made: gs.Tensor = emit.op("Pad", [mask, pads], "mask_of_all")
+    made: gs.Tensor = emit.op("Pad", [mask, pads], _HINT)
     return made
