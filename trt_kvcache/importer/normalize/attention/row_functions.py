@@ -384,7 +384,7 @@ class RowFunctions:
                 (found if len(axes) > 1 else alike).add(axes)
             elif not made_of_constants(tensor):
                 raise _MixedError(f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant")
-        if len(found or alike) != 1 or any(axes[-1:] not in (alike or {axes[-1:]}) for axes in found) or len(alike) > 1:
+        if len(found) > 1 or len({axes[-1] for axes in (*found, *alike)}) != 1:
             raise _MixedError(f"{node.op} '{node.name}' brings rows of different places together")
         axes = (found or alike).pop()
         for sample in self._samples:
