@@ -12,6 +12,7 @@ import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
 from onnx import helper, numpy_helper
 
+from trt_kvcache import GenerationConfig
 from trt_kvcache.engine import process
 from trt_kvcache.engine.build import ProgressEvent, build_engine
 from trt_kvcache.engine.manifest import check_engine, load_manifest
@@ -70,6 +71,26 @@ def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: Deco
     assert own[0].step == 0
     assert own[-1].finished
     assert all(e.step <= e.steps for e in events)
+
+
+def test_an_engine_far_from_its_export_knows_which_tokens_end_a_text(tmp_path: Path) -> None:
+    """What a file beside the engine says counts more; a file beside the model that is none stops the build."""
+    (tmp_path / "export").mkdir()
+    model = write_decoder(tmp_path / "export" / "model.onnx", TINY)
+    settings = tmp_path / "export" / "generation_config.json"
+    settings.write_text('{"eos_token_id": [2, 7], "suppress_tokens": [5], "top_k": 3}')
+    output = tmp_path / "model.engine"
+    manifest = build_engine(model, output)
+    assert manifest.generation == {"eos_token_id": [2, 7], "suppress_tokens": [5]}
+    assert load_manifest(output) == manifest
+    assert GenerationConfig.for_model(output) == GenerationConfig(eos_token_id=[2, 7], suppress_tokens=[5])
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 9}')
+    found = GenerationConfig.for_model(output, forced_bos_token_id=1)
+    assert found == GenerationConfig(eos_token_id=9, suppress_tokens=[5], forced_bos_token_id=1)
+    settings.write_text("{")
+    with pytest.raises(OptionError, match="generation_config.json is not JSON"):
+        build_engine(model, output)
+    assert load_manifest(output) == manifest
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])

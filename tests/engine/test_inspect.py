@@ -50,6 +50,13 @@ def manifest() -> Manifest:
     return sample_manifest(sample_plan(1), FileIdentity("e", 1, "00"))
 
 
+def test_tokens_of_the_model_are_shown(engine: Path, manifest: Manifest) -> None:
+    tokens = {"eos_token_id": 2, "suppress_tokens": list(range(90))}
+    save_manifest(replace(manifest, engine=identify(engine), generation=tokens), manifest_path(engine))
+    shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["inspect", str(engine)]).output
+    assert "tokens      eos_token_id=2, suppress_tokens=[0, 1, 2, 3, 4, 5, 6, 7, ...] (90)" in shown
+
+
 def test_agreement(manifest: Manifest) -> None:
     assert reconcile(manifest, agreeing_view(manifest)) == ()
 

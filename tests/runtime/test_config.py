@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.files.generation import settings_beside
 from trt_kvcache.runtime.generation.config import GenerationConfig
-from trt_kvcache.runtime.generation.config_file import settings_beside
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
     from trt_kvcache.engine.manifest import FileIdentity, Manifest
 
+_FEW = 8  # tokens of a setting that are shown
+
 
 def print_manifest(out: Console, manifest: Manifest) -> None:
     """Print what was built from what, with what, and the profiles; the plan is printed apart."""
@@ -28,10 +30,19 @@ def print_manifest(out: Console, manifest: Manifest) -> None:
         out.print(f"batch       up to {manifest.max_batch} sequences")
         out.print(f"chunk       up to {manifest.max_chunk} tokens per update")
         out.print(f"caches      {len(manifest.aliases)} with one buffer, {len(manifest.double_buffered)} with two")
+    if manifest.generation:
+        out.print(f"tokens      {', '.join(f'{name}={_few(tokens)}' for name, tokens in manifest.generation.items())}")
     given = {name: value for name, value in manifest.options.items() if value not in (None, "", False)}
     if given:
         out.print(f"options     {', '.join(f'{name}={value}' for name, value in given.items())}")
     print_profiles(out, manifest)
+
+
+def _few(tokens: object) -> str:
+    """A token id, or the first of several."""
+    if not isinstance(tokens, list) or len(tokens) <= _FEW:
+        return str(tokens)
+    return f"{str(tokens[:_FEW])[:-1]}, ...] ({len(tokens)})"
 
 
 def print_profiles(out: Console, manifest: Manifest) -> None:

@@ -70,6 +70,7 @@ def build_engine(
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
     from trt_kvcache.importer.analysis.index_limits import index_limits
+    from trt_kvcache.importer.files.generation import settings_beside
     from trt_kvcache.importer.protos import is_op
 
     build = build or BuildOptions()
@@ -82,6 +83,7 @@ def build_engine(
     options = replace(options or PlanOptions(), target=backend.target, packed_native=backend.packed_native)
 
     imported = import_model(model, options)
+    generation = settings_beside(Path(model))
     plan, part = imported.plan, _part([imported.source], imported.model)
     tables = index_limits(imported.model, plan)
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
@@ -124,6 +126,7 @@ def build_engine(
             vocab=min(tables.tokens.values(), default=None),
             max_positions=min(tables.positions.values(), default=None),
             encoder=ready[0][0].engine if ready else None,
+            generation=generation,
             warnings=(*said, *manifest.warnings),
         )
         _publish([*ready, (manifest, built.file, engine_path)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -72,6 +73,8 @@ class Manifest:
         warnings: what TensorRT warned about while it built, each once.
         encoder: the engine of the encoder that was built with this decoder's, by its name beside it; None: there is
             none. An encoder's own engine has no caches, and one profile, `ENCODER`.
+        generation: what files beside the model said of its tokens, by the names of transformers' ``GenerationConfig``:
+            which end a text, start or end it by force, or never come.
     """
 
     created_by: str
@@ -92,6 +95,7 @@ class Manifest:
     max_positions: int | None = None
     max_logits: int | None = None
     encoder: FileIdentity | None = None
+    generation: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
     @property

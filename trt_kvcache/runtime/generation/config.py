@@ -163,7 +163,8 @@ class GenerationConfig:
         """Take what files beside a model say of its tokens: which end a text, start or end it by force, or never come.
 
         How tokens are drawn is not taken from there. Read are transformers' ``generation_config.json`` and
-        onnxruntime-genai's ``genai_config.json``; the former counts.
+        onnxruntime-genai's ``genai_config.json``; the former counts. The manifest of an engine holds what they said
+        when it was built; files beside the engine count more.
 
         Args:
             model: an ``.onnx`` file, an engine, or their folder.
@@ -171,10 +172,15 @@ class GenerationConfig:
 
         Raises:
             OptionError: a file is unreadable, or a value is out of range.
+            ManifestError: that of an engine is unreadable.
         """
-        from trt_kvcache.runtime.generation.config_file import settings_beside
+        from trt_kvcache.engine.manifest import load_manifest, manifest_path
+        from trt_kvcache.importer.files.generation import settings_beside
 
-        return cls(**{**settings_beside(Path(model)), **changes})
+        path = Path(model)
+        is_engine = path.suffix.lower() != ".onnx" and not path.is_dir() and manifest_path(path).is_file()
+        built = load_manifest(path).generation if is_engine else {}
+        return cls(**{**built, **settings_beside(path), **changes})
 
     def _normalize(self) -> None:
         for name in (*_TOKENS, "stop_strings", "exponential_decay_length_penalty", "logits_processor"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import fields
@@ -10,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.files.generation import load_settings
 from trt_kvcache.runtime.generation.config import GenerationConfig, idle_settings
 
-__all__ = ["read_config_file", "settings_beside"]
+__all__ = ["read_config_file"]
 
 _WITHOUT_EFFECT = {
     # Other tokens' ids, how transformers runs and what it returns: none of it changes which tokens are chosen.
@@ -48,29 +48,6 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 }
 
 
-_OF_MODEL = (
-    # What the model was trained with, whatever way its tokens are chosen.
-    "eos_token_id",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-)
-
-
-def settings_beside(model: Path) -> dict[str, Any]:
-    """The fields that `GenerationConfig.for_model` takes from files beside `model`."""
-    folder = model if model.is_dir() else model.parent
-    found: dict[str, Any] = {}
-    if (path := folder / "genai_config.json").exists():
-        of_model = _load(path).get("model")
-        found |= of_model if isinstance(of_model, dict) else {}
-    if (path := folder / "generation_config.json").exists():
-        found |= _load(path)
-    return {name: found[name] for name in _OF_MODEL if found.get(name) is not None}
-
-
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that the file sets, with `changes` in place of the file's.
 
@@ -84,7 +61,7 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         OptionError: the file is unreadable, or asks for what is not supported.
     """
-    found = {key: value for key, value in _load(path).items() if value is not None}
+    found = {key: value for key, value in load_settings(path).items() if value is not None}
     known = {field.name for field in fields(GenerationConfig)}
     for key in sorted(found.keys() - known - _WITHOUT_EFFECT):
         _check_other(path, key, found[key], changes)
@@ -112,18 +89,6 @@ def _check_other(path: Path, key: str, value: Any, changes: Mapping[str, Any]) -
             _warn(path, f"max_length={value} counts the prompt too and is ignored; say max_new_tokens")
     else:
         _warn(path, f"{key} is not a setting of transformers' GenerationConfig; ignored")
-
-
-def _load(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise OptionError(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise OptionError(f"{path} holds {type(data).__name__}, not the object of a generation_config.json")
-    return data
 
 
 def _sequence_bias(path: Path, value: Any) -> dict[tuple[int, ...], float]:

@@ -1,0 +1,57 @@
+"""What exporters put beside a model about its tokens: ``generation_config.json`` and ``genai_config.json``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.errors import OptionError
+
+__all__ = ["load_settings", "settings_beside"]
+
+_OF_MODEL = (
+    # What the model was trained with, whatever way its tokens are chosen.
+    "eos_token_id",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+)
+
+
+def settings_beside(model: Path) -> dict[str, Any]:
+    """What the files beside a model say of its tokens, by the names of transformers' ``GenerationConfig``.
+
+    Args:
+        model: a file, or the folder of an export.
+
+    Raises:
+        OptionError: a file is unreadable.
+    """
+    folder = model if model.is_dir() else model.parent
+    found: dict[str, Any] = {}
+    if (path := folder / "genai_config.json").exists():
+        of_model = load_settings(path).get("model")
+        found |= of_model if isinstance(of_model, dict) else {}
+    if (path := folder / "generation_config.json").exists():
+        found |= load_settings(path)
+    return {name: found[name] for name in _OF_MODEL if found.get(name) is not None}
+
+
+def load_settings(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        OptionError: there is none.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise OptionError(f"{path} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise OptionError(f"{path} is not JSON: {error}") from None
+    if not isinstance(data, dict):
+        raise OptionError(f"{path} holds {type(data).__name__}, not the object of a generation_config.json")
+    return data
