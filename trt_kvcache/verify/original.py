@@ -269,8 +269,7 @@ class OriginalInterface:
         """The axis of a cache, as the rewritten model has it, along which its tokens lie."""
         places = [i for i, a in enumerate(tensor.axes) if a in ("past", "total", "capacity")]
         if places and not tensor.rows_only:
-            place = places[0]
-            return place if tensor.order is None else tensor.order[place]
+            return places[0] if tensor.order is None else tensor.order[places[0]]
         return next(c.sequence_axis for c in self._plan.caches if c.past == self._past_of[tensor.name])
 
     def _place(self, tensor: OriginalTensor, present: Array, held: Array, rows: slice, tokens: int) -> None:

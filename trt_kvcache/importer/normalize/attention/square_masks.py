@@ -23,15 +23,15 @@ from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
-_HINT = "mask_of_all"
-_COMBINES = ("Where", "Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "MatMul")
-
 __all__ = ["SINGLY", "hold_by_position", "pad_square_masks"]
 
 SINGLY = (
     "the masks of the model as exported fit several tokens only while nothing is in its caches; here every step may "
     "bring several, each of which sees those before it"
 )
+
+_HINT = "mask_of_all"
+_COMBINES = ("Where", "Add", "Sub", "Mul", "Div", "Pow", "Min", "Max", "MatMul")
 
 
 def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
