@@ -28,6 +28,7 @@ pytest.importorskip("tokenizers", reason="the tokenizers library is not installe
 import numpy as np
 import onnx
 from decoders import DecoderConfig, write_decoder
+from foreign_decoders import make_foreign
 from hybrids import cross_model
 from runtime.tokenizers_in_code import byte_level
 
@@ -43,6 +44,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     return folder
+
+
+def test_caches_that_grow_become_as_long_as_the_texts_can(tmp_path: Path) -> None:
+    """Unless a capacity is given: then that ends a text."""
+    config = DecoderConfig(vocab=300, layers=2, head_size=8, query_heads=4, kv_heads=2)
+    onnx.save(make_foreign("concat", config), tmp_path / "model.onnx")
+    arguments = ["--tokens", "1,2,3", "--tokens", "4,5", "--max-new-tokens", "70", "--ignore-eos"]
+
+    def ends(*more: str) -> list[tuple[int, str]]:
+        found = report(tmp_path, *arguments, *more)["sequences"]
+        return [(len(sequence["tokens"]), sequence["finish_reason"]) for sequence in found]
+
+    assert ends() == [(70, "length"), (70, "length")]
+    assert ends("--capacity", "40") == [(38, "capacity"), (39, "capacity")]
+    found, wanted = report(tmp_path, *arguments), report(tmp_path, *arguments, "--capacity", "200")
+    assert [s["tokens"] for s in found["sequences"]] == [s["tokens"] for s in wanted["sequences"]]
 
 
 def call(folder: Path, *arguments: str, stdin: str | None = None, code: int = 0) -> Any:

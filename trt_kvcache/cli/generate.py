@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -184,7 +185,7 @@ def generate(
     from trt_kvcache.cli.generate_view import JsonView, LiveView, run
     from trt_kvcache.cli.given import read_prompt
     from trt_kvcache.cli.sources import encode, for_each, read_sources, start_of
-    from trt_kvcache.errors import OptionError
+    from trt_kvcache.errors import NoCapacityError, OptionError
     from trt_kvcache.runtime.session import DecodeSession
 
     if logprobs and not json:
@@ -226,17 +227,26 @@ def generate(
     )
     options = runner_options(model, capacity, sliding, window_chunk, latent_attention, logits)
     view = (JsonView if json else LiveView)(text=reader is not None)
+    session_of = partial(
+        DecodeSession.open,
+        model,
+        device=device.value,
+        tokenizer=reader,
+        embeddings=embeddings,
+        encoder=encoder,
+        max_batch=max_batch,
+        max_chunk=max_chunk,
+    )
+
+    def open_session() -> DecodeSession:
+        try:
+            return session_of(**options)
+        except NoCapacityError:  # caches grow: as long as these texts can become
+            longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
+            return session_of(**runner_options(model, longest, sliding, window_chunk, latent_attention, logits))
+
     if run(
-        lambda: DecodeSession.open(
-            model,
-            device=device.value,
-            tokenizer=reader,
-            embeddings=embeddings,
-            encoder=encoder,
-            max_batch=max_batch,
-            max_chunk=max_chunk,
-            **options,
-        ),
+        open_session,
         prompts,
         config,
         view,

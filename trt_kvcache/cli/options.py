@@ -71,7 +71,8 @@ CapacityOption = Annotated[
     typer.Option(
         min=1,
         metavar="TOKENS",
-        help="Tokens per sequence, for caches that grow or have a symbolic length.",
+        help="Tokens per sequence, for caches that grow or have a symbolic length. Default of generate: what its texts "
+        "need.",
         rich_help_panel=_PLAN,
     ),
 ]

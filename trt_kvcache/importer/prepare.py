@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import onnx
 
-from trt_kvcache.errors import InvalidModelError, OptionError
+from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
@@ -192,7 +192,7 @@ def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = 
                     dim.dim_value = capacity
     if symbolic and capacity is None:
         name, symbol = symbolic[0]
-        raise OptionError(
+        raise NoCapacityError(
             f"the cache '{name}' has a symbolic length ('{symbol or '?'}'), and TensorRT needs a fixed one: "
             "pass --capacity N, the most tokens that a sequence may have"
         )

@@ -8,7 +8,7 @@ from typing import Protocol
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.errors import NoCapacityError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.analysis.planes import axes_of_planes
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, Role, StateUpdate
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
@@ -111,7 +111,8 @@ class Interface:
         """The capacity: of fixed caches, or as given.
 
         Raises:
-            OptionError: caches grow or have a symbolic length, and none is given; or it contradicts a fixed one.
+            NoCapacityError: caches grow or have a symbolic length, and none is given.
+            OptionError: it contradicts a fixed one.
         """
         if self.room is not None:
             whole = self.room + (self._new_tokens() or 1)
@@ -137,7 +138,7 @@ class Interface:
         growing = self.of(OriginalRole.GROWING_CACHE)
         if growing or not fixed:
             name = (growing or self.of(OriginalRole.FIXED_CACHE))[0].name
-            raise OptionError(
+            raise NoCapacityError(
                 f"the cache '{name}' {'is as long as the text' if growing else 'has a symbolic length'}, and TensorRT "
                 "needs a fixed one: pass --capacity N, the most tokens that a sequence may have"
             )
