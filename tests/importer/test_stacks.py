@@ -8,6 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import onnx
+import onnx_graphsurgeon as gs
 import pytest
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
@@ -17,6 +18,7 @@ from stacked_graphs import Stacking, stacked, text_first
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.stacks.uses import Use, find_use
 from trt_kvcache.verify import VerifyOptions, verify_model
 
 OPTIONS = PlanOptions(capacity=16)
@@ -147,6 +149,14 @@ def test_a_tensor_that_is_read_as_a_whole_is_refused(tmp_path: Path) -> None:
         ]
     )
     assert "'past.all' holds several caches, and ReduceMean 'mean' reads it as a whole" in refused(tmp_path, model)
+
+
+def test_a_transpose_of_more_axes_than_there_are_is_not_followed() -> None:
+    """Shape inference leaves such models alone where it does not know the rank."""
+    whole = gs.Variable("past", np.dtype(np.float32), [2, "P", 4])
+    node = gs.Node("Transpose", "turned", {"perm": [0, 1, 2, 3, 4]}, [whole], [gs.Variable("out")])
+    graph = gs.Graph([node], [whole], node.outputs)
+    assert find_use(graph.inputs[0], lambda _: None) == Use(frozenset(), closed=False)
 
 
 def test_a_write_to_a_place_that_is_computed_is_refused(tmp_path: Path) -> None:

@@ -79,6 +79,8 @@ def _follow(
         return _squeeze(node, axes, value)
     if is_op(node, "Transpose"):
         perm = node.attrs.get("perm") or list(reversed(range(len(axes))))
+        if len(perm) != len(axes):
+            return None
         return set(), [(node.outputs[0], tuple(axes[p] for p in perm))]
     if is_op(node, "Reshape") and node.inputs[0] is tensor:
         return set(), [(node.outputs[0], _reshaped(dims(tensor) or (), dims(node.outputs[0]) or (), axes))]
