@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import onnxruntime
 import pytest
 
 from trt_kvcache.errors import BackendError
@@ -15,5 +16,8 @@ def _no_nvrtc() -> str:
         return str(error)
     return ""
 
+
+ORT_VERSION = tuple(int(part) for part in onnxruntime.__version__.split(".")[:2])
+"""Of ONNX Runtime: major and minor."""
 
 needs_nvrtc = pytest.mark.skipif(bool(_no_nvrtc()), reason=_no_nvrtc())

@@ -209,7 +209,12 @@ def test_a_signal_in_a_real_build(death: signal.Signals, tmp_path: Path) -> None
     folder.mkdir()
     command = [sys.executable, "-m", "trt_kvcache", "build", str(model), "-o", str(folder / "model.engine")]
     parent = subprocess.Popen(
-        command, cwd=process._ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+        command,
+        cwd=process._ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # tests under nohup ignore it
     )
     try:
         assert wait_for(lambda: any(folder.iterdir()))

@@ -26,7 +26,7 @@ OBJECTS = {
     "trt_kvcache/engine/doctor.py": {},
     "trt_kvcache/importer/patch.py": {"network": "INetworkDefinition", "layer": "IAttentionInputLayer",
                                       "layer.attention": "IAttention"},
-    "trt_kvcache/runtime/trt_*.py": {
+    "trt_kvcache/runtime/trt/*.py": {
         "engine": "ICudaEngine", "runtime": "Runtime", "self._context": "IExecutionContext",
         "context": "IExecutionContext", "self._trt.engine": "ICudaEngine", "trt.engine": "ICudaEngine",
         "config": "IRuntimeConfig", "self._config": "IRuntimeConfig",

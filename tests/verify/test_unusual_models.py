@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
 from graphs import Graph
+from needs import ORT_VERSION
 from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import rewrite_model
-from trt_kvcache.verify import VerifyReport, verify_model
+from trt_kvcache.verify import VerifyReport, sessions, verify_model
+from trt_kvcache.verify.sessions import EngineError, OrtSession
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
 CACHES = "float[B,2,32,16] kc, float[B,2,32,16] vc"
@@ -114,13 +117,31 @@ def test_chained_updates_of_one_cache(tmp_path: Path) -> None:
     assert report.garbage == 1e30  # the chain was followed: garbage lies in unused rows only
 
 
+@pytest.mark.parametrize("refused", [False, True])
 @pytest.mark.parametrize("window", ["left_window_size=6", "left_window_size=6, right_window_size=2"])
-def test_windows_run_the_original_on_the_reference_evaluator(tmp_path: Path, window: str) -> None:
+def test_windows_where_onnx_runtime_knows_them_and_where_not(
+    tmp_path: Path, window: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From 1.32 on it does; before, the original runs on the reference evaluator."""
+
+    class Older(OrtSession):
+        def __init__(self, model: Path | onnx.ModelProto, *given: Any) -> None:
+            graph = (onnx.load(model) if isinstance(model, Path) else model).graph
+            if any(a.name == "left_window_size" for node in graph.node for a in node.attribute):
+                raise EngineError("Unrecognized attribute: left_window_size")
+            super().__init__(model, *given)
+
+    if refused:
+        monkeypatch.setattr(sessions, "OrtSession", Older)
     body = f"{UPDATES} y = Attention<is_causal=1, {window}>(q, ko, vo, , , , lens)"
     report = verify(tmp_path, graph("int64[B] wi, int64[B] lens", body), opset=25)
-    assert report.original_engine.startswith("ONNX reference evaluator")
     assert report.rewritten_engine.startswith("ONNX Runtime")
-    assert "Unrecognized attribute: left_window_size" in report.notes[0]
+    if refused or ORT_VERSION < (1, 32):
+        assert report.original_engine.startswith("ONNX reference evaluator")
+        assert "Unrecognized attribute: left_window_size" in report.notes[0]
+    else:
+        assert report.original_engine.startswith("ONNX Runtime")
+        assert report.notes == ()
 
 
 def test_short_masks_run_the_original_on_the_reference_evaluator(tmp_path: Path) -> None:
