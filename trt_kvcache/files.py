@@ -53,6 +53,11 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
     return FileIdentity(path.name if name is None else name, size, digest.hexdigest())
 
 
+def is_text(path: Path) -> bool:
+    """Whether a path is UTF-8, as it has to be in manifests, in models and for ONNX Runtime."""
+    return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
+
+
 def check_output(path: str | os.PathLike[str]) -> Path:
     """The real path to write to: absolute, symbolic links followed.
 
@@ -60,6 +65,8 @@ def check_output(path: str | os.PathLike[str]) -> Path:
         OutputError: a file cannot be written there, as far as can be known before writing.
     """
     real = Path(path).expanduser().resolve()
+    if not is_text(real):
+        raise OutputError(f"{path}: this name is not UTF-8, and a manifest is; give another one")
     if not real.parent.is_dir():
         raise OutputError(f"{path}: no such folder: {real.parent}; create it first")
     if real.exists() and not stat.S_ISREG(real.stat().st_mode):

@@ -16,6 +16,7 @@ from graphs import Graph, scatter_model
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import InvalidModelError, OutputError
+from trt_kvcache.files import check_output
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.files.source import load_source
 
@@ -63,6 +64,14 @@ def stored(tmp_path: Path) -> Path:
 
 def test_missing_file(tmp_path: Path) -> None:
     assert refusal(tmp_path / "no.onnx") == "no such file; give the path of an .onnx file"
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    """File systems take any bytes; ONNX Runtime and JSON do not."""
+    path = write(tmp_path / os.fsdecode(b"m\xff.onnx"), scatter_model())
+    assert "not UTF-8" in refusal(path)
+    with pytest.raises(OutputError, match="not UTF-8"):
+        check_output(path)
 
 
 def test_directory(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, TensorProto
 
 from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.files import is_text
 from trt_kvcache.importer.files.checks import check_graph
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.lenient import make_strict
@@ -84,6 +85,8 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> So
     path = Path(path)
     if path.is_dir():
         path = find_model(path)
+    if not is_text(path):
+        raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto = _parse(path)
     make_strict(proto)
     check_graph(proto, str(path))
