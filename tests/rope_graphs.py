@@ -25,7 +25,7 @@ class Rope:
             by "gather 2d", or by the "position_ids" of the caller; those of "range" from P on; rows of a "table".
         angles: "mul", "matmul" (along the last axis) or "einsum" of positions and frequencies.
         keys: the whole past is rotated in every step as well.
-        first, every: change the first row that is taken, and the positions of all tokens.
+        first, every, given: change the first row that is taken, the positions of all tokens, and those of the caller.
     """
 
     form: str = "slice"
@@ -33,6 +33,7 @@ class Rope:
     keys: bool = False
     first: Change = lambda g, first: first
     every: Change = lambda g, positions: positions
+    given: Change = lambda g, positions: positions
 
     def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
         query = rotate(g, query, *self._new(g))
@@ -58,7 +59,8 @@ class Rope:
             case "range":
                 return self._factors(g, rows)
             case "position_ids":
-                looked_up = _both(lambda table: g.node("Gather", [table, g.position_ids], axis=0), self._all(g))
+                index = self.given(g, g.position_ids)
+                looked_up = _both(lambda table: g.node("Gather", [table, index], axis=0), self._all(g))
                 return _both(lambda found: g.node("Unsqueeze", [found, g.constant([1])]), looked_up)
             case "gather" | "gather 2d":
                 index = rows if self.form == "gather" else g.node("Unsqueeze", [rows, g.constant([0])])

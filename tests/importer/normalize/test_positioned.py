@@ -78,6 +78,14 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
         {"keys": True, "every": lambda g, positions: _moved(g, positions)},
         "no attention that the importer can prove|but not with",
     ),
+    "one position back, of the last token for the first": (
+        {"form": "position_ids", "given": lambda g, ids: g.node("Sub", [ids, g.constant(1)])},
+        "which is -1 for a token with 0 tokens in the cache .* count from the front",
+    ),
+    "positions from the end of the text": (
+        {"form": "position_ids", "given": lambda g, ids: g.node("Neg", [ids])},
+        "count from the front",
+    ),
 }
 
 
