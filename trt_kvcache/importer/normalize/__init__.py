@@ -13,8 +13,9 @@
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads),
                                                         sinks, guards, rounded, masks (mask_values, own_masks,
                                                         scaled_masks, square_masks, bias, slopes)
-    keys and values computed from caches                attention: computed (row_functions, position_rows,
-                                                        row_emission), absorbed
+    keys and values computed from caches                attention: computed (row_function, row_search,
+                                                        row_operators, row_emission), absorbed
+    rows made of positions                              attention: position_rows, row_taking
     caches inside operators                             fused: operators (held), gqa, mha, in_op
     state that is no cache                              idioms: states
     what was found                                      findings

@@ -18,9 +18,10 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT64, Emitter, is_op
-from trt_kvcache.importer.normalize.attention.position_rows import read_taking
 from trt_kvcache.importer.normalize.attention.row_emission import emit_rows, hold_rows
-from trt_kvcache.importer.normalize.attention.row_functions import RowFunction, RowFunctions
+from trt_kvcache.importer.normalize.attention.row_function import RowFunction
+from trt_kvcache.importer.normalize.attention.row_search import RowFunctions
+from trt_kvcache.importer.normalize.attention.row_taking import read_taking
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface
@@ -66,7 +67,7 @@ class Positioned:
         parts = [sizes[0], emit.ints(list(shape[0])), sizes[1], emit.ints(list(shape[1]))]
         whole = emit.op("Concat", [p for p in parts if p.shape != [0]], "rows_shape", INT64, axis=0)
         rows = emit.once(("rows", function.tensor.name, shape), lambda: emit.op("Reshape", [made, whole], "rows"))
-        node.inputs = [rows if i in places else t for i, t in enumerate(node.inputs)]
+        node.inputs[places[0]] = rows
         return True
 
     def holds(self, tensor: gs.Tensor) -> bool:

@@ -28,7 +28,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import elem_type_of, smallest
 from trt_kvcache.importer.normalize.attention.computed import MOVES, Computed
-from trt_kvcache.importer.normalize.attention.row_functions import RowFunction
+from trt_kvcache.importer.normalize.attention.row_function import RowFunction
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples

@@ -20,7 +20,8 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rows_in_use import emit_cut
 from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
 from trt_kvcache.importer.normalize.attention.row_emission import emit_rows, hold_rows
-from trt_kvcache.importer.normalize.attention.row_functions import RowFunction, RowFunctions
+from trt_kvcache.importer.normalize.attention.row_function import RowFunction
+from trt_kvcache.importer.normalize.attention.row_search import RowFunctions
 from trt_kvcache.importer.normalize.attention.search import find_cores
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -30,7 +31,6 @@ from trt_kvcache.importer.normalize.views import is_float_cast
 
 MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
 """Operators that only move and repeat what a row holds."""
-_SHAPED = ("Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand")
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,8 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, input_or_none, is_op
+from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, is_op
+from trt_kvcache.importer.normalize.attention.row_taking import Taking, expected_rows, read_taking
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -79,7 +80,7 @@ class PositionRows:
 
         def stays(sample: Sample) -> None:
             rows = _positions_of(name, sample) if taking is None else taking.rows(sample)
-            if rows is None or not np.array_equal(rows, _expected(self.is_new, sample) + self.offset):
+            if rows is None or not np.array_equal(rows, expected_rows(self.is_new, sample) + self.offset):
                 raise UnsupportedModelError(
                     f"'{name}' holds {'the new' if self.is_new else 'all'} tokens' positions, or rows of a "
                     f"table by these, but not with {sample.past} tokens in the cache and {sample.length} new; "
@@ -111,72 +112,6 @@ def find_position_rows(node: gs.Node, samples: Samples) -> PositionRows | None:
     return PositionRows(tensor, axes.pop() if axes else 0, *found)
 
 
-@dataclass(frozen=True)
-class Taking:
-    """How a Slice or Gather takes rows along one axis.
-
-    Attributes:
-        op: the operator.
-        source: name of what it takes them from.
-        operands: names of its other inputs; None where one is left out.
-        axis: of the rows.
-    """
-
-    op: str
-    source: str
-    operands: tuple[str | None, ...]
-    axis: int
-
-    @property
-    def names(self) -> list[str]:
-        """What decides which rows."""
-        return [name for name in self.operands if name is not None]
-
-    def rows(self, sample: Sample) -> Array | None:
-        """The rows that it takes, int64 ``[rows]``; None where nothing says."""
-        shape = sample.probe.shape(self.source)
-        first, last, _, step = (None if n is None else sample.probe.value(n) for n in self.operands)
-        if shape is None or first is None or not first.ndim:
-            return None
-        rows = np.arange(shape[self.axis])
-        if self.op == "Gather":
-            alone = first.size == max(first.shape) and first.dtype.kind in "iu"
-            return np.where(first < 0, first + len(rows), first).reshape(-1) if alone else None
-        if last is None or first.size != 1 or (step is not None and np.any(step != 1)):
-            return None
-        start, end = int(first[0]), int(last[0])
-        if 0 <= start < len(rows) < end <= sample.total:  # a table that ends before: whoever asks says so
-            return np.arange(start, end)
-        return rows[start:end]
-
-    def takes_new(self, sample: Sample) -> bool:
-        """Whether these are the new tokens' of those of all positions."""
-        rows = self.rows(sample)
-        return rows is not None and np.array_equal(rows, _expected(True, sample))
-
-
-def read_taking(node: gs.Node, sample: Sample) -> Taking | None:
-    """How a Slice or Gather takes rows; None for other nodes, and along several axes."""
-    rank = len(dims(node.inputs[0]) or ())
-    if not rank or not is_op(node, "Slice", "Gather"):
-        return None
-    if is_op(node, "Gather"):
-        axis = int(node.attrs.get("axis", 0))
-    else:
-        operand = input_or_none(node, 3)
-        along = sample.probe.value(operand.name) if operand is not None else np.array([0])
-        if along is None or along.size != 1:
-            return None
-        axis = int(along[0])
-    operands = [input_or_none(node, i) for i in range(1, 5)]
-    names = tuple(None if t is None else str(t.name) for t in operands)
-    return Taking(str(node.op), str(node.inputs[0].name), names, axis % rank)
-
-
-def _expected(is_new: bool, sample: Sample) -> Array:
-    return np.arange(sample.past if is_new else 0, sample.total)
-
-
 def _positions_of(name: str, sample: Sample) -> Array | None:
     value = sample.probe.value(name)
     return None if value is None or value.size != max(value.shape, default=0) else value.reshape(-1)
@@ -188,8 +123,8 @@ def _same(rows: Callable[[Sample], Array | None], samples: Sequence[Sample]) -> 
     if first is None or not first.size:
         return None
     for is_new in (True, False):
-        offset = int(first[0]) - int(_expected(is_new, samples[0])[0])
-        expected = ((rows(sample), _expected(is_new, sample) + offset) for sample in samples)
+        offset = int(first[0]) - int(expected_rows(is_new, samples[0])[0])
+        expected = ((rows(sample), expected_rows(is_new, sample) + offset) for sample in samples)
         if offset >= 0 and all(found is not None and np.array_equal(found, wanted) for found, wanted in expected):
             return is_new, offset
     return None

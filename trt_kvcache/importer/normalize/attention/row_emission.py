@@ -9,8 +9,8 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import elem_type, is_op
-from trt_kvcache.importer.normalize.attention.position_rows import Taking
-from trt_kvcache.importer.normalize.attention.row_functions import RowFunction, RowFunctions
+from trt_kvcache.importer.normalize.attention.row_function import RowFunction
+from trt_kvcache.importer.normalize.attention.row_search import RowFunctions
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
@@ -66,7 +66,7 @@ def hold_rows(name: str, functions: RowFunctions, samples: Samples, where: str) 
         if function.rows is not None:
             function.rows.promise(samples)
         if function.taking is not None:
-            _promise_taking(function.taking, samples)
+            function.taking.promise(samples)
 
 
 def _promise_fixed(name: str, value: Array, samples: Samples) -> None:
@@ -79,17 +79,6 @@ def _promise_fixed(name: str, value: Array, samples: Samples) -> None:
             )
 
     samples.promise([name], ("fixed operand", value.shape, value.tobytes()), stays)
-
-
-def _promise_taking(taking: Taking, samples: Samples) -> None:
-    def stays(sample: Sample) -> None:
-        if not taking.takes_new(sample):
-            raise UnsupportedModelError(
-                f"{taking.op} takes the new tokens' rows of '{taking.source}', but not with {sample.past} tokens in "
-                f"the cache and {sample.length} new; supported are rows that count on from the cache at every length"
-            )
-
-    samples.promise(taking.names, ("rows taken", taking.op, taking.axis), stays)
 
 
 def _behind(name: str, functions: RowFunctions) -> list[RowFunction]:

@@ -1,35 +1,25 @@
-"""Tensors whose row j of sequence b is made of row j of sequence b of caches, of j itself, and of constants.
+"""What an operator makes of row functions: which operators work on each row by itself.
 
-    latents [B, 1, T, 512] -- MatMul(weight) -> Reshape -> [B, T, H, 256] -- Transpose -> [B, H, T, 256]
-    batch at 0, rows at 2                                  rows at 1                      rows at 2
-
-Followed from the caches forward, operator by operator: each has to keep the axes of the batch and of the rows, and to
-mix nothing along them. So this is known of every length, but for shapes that are operands, which are held as even and
-become constants. What a cache holds behind its rows in use comes to nothing only if it stays finite (0 * inf is no 0):
-operators that may make infinity or NaN of a number are left out, such as a division by what may be 0.
+Each rule has to keep the axes of the batch and of the rows, and to mix nothing along them. So what it makes is known of
+every length, but for shapes that are operands, which are held as even and become constants. What a cache holds behind
+its rows in use comes to nothing only if it stays finite (0 * inf is no 0): operators that may make infinity or NaN of a
+number are left out, such as a division by what may be 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, is_op, made_of_constants
-from trt_kvcache.importer.normalize.attention.position_rows import (
-    PositionRows,
-    Taking,
-    find_position_rows,
-    read_taking,
-)
+from trt_kvcache.importer.normalize.attention.row_function import ANY, LEAST_ZERO, POSITIVE, Axes, RowFunction
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import is_float_cast
 
 _UNARY = ("Identity", "Neg", "Abs", "Relu", "Tanh", "Sigmoid", "Erf", "Sin", "Cos", "Gelu")
@@ -38,122 +28,43 @@ _ROUNDING = ("QuantizeLinear", "DequantizeLinear")
 _RESHAPES = ("Reshape", "Squeeze", "Unsqueeze", "Flatten")
 _REDUCTIONS = ("ReduceMean", "ReduceSum", "ReduceMax", "ReduceMin")
 _NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
-_OTHERS = ("Attention", "Shape", "Size")
 _END = 1 << 31  # of a Slice that cuts nothing off
-_SAMPLES = 3
 _EXACT = (onnx.TensorProto.FLOAT, onnx.TensorProto.DOUBLE)
-_ANY, _LEAST_ZERO, _POSITIVE = 0, 1, 2  # what is known of the numbers
-_Axes = tuple[int, ...]  # of the batch, unless all sequences are alike, and of the rows
-Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True, eq=False)
-class RowFunction:
-    """One tensor made of caches row by row.
-
-    Attributes:
-        tensor: as exported.
-        axes: of the batch and of the rows; of the rows alone where they are made of positions and constants.
-        writes: of the caches behind it.
-        node: what makes it; None: it is a cache, or `rows`.
-        shape: what the operand says that gives `tensor` its shape: 0 and -1 as Reshape has them; None: there is none.
-        is_moved: it is one cache, moved, repeated and scaled.
-        sign: whether numbers may be below, or at, 0.
-        is_new: rows are those of the new tokens, not of all.
-        rows: what it holds of each position, where that is not made of anything else; None: it is.
-        taking: how it takes the new tokens' rows of those of all; None: it does something else.
-        inputs: of `node`, as exported.
-    """
-
-    tensor: gs.Tensor
-    axes: _Axes
-    writes: tuple[Write, ...]
-    node: gs.Node | None = None
-    shape: tuple[int, ...] | None = None
-    is_moved: bool = True
-    sign: int = _ANY
-    is_new: bool = False
-    rows: PositionRows | None = None
-    taking: Taking | None = None
-    inputs: tuple[gs.Tensor, ...] = ()
+class MixedError(Exception):
+    """Why what an operator makes is no row function; empty where that needs no mention."""
 
 
-class _MixedError(Exception):
-    """Why what an operator makes is no row function."""
-
-
-class RowFunctions:
-    """All row functions of a model as exported.
+class RowOperators:
+    """The operators that work on each row by itself.
 
     Args:
-        graph: sorted.
-        writes: its caches.
+        found: the row functions that are known, by name; whoever finds more adds them.
         samples: of the model as exported.
-        given: inputs with positions, of which nothing is made that is looked for here; with these, what is made of the
-            new tokens' positions is looked for, too. None: it is not.
+        tried: those of them that shapes are looked at in; at least one.
 
     Attributes:
-        found: by name of the tensor.
-        reasons: by name of a cache, why the first operator that makes no row function of it does not.
-        broken: why the first one that makes none of what is computed from a cache does not; empty: all make some.
         fixed: by name, bounds and indices that are computed, and the same in all samples.
     """
 
-    def __init__(
-        self, graph: gs.Graph, writes: Sequence[Write], samples: Samples, given: Collection[str] | None = None
-    ) -> None:
-        self.found: dict[str, RowFunction] = {}
-        self.reasons: dict[str, str] = {}
-        self.broken = ""
+    def __init__(self, found: Mapping[str, RowFunction], samples: Samples, tried: Sequence[Sample]) -> None:
         self.fixed: dict[str, Array] = {}
-        self._given = set(given or ())  # and what is made of it
+        self._found = found
         self._blueprint = samples.blueprint
         self._every = (*samples.plain, *samples.twins)
-        some = [s for s in samples.plain if s.length and s.total > 1]
-        self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
-        if not self._samples:
-            return
-        for write in writes:
-            if write.kept is None and not write.circular:
-                for tensor in (write.present, *write.aliases):
-                    self.found[tensor.name] = RowFunction(tensor, (0, write.axis), (write,))
-        for node in graph.nodes:
-            if is_op(node, *_OTHERS) or not node.outputs:
-                continue
-            if any(t.name in self.found for t in node.inputs):
-                self._follow(node)
-            output = node.outputs[0]
-            if any(t.name in self._given for t in node.inputs):
-                self._given.update(t.name for t in node.outputs)
-                continue
-            rows = None if output.name in self.found else find_position_rows(node, samples)
-            if rows is not None and (given is not None or not rows.is_new):
-                self.found[output.name] = RowFunction(output, (rows.axis,), (), is_new=rows.is_new, rows=rows)
+        self._samples = tried
 
-    def is_given(self, name: str) -> bool:
-        """Whether a tensor is made of positions that are inputs."""
-        return name in self._given
+    def made(self, node: gs.Node) -> list[RowFunction]:
+        """What a node makes of row functions, of which it takes some.
 
-    def _follow(self, node: gs.Node) -> None:
-        if all(t.name in self.found for t in node.outputs):
-            return  # aliases
-        try:
-            made = self._made(node)
-        except _MixedError as error:
-            sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
-            for write in (w for source in sources for w in source.writes if str(error)):
-                self.reasons.setdefault(write.past.name, str(error))
-                if not all(source.is_moved for source in sources):
-                    self.broken = self.broken or str(error)
-            return
-        for function in made:
-            self.found.setdefault(function.tensor.name, function)
-
-    def _made(self, node: gs.Node) -> list[RowFunction]:
+        Raises:
+            MixedError: it is none.
+        """
         for rule in (self._alike, self._reshaped, self._moved, self._reduced, self._product):
             if (made := rule(node)) is not None:
                 return made
-        raise _MixedError(f"{node.op} '{node.name}' is none of the operators that work on one row by itself")
+        raise MixedError(f"{node.op} '{node.name}' is none of the operators that work on one row by itself")
 
     # Each rule gives what a node makes, or None where it is not for this operator.
 
@@ -163,25 +74,25 @@ class RowFunctions:
         if is_op(node, *_UNARY) or is_float_cast(node):
             found = self._only(node)
             keeps = is_float_cast(node) or is_op(node, "Identity")
-            sign = found.sign if keeps else _LEAST_ZERO if is_op(node, "Abs", "Relu") else _ANY
+            sign = found.sign if keeps else LEAST_ZERO if is_op(node, "Abs", "Relu") else ANY
             if is_float_cast(node) and node.attrs["to"] not in _EXACT:
-                sign = min(sign, _LEAST_ZERO)  # it may vanish
+                sign = min(sign, LEAST_ZERO)  # it may vanish
             return self._one(node, found.axes, sign=sign, is_moved=found.is_moved and keeps)
         if is_op(node, "Sqrt", "Reciprocal"):
             found = self._only(node)
-            if found.sign < (_LEAST_ZERO if is_op(node, "Sqrt") else _POSITIVE):
-                raise _MixedError(f"{node.op} '{node.name}' may make infinity or NaN of what a cache holds")
+            if found.sign < (LEAST_ZERO if is_op(node, "Sqrt") else POSITIVE):
+                raise MixedError(f"{node.op} '{node.name}' may make infinity or NaN of what a cache holds")
             return self._one(node, found.axes, sign=found.sign)
         if is_op(node, "Pow"):
             found = self._only(node)
             power = self._constant(node.inputs[1])
-            if source.name not in self.found or power is None or power.size != 1 or float(power.reshape(())) != 2:
-                raise _MixedError(f"Pow '{node.name}' is no square")
-            return self._one(node, found.axes, sign=_LEAST_ZERO)
+            if source.name not in self._found or power is None or power.size != 1 or float(power.reshape(())) != 2:
+                raise MixedError(f"Pow '{node.name}' is no square")
+            return self._one(node, found.axes, sign=LEAST_ZERO)
         if is_op(node, "Div"):
-            by = self.found.get(node.inputs[1].name)
-            if by is not None and by.sign < _POSITIVE:
-                raise _MixedError(f"Div '{node.name}' may divide by 0 what a cache holds")
+            by = self._found.get(node.inputs[1].name)
+            if by is not None and by.sign < POSITIVE:
+                raise MixedError(f"Div '{node.name}' may divide by 0 what a cache holds")
             return self._one(node, self._aligned(node), is_moved=self._scales(node))
         if is_op(node, *_ROUNDING):
             return self._one(node, self._rounded(node))
@@ -189,19 +100,19 @@ class RowFunctions:
             return self._one(node, self._aligned(node), sign=self._sign(node), is_moved=self._scales(node))
         return None
 
-    def _rounded(self, node: gs.Node) -> _Axes:
+    def _rounded(self, node: gs.Node) -> Axes:
         """Batch and rows of what is rounded, with scales that are the same for all of these."""
         found = self._only(node)
         scales = self._shape(node.inputs[1], self._samples[0])
         rank = len(self._shape(node.outputs[0], self._samples[0]))
         closed = (made_of_constants(t) for t in node.inputs[1:] if not t.is_empty())
-        if node.inputs[0].name not in self.found or not all(closed):
-            raise _MixedError(f"{node.op} '{node.name}' has scales that are computed")
+        if node.inputs[0].name not in self._found or not all(closed):
+            raise MixedError(f"{node.op} '{node.name}' has scales that are computed")
         if not int(node.attrs.get("saturate", 1)):
-            raise _MixedError(f"{node.op} '{node.name}' makes NaN of what is too large (saturate=0)")
+            raise MixedError(f"{node.op} '{node.name}' makes NaN of what is too large (saturate=0)")
         if prod(scales) > 1:
             if len(scales) > 1:
-                raise _MixedError(f"{node.op} '{node.name}' rounds in blocks")
+                raise MixedError(f"{node.op} '{node.name}' rounds in blocks")
             self._off_axes(node, [int(node.attrs.get("axis", 1))], found.axes, rank)
         return found.axes
 
@@ -214,16 +125,16 @@ class RowFunctions:
             rank = len(pairs[0][1]) - len(pairs[0][0])
             axes = tuple(axis + rank for axis in found.axes)
             if any(before[a] != after[b] for before, after in pairs for a, b in zip(found.axes, axes, strict=True)):
-                raise _MixedError(f"Expand '{node.name}' repeats rows")
+                raise MixedError(f"Expand '{node.name}' repeats rows")
         else:
             axes = tuple(_apart(node, axis, pairs) for axis in found.axes)
             if len(set(axes)) < len(axes):
-                raise _MixedError(f"{node.op} '{node.name}' does not keep the rows of a cache apart")
+                raise MixedError(f"{node.op} '{node.name}' does not keep the rows of a cache apart")
         shape = self._constant_shape(node, found.axes, axes, [after for _, after in pairs])
         return self._one(node, axes, shape=shape, sign=found.sign, is_moved=found.is_moved)
 
     def _constant_shape(
-        self, node: gs.Node, before: _Axes, after: _Axes, shapes: Sequence[tuple[int, ...]]
+        self, node: gs.Node, before: Axes, after: Axes, shapes: Sequence[tuple[int, ...]]
     ) -> tuple[int, ...]:
         """The shape of what a Reshape or Expand makes, for every batch and length."""
         made = list(shapes[0])
@@ -237,10 +148,10 @@ class RowFunctions:
         elif before[1] == after[1]:
             made[after[0]], made[after[1]] = -1, 0
         else:
-            raise _MixedError(f"{node.op} '{node.name}' moves both batch and rows")
+            raise MixedError(f"{node.op} '{node.name}' moves both batch and rows")
         others = [axis for axis in range(len(made)) if axis not in after]
         if any(shape[axis] != made[axis] for shape in shapes for axis in others) or any(made[a] < 1 for a in others):
-            raise _MixedError(f"{node.op} '{node.name}' gives a shape that grows beside the rows")
+            raise MixedError(f"{node.op} '{node.name}' gives a shape that grows beside the rows")
         return tuple(made)
 
     def _moved(self, node: gs.Node) -> list[RowFunction] | None:
@@ -249,21 +160,19 @@ class RowFunctions:
             return None
         if is_op(node, "Concat"):
             return self._one(node, self._beside(node), is_moved=False)
-        if (chosen := self._chosen(node)) is not None:
-            return [chosen]
         found = self._only(node)
         rank = len(self._shape(node.inputs[0], self._samples[0]))
-        if node.inputs[0].name not in self.found:
-            raise _MixedError(f"{node.op} '{node.name}' is led by what a cache holds")
+        if node.inputs[0].name not in self._found:
+            raise MixedError(f"{node.op} '{node.name}' is led by what a cache holds")
         if is_op(node, "Transpose"):
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
             if sorted(perm) != list(range(rank)):
-                raise _MixedError(f"Transpose '{node.name}' has the perm {perm}, which is none")
+                raise MixedError(f"Transpose '{node.name}' has the perm {perm}, which is none")
             axes = tuple(perm.index(axis) for axis in found.axes)
             return self._one(node, axes, sign=found.sign, is_moved=found.is_moved)
         operands = [self._constant(t) for t in node.inputs[1:] if not t.is_empty()]
         if any(value is None for value in operands):
-            raise _MixedError(f"{node.op} '{node.name}' takes what is computed")
+            raise MixedError(f"{node.op} '{node.name}' takes what is computed")
         if is_op(node, "Split"):
             self._off_axes(node, [int(node.attrs.get("axis", 0))], found.axes, rank)
             part = self._one(node, found.axes, sign=found.sign)[0]
@@ -278,34 +187,18 @@ class RowFunctions:
         self._check_slice(node, found.axes, rank)
         return self._one(node, found.axes, sign=found.sign, is_moved=found.is_moved)
 
-    def _chosen(self, node: gs.Node) -> RowFunction | None:
-        """The new tokens' rows of what is made of all positions."""
-        taking, found = read_taking(node, self._samples[0]), self.found.get(node.inputs[0].name)
-        if taking is None or found is None or found.writes or found.is_new or found.axes != (taking.axis,):
-            return None
-        if any(name in self._given for name in taking.names) or not all(taking.takes_new(s) for s in self._every):
-            return None
-        sample = max(self._every, key=lambda s: s.length)
-        index, shape = self._shape(node.inputs[1], sample), self._shape(node.outputs[0], sample)
-        made = replace(found, tensor=node.outputs[0], node=node, is_new=True, rows=None, taking=taking,
-                       inputs=(node.inputs[0],), shape=None)  # fmt: skip
-        if is_op(node, "Slice") or len(index) == 1:
-            return made
-        axis = taking.axis + index.index(max(index))
-        return replace(made, axes=(axis,), shape=tuple(-1 if i == axis else d for i, d in enumerate(shape)))
-
-    def _check_slice(self, node: gs.Node, axes: _Axes, rank: int) -> None:
+    def _check_slice(self, node: gs.Node, axes: Axes, rank: int) -> None:
         bounds = [self._constant(t) for t in node.inputs[1:]]
         starts, ends = bounds[0], bounds[1]
         along = bounds[2] if len(bounds) > 2 else None
         steps = bounds[3] if len(bounds) > 3 else None
         if starts is None or ends is None:
-            raise _MixedError(f"Slice '{node.name}' takes what is computed")
+            raise MixedError(f"Slice '{node.name}' takes what is computed")
         for i, (start, end) in enumerate(zip(starts, ends, strict=True)):
             axis = (int(along[i]) if along is not None else i) % rank
             whole = start == 0 and end >= _END - 1 and (steps is None or steps[i] == 1)
             if axis in axes and not whole:
-                raise _MixedError(f"Slice '{node.name}' cuts rows")
+                raise MixedError(f"Slice '{node.name}' cuts rows")
 
     def _reduced(self, node: gs.Node) -> list[RowFunction] | None:
         """Operators over other axes than batch and rows."""
@@ -315,15 +208,15 @@ class RowFunctions:
         rank = len(self._shape(node.inputs[0], self._samples[0]))
         if is_op(node, "Softmax"):
             self._off_axes(node, [int(node.attrs.get("axis", -1))], found.axes, rank)
-            return self._one(node, found.axes, sign=_LEAST_ZERO)
+            return self._one(node, found.axes, sign=LEAST_ZERO)
         if is_op(node, *_NORMS):
             first = int(node.attrs.get("axis", -1)) % rank
             self._off_axes(node, range(first, rank), found.axes, rank)
             if float(node.attrs.get("epsilon", 1e-5)) <= 0:
-                raise _MixedError(f"{node.op} '{node.name}' may divide by 0 what a cache holds")
+                raise MixedError(f"{node.op} '{node.name}' may divide by 0 what a cache holds")
             outputs = [t for t in node.outputs[1:] if not t.is_empty() and consumers(t)]
             if outputs or not all(made_of_constants(t) for t in node.inputs[1:] if not t.is_empty()):
-                raise _MixedError(f"{node.op} '{node.name}' is more than a norm with constants")
+                raise MixedError(f"{node.op} '{node.name}' is more than a norm with constants")
             return self._one(node, found.axes)
         operand = self._constant(node.inputs[1]) if len(node.inputs) > 1 else None
         axes = [int(a) % rank for a in (operand if operand is not None else node.attrs.get("axes", range(rank)))]
@@ -337,90 +230,90 @@ class RowFunctions:
         if not is_op(node, "MatMul"):
             return None
         left, right = node.inputs
-        found = self.found.get(left.name)
+        found = self._found.get(left.name)
         other, contracted = right, -1
         if found is None:
-            found, other, contracted = self.found[right.name], left, -2
+            found, other, contracted = self._found[right.name], left, -2
         if not made_of_constants(other):
-            raise _MixedError  # queries, or what a softmax makes of their scores
+            raise MixedError  # queries, or what a softmax makes of their scores
         for sample in self._samples:
             rank, factor = len(self._shape(found.tensor, sample)), self._shape(other, sample)
             if rank < 2 or len(factor) < 2 or rank + contracted in found.axes:
-                raise _MixedError(f"MatMul '{node.name}' sums over rows")
+                raise MixedError(f"MatMul '{node.name}' sums over rows")
             shift = max(rank, len(factor)) - rank
             for axis in found.axes:
                 place = axis - rank  # counted from the end
                 if place < -2 and -place <= len(factor) and factor[place] != 1:
-                    raise _MixedError(f"MatMul '{node.name}' multiplies each row with its own numbers")
+                    raise MixedError(f"MatMul '{node.name}' multiplies each row with its own numbers")
         return self._one(node, tuple(axis + shift for axis in found.axes))
 
     def _one(
-        self, node: gs.Node, axes: _Axes, *, shape: tuple[int, ...] | None = None, sign: int = _ANY,
+        self, node: gs.Node, axes: Axes, *, shape: tuple[int, ...] | None = None, sign: int = ANY,
         is_moved: bool = False,
     ) -> list[RowFunction]:  # fmt: skip
-        sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
+        sources = [self._found[t.name] for t in node.inputs if t.name in self._found]
         writes = tuple(dict.fromkeys(w for source in sources for w in source.writes))
         if len({source.is_new for source in sources}) > 1:
-            raise _MixedError(f"{node.op} '{node.name}' brings the new tokens' rows and those of all together")
+            raise MixedError(f"{node.op} '{node.name}' brings the new tokens' rows and those of all together")
         made = RowFunction(node.outputs[0], axes, writes, node, shape, is_moved, sign, sources[0].is_new)
         return [replace(made, inputs=tuple(node.inputs))]
 
     def _only(self, node: gs.Node) -> RowFunction:
         """The one row function among the inputs; what else there is is constant, or says a shape."""
-        sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
+        sources = [self._found[t.name] for t in node.inputs if t.name in self._found]
         if len(sources) != 1:
-            raise _MixedError(f"{node.op} '{node.name}' brings caches together")
+            raise MixedError(f"{node.op} '{node.name}' brings caches together")
         return sources[0]
 
-    def _aligned(self, node: gs.Node) -> _Axes:
+    def _aligned(self, node: gs.Node) -> Axes:
         """Batch and rows of what an operator makes of tensors number by number."""
         whole = max(len(self._shape(t, self._samples[0])) for t in node.inputs)
-        found: set[_Axes] = set()
-        alike: set[_Axes] = set()  # the same for all sequences
+        found: set[Axes] = set()
+        alike: set[Axes] = set()  # the same for all sequences
         for tensor in node.inputs:
-            if (function := self.found.get(tensor.name)) is not None:
+            if (function := self._found.get(tensor.name)) is not None:
                 shift = whole - len(self._shape(tensor, self._samples[0]))
                 axes = tuple(axis + shift for axis in function.axes)
                 (found if len(axes) > 1 else alike).add(axes)
             elif not made_of_constants(tensor):
-                raise _MixedError(f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant")
+                raise MixedError(f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant")
         if len(found) > 1 or len({axes[-1] for axes in (*found, *alike)}) != 1:
-            raise _MixedError(f"{node.op} '{node.name}' brings rows of different places together")
+            raise MixedError(f"{node.op} '{node.name}' brings rows of different places together")
         axes = (found or alike).pop()
         for sample in self._samples:
             for tensor in node.inputs:
                 shape = self._shape(tensor, sample)
                 places = [axis - whole for axis in axes if whole - axis <= len(shape)]
-                if (function := self.found.get(tensor.name)) is not None:
+                if (function := self._found.get(tensor.name)) is not None:
                     alone = len(axes) - len(function.axes)  # the batch, where that is alike for all sequences
                     places = [axis - whole for axis in axes[:alone] if whole - axis <= len(shape)]
                 if any(shape[place] != 1 for place in places):
-                    raise _MixedError(f"{node.op} '{node.name}' does something else to each row")
+                    raise MixedError(f"{node.op} '{node.name}' does something else to each row")
         return axes
 
-    def _beside(self, node: gs.Node) -> _Axes:
+    def _beside(self, node: gs.Node) -> Axes:
         """Batch and rows of what a Concat makes."""
-        functions = [self.found.get(t.name) for t in node.inputs]
+        functions = [self._found.get(t.name) for t in node.inputs]
         rank = len(self._shape(node.outputs[0], self._samples[0]))
         axes = {f.axes for f in functions if f is not None}
         if None in functions or len(axes) != 1:
-            raise _MixedError(f"Concat '{node.name}' puts something else beside rows of a cache")
+            raise MixedError(f"Concat '{node.name}' puts something else beside rows of a cache")
         found = axes.pop()
         self._off_axes(node, [int(node.attrs["axis"])], found, rank)
         return found
 
-    def _off_axes(self, node: gs.Node, along: Sequence[int], axes: _Axes, rank: int) -> None:
+    def _off_axes(self, node: gs.Node, along: Sequence[int], axes: Axes, rank: int) -> None:
         for axis in along:
             if axis % rank in axes:
                 what = "rows of a cache" if axis % rank == axes[-1] else "sequences"
-                raise _MixedError(f"{node.op} '{node.name}' is along {what}")
+                raise MixedError(f"{node.op} '{node.name}' is along {what}")
 
     def _scales(self, node: gs.Node) -> bool:
         """Whether a Mul or Div scales one cache by one number."""
         if not is_op(node, "Mul", "Div"):
             return False
-        functions = [self.found[t.name] for t in node.inputs if t.name in self.found]
-        others = [t for t in node.inputs if t.name not in self.found]
+        functions = [self._found[t.name] for t in node.inputs if t.name in self._found]
+        others = [t for t in node.inputs if t.name not in self._found]
         return (
             len(functions) == 1
             and functions[0].is_moved
@@ -431,26 +324,26 @@ class RowFunctions:
     def _sign(self, node: gs.Node) -> int:
         left, right = (self._sign_of(t) for t in node.inputs[:2])
         if len(node.inputs) != 2:
-            return _ANY
+            return ANY
         if is_op(node, "Mul"):
-            return _LEAST_ZERO if node.inputs[0] is node.inputs[1] else min(left, right, _LEAST_ZERO)
+            return LEAST_ZERO if node.inputs[0] is node.inputs[1] else min(left, right, LEAST_ZERO)
         if is_op(node, "Add"):
-            return max(left, right) if min(left, right) >= _LEAST_ZERO else _ANY
-        return max(left, right) if is_op(node, "Max") else _ANY
+            return max(left, right) if min(left, right) >= LEAST_ZERO else ANY
+        return max(left, right) if is_op(node, "Max") else ANY
 
     def _sign_of(self, tensor: gs.Tensor) -> int:
-        if (function := self.found.get(tensor.name)) is not None:
+        if (function := self._found.get(tensor.name)) is not None:
             return function.sign
         value = self._constant(tensor)
         if value is None or not value.size:
-            return _ANY
+            return ANY
         least = float(value.min())
-        return _POSITIVE if least > 0 else _LEAST_ZERO if least == 0 else _ANY
+        return POSITIVE if least > 0 else LEAST_ZERO if least == 0 else ANY
 
     def _shape(self, tensor: gs.Tensor, sample: Sample) -> tuple[int, ...]:
         shape = sample.probe.shape(tensor.name)
         if shape is None:
-            raise _MixedError(f"nothing says the shape of '{tensor.name}'")
+            raise MixedError(f"nothing says the shape of '{tensor.name}'")
         return shape
 
     def _constant(self, tensor: gs.Tensor) -> Array | None:
@@ -472,5 +365,5 @@ def _apart(node: gs.Node, axis: int, pairs: Sequence[tuple[tuple[int, ...], tupl
         sizes = prod(before[:axis]), before[axis], prod(before[axis + 1 :])
         places &= {i for i in range(len(after)) if sizes == (prod(after[:i]), after[i], prod(after[i + 1 :]))}
     if not places:
-        raise _MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
+        raise MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
     return min(places)
