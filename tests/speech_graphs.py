@@ -29,7 +29,8 @@ class Speech:
         mask: ``"square"``: over the new tokens alone, which fits S = 1 and offset = 0; ``"all"``: over all.
         first: the row that the front begins with.
         back: rows of the front that are not put back.
-        single: what the mask holds for a single token.
+        single: what the mask holds for a single token,
+        later: and for those behind a token.
         index_columns: numbers of an index: of batch and row, or of the numbers of a row as well.
         room: rows of a cache.
         scrambled: rows are put back where others were.
@@ -40,6 +41,7 @@ class Speech:
     first: int = 0
     back: int = 0
     single: float = 0.0
+    later: float = -np.inf
     index_columns: int = 3
     room: int = 6
     scrambled: bool = False
@@ -57,7 +59,7 @@ def make_decoder(how: Speech = Speech()) -> onnx.ModelProto:
     places = g.node("Slice", [_weight(g, rng, how.room, WIDTH), offset, end, g.constant([0])])
     table = _weight(g, rng, VOCAB, WIDTH)
     x = g.node("Add", [g.node("Gather", [table, tokens]), places])
-    hidden = np.triu(np.full((how.room, how.room), -np.inf, np.float32), 1)
+    hidden = np.triu(np.full((how.room, how.room), how.later, np.float32), 1)
     hidden[0, 0] = how.single
     mask = g.constant(hidden, np.float32)
     first = g.constant([0]) if how.mask == "square" else offset

@@ -137,6 +137,11 @@ def _check(name: str, sample: Sample) -> None:
             f"the mask '{name}' is over the new tokens alone, and with {sample.length} of them "
             f"{'unknown' if value is None else list(value.shape)}; supported are masks [S, S], and 0 for a single one"
         )
+    if np.triu(value == 0, 1).any():
+        raise UnsupportedModelError(
+            f"the mask '{name}' is over the new tokens alone, and does not hide later ones from earlier ones of "
+            f"{sample.length}, as it is when they come one by one; supported are masks [S, S] that are causal"
+        )
 
 
 def _padded(emit: Emitter, mask: gs.Tensor, scores: gs.Tensor, rank: int) -> gs.Tensor:
