@@ -61,6 +61,13 @@ def test_rows_that_are_put_back_in_another_order_are_refused(tmp_path: Path, mon
         plan_model(saved(tmp_path, Speech(mask="all", scrambled=True, room=8)))
 
 
+@pytest.mark.parametrize("mask", ["all", "square"])
+@pytest.mark.parametrize("room", [3, 6, 7])
+def test_sequences_that_mix_are_seen_where_there_is_little_room(tmp_path: Path, mask: str, room: int) -> None:
+    with pytest.raises(UnsupportedModelError):
+        plan_model(saved(tmp_path, Speech(mask=mask, scrambled=True, room=room)))
+
+
 def edited(folder: Path, op: str, name: str, **attrs: str) -> str:
     """What is said of a decoder of which one operator is another, or has more attributes."""
     model = make_decoder(Speech(mask="all"))

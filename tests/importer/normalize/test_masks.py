@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
+import onnx_graphsurgeon as gs
 import pytest
 from concat_decode import CAPACITY, compare, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, Masks, MaskUse
+from trt_kvcache.importer.normalize.evidence.samples import Sample
 
 Mask = Callable[[Build], str]
 
@@ -263,3 +267,12 @@ def test_own_masks_that_do_not_arrive_as_they_are(tmp_path: Path, name: str) -> 
     changes, words = OWN[name]
     with pytest.raises(UnsupportedModelError, match=words):
         rewritten(make_decoder(Decoder(**changes)), tmp_path)
+
+
+def test_a_mask_without_columns_is_refused() -> None:
+    """It would equal whatever it is compared with."""
+    probe = SimpleNamespace(value=lambda name: np.ones((1, 0), bool))
+    step = cast(Sample, SimpleNamespace(batch=1, past=0, length=1, total=1, probe=probe))
+    masks = Masks("attention", (MaskUse(gs.Variable("mask"), MaskKind.VISIBLE),), is_causal=False, write=None)
+    with pytest.raises(UnsupportedModelError, match=r"masks of 'attention' have the shapes \[1, 0\] in a step of 1"):
+        masks.visible(step)

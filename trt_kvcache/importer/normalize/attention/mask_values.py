@@ -119,6 +119,8 @@ class Masks:
             total = self.rows(sample)
         try:
             shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), *(p.shape for p in parts))
+            if 0 in shape:  # it would equal whatever it is compared with
+                raise ValueError
         except ValueError:
             raise UnsupportedModelError(
                 f"the masks of '{self.node}' have the shapes {', '.join(str(list(p.shape)) for p in parts)} in a step "

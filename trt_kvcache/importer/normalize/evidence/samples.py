@@ -112,6 +112,8 @@ class Samples:
         around = [(2, k + d, s) for k in self.kept for d, s in _AROUND if k + d >= 0]
         sizes = [s for s in (*_SMALL, *around) if s[1] + (fixed_length or s[2]) <= capacity] or [(1, 0, 1)]
         last = fixed_length or min(2, capacity)
+        if all(batch == 1 for batch, _, _ in sizes):  # little room: sequences may depend on each other all the same
+            sizes += [(2, past, last) for past in sorted({0, max(0, capacity - last)})]
         # The last two differ in nothing but the past, from none to all that there is room for.
         ends = [(1, 0, fixed_length or min(capacity, _LONG)), (1, 0, last), (1, max(0, capacity - last), last)]
         self.plain = self._unique([self.step(*s) for s in (*sizes, *ends)])
