@@ -41,8 +41,7 @@ class BuildOptions:
         max_logits: of how many of the last positions of a step logits can be asked for; more go in several steps. Their
             memory grows with it. None: 16, or the longest update if that is shorter.
         max_encoder: the longest output of an encoder, in positions, for models that attend one. None: what the encoder
-            makes of the longest source, where that is built too and says so, else what
-            `max_shapes` says.
+            makes of the longest source, where that is built too and says so, else what `max_shapes` says.
         opt_encoder: the length of it that kernels are chosen for. None: `max_encoder`.
         encoder: whether the encoder of an encoder-decoder becomes an engine too: ``"auto"``: where one lies beside the
             model and TensorRT takes it; ``"none"``: no; or the path of its ``.onnx`` file, or of its folder.
