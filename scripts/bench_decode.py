@@ -10,6 +10,7 @@ Ways to decode one sequence with one model, random weights, 200 tokens in the ca
     onnxruntime-genai     its own export and its own loop
     transformers          `generate`, with the default cache, which grows
     transformers, static  `generate`, with a static cache
+    products alone        no decoder: one row times each weight matrix, which is less than any of them has to do
 
 The model as exported comes from mobius-onnx where it is installed, else from scripts/decoders.py. Peers are the extra
 `bench`; a peer that is not installed is named on stderr and left out. All but transformers' default hold each cache in
@@ -33,6 +34,7 @@ from typing import Any
 
 import numpy as np
 import onnxruntime as ort
+from bench_floor import Products
 from bench_peers import GenaiPeer, TransformersPeer, export_genai, export_mobius, save_llama
 from bench_turns import Steps, Worker, take_turns
 from decoders import DecoderConfig, write_decoder
@@ -44,6 +46,7 @@ from trt_kvcache.importer import import_model
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, array_dtype
 
 BURST, SKIPPED = 16, 4  # steps per turn, and those at its start that are not measured
+FLOOR = "products alone"
 
 
 class BareLoop:
@@ -136,6 +139,11 @@ def run_transformers(llama: Path, capacity: int | None, threads: int, prompt: li
     return TransformersPeer(llama, threads, capacity).steps(prompt, count)
 
 
+def run_products(model: Path, threads: int, count: int) -> Steps:
+    """See `Products`."""
+    return Products(model, threads).steps(count)
+
+
 def attempt(name: str, make: Callable[[], Path]) -> Path | None:
     """What `make` makes; None, and a line on stderr, where a package that it needs is not installed."""
     try:
@@ -169,16 +177,16 @@ def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, 
         "original": partial(run_bare, model, False),
     }
     with ExitStack() as stack:
-        workers = {
-            name: stack.enter_context(Worker(name, partial(way, threads, prompt, count)))
-            for name, way in (ways | peers).items()
-        }
+        makers = {name: partial(way, threads, prompt, count) for name, way in (ways | peers).items()}
+        makers[FLOOR] = partial(run_products, model, threads, count)
+        workers = {name: stack.enter_context(Worker(name, make)) for name, make in makers.items()}
         return {"exporter": exporter, "times": measure(workers, count)}
 
 
 def measure(workers: dict[str, Worker], count: int) -> dict[str, list[float]]:
-    """Seconds of the steps of each way; all must give the same tokens."""
+    """Seconds of the steps of each way; all must give the same tokens, but for the products, which give none."""
     tokens, times = take_turns(workers, count, BURST, SKIPPED)
+    tokens.pop(FLOOR, None)
     for name, found in tokens.items():
         if found != tokens["session"]:
             raise SystemExit(f"{name} gives other tokens than the session: {found[:10]}, {tokens['session'][:10]}")
