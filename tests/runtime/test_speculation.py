@@ -75,14 +75,14 @@ def generate(prompt: list[int], config: GenerationConfig, seed: int, room: int =
     """A decode loop whose cache is the list of tokens that were fed to it."""
     sequence = Continuation(0, prompt, config)
     cache = list(prompt)
-    events = sequence.verify(ids(), model(ids(*cache), seed)[np.newaxis])
+    events = list(sequence.verify(ids(), model(ids(*cache), seed)[np.newaxis]))
     while sequence.finish_reason is None:
         start = len(cache)
         draft = sequence.draft(room)
         assert draft.size <= room
         cache += [sequence.next_token, *draft.tolist()]
         logits = np.stack([model(ids(*cache[: start + 1 + at]), seed) for at in range(draft.size + 1)])
-        made = sequence.verify(draft, logits)
+        made = list(sequence.verify(draft, logits))
         del cache[start + len(made) :]
         assert [*cache, made[-1].token] == sequence.tokens.tolist(), "what stays in the cache is what was chosen"
         events += made
@@ -120,10 +120,10 @@ def test_the_tokens_are_those_of_single_steps(
 
 def test_drafts_save_steps_and_are_counted() -> None:
     sequence = Continuation(0, [1, 2, 3, 1, 2], GenerationConfig(prompt_lookup_num_tokens=3))
-    assert sequence.verify(ids(), np.eye(VOCAB, dtype=np.float32)[[3]])[0].token == 3
+    assert next(sequence.verify(ids(), np.eye(VOCAB, dtype=np.float32)[[3]])).token == 3
     draft = sequence.draft(9)
     assert draft.tolist() == [1, 2, 3]
-    events = sequence.verify(draft, np.eye(VOCAB, dtype=np.float32)[[1, 2, 4, 0]])
+    events = list(sequence.verify(draft, np.eye(VOCAB, dtype=np.float32)[[1, 2, 4, 0]]))
     assert [event.token for event in events] == [1, 2, 4]
     assert sequence.speculation == SpeculationStats(proposed=3, accepted=2, updates=1)
     assert sequence.speculation.acceptance == pytest.approx(2 / 3)
@@ -142,14 +142,14 @@ def test_a_draft_is_no_longer_than_what_may_come() -> None:
     sequence.advance(one[0])
     assert sequence.draft(9).tolist() == [1]
     assert sequence.draft(0).size == 0
-    events = sequence.verify(ids(1), one[:2])
+    events = list(sequence.verify(ids(1), one[:2]))
     assert [event.finish_reason for event in events] == [None, FinishReason.LENGTH]
 
 
 def test_nothing_after_the_end_is_chosen() -> None:
     sequence = Continuation(0, [1, 2, 1, 2], GenerationConfig(prompt_lookup_num_tokens=3, eos_token_id=2))
     sequence.advance(np.eye(VOCAB, dtype=np.float32)[1])
-    events = sequence.verify(ids(2, 1), np.eye(VOCAB, dtype=np.float32)[[2, 1, 1]])
+    events = list(sequence.verify(ids(2, 1), np.eye(VOCAB, dtype=np.float32)[[2, 1, 1]]))
     assert [(event.token, event.finish_reason) for event in events] == [(2, FinishReason.EOS)]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -130,7 +130,7 @@ class Continuation:
         count = min(count, room, left - 1)
         return look_up(self.tokens, count, self.config.max_matching_ngram_size) if count > 0 else self._buffer[:0]
 
-    def verify(self, draft: Sequence[int], logits: Logits) -> list[TokenEvent]:
+    def verify(self, draft: Sequence[int], logits: Logits) -> Iterator[TokenEvent]:
         """Choose tokens as long as they are the draft's, and the one after.
 
         Every choice is made as in `advance`, in the same order and with the same random numbers: the tokens are those
@@ -141,20 +141,19 @@ class Continuation:
             draft: int64 ``[D]``, what `draft` gave.
             logits: ``[D + 1, V]`` of the update.
 
-        Returns:
+        Yields:
             1 to D + 1 events; fewer than that where the sequence ended.
         """
-        events = []
+        if len(draft):
+            self.speculation.add(SpeculationStats(proposed=len(draft), updates=1))
         for position in range(len(draft) + 1):
             event = self.advance(logits[position])
-            events.append(event)
-            if self.finish_reason or position == len(draft) or event.token != draft[position]:
+            agreed = position < len(draft) and event.token == draft[position]
+            # In place: the event refers to it.
+            self.speculation.accepted += agreed
+            yield event
+            if self.finish_reason or not agreed:
                 break
-        if len(draft):
-            agreed = [event.token == token for event, token in zip(events, draft, strict=False)]
-            # In place: the last event, made above, refers to it.
-            self.speculation.add(SpeculationStats(proposed=len(draft), accepted=sum(agreed), updates=1))
-        return events
 
     def _event(self, token: int | None, text: str, logprob: float | None) -> TokenEvent:
         reports = self.finish_reason is not None and self.config.prompt_lookup_num_tokens is not None

@@ -8,6 +8,7 @@ steps; which others run with it changes nothing for a sequence.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -75,6 +76,7 @@ class DecodeLoop:
         self._cache = cache
         self._runs: dict[int, _Run] = {}
         self._outcomes: list[tuple[int, Outcome]] = []
+        self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written, and the next token is not chosen yet
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
         self._max_logits = runner.max_logits or runner.max_chunk
@@ -91,30 +93,38 @@ class DecodeLoop:
         continuation.speculation.impossible = self._no_drafts
         self._runs[slot] = _Run(slot, continuation, keep_slot)
 
-    def remove(self, slot: int) -> None:
-        """Stop continuing a slot. The slot itself stays."""
-        del self._runs[slot]
+    def remove(self, slot: int) -> Continuation:
+        """Stop continuing a slot, and return what continued it. The slot itself stays."""
+        run = self._runs.pop(slot)
         self._cache.slot(slot).running = False
+        return run.continuation
 
     def step(self) -> list[tuple[int, Outcome]]:
         """Advance every sequence by a piece of its prompt or by a token, or by several where a draft was right.
 
-        A sequence whose step fails ends with that error; the others go on.
+        A sequence whose step fails ends with that error; the others go on. After an interrupt, such as Ctrl-C, the next
+        step goes on where it came; a sequence that it left in between ends.
 
         Returns:
             Slots and what happened to them, in order.
         """
         self._cache.compact()
+        self._choose_all()
+        self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         for group in self._groups([self._next_piece(run) for run in self._runs.values()]):
+            slots = [piece.slot for piece in group]
             try:
                 logits = self._write(group, highest=self._looks_at(group))
             except TrtKvCacheError as error:
-                for piece in group:
-                    self._end(piece.slot, error)
+                for slot in slots:
+                    self._end(slot, error)
                 continue
-            for piece, scores in zip(group, logits, strict=True):
-                if piece.keep:
-                    self._choose(piece, scores[len(scores) - piece.keep :])
+            except BaseException:
+                if self._runner.plan.states:  # caches may be written again, state is not: it may be the new one
+                    self._end_torn(slots)
+                raise
+            self._unchosen.extend((p, scores[len(scores) - p.keep :]) for p, scores in zip(group, logits, strict=True))
+            self._choose_all()
         outcomes, self._outcomes = self._outcomes, []
         return outcomes
 
@@ -222,17 +232,36 @@ class DecodeLoop:
             self._cache.note_touched(piece.slot, piece.start + batch.length)
         logits = self._runner.step(batch)
         for piece in group:
-            self._cache.slot(piece.slot).tokens.extend(piece.tokens[batch.length - piece.guesses :])
             self._cache.note_written(piece.slot, batch.length)
+            self._cache.slot(piece.slot).tokens.extend(piece.tokens[batch.length - piece.guesses :])
         return logits
+
+    def _choose_all(self) -> None:
+        """Let every sequence choose whose scores are there; whom an interrupt keeps from it does so in the next step."""
+        while self._unchosen:
+            piece, scores = self._unchosen.popleft()
+            if not piece.keep or piece.slot not in self._runs:  # it was removed since
+                continue
+            try:
+                self._choose(piece, scores)
+            except BaseException:
+                # Copies: the runner may write the next scores to the same place.
+                self._unchosen = deque((waiting, known.copy()) for waiting, known in self._unchosen)
+                raise
 
     def _choose(self, piece: _Piece, logits: Logits) -> None:
         """Choose the next token, or as many as the draft got right and one more; drop the rest of the draft."""
         run, slot = self._runs[piece.slot], self._cache.slot(piece.slot)
+        events: list[TokenEvent] = []
         try:
-            events = run.continuation.verify(piece.tokens[len(piece.tokens) - piece.guesses :], logits)
-        except TrtKvCacheError as error:
-            self._end(piece.slot, error)
+            for event in run.continuation.verify(piece.tokens[len(piece.tokens) - piece.guesses :], logits):
+                events.append(event)
+        except BaseException as error:
+            self._cache.drop(piece.slot, slot.length - (piece.guesses - len(events)))
+            self._outcomes.extend((piece.slot, event) for event in events)
+            self._end(piece.slot, error if isinstance(error, TrtKvCacheError) else _torn(error))
+            if not isinstance(error, TrtKvCacheError):
+                raise
             return
         rejected = piece.guesses + 1 - len(events)
         if rejected:
@@ -261,6 +290,16 @@ class DecodeLoop:
         if not run.keep_slot:
             self._cache.release(slot)
         self._outcomes.append((slot, outcome))
+
+    def _end_torn(self, slots: Iterable[int]) -> None:
+        """End sequences of which nobody knows any more what the model said."""
+        for slot in slots:
+            self._end(slot, SessionError("the step of the sequence was interrupted; start it again"))
+
+
+def _torn(error: BaseException) -> SessionError:
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return SessionError(f"the sequence was interrupted while it chose a token: {said}; start it again")
 
 
 def _without_embedding(token: int) -> SessionError:

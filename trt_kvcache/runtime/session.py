@@ -336,16 +336,15 @@ class DecodeSession:
             return self._loop.slots
 
     def remove(self, slot: int) -> None:
-        """End a sequence, running or not, and free its slot.
+        """End a sequence, running or not, and free its slot. A stream that it belongs to says that it was cancelled.
 
         Raises:
             SlotError: the slot is not in use.
         """
         with self._guard:
             if self.cache.slot(slot).running:
-                self._loop.remove(slot)
+                self._streams.cancel(slot)
             self.cache.release(slot)
-            self._streams.forget(slot)
 
     def update(
         self,

@@ -10,7 +10,7 @@ from contextlib import suppress
 from trt_kvcache.errors import SessionError, SlotError, TrtKvCacheError
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
-from trt_kvcache.runtime.events import TokenEvent
+from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop, Outcome
 from trt_kvcache.runtime.requests import ReadPrompt
@@ -58,9 +58,12 @@ class Streams:
         outcomes, self._outcomes = self._outcomes, []
         return [outcome for outcome in outcomes if isinstance(outcome, TokenEvent)]
 
-    def forget(self, slot: int) -> None:
-        """Nobody waits for this slot any more."""
-        self._mailboxes.pop(slot, None)
+    def cancel(self, slot: int) -> None:
+        """End a sequence that runs; who waits for it hears of it."""
+        ended = self._loop.remove(slot)
+        mailbox = self._mailboxes.pop(slot, None)
+        if mailbox is not None:
+            mailbox.append((slot, ended.finish(FinishReason.CANCELLED)))
 
     def stream(self, continuations: Sequence[Continuation], prompts: Sequence[ReadPrompt]) -> Iterator[TokenEvent]:
         """The events of prompts, which take turns where rows are few. Closing it ends what is left of them."""

@@ -8,6 +8,8 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.errors import SessionError
+
 __all__ = ["TextStream", "TokenDecoder"]
 
 _REPLACEMENT = "\ufffd"
@@ -71,7 +73,7 @@ class TextStream:
         if new and complete == text:
             # Everything is out: the tokens since the last such moment are context enough, if they make sense alone.
             recent = self._window[self._settled :]
-            alone = self._tokenizer.decode(recent)
+            alone = self._decode(recent)
             if text.endswith(alone):
                 self._window, self._given = recent, alone
             self._settled = len(self._window)
@@ -87,8 +89,18 @@ class TextStream:
         self._given += rest
         return self._stops.push(rest) + self._stops.flush()
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window) if self._window else ""
+    def _decode(self, tokens: Sequence[int] | None = None) -> str:
+        """The text of these tokens, or of the window.
+
+        Raises:
+            SessionError: the tokenizer failed, as others do at ids that only the model knows.
+        """
+        tokens = self._window if tokens is None else tokens
+        try:
+            return self._tokenizer.decode(tokens) if tokens else ""
+        except Exception as error:
+            what = f"the tokenizer failed on token {tokens[-1]}: {type(error).__name__}: {error}"
+            raise SessionError(f"{what}; forbid it, or do without") from error
 
 
 def _complete(text: str) -> str:

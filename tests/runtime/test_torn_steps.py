@@ -1,0 +1,192 @@
+"""What happens to the others where something ends a sequence from outside, or breaks in the middle of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime.hash_runner import VOCAB, HashRunner, continued
+
+from trt_kvcache.errors import SessionError
+from trt_kvcache.runtime.events import FinishReason
+from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.session import DecodeSession
+
+PROMPTS = ([1, 2], [3, 4], [5])
+
+
+def config(count: int, **more: Any) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=count, **more)
+
+
+def finish(session: DecodeSession, tokens: dict[int, list[int | None]]) -> None:
+    while session.running:
+        for event in session.step():
+            tokens[event.sequence].append(event.token)
+
+
+class Breaks:
+    """A logits processor that raises once."""
+
+    def __init__(self, call: int, error: BaseException) -> None:
+        self.calls, self.call, self.error = 0, call, error
+
+    def __call__(self, tokens: Any, scores: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.call:
+            raise self.error
+        return scores
+
+
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("call", [1, 2, 5])
+def test_an_interrupt_while_one_sequence_chooses_harms_no_other(place: int, call: int) -> None:
+    """All rows of the step are written then: what the model said of the others must not be lost."""
+    runner = HashRunner((("linear", 64), ("circular", 8)))
+    session = DecodeSession(runner)
+    breaks = Breaks(call, KeyboardInterrupt())
+    slots = [
+        session.add(prompt, config(12, **({"logits_processor": breaks} if i == place else {})))
+        for i, prompt in enumerate(PROMPTS)
+    ]
+    tokens: dict[int, list[int | None]] = {slot: [] for slot in slots}
+    with pytest.raises(KeyboardInterrupt):
+        finish(session, tokens)
+    with pytest.raises(SessionError, match="interrupted while it chose a token: KeyboardInterrupt"):
+        finish(session, tokens)
+    finish(session, tokens)
+    for i, (slot, prompt) in enumerate(zip(slots, PROMPTS, strict=True)):
+        assert tokens[slot] == continued(runner, prompt, 12 if i != place else call - 1)
+    assert session.cache.slots == ()
+
+
+def test_what_was_not_chosen_yet_may_be_removed_or_forked() -> None:
+    runner = HashRunner(max_batch=4)
+    session = DecodeSession(runner)
+    first = session.add([1, 2], config(12, logits_processor=Breaks(2, KeyboardInterrupt())))
+    second, third = session.add([3, 4], config(12)), session.add([5], config(12))
+    tokens: dict[int, list[int | None]] = {first: [], second: [], third: []}
+    with pytest.raises(KeyboardInterrupt):
+        finish(session, tokens)
+    session.remove(second)
+    again = session.add([8, 9], config(6))  # in the row that is free now
+    tokens[again] = []
+    branch = session.cache.fork(third)
+    with pytest.raises(SessionError, match="interrupted"):
+        finish(session, tokens)
+    finish(session, tokens)
+    assert tokens[again] == continued(runner, [8, 9], 6)
+    assert tokens[third] == continued(runner, [5], 12)
+    assert tokens[second] == continued(runner, [3, 4], 1)
+    tokens[session.add([7], config(4), slot=branch)] = []
+    finish(session, tokens)
+    assert tokens[branch] == continued(runner, [5, *continued(runner, [5], 1), 7], 4)
+
+
+def test_prompt_lookup_survives_an_interrupt_of_another() -> None:
+    runner = HashRunner(max_batch=2)
+    session = DecodeSession(runner)
+    bad = session.add([9, 9], config(30, logits_processor=Breaks(4, KeyboardInterrupt())))
+    good = session.add([1, 2, 1, 2, 1, 2], config(30, prompt_lookup_num_tokens=3, max_matching_ngram_size=1))
+    tokens: dict[int, list[int | None]] = {bad: [], good: []}
+    with pytest.raises(KeyboardInterrupt):
+        finish(session, tokens)
+    with pytest.raises(SessionError):
+        finish(session, tokens)
+    finish(session, tokens)
+    assert tokens[good] == continued(runner, [1, 2, 1, 2, 1, 2], 30)
+
+
+class Tokenizer:
+    """Knows fewer tokens than the model has, as where a vocabulary was padded."""
+
+    def __init__(self, unknown: int) -> None:
+        self.unknown = unknown
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self.unknown in tokens:
+            raise IndexError("piece id is out of range")
+        return "".join("abcdefghij"[token % 10] for token in tokens)
+
+
+def test_a_tokenizer_that_fails_ends_its_sequence_alone() -> None:
+    runner = HashRunner()
+    chosen = [continued(runner, prompt, 20) for prompt in PROMPTS]
+    unknown = next(t for t in chosen[1] if t not in chosen[0] and t not in PROMPTS[0])
+    session = DecodeSession(runner, Tokenizer(unknown))
+    slots = [session.add(prompt, config(20)) for prompt in PROMPTS]
+    tokens: dict[int, list[int | None]] = {slot: [] for slot in slots}
+    failures = []
+    while session.running:
+        try:
+            finish(session, tokens)
+        except SessionError as error:
+            failures.append(str(error))
+    for slot, want in zip(slots, chosen, strict=True):
+        assert tokens[slot] == (want[: want.index(unknown)] if unknown in want else want)
+    assert set(failures) == {
+        f"the tokenizer failed on token {unknown}: IndexError: piece id is out of range; forbid it, or do without"
+    }
+
+
+def test_tokens_of_a_draft_that_were_right_are_told_before_the_failure() -> None:
+    """And wrong ones leave no trace in a slot that is kept."""
+    runner = HashRunner()
+    pairs = ([a, b] for a in range(VOCAB) for b in range(VOCAB))
+    prompt = next(pair for pair in pairs if continued(runner, pair, 1) == pair[:1])
+    want = continued(runner, prompt, 8)
+    for call in range(1, 6):
+        session = DecodeSession(runner)
+        breaks = Breaks(call, RuntimeError("no rule for this"))
+        more = {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1, "logits_processor": breaks}
+        slot = session.add(prompt, config(8, **more), keep=True)
+        tokens: dict[int, list[int | None]] = {slot: []}
+        with pytest.raises(SessionError, match="no rule for this"):
+            finish(session, tokens)
+        finish(session, tokens)
+        assert tokens[slot] == want[: call - 1]
+        assert session.cache.tokens(slot) == [*prompt, *want[: call - 1]]
+        session.add([3], config(5), slot=slot)
+        tokens[slot] = []
+        finish(session, tokens)
+        assert tokens[slot] == continued(runner, [*prompt, *want[: call - 1], 3], 5)
+
+
+def test_a_stream_hears_that_its_sequence_was_removed() -> None:
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    stream = session.stream(PROMPTS[:2], config(5))
+    first = next(stream)
+    session.remove(session.running[0])
+    rest = list(stream)
+    assert [e.token for e in (first, *rest) if e.sequence == 1] == continued(runner, PROMPTS[1], 5)
+    last = next(e for e in rest if e.sequence == 0)
+    assert (last.token, last.finish_reason) == (None, FinishReason.CANCELLED)
+    assert session.cache.slots == ()
+
+
+def test_scores_that_wait_are_copies() -> None:
+    """A runner may write the next step's logits where the last ones are."""
+    runner = HashRunner(max_batch=2)
+    session = DecodeSession(runner)
+    real, buffer = runner.step, np.empty((2, 1, VOCAB), np.float32)
+
+    def step(batch: Any) -> Any:
+        made = real(batch)
+        view = buffer[: batch.rows, : batch.keep]
+        view[...] = made
+        return view
+
+    runner.step = step  # type: ignore[method-assign]
+    first = session.add([1, 2], config(8, logits_processor=Breaks(2, KeyboardInterrupt())))
+    second = session.add([3, 4], config(8))
+    tokens: dict[int, list[int | None]] = {first: [], second: []}
+    with pytest.raises(KeyboardInterrupt):
+        finish(session, tokens)
+    buffer[...] = 0
+    with pytest.raises(SessionError):
+        finish(session, tokens)
+    finish(session, tokens)
+    assert tokens[second] == continued(runner, [3, 4], 8)
