@@ -237,7 +237,7 @@ class DecodeLoop:
         return logits
 
     def _choose_all(self) -> None:
-        """Let every sequence choose whose scores are there; whom an interrupt keeps from it does so in the next step."""
+        """Let all whose scores are there choose; whom an interrupt keeps from it does so in the next step."""
         while self._unchosen:
             piece, scores = self._unchosen.popleft()
             if not piece.keep or piece.slot not in self._runs:  # it was removed since
