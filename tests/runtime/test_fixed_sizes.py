@@ -102,6 +102,22 @@ def test_scores_of_a_step_are_those_of_its_tokens(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
+@pytest.mark.parametrize("chunk", [1, 3])
+def test_fewer_tokens_in_a_step_than_the_model_computes(device: str, chunk: int, tmp_path: Path) -> None:
+    """Logits are counted from the end of a step, which what fills it up makes as long as ever."""
+    config = GenerationConfig(max_new_tokens=8)
+    fixed = replace(BASE, vocab=256, hidden=32, sequence=4)
+    with DecodeSession(runner(open_twin(fixed), tmp_path, "cpu")) as session:
+        expected = [g.tokens for g in session.generate(PROMPTS, config)]
+    with DecodeSession(runner(fixed, tmp_path, device, max_batch=2, max_chunk=chunk)) as session:
+        assert session.plan.logits_span is not None
+        assert session.max_chunk == chunk
+        assert [g.tokens for g in session.generate(PROMPTS, config)] == expected
+        scores = session.update({(slot := session.cache.acquire()): PROMPTS[0]}, keep=3)[slot]
+        assert [int(row.argmax()) for row in scores][-1] == expected[0][0]
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_the_last_step_lies_within_the_cache(device: str, tmp_path: Path) -> None:
     """Steps of four tokens: the 29th of 32 rows is the last that a step may begin at."""
     with DecodeSession(runner(FIXED["tokens"], tmp_path, device, max_batch=1)) as session:

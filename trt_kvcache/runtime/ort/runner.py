@@ -117,7 +117,7 @@ class OnnxRuntimeRunner:
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
         self._spans = {s.name: np.arange(s.capacity) for s in imported.plan.spans}
         if imported.plan.logits_span is not None:
-            self._spans[imported.plan.logits_span.name] = np.arange(self._max_chunk)
+            self._spans[imported.plan.logits_span.name] = np.arange(self._inputs.fixed_length or self._max_chunk)
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
         if not self._logits.known:
             self._logits.settle(self._look_for_vocabulary())

@@ -66,7 +66,8 @@ class StepShapes:
         """
         carried = set(self._buffers) | {b.carried.present for b in self._buffers.values()}
         largest: dict[str, Shape] = {}
-        for length in sorted({chunk, 1}):
+        fixed = self._inputs.fixed_length  # whatever is asked for
+        for length in (fixed,) if fixed else sorted({chunk, 1}):
             end = max(b.carried.capacity for b in self._buffers.values())
             tokens = np.zeros((rows, length), np.int64)
             starts = np.full(rows, max(end - length, 0), np.int64)
