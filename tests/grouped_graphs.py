@@ -19,12 +19,15 @@ class Grouped:
         mask: rank of the mask: 2, 3 or 5.
         apply: "add" or "where".
         rolled: keys are those of other heads.
+        crossed: values of the form "flat" are spread over the group, which fits one sequence with heads as many as
+            queries in a group: each then reads values of another head than keys.
     """
 
     form: str = "broadcast"
     mask: int = 2
     apply: str = "add"
     rolled: bool = False
+    crossed: bool = False
 
     def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
         decoder = g.decoder
@@ -74,7 +77,9 @@ class Grouped:
                 rows = shaped(weights, batch, numbers(heads, -1), g.node("Unsqueeze", [g.all, numbers(0)]))
                 output = g.node("MatMul", [rows, values])
             case _:
-                apart = shaped(values, numbers(-1, 1), g.node("Unsqueeze", [g.all, numbers(0)]), last)
+                apart = shaped(
+                    values, numbers(-1, heads if self.crossed else 1), g.node("Unsqueeze", [g.all, numbers(0)]), last
+                )
                 output = g.node("MatMul", [weights, apart])
         return shaped(output, batch, numbers(heads * group), length, last)
 

@@ -41,6 +41,11 @@ def test_keys_of_other_heads_are_refused(form: str, tmp_path: Path) -> None:
         rewritten(make_decoder(_decoder({}, form=form, rolled=True)), tmp_path)
 
 
+def test_values_of_other_heads_than_keys_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="do not go to one MatMul with a cache of values"):
+        rewritten(make_decoder(_decoder({"batch": 1}, form="flat", crossed=True)), tmp_path)
+
+
 def test_queries_without_an_axis_for_tokens_are_refused(tmp_path: Path) -> None:
     """``[B, N, G, D]`` in steps of one token: whether the third axis holds tokens or heads, only its length says."""
     decoder = Decoder(heads=4, kv_heads=4, sequence=1, mask="none", attend=_one_token)

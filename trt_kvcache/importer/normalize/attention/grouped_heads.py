@@ -55,7 +55,8 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
                 scores |= {n.outputs[0].name for n in (node, *around)}
                 found.update((id(n), group) for n in (node, *around) if not is_op(n, "Reshape"))
                 products = [n for inner in around for n in consumers(inner.outputs[0]) if is_op(n, "MatMul")]
-                found.update((id(n), group) for n in products if past_behind(n.inputs[1], pasts) is not None)
+                found.update((id(n), group) for n in products
+                             if past_behind(n.inputs[1], pasts) is not None and _fits(n, group))  # fmt: skip
     merger = _Merger(graph, scores)
     for node in list(graph.nodes):
         if (found_group := found.get(id(node))) is not None:
@@ -64,21 +65,36 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
 
 def _group(product: gs.Node, around: list[gs.Node], past: gs.Tensor) -> _Group | None:
     """The groups of an attention, by what its scores look like; None where it has none."""
-    heads, keys = (dims(past) or ("?", "?"))[1], dims(product.inputs[1]) or ()
+    heads = (dims(past) or ("?", "?"))[1]
     shapes = [dims(n.outputs[0]) or () for n in (product, *around)]
     wide = next((shape for shape in shapes if len(shape) == 5), None)
-    is_flat = wide is None and len(keys) == 4 and keys[1] == 1
+    queries, keys = (dims(t) or () for t in product.inputs)
+    is_flat = len(queries) == len(keys) == 4 and keys[1] == 1 != queries[1]
     if wide is not None:
         heads, size = wide[1:3]
     elif is_flat and heads != 1:
-        size = shapes[0][1]
+        size = queries[1]
     else:
         return None
     if not isinstance(heads, int) or not isinstance(size, int) or len(shapes[0]) < 4:
         return None
+    group = _Group(past, heads, size, is_flat)
     softmaxes = [n for n in around if is_op(n, "Softmax")]
     last = all(int(n.attrs.get("axis", -1)) in (-1, len(dims(n.outputs[0]) or ()) - 1) for n in softmaxes)
-    return _Group(past, heads, size, is_flat) if last else None
+    return group if last and _fits(product, group) else None
+
+
+def _fits(product: gs.Node, group: _Group) -> bool:
+    """Whether queries, or weights, meet the keys or values of the head that their group has."""
+    left, right = (dims(t) or () for t in product.inputs)
+    if len(right) == 5:
+        return left[1:3] == (group.heads, group.size) and right[1] == group.heads and right[2] in (1, group.size)
+    if len(left) != 4 or len(right) != 4:
+        return False
+    if group.is_flat:
+        return (left[1], right[1]) == (group.size, 1)
+    # As many heads as queries in a group: which of them an axis holds, only the one in front of it says.
+    return left[1] == right[1] == group.heads and (group.heads != group.size or left[0] == right[0] != "?")
 
 
 class _Merger:
