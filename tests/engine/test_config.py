@@ -43,7 +43,7 @@ build = BuildOptions(
     compute_capabilities=() if full else ("sm89", "sm120"),
 )
 profile = Profile("decode", {"x": ShapeRange((1, 2), (2, 2), (4, 2))})
-job = Job(target, "TensorRT", "m.onnx", "m.engine", sample_plan(1), (profile, profile), build)
+job = Job(target, "TensorRT", "m.onnx", "m.tmp", "m.engine", sample_plan(1), (profile, profile), build)
 logger = trt.Logger(trt.Logger.ERROR)
 builder = trt.Builder(logger)
 network = builder.create_network(0)

@@ -80,11 +80,18 @@ def test_which_encoder(model: Path, tmp_path: Path) -> None:
         model.with_name(name).rename(folder / name)
     assert found() == []
     assert found(encoder=str(folder)) == ["elsewhere/encoder_model.onnx", "elsewhere/decoder_model.onnx"]
-    with pytest.raises(OptionError, match=r"--encoder names an encoder, and there is none in .*nowhere"):
+    with pytest.raises(OptionError, match=r"--encoder names an encoder, and there is none at .*nowhere"):
         found(encoder=str(tmp_path / "nowhere"))
     alone = plan_model(write(tmp_path / "alone.onnx", hybrid_model()), PlanOptions(target=Target.TENSORRT_RTX))
     with pytest.raises(OptionError, match="takes nothing from one; leave it out"):
         found(alone, encoder=str(folder))
+
+
+def test_naming_an_encoder_where_there_is_none_gets_one_advice(model: Path, tmp_path: Path) -> None:
+    alone = write(tmp_path / "alone.onnx", hybrid_model())
+    for decoder, named in ((alone, model.with_name("encoder_model.onnx")), (model, tmp_path / "nowhere")):
+        with pytest.raises(OptionError, match=r"--encoder names an encoder, and .*; leave it out$"):
+            build_engine(decoder, tmp_path / "model.engine", build=BuildOptions(encoder=str(named)))
 
 
 def nonzero(path: Path) -> Path:

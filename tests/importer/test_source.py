@@ -428,6 +428,15 @@ def test_save_refuses_the_target(stored: Path, tmp_path: Path, output: str, said
     assert listing(tmp_path) == before
 
 
+def test_save_refuses_names_that_are_no_text(stored: Path, tmp_path: Path) -> None:
+    """In another folder, too: ONNX Runtime opens neither."""
+    source, before = load_source(stored), listing(tmp_path)
+    for output in (os.fsdecode(b"m\xff.onnx"), os.fsdecode(b"f\xff/m.onnx")):
+        with pytest.raises(OutputError, match="this name is not UTF-8, as ONNX Runtime wants names; give another one"):
+            save_model(source.proto, tmp_path / output, source)
+    assert listing(tmp_path) == before
+
+
 def test_save_refuses_the_name_of_a_data_file(tmp_path: Path) -> None:
     (tmp_path / "w.bin").write_bytes(bytes(128))
     source = load_source(write(tmp_path / "model.onnx", external_model(location="w.bin")))

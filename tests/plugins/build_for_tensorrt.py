@@ -49,7 +49,7 @@ def main() -> None:
 
         options = PlanOptions(target=Target.TENSORRT, packed_native=False)
         plan = import_model(question["model"], options).plan
-        job = Job(Target.TENSORRT, "TensorRT", "", "", plan, (), build.BuildOptions(**question.get("build", {})))
+        job = Job(Target.TENSORRT, "TensorRT", "", "", "", plan, (), build.BuildOptions(**question.get("build", {})))
         arch, driver = question["gpu"]
         with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))), without(question.get("lacks")):
             try:

@@ -115,7 +115,10 @@ def test_an_encoder_elsewhere(tmp_path: Path) -> None:
         with DecodeSession.open(model, encoder=place) as session:
             made = session.encode({"input_features": heard(6, 0)})
             assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
-    with DecodeSession.open(model, encoder=tmp_path) as session, pytest.raises(OptionError, match="no encoder beside"):
+    missing = tmp_path / "there" / "missing.onnx"  # and another one lies beside it
+    with DecodeSession.open(model, encoder=missing) as session, pytest.raises(OptionError, match="at .*missing"):
+        session.encode({"input_features": heard(6, 0)})
+    with DecodeSession.open(model, encoder=tmp_path) as session, pytest.raises(OptionError, match="no encoder at"):
         session.encode([1])
 
 

@@ -219,7 +219,10 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
         session.encode(source)
     content = beside.read_bytes()
     beside.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    refused("its manifest says .*build again, or put back the pair")
+    refused(
+        "its manifest says .*build again, or put back the pair .*; or let the encoder run on the CPU: .*encoder_model"
+        r"\.onnx as encoder= or --encoder$"
+    )
     beside.write_bytes(content)
     manifest_path(beside).rename(tmp_path / "kept")
     refused("an engine needs the manifest")
@@ -228,8 +231,15 @@ def test_engines_that_are_not_its_encoder(machine: Machine, tmp_path: Path) -> N
     faults = fake_module(machine, refuse=machine_words)
     with DecodeSession.open(engine) as session:
         session._runner._held.trt.module.Runtime = faults.Runtime  # type: ignore[attr-defined]
-        with pytest.raises(SessionError, match=f"cannot open this engine.*{machine_words}"):
+        with pytest.raises(
+            SessionError, match=f"cannot open this engine.*{machine_words}.*; or let the encoder run on the CPU: "
+        ):
             session.encode(source)
+        (tmp_path / "encoder_model.onnx").rename(tmp_path / "gone")
+        with pytest.raises(SessionError) as caught:
+            session.encode(source)
+        assert "CPU" not in str(caught.value)
+        (tmp_path / "gone").rename(tmp_path / "encoder_model.onnx")
         with pytest.raises(SessionError, match=machine_words):
             session.encode(source)
     with pytest.raises(OptionError, match="is the engine of an encoder; open that of its decoder"):

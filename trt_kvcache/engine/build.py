@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 from trt_kvcache import __version__
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
-from trt_kvcache.engine.encoder import EncoderJob, find_job
+from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path
 from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
@@ -92,6 +92,8 @@ def build_engine(
     _check_not_model(engine_path, part.files)
 
     watched = _Watched(progress)
+    if build.encoder != "auto":
+        which_encoder(part.path, plan, build)  # where there is none, nothing could run on the CPU
     encoder, said = _or_on_the_cpu(build, watched, lambda: find_job(part.path, plan, build))
     own = build if encoder is None else _of_decoder(build, plan, encoder)
     try:
@@ -272,7 +274,8 @@ def _built(
         check_memory(part.weights, sum(weight.length for weight in part.flipped), twice=twice)
     with temporary_file(output) as file:
         with _identities(part.files) as identities:
-            job = Job(backend.target, backend.title, str(part.path), str(file), plan, profiles, build, part.flipped)
+            paths = str(part.path), str(file), str(output)
+            job = Job(backend.target, backend.title, *paths, plan, profiles, build, part.flipped)
             done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), progress)
             model = identities.result()
         yield _Built(file, done, warnings, model)

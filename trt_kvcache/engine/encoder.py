@@ -10,14 +10,14 @@ from trt_kvcache.engine.manifest import Profile
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_encoder_profile
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 
 if TYPE_CHECKING:
     import onnx
 
     from trt_kvcache.importer.files.source import SourceModel
 
-__all__ = ["EncoderJob", "find_job"]
+__all__ = ["EncoderJob", "find_job", "which_encoder"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,32 @@ class EncoderJob:
     positions: int | None
 
 
+def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | None:
+    """The encoder that goes with a decoder; None: there is none, or none is wanted.
+
+    Args:
+        model: path of the decoder.
+        plan: of the decoder.
+        build: says which encoder.
+
+    Raises:
+        OptionError: an encoder is named and there is none, or the decoder takes nothing from one.
+    """
+    from trt_kvcache.importer.files.encoder import find_encoder, named_encoder
+
+    if build.encoder == "none":
+        return None
+    constants = _constants(plan)
+    named = None if build.encoder == "auto" else Path(build.encoder)
+    path = find_encoder(model) if named is None else named_encoder(named)
+    if not constants or path is None:
+        if named is None:
+            return None
+        found = f"there is none at {named}" if constants else f"{model} takes nothing from one"
+        raise OptionError(f"--encoder names an encoder, and {found}; leave it out")
+    return path
+
+
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
     """The encoder to build; None: there is none, or none is wanted.
 
@@ -50,27 +76,19 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
         build: says which encoder, and how long what it gives may be.
 
     Raises:
-        OptionError: an encoder is named and there is none, or nothing says how long a source may be, or it may be
-            longer than the encoder can tell positions apart.
+        OptionError: see `which_encoder`; or nothing says how long a source may be, or it may be longer than the encoder
+            can tell positions apart.
         ModelError: it cannot be used.
     """
     from trt_kvcache.importer.encoders.model import import_encoder
     from trt_kvcache.importer.encoders.tables import check_positions, most_ids, positions_made
-    from trt_kvcache.importer.files.encoder import find_encoder, find_first_step
+    from trt_kvcache.importer.files.encoder import find_first_step
 
-    if build.encoder == "none":
+    path = which_encoder(model, plan, build)
+    if path is None:
         return None
-    constants = [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
-    named = None if build.encoder == "auto" else Path(build.encoder)
-    path = named if named is not None and named.is_file() else find_encoder(named or model)
-    if not constants or path is None:
-        if named is None:
-            return None
-        found = f"there is none in {named}" if constants else f"{model} takes nothing from one"
-        raise OptionError(f"--encoder names an encoder, and {found}; leave it out")
-    encoder = import_encoder(
-        path, find_first_step(path) or find_first_step(model), constants, plan.options, plan.stacks
-    )
+    first_step = find_first_step(path) or find_first_step(model)
+    encoder = import_encoder(path, first_step, _constants(plan), plan.options, plan.stacks)
     profile = make_encoder_profile(encoder.plan, build)
     fixed = {t.name: t.shape for t in encoder.plan.tensors if t.io == "input" and t.name not in profile.shapes}
     largest = {name: range_.max for name, range_ in profile.shapes.items()}
@@ -79,3 +97,8 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
     axes = {t.name: t.axes.index("encoder") for t in encoder.plan.tensors if t.io == "output" and "encoder" in t.axes}
     positions = positions_made(encoder.model, shapes, axes)
     return EncoderJob(encoder.sources, encoder.plan, [encoder.model], profile, most_ids(encoder.model), positions)
+
+
+def _constants(plan: CachePlan) -> list[TensorRole]:
+    """What the decoder takes of an encoder."""
+    return [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]

@@ -48,6 +48,7 @@ class Job:
         title: name and version of the builder, for messages.
         model: absolute path of the source model: external data are looked up beside it.
         engine: absolute path of an existing file to write the engine to.
+        output: what becomes of that file, for messages.
         flipped: external data that the model declares signed and that are not, yet.
     """
 
@@ -55,6 +56,7 @@ class Job:
     title: str
     model: str
     engine: str
+    output: str
     plan: CachePlan
     profiles: tuple[Profile, ...]
     build: BuildOptions

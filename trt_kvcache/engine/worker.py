@@ -138,14 +138,14 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
             send(Log(False, f"{job.title} lacks a fused kernel for an attention that was planned as fused: every "
                             "attention may be decomposed"))  # fmt: skip
         if writer.error is not None:
-            raise OutputError(f"the engine cannot be written: {writer.error.strerror}") from writer.error
+            raise OutputError(f"{job.output}: cannot be written: {writer.error.strerror}") from writer.error
         if not built or not writer.size:
             raise BuildError(_with_refusals(job, f"{job.title} cannot build the engine: {logger.words()}", refusals))
         try:
             file.flush()
             os.fsync(file.fileno())
         except OSError as error:
-            raise OutputError(f"the engine cannot be written: {error.strerror}") from error
+            raise OutputError(f"{job.output}: cannot be written: {error.strerror}") from error
     if job.build.timing_cache is not None:
         from trt_kvcache.engine.config import save_timing_cache
 

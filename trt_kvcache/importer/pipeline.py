@@ -58,7 +58,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     if recorded is not None:
         return recorded
     prepared, graph = _prepare(source, options)
-    plan = _plan(prepared, graph, options)
+    plan = _plan(source, prepared, graph, options)
     rewrite_graph(graph, plan)  # of a graph that nobody keeps: what a rewrite refuses, its dry run refuses
     return plan
 
@@ -81,7 +81,7 @@ def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> Impo
     if recorded is not None:
         return ImportedModel(source, recorded, source.proto)
     prepared, graph = _prepare(source, options)
-    plan = _plan(prepared, graph, options)
+    plan = _plan(source, prepared, graph, options)
     rewrite_graph(graph, plan)
     rewritten = _export(source.proto, prepared, graph)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
@@ -123,8 +123,8 @@ def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Gr
     return prepared, graph
 
 
-def _plan(prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
-    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings)
+def _plan(source: SourceModel, prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
+    plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
     plan = replace(plan, stacks=prepared.stacks)
     pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
     check_slots(plan.stacks, pairs, [t.name for t in plan.tensors])  # of operators that hold caches, and states, too

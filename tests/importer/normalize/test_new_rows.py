@@ -93,7 +93,7 @@ def test_other_numbers_than_what_is_joined(tmp_path: Path, op: str) -> None:
 
 
 def test_no_output_gives_any_new_rows(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="updates no cache that is known here"):
+    with pytest.raises(UnsupportedModelError, match=r"\.onnx: updates no cache that is known here"):
         rewritten(give_new_rows(make_decoder(Decoder()), changed("Neg")), tmp_path)
 
 

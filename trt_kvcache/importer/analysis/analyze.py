@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -45,6 +46,7 @@ def analyze(
     options: PlanOptions,
     inlined: tuple[str, ...],
     findings: Findings | None = None,
+    path: Path | str = "the model",
 ) -> CachePlan:
     """Plan a prepared model.
 
@@ -54,6 +56,7 @@ def analyze(
         options: target and choices.
         inlined: what was inlined on the way, for the plan.
         findings: what normalization did on the way, for the plan.
+        path: of its file, for messages.
 
     Raises:
         UnsupportedModelError: the model has no cache update, or one without a route.
@@ -65,7 +68,7 @@ def analyze(
     foreign = _foreign_cache(graph) if not caches else ""
     if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
         raise UnsupportedModelError(
-            "the model updates no cache that is known here "
+            f"{path}: updates no cache that is known here "
             f"(found: {foreign or _read_cache(graph) or 'no cache at all'}); supported are "
             "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
             "that give Concat(past, new), or what is joined so"

@@ -20,7 +20,7 @@ from typing import Any
 
 from trt_kvcache.importer.files.embedding import export_suffix
 
-__all__ = ["decoder_start", "find_encoder", "find_first_step"]
+__all__ = ["decoder_start", "find_encoder", "find_first_step", "named_encoder"]
 
 _CONFIGS = ("generation_config.json", "config.json", "genai_config.json")
 _START = "decoder_start_token_id"
@@ -29,6 +29,11 @@ _START = "decoder_start_token_id"
 def find_encoder(model: Path) -> Path | None:
     """The encoder that lies beside a decoder or engine (or in its folder), or None."""
     return next((path for path in _encoders(model) if path.is_file()), None)
+
+
+def named_encoder(path: Path) -> Path | None:
+    """The encoder that is named: the file, or that in the folder; None: there is none, whatever lies beside."""
+    return path if path.is_file() else find_encoder(path) if path.is_dir() else None
 
 
 def find_first_step(model: Path) -> Path | None:

@@ -22,6 +22,7 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto, TensorProto
 
 from trt_kvcache.errors import OutputError
+from trt_kvcache.files import is_text
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 
@@ -78,6 +79,8 @@ def save_model(
 
 
 def _check_target(target: Path, source: SourceModel) -> None:
+    if not is_text(target):
+        raise OutputError(f"{target}: this name is not UTF-8, as ONNX Runtime wants names; give another one")
     if target.is_dir():
         raise OutputError(f"{target}: is a directory; give the path of the file to write")
     if not target.parent.is_dir():

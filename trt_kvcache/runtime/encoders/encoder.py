@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trt_kvcache.errors import OptionError, PromptError, UnsupportedModelError
+from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError, UnsupportedModelError
 from trt_kvcache.importer.encoders.parts import find_later, find_parts, present_names
-from trt_kvcache.importer.files.encoder import find_encoder, find_first_step
+from trt_kvcache.importer.files.encoder import find_encoder, find_first_step, named_encoder
 from trt_kvcache.importer.plan import Role, Stack, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
@@ -62,7 +62,9 @@ def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) 
 
     Raises:
         OptionError: the model takes nothing of an encoder, or none is there.
-        ModelError, ManifestError, BackendError: it cannot be used.
+        ModelError, ManifestError, BackendError, SessionError: it cannot be used. An engine that is there and cannot be
+            opened is no reason to run on the CPU unasked: a server would become slow, where more memory or another
+            build is what it lacks.
     """
     constants = [t for t in runner.plan.tensors if t.io == "input" and t.role is Role.CONSTANT]
     if not constants:
@@ -78,18 +80,28 @@ def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) 
         assert isinstance(runner, TensorRTRunner)
         engine, missing = (given, "") if given is not None else runner.encoder_beside(model)
         if engine is not None:
-            return TensorRTEncoder(engine, runner, constants, guard)
-    path = given if given is not None and given.is_file() else find_encoder(given or model)
+            try:
+                return TensorRTEncoder(engine, runner, constants, guard)
+            except TrtKvCacheError as error:
+                raise _with_way_out(error, find_encoder(model)) from error
+    path = find_encoder(model) if given is None else named_encoder(given)
     if path is None:
         raise OptionError(
-            f"there is no encoder beside {given or model}, such as encoder_model.onnx; name it with encoder= or "
-            "--encoder, or give what it makes as constants"
+            f"there is no encoder {f'beside {model}' if given is None else f'at {given}'}, such as encoder_model.onnx; "
+            "name it with encoder= or --encoder, or give what it makes as constants"
         )
     if missing:
         warnings.warn(f"the encoder {path} runs on the CPU: {missing}", RuntimeWarning, stacklevel=2)
     where = "" if runner.home is None else "encoder on the CPU"
     first_step = find_first_step(path) or find_first_step(model)
     return OnnxEncoder(path, first_step, constants, where, runner.plan.stacks)
+
+
+def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
+    """The error of an engine, which others may not have: who wants the slower way has to say so, and is told how."""
+    if model is None or "encoder=" in str(error):
+        return error
+    return type(error)(f"{error}; or let the encoder run on the CPU: {model} as encoder= or --encoder")
 
 
 class Sources:
