@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, Role, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, UpdateMode
 from trt_kvcache.verify.report import VerifyOptions
 
 _TOKENS = 4  # single-token steps, where the caller does not say how many
@@ -88,6 +88,8 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
     fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
     batch = min(fixed_batches, default=options.batch)
     fixed_lengths = {c.update_length for c in plan.caches if isinstance(c.update_length, int)}
+    fixed_lengths |= {d for t in plan.original for d, axis in zip(t.shape, t.axes, strict=True)
+                      if t.role is OriginalRole.TOKENS and axis == "sequence" and isinstance(d, int)}  # fmt: skip
     too_short = [c for c in plan.caches if c.contract and c.capacity < max(fixed_lengths, default=1)]
     if too_short:
         raise OptionError(
@@ -97,8 +99,8 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
     contracts = [c.contract for c in plan.caches if c.contract is not None]
     bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
     roles = {Role.WRITE_INDICES, Role.VALID_LENGTHS}
-    if plan.original:  # the model as exported runs row by row, with positions of its own for each
-        roles.add(Role.POSITIONS)
+    if plan.original:  # the model as exported runs row by row, with positions and masks of its own for each
+        roles |= {Role.POSITIONS, Role.MASK}
     driven = [t for t in plan.tensors if t.io == "input" and t.role in roles]
     return Limits(
         batch=batch,

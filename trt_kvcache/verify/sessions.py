@@ -25,8 +25,8 @@ _ORT_ERRORS = (
     ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
 )  # fmt: skip
 _REFERENCE_ERRORS = (
-    AssertionError, AttributeError, ImportError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError,
-    ValueError,
+    ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, NotImplementedError,
+    RuntimeError, TypeError, ValueError,
 )  # fmt: skip
 
 

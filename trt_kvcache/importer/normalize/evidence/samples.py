@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -24,6 +24,7 @@ _LONG = 512  # new tokens, at most, of the longest update: masks have that squar
 _OTHER_SIZE = 6  # of axes that nothing explains, such as the length of an encoder's output
 _SMALL = ((2, 5, 3), (1, 0, 4), (3, 9, 1), (2, 11, 2), (1, 1, 1))  # batch, past, new tokens
 _HIDDEN_SHARE = 0.3
+_VALUED = (OriginalRole.POSITIONS, OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK, OriginalRole.MASK)
 _LEARNING = ((2, 1), (5, 1), (2, 3), (7, 2), (9, 4), (4, 6))  # past, new tokens
 _LEAST = ((0, 1), (1, 1), (0, 2))
 _AROUND = ((-1, 1), (0, 2), (1, 1), (2, 3), (5, 2), (-2, 5))  # past beyond the rows that a cache keeps, new tokens
@@ -196,17 +197,11 @@ class Samples:
             "batch": batch, "sequence": length, "past": past, "total": past + length, "capacity": self.capacity,
         }  # fmt: skip
         padding = self._padding(batch, past, length) if padded else None
-        shapes: dict[str, Shape] = {}
+        shapes = _Shapes(self._interface.inputs, sizes, self._room, other)
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
-        for tensor in self._interface.inputs.values():
-            held = past if tensor.kept is None else min(past, tensor.kept)
-            held = held if self._room is None else self._room
-            known = sizes | {"past": held, "total": held + length}
-            shape = tuple(
-                d if isinstance(d, int) else known.get(a, other) for d, a in zip(tensor.shape, tensor.axes, strict=True)
-            )
-            shapes[tensor.name] = shape
+        for tensor in self._interface.of(*_VALUED):
+            held, shape = shapes.held(tensor), shapes[tensor.name]
             dtype = self._dtypes[tensor.name]
             if tensor.role is OriginalRole.POSITIONS:
                 _check_positions(tensor, shape, batch, length)
@@ -215,6 +210,7 @@ class Samples:
             elif tensor.role is OriginalRole.PAST_LENGTH:
                 values[tensor.name] = np.full(shape, past, dtype)
             elif tensor.role is OriginalRole.PADDING_MASK:
+                _check_padding(tensor, shape, batch)
                 visible = np.zeros(shape)
                 if self._room is not None:  # tokens first, then rows that hold nothing, then the new tokens
                     tokens = np.ones((batch, past + length)) if padding is None else padding
@@ -241,6 +237,42 @@ class Samples:
         return padding
 
 
+@dataclass(frozen=True, eq=False)
+class _Shapes(Mapping[str, Shape]):
+    """The shapes of a step's inputs, each made when asked for: deep models have many caches, and steps are many.
+
+    Attributes:
+        inputs: of the model.
+        sizes: of the axes, by what they are.
+        room: rows of a past that always has as many.
+        other: size of axes that nothing explains.
+    """
+
+    inputs: Mapping[str, OriginalTensor]
+    sizes: Mapping[str, int]
+    room: int | None
+    other: int
+
+    def __getitem__(self, name: str) -> Shape:
+        tensor = self.inputs[name]
+        held = self.held(tensor)
+        known = {**self.sizes, "past": held, "total": held + self.sizes["sequence"]}
+        axes = zip(tensor.shape, tensor.axes, strict=True)
+        return tuple(d if isinstance(d, int) else known.get(a, self.other) for d, a in axes)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.inputs)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def held(self, tensor: OriginalTensor) -> int:
+        """Rows of the past that a tensor belongs to."""
+        if self.room is not None:
+            return self.room
+        return self.sizes["past"] if tensor.kept is None else min(self.sizes["past"], tensor.kept)
+
+
 def _check_positions(tensor: OriginalTensor, shape: Shape, batch: int, length: int) -> None:
     """Refuse positions that are not one for each token, per row or for all rows.
 
@@ -257,4 +289,17 @@ def _check_positions(tensor: OriginalTensor, shape: Shape, batch: int, length: i
         raise UnsupportedModelError(
             f"the positions '{tensor.name}' {list(tensor.shape)} have {rows[0]} rows for a batch of {batch}; supported "
             "is a row for each sequence, or one for all: export tokens and positions with the same batch"
+        )
+
+
+def _check_padding(tensor: OriginalTensor, shape: Shape, batch: int) -> None:
+    """Refuse a padding mask that has no row for each sequence.
+
+    Raises:
+        UnsupportedModelError: naming it.
+    """
+    if shape[0] != batch:
+        raise UnsupportedModelError(
+            f"the padding mask '{tensor.name}' {list(tensor.shape)} has {shape[0]} rows for a batch of {batch}; "
+            "supported is a row for each sequence: export tokens and mask with the same batch"
         )

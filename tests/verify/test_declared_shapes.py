@@ -1,0 +1,58 @@
+"""Inputs that fix a size on their own, where all others leave it open: verification keeps to it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from concat_graphs import Build, Decoder, make_decoder
+from onnx import TensorProto
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import import_model
+from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+
+
+def declared(decoder: Decoder, name: str, axis: int, size: int) -> onnx.ModelProto:
+    """A decoder of which one input has a fixed size."""
+    model = make_decoder(decoder)
+    value = next(v for v in model.graph.input if v.name == name)
+    value.type.tensor_type.shape.dim[axis].dim_value = size
+    return model
+
+
+def verified(model: onnx.ModelProto, folder: Path) -> VerifyReport:
+    onnx.save(model, folder / "model.onnx")
+    return verify_import(import_model(folder / "model.onnx", PlanOptions(capacity=24)), VerifyOptions(batch=3))
+
+
+def test_tokens_that_come_one_by_one(tmp_path: Path) -> None:
+    model = declared(Decoder(mask="padding", positions="padding"), "input_ids", 1, 1)
+    report = verified(model, tmp_path)
+    report.check()
+    assert {step.length for step in report.steps} == {1}
+
+
+def test_a_mask_that_all_sequences_share(tmp_path: Path) -> None:
+    """Then all are as long as each other, although positions have a row for each."""
+    report = verified(declared(Decoder(mask="own", apply="where"), "mask", 0, 1), tmp_path)
+    report.check()
+    assert all(len(set(step.starts)) == 1 for step in report.steps)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_padding_mask_of_another_batch_is_refused(size: int, tmp_path: Path) -> None:
+    model = declared(Decoder(mask="padding", positions="padding"), "attention_mask", 0, size)
+    with pytest.raises(UnsupportedModelError, match=f"'attention_mask' .* has {size} rows for a batch of 2"):
+        verified(model, tmp_path)
+
+
+def test_a_model_that_divides_by_zero_is_run_by_no_engine(tmp_path: Path) -> None:
+    def after(g: Build, x: str) -> str:
+        steps = g.node("Range", [g.constant(0), g.size_of(x, 2), g.constant(0)])
+        return g.node("Add", [x, g.node("Cast", [g.node("ReduceSum", [steps])], to=TensorProto.FLOAT)])
+
+    with pytest.raises(UnsupportedModelError, match="no engine here runs the original model"):
+        verified(make_decoder(Decoder(after=after)), tmp_path)
