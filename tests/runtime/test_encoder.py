@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 from encoders import encoder, first_step, heard, table
-from hybrids import WIDTH, cross_logits, cross_model, encoder_constants, greedy, hybrid_model, write
+from hybrids import VOCAB, WIDTH, cross_logits, cross_model, encoder_constants, greedy, hybrid_model, write
 from onnx import TensorProto
 
 from trt_kvcache import DecodeSession, GenerationConfig
@@ -93,6 +93,13 @@ def test_token_ids_and_text(tmp_path: Path) -> None:
         for wrong in ([1.5], [], [[1], [2]]):
             with pytest.raises(PromptError, match=r"'input_ids' is .*, and the encoder takes int64 \[1, length\]"):
                 session.encode(wrong)  # type: ignore[arg-type]
+        with pytest.raises(PromptError, match="'input_ids' is a list of lists of different lengths"):
+            session.encode([[1], [2, 3]])  # type: ignore[list-item]
+        # ONNX Runtime takes rows of a table from its end.
+        with pytest.raises(PromptError, match="'input_ids' has the token id -1; ids count from 0"):
+            session.encode([7, -1])
+        with pytest.raises(SessionError, match="encoder_model.onnx failed"):
+            session.encode([VOCAB])
     for hidden in found:
         assert np.array_equal(hidden, table()[ids][np.newaxis])
 
@@ -154,8 +161,11 @@ def test_sources_that_do_not_fit(tmp_path: Path) -> None:
         for given, words in cases:
             with pytest.raises(PromptError, match=words):
                 session.encode(given)
-        with pytest.raises(SessionError, match="encoder_model.onnx failed"):
-            session.encode({"input_features": features, "attention_mask": np.ones(5, int)})
+        for length in (1, 5):  # ONNX Runtime would spread the first over all positions
+            with pytest.raises(
+                PromptError, match=rf"'attention_mask' is \[1, {length}\], and 'length' is 6 in 'input_features'"
+            ):
+                session.encode({"input_features": features, "attention_mask": np.ones(length, int)})
     with pytest.raises(SessionError, match="closed"):
         session.encode({"input_features": features})
 

@@ -223,6 +223,13 @@ def test_bad_files(name: str, text: str | None, message: str, tmp_path: Path) ->
         Tokenizer.load(tmp_path)
 
 
+def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, settings={}, template="x")
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(OptionError, match="chat_template.jinja is not UTF-8 text"):
+        Tokenizer.load(tmp_path)
+
+
 def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(OptionError, match=r"pip install 'trt-kvcache\[text\]'"):

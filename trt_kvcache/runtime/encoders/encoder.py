@@ -17,7 +17,7 @@ from trt_kvcache.importer.files.encoder import find_encoder, find_first_step, na
 from trt_kvcache.importer.plan import Role, Stack, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
-from trt_kvcache.runtime.encoders.source_reader import Source, SourceInput, SourceReader
+from trt_kvcache.runtime.encoders.source_reader import IDS, Source, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu, run_on_cpu
 from trt_kvcache.runtime.runner import Runner
@@ -179,6 +179,10 @@ class OnnxEncoder:
     def encode(self, source: Sequence[int] | Mapping[str, Any]) -> dict[str, Any]:
         """See `Encoder.encode`."""
         feed, parts = self._reader.read(source), self._parts
+        ids = feed.get(IDS)
+        if ids is not None and ids.dtype.kind in "iu" and (wrong := ids[ids < 0].tolist()):
+            # Gather takes rows of a table from its end.
+            raise PromptError(f"'{IDS}' has the token id {wrong[0]}; ids count from 0")
         wanted = [*parts.own.values(), *([parts.hidden] if parts.hidden else [])]
         names = list(dict.fromkeys(self._whole.get(name, name) for name in wanted))
         made = dict(zip(names, run_on_cpu(self._session, self._path, names, feed), strict=True))

@@ -12,14 +12,14 @@ import numpy as np
 from trt_kvcache.errors import PromptError
 from trt_kvcache.importer.plan import Dim
 
-__all__ = ["Array", "Source", "SourceInput", "SourceReader"]
+__all__ = ["IDS", "Array", "Source", "SourceInput", "SourceReader"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Source = str | Sequence[int] | Mapping[str, Any]
 """What an encoder reads: a text, its token ids, or arrays by the names of the encoder's inputs."""
 
 _MASK = "mask"
-_IDS = "input_ids"
+IDS = "input_ids"
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,11 @@ class SourceReader:
         Raises:
             PromptError: an input is missing, unknown, or of another dtype or shape than the encoder takes.
         """
-        given = source if isinstance(source, Mapping) else {_IDS: np.asarray(source)}
+        given = source if isinstance(source, Mapping) else {IDS: source}
         if unknown := [name for name in given if name not in self._inputs]:
             raise PromptError(f"{unknown[0]!r} is no input of the encoder {self._path}, which takes {self._takes}")
         feed = {name: _checked(self._inputs[name], value) for name, value in given.items()}
-        sizes = {
-            symbol: size
-            for name, array in feed.items()
-            for symbol, size in zip(self._inputs[name].shape, array.shape, strict=True)
-            if isinstance(symbol, str)
-        }
+        sizes = self._sizes(feed)
         for name, value in self._inputs.items():
             if name in feed:
                 continue
@@ -104,13 +99,34 @@ class SourceReader:
             )
         return fitting[0] if fitting else np.ones((1, length), np.int64)
 
+    def _sizes(self, feed: Mapping[str, Array]) -> dict[Dim, int]:
+        """By symbol.
+
+        Raises:
+            PromptError: one is of two sizes, of which ONNX Runtime would repeat that of 1.
+        """
+        sizes: dict[Dim, int] = {}
+        first: dict[Dim, str] = {}
+        for name, array in feed.items():
+            for symbol, size in zip(self._inputs[name].shape[1:], array.shape[1:], strict=True):
+                if isinstance(symbol, str) and sizes.setdefault(symbol, size) != size:
+                    raise PromptError(
+                        f"'{name}' is {list(array.shape)}, and '{symbol}' is {sizes[symbol]} in '{first[symbol]}'; the "
+                        f"encoder {self._path} takes {self._takes}"
+                    )
+                first.setdefault(symbol, name)
+        return sizes
+
     @property
     def _takes(self) -> str:
         return ", ".join(map(str, self._inputs.values()))
 
 
 def _checked(value: SourceInput, given: Any) -> Array:
-    array = np.asarray(given)
+    try:
+        array = np.asarray(given)
+    except ValueError:
+        raise PromptError(f"'{value.name}' is a list of lists of different lengths; give one source") from None
     array = array[np.newaxis] if array.ndim == len(value.shape) - 1 else array
     wanted = (1, *value.shape[1:])
     fits = array.ndim == len(wanted) and all(

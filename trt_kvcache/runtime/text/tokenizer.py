@@ -138,9 +138,16 @@ def _settings_beside(path: Path) -> dict[str, Any]:
             raise OptionError(f"{config} holds {type(settings).__name__}, not an object")
         if template.exists():
             # transformers 5 writes the template to a file of its own, which counts.
-            settings["chat_template"] = template.read_text(encoding="utf-8")
+            settings["chat_template"] = _text(template)
     except OSError as error:
         raise OptionError(f"{error.filename} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise OptionError(f"{config} is not JSON: {error}") from None
     return settings
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"{file} is not UTF-8 text: {error}") from None
