@@ -192,7 +192,7 @@ class OriginalInterface:
             raise UnsupportedModelError(
                 f"the rewritten model has no cache input '{tensor.name}', which the original has"
             )
-        whole = feeds[tensor.name][rows].astype(numpy_dtype(tensor.dtype, twin=self._twin), copy=False)
+        whole = _held(feeds[tensor.name][rows], numpy_dtype(tensor.dtype, twin=self._twin))
         if tensor.role is OriginalRole.FIXED_CACHE:
             return whole
         if tensor.room is not None:
@@ -323,6 +323,14 @@ class OriginalSession:
 def size_of(dim: Dim) -> int | None:
     """The size of a dimension, also where an exporter wrote the number as a symbol; None where it is open."""
     return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
+
+
+def _held(cache: Array, dtype: np.dtype[Any]) -> Array:
+    """A cache as the original takes it; garbage that its type has no number for becomes the largest it has."""
+    if dtype == np.float16 and cache.dtype == np.float32:
+        largest = np.finfo(dtype).max
+        cache = cache.clip(-largest, largest)
+    return cache.astype(dtype, copy=False)
 
 
 def _take(values: Array, axes: Sequence[str], rows: slice) -> Array:

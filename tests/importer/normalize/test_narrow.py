@@ -1,12 +1,13 @@
-"""Float16 models whose inputs and outputs stay float32, as converters leave them with keep_io_types."""
+"""Models of 16 bits whose caches come, or come and go, in another type, as converters leave them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
 
+import ml_dtypes
 import pytest
-from onnx import ModelProto, TensorProto, helper
+from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper
 from stored import MODELS, edited
 
 from trt_kvcache import VerifyOptions, verify_model
@@ -14,7 +15,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model, plan_model
 from trt_kvcache.importer.plan import PlanOptions
 
-FLOAT, FLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16
+FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 SOURCES = {
     "optimum/llama_fp16": 40,  # Concat
     "mobius/llama_dynamic_f16_onnxstd": 40,  # Attention
@@ -46,6 +47,31 @@ def keep_io_types(model: ModelProto, *, each: bool = False) -> None:
     model.graph.node.extend(nodes)
 
 
+def in_bfloat16(model: ModelProto) -> None:
+    """Everything of float16 in bfloat16 instead."""
+    for value in (*model.graph.input, *model.graph.output, *model.graph.value_info):
+        if value.type.tensor_type.elem_type == FLOAT16:
+            value.type.tensor_type.elem_type = BFLOAT16
+    tensors = [a.t for node in model.graph.node for a in node.attribute if a.type == AttributeProto.TENSOR]
+    for tensor in (t for t in (*model.graph.initializer, *tensors) if t.data_type == FLOAT16):
+        values = numpy_helper.to_array(tensor).astype(ml_dtypes.bfloat16)
+        tensor.CopyFrom(helper.make_tensor(tensor.name, BFLOAT16, values.shape, values.tobytes(), raw=True))
+    for attribute in (a for node in model.graph.node for a in node.attribute if a.name == "to" and a.i == FLOAT16):
+        attribute.i = BFLOAT16
+
+
+def keep_pasts(model: ModelProto, taken: int) -> None:
+    """Casts behind the inputs alone, which are of another type than what they come from."""
+    kept = {v.type.tensor_type.elem_type for v in model.graph.output} & {FLOAT16, BFLOAT16}
+    (kind,) = kept
+    for value in [v for v in model.graph.input if v.type.tensor_type.elem_type == kind]:
+        value.type.tensor_type.elem_type = taken
+        inner = f"{value.name}_cast"
+        for node in model.graph.node:
+            node.input[:] = [inner if name == value.name else name for name in node.input]
+        model.graph.node.insert(0, helper.make_node("Cast", [value.name], [inner], inner, to=kind))
+
+
 def types(model: ModelProto) -> dict[str, int]:
     return {v.name: v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)}
 
@@ -61,6 +87,35 @@ def test_caches_get_the_type_that_they_are_cast_to(tmp_path: Path, source: str, 
     added = [n for n in found.model.graph.node if n.op_type == "Cast" and n.output[0] == "logits"]
     assert len(found.model.graph.node) == len(bare.model.graph.node) + len(added)
     verify_model(path, options, VerifyOptions(tokens=6)).check()
+
+
+@pytest.mark.parametrize("source", ["optimum/llama_fp16", "torch/llama_static_wrap_op20"])
+@pytest.mark.parametrize(("kept", "taken"), [("float16", FLOAT), ("bfloat16", FLOAT), ("bfloat16", FLOAT16)])
+def test_pasts_alone_may_come_in_a_type_that_holds_more(tmp_path: Path, source: str, kept: str, taken: int) -> None:
+    def edit(model: ModelProto) -> None:
+        if kept == "bfloat16":
+            in_bfloat16(model)
+        keep_pasts(model, taken)
+
+    options = PlanOptions(capacity=SOURCES[source])
+    path = edited(source, tmp_path, edit)
+    plan = plan_model(path, options)
+    assert {c.dtype for c in plan.caches} == {kept}
+    why = {(c.io, c.old): (c.new, c.why) for c in plan.changes}
+    old = helper.tensor_dtype_to_string(taken).removeprefix("TensorProto.").lower()
+    for cache in plan.caches:
+        assert why["input", f"{cache.past} {old}"] == (
+            f"{cache.past} {kept}",
+            f"the model reads and writes it as {kept}",
+        )
+    verify_model(path, options, VerifyOptions(tokens=6)).check()
+
+
+@pytest.mark.parametrize("source", ["optimum/llama_fp16", "torch/llama_static_wrap_op20"])
+def test_pasts_in_a_type_that_holds_less_are_refused(tmp_path: Path, source: str) -> None:
+    path = edited(source, tmp_path, lambda model: keep_pasts(model, BFLOAT16))
+    with pytest.raises(UnsupportedModelError, match="comes as bfloat16 and goes as float16 .*convert the model again"):
+        plan_model(path, PlanOptions(capacity=SOURCES[source]))
 
 
 @pytest.mark.parametrize("source", ["optimum/llama_fp16", "torch/llama_static_wrap_op20"])
