@@ -41,13 +41,13 @@ class Probe:
 
     Args:
         blueprint: the model.
-        shapes: shape of every graph input.
+        shapes: shape of every graph input. Not copied.
         values: of graph inputs or any other tensors.
     """
 
     def __init__(self, blueprint: Blueprint, shapes: Mapping[str, Shape], values: Mapping[str, Array]) -> None:
         self._blueprint = blueprint
-        self._shapes = dict(shapes)
+        self._shapes = shapes
         self._given = dict(values)
         self._values: dict[str, Array | None] = dict(values)
         self._types: dict[str, _Type | None] = {}

@@ -71,6 +71,7 @@ class Promise:
         check: raises `UnsupportedModelError` where it does not hold in a sample.
         padded: it is about steps with padding.
         given: numbers in place of weights that take part.
+        in_batches: it says how what is checked grows with the batch.
     """
 
     names: tuple[str, ...]
@@ -78,6 +79,7 @@ class Promise:
     check: Callable[[Sample], None]
     padded: bool = False
     given: Mapping[str, Array] = field(default_factory=dict)
+    in_batches: bool = True
 
 
 class Samples:
@@ -92,6 +94,7 @@ class Samples:
         blueprint: the model.
         capacity: tokens per sequence.
         fixed_length: S where the model fixes it, else 0.
+        fixed_batch: whether the model fixes B.
         kept: how many rows caches keep that are cut to the newest ones; without those that keep the capacity.
     """
 
@@ -101,6 +104,7 @@ class Samples:
         self.promises: list[Promise] = []
         self._interface = interface
         self._room = interface.room
+        self._valued = interface.of(*_VALUED)
         self._rng = np.random.default_rng(0)
         self._sizes = {a: d for t in interface.of(OriginalRole.TOKENS) for a, d in zip(t.axes, t.shape, strict=True)}
         self._dtypes = {
@@ -108,6 +112,7 @@ class Samples:
             for t in interface.inputs.values()
         }
         self.fixed_length = next((d for a, d in self._sizes.items() if a == "sequence" and isinstance(d, int)), 0)
+        self.fixed_batch = isinstance(self._sizes.get("batch"), int)
         fixed_length = self.fixed_length
         self.kept = tuple(sorted({t.kept for t in interface.inputs.values() if t.kept and t.kept < capacity}))
         around = [(2, k + d, s) for k in self.kept for d, s in _AROUND if k + d >= 0]
@@ -163,9 +168,10 @@ class Samples:
         *,
         padded: bool = False,
         given: Mapping[str, Array] | None = None,
+        in_batches: bool = True,
     ) -> None:
         """Have something checked in every step later on: see `Promise`."""
-        self.promises.append(Promise(tuple(names), key, check, padded, given or {}))
+        self.promises.append(Promise(tuple(names), key, check, padded, given or {}, in_batches))
 
     def hold(
         self, names: Sequence[str], key: Hashable, check: Callable[[Sample], None], *, padded: bool = False
@@ -193,14 +199,12 @@ class Samples:
         """A step of these sizes; the model's own where it fixes them. `other`: of axes that nothing explains."""
         batch = int(b) if isinstance(b := self._sizes.get("batch"), int) else batch
         length = int(s) if isinstance(s := self._sizes.get("sequence"), int) else length
-        sizes = {
-            "batch": batch, "sequence": length, "past": past, "total": past + length, "capacity": self.capacity,
-        }  # fmt: skip
+        sizes = {"batch": batch, "sequence": length, "past": past, "capacity": self.capacity}
         padding = self._padding(batch, past, length) if padded else None
         shapes = _Shapes(self._interface.inputs, sizes, self._room, other)
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
-        for tensor in self._interface.of(*_VALUED):
+        for tensor in self._valued:
             held, shape = shapes.held(tensor), shapes[tensor.name]
             dtype = self._dtypes[tensor.name]
             if tensor.role is OriginalRole.POSITIONS:
@@ -221,6 +225,8 @@ class Samples:
             elif tensor.role is OriginalRole.MASK:
                 own[tensor.name] = self._rng.random(shape) >= _HIDDEN_SHARE
                 own[tensor.name][..., 0] = True
+                if own[tensor.name].all() and shape[-1] > 1:  # it would not show what is done with its numbers
+                    own[tensor.name][..., -1] = False
                 values[tensor.name] = (
                     np.where(own[tensor.name], 0, -256 * self._rng.integers(128, 256, shape)).astype(dtype)
                     if np.issubdtype(np.dtype(dtype), np.floating)
