@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+from decoders import DecoderConfig, write_decoder
 from typer.testing import CliRunner
 
 import trt_kvcache
@@ -37,6 +38,37 @@ def test_a_missing_file_is_one_line(command: list[str], tmp_path: Path, monkeypa
     assert result.stdout == ""
     assert re.fullmatch(r"error: [^\n]*missing[^\n]*\n", result.stderr)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/m.onnx"], ids=["file", "folder"])
+@pytest.mark.parametrize(
+    "command", [*COMMANDS, ["generate", "missing.onnx", "--tokens", "1"], ["bench", "missing.onnx"]], ids=lambda c: c[0]
+)
+def test_a_path_that_cannot_be_looked_at_is_one_line(
+    command: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer than a name may be, which Python does not count as missing; as in a folder that is closed to us."""
+    monkeypatch.chdir(tmp_path)
+    result = run(app, [command[0], name, *command[2:]])
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert re.fullmatch(r"error: [^\n]*xxx[^\n]*: File name too long\n", result.stderr)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x93NUMPY"], ids=["empty", "zip", "npy"])
+def test_inputs_that_are_none_are_one_line(content: bytes, tmp_path: Path) -> None:
+    """Click takes an EOFError for a user who leaves, and says "Aborted"."""
+    (tmp_path / "inputs.npz").write_bytes(content)
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    result = run(app, ["verify", str(model), "--inputs", str(tmp_path / "inputs.npz")])
+    assert result.exit_code == 1
+    assert re.fullmatch(r"error: [^\n]*inputs.npz: cannot be read as an .npz file [^\n]*\n", result.stderr)
+
+
+def test_more_threads_than_there_can_be_are_one_line(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    result = run(app, ["bench", str(model), "--threads", "99999999999"])
+    assert (result.exit_code, result.stderr) == (1, "error: threads is 99999999999; it must be at most 4096\n")
 
 
 @pytest.mark.parametrize("command", COMMANDS[:4], ids=lambda command: command[0])

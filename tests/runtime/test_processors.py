@@ -209,6 +209,8 @@ def test_no_end_before_the_minimum() -> None:
         ({"forced_eos_token_id": [1, 3], "max_new_tokens": 3}, 2, [0], {0, 1, 2, 3, 4}),
         ({"min_length": 4, "eos_token_id": 1}, 2, [0], {0, 2, 3, 4}),
         ({"min_length": 4, "eos_token_id": 1}, 3, [0], {0, 1, 2, 3, 4}),
+        ({"min_length": 9, "min_new_tokens": 1, "eos_token_id": 1}, 2, [], {0, 2, 3, 4}),
+        ({"min_length": 9, "min_new_tokens": 1, "eos_token_id": 1}, 2, [0], {0, 1, 2, 3, 4}),
     ],
     ids=str,
 )
@@ -387,6 +389,8 @@ def of_transformers(scores: Scores, tokens: npt.NDArray[np.int64], chosen: dict[
         chosen["sequence_bias"] = dict(chosen["sequence_bias"]) or None
     prompt = tokens.size - new_tokens
     chosen["max_length"] = prompt + chosen.pop("max_new_tokens", GenerationConfig().max_new_tokens)  # as generate does
+    if chosen.get("min_new_tokens"):
+        chosen["min_length"] = prompt + chosen["min_new_tokens"]
     config = Theirs(**chosen)
     config._eos_token_tensor = torch.tensor(chosen["eos_token_id"]) if "eos_token_id" in chosen else None
     model: Any = types.SimpleNamespace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any
@@ -42,6 +43,12 @@ def _in_one_line() -> Iterator[None]:
         yield
     except TrtKvCacheError as error:
         print_error(str(error))
+        raise typer.Exit(1) from None
+    except OSError as error:
+        # Paths that cannot even be looked at: too long, or in a folder that is closed to us.
+        if error.filename is None or error.errno is None:
+            raise
+        print_error(f"{os.fspath(error.filename)}: {error.strerror}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt as error:
         message, status = last_words(error)

@@ -83,8 +83,10 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> So
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
     path = Path(path)
-    if path.is_dir():
-        path = find_model(path)
+    try:
+        path = find_model(path) if path.is_dir() else path
+    except OSError as error:
+        raise InvalidModelError(f"{path}: cannot be read: {error.strerror}") from error
     if not is_text(path):
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto = _parse(path)

@@ -33,7 +33,7 @@ class GenerationConfig:
     Attributes:
         max_new_tokens: most new tokens of a sequence. (transformers counts 20 with the prompt where nothing is said.)
         min_new_tokens: no end-of-sequence token before so many new tokens.
-        min_length: no end-of-sequence token before so many tokens with the prompt.
+        min_length: no end-of-sequence token before so many tokens with the prompt; `min_new_tokens` counts if both do.
         do_sample: draw from the distribution; otherwise take the most probable token, of equals the lowest id.
         temperature: divides the scores; sampling only.
         top_k: keep the `top_k` highest scores (and equals of the last); 0 keeps all; sampling only.

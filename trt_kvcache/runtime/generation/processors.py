@@ -48,7 +48,7 @@ def rules_apply(new_tokens: int, config: GenerationConfig) -> bool:
         config.logits_processors,
     )
     first = config.forced_bos_token_id is not None or config.begin_suppress_tokens
-    at_first = max(config.min_new_tokens, config.min_length, 2 if first else 0)
+    at_first = max(config.min_new_tokens or config.min_length, 2 if first else 0)
     return any(always) or new_tokens < at_first
 
 
@@ -76,7 +76,7 @@ def process(scores: Scores, tokens: Tokens, new_tokens: int, config: GenerationC
         scores = ban_repeated_ngrams(scores, tokens, config.no_repeat_ngram_size)
     if config.bad_words_ids:
         scores = ban_runs(scores, tokens, [run for run in config.bad_words_ids if not _is_end(run, config)])
-    if new_tokens < config.min_new_tokens or tokens.size < config.min_length:
+    if new_tokens < config.min_new_tokens or (not config.min_new_tokens and tokens.size < config.min_length):
         scores = ban_tokens(scores, config.eos_token_ids)
     first = config.forced_bos_token_id if tokens.size - new_tokens == 1 else None
     if first is not None and new_tokens == 0:

@@ -35,6 +35,7 @@ __all__ = ["OnnxRuntimeRunner"]
 
 _DEFAULT_BATCH = 8  # zeroed memory that is never touched costs nothing
 _DEFAULT_CHUNK = 512
+_MOST_THREADS = 4096  # ONNX Runtime starts as many as it is told, or dies of it
 _BINDINGS = 64  # kept, by shape: decode needs one per batch size and span bucket
 
 
@@ -93,6 +94,8 @@ class OnnxRuntimeRunner:
         for name, value in (("max_batch", max_batch), ("max_chunk", max_chunk), ("threads", threads)):
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
+        if threads is not None and threads > _MOST_THREADS:
+            raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")
         imported = import_model(model, options or PlanOptions())
         self._source = imported.source
         self._identity: str | None = None
