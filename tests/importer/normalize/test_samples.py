@@ -145,3 +145,10 @@ def test_outputs_may_have_no_shape() -> None:
     found = Interface(model, caches, None)
     axes = {t.name: (t.role, t.axes) for t in found.tensors if t.io == "output"}
     assert axes["present.0.key"] == (OriginalRole.GROWING_CACHE, ())
+
+
+def test_the_callers_own_mask_hides_something_in_every_step_of_two_tokens() -> None:
+    """What is all 0 does not show that it is scaled."""
+    found = samples(Decoder(mask="own", own_type=np.float32))
+    for _ in range(50):
+        assert (found.step(1, 0, 2).probe.value("mask") != 0).any()

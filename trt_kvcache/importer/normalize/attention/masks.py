@@ -272,7 +272,8 @@ def _unknown(masks: Masks, sample: Sample, visible: Array) -> str:
             f". The past of the cache '{masks.write.past.name}' always has {masks.write.room} rows: supported are "
             "masks that hide those that hold no token, by a padding mask or the caller's own, and nothing else"
         )
+    batch = f", in a batch of {sample.batch}" if sample.batch > 3 else ""
     return (
         f"the mask of '{masks.node}' is none of the supported ones (causal, padding, window, the caller's own): with "
-        f"{sample.past} tokens in the cache and {sample.length} new, the last query sees {span}{cut}"
+        f"{sample.past} tokens in the cache and {sample.length} new{batch}, the last query sees {span}{cut}"
     )

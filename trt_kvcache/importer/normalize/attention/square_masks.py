@@ -80,7 +80,8 @@ def hold_by_position(graph: gs.Graph, samples: Samples) -> None:
                 continue
             axes = [axis for axis, size in enumerate(value.shape) if size == samples.capacity > 1]
             check = partial(_check_by_position, str(node.name), str(tensor.name), value, axes)
-            samples.promise([tensor.name], ("by position", tuple(axes), value.shape, value.tobytes()), check)
+            key = ("by position", tuple(axes), value.shape, value.tobytes())
+            samples.promise([tensor.name], key, check, in_batches=False)  # it is compared with that of one sequence
     check_promises(samples)
 
 

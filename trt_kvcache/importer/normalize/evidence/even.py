@@ -47,12 +47,12 @@ def hold_even(tensors: Sequence[gs.Tensor], samples: Samples, where: str) -> Non
         def goes_on(sample: Sample, name: str = tensor.name, slopes: Array | None = slopes) -> None:
             value = sample.probe.value(name)
             expected = None if slopes is None or value is None else slopes @ samples.sizes(sample.past, sample.length)
-            if value is None or expected is None or not np.array_equal(_bounded(value), expected):
+            if value is None or expected is None or not _is_expected(_bounded(value), expected, sample):
                 shown = "unknown" if value is None else value.reshape(-1)[:8].tolist()
                 raise UnsupportedModelError(
                     f"'{name}', which arranges {where}, is {shown} with {sample.past} tokens in the cache and "
-                    f"{sample.length} new, and something else at other lengths; supported are shapes and bounds that "
-                    "grow evenly with both"
+                    f"{sample.length} new{f' in a batch of {sample.batch}' if sample.batch > 1 else ''}, and something "
+                    "else at other lengths; supported are shapes and bounds that grow evenly with both"
                 )
 
         content = None if slopes is None else (slopes.shape, slopes.tobytes())
@@ -67,6 +67,11 @@ def _slopes(values: Sequence[Array], samples: Samples) -> Array | None:
     sizes = sizes * np.array([1, *(np.ptp(sizes[:, 1:], axis=0) > 0)])  # what never varies is part of the constant
     targets = np.stack([_bounded(value) for value in values])
     return np.asarray(np.rint(np.linalg.lstsq(sizes, targets, rcond=None)[0]).astype(np.int64).T)
+
+
+def _is_expected(value: Array, expected: Array, sample: Sample) -> bool:
+    """Whether numbers are those of one sequence, or as many times as large as there are sequences."""
+    return value.shape == expected.shape and bool(np.all((value == expected) | (value == expected * sample.batch)))
 
 
 def _bounded(value: Array) -> Array:

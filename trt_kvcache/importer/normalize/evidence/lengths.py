@@ -10,8 +10,9 @@ something else at one length only. So each proof promises what it found, and all
 
 The steps run through a `Program`, which is fast and takes some shapes for granted; what fails there is looked at again
 by a probe, which takes nothing for granted, before it is refused. What a program cannot compute is looked at by probes
-alone, where something can turn. Up to a capacity of 32 every pair of P and S is looked at. Beyond it, what would not be
-seen is a model that is odd for one P together with one S above 1, by numbers that its graph does not hold but computes.
+alone, where something can turn. So are batches of other sizes, in one step each: few, and around every number. Up to a
+capacity of 32 every pair of P and S is looked at. Beyond it, what would not be seen is a model that is odd for one P
+together with one S above 1, by numbers that its graph does not hold but computes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _PAIRED = 12  # numbers that are tried as P or P + S together with each other as
 _AREA = 1 << 24  # elements of the largest mask, or of a bias of all heads,
 _SLOW_AREA = 1 << 23  # by probes alone,
 _PADDED_AREA = 1 << 20  # and with padding
+_BATCHES = (2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33)
+_MOST_BATCHES = 64  # sizes, of
+_LARGEST_BATCH = 1024  # sequences
 
 Lengths = tuple[int, int]
 
@@ -66,6 +70,7 @@ class _Check:
         capacity, fixed = self.samples.capacity, self.samples.fixed_length
         if capacity <= _TINY:
             self._by_probes(promises, list(_every(capacity, fixed)))
+            self._in_batches(promises, set())
             return
         program = self._program(promises)
         fast: dict[Hashable, Promise] = {}
@@ -84,6 +89,7 @@ class _Check:
         area = (_PADDED_AREA if self.padded else _AREA) // self._heads(list(fast.values()))
         steps = dict.fromkeys((*_every(capacity, fixed), *_affordable(turns, area)))
         self._by_program(list(fast.values()), list(steps), program)
+        self._in_batches([*fast.values(), *slow], program.integers())
 
     def _heads(self, promises: Sequence[Promise]) -> int:
         """How many heads have numbers of their own for each query and key, as biases do."""
@@ -91,6 +97,19 @@ class _Check:
         values = [sample.probe.given(p.given).value(name) for p in promises for name in p.names]
         shapes = [value.shape for value in values if value is not None and value.ndim > 2]
         return max((n for *_, n, s, t in shapes if s == sample.length and t >= sample.total), default=1) or 1
+
+    def _in_batches(self, promises: Sequence[Promise], numbers: set[int]) -> None:
+        """Check what has to hold in batches of other sizes, too."""
+        promises = [p for p in promises if p.in_batches]
+        if not promises or self.samples.fixed_batch:
+            return
+        found = sorted({*_BATCHES, *(n + d for n in numbers for d in (0, 1) if 1 < n < _LARGEST_BATCH)})
+        length = self.samples.fixed_length or min(2, self.samples.capacity)
+        past = min(3, self.samples.capacity - length)
+        for batch in found[:_MOST_BATCHES]:
+            sample = self.samples.step(batch, past, length, padded=self.padded)
+            for promise in promises:
+                promise.check(sample)
 
     def _step(self, past: int, length: int) -> Sample:
         return self.samples.step(self.batch, past, length, padded=self.padded)
