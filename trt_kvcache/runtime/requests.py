@@ -150,6 +150,22 @@ class PromptReader:
         beside = [self._cache.read_constants(given) for given in for_each(checked, constants, "constants", "a mapping")]
         return [replace(prompt, constants=given) for prompt, given in zip(checked, beside, strict=True)]
 
+    def read_added(
+        self, slot: int | None, prompt: Prompt, inputs_embeds: Any, positions: Any
+    ) -> tuple[ReadPrompt, Slot]:
+        """What comes behind all that a slot holds (None: a new one's), and what it holds then.
+
+        Raises:
+            PromptError: see `read`; or there is nothing to run.
+            CapacityError: see `after`.
+            SlotError: the slot is not in use, or runs.
+        """
+        held = Slot(-1) if slot is None else self._cache.idle(slot)
+        new = self.read(prompt, inputs_embeds, positions)
+        if not new.tokens and not held.pending:
+            raise PromptError("the prompt is empty; it needs at least one token")
+        return new, self.after(held, new, "the prompt" if slot is None else f"slot {slot} with the prompt")
+
     def read_updates(
         self, tokens: Mapping[int, Prompt], inputs_embeds: Mapping[int, Any], positions: Mapping[int, Any]
     ) -> dict[int, ReadPrompt]:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.files.embedding import find_embeddings
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache import KVCache
@@ -38,7 +38,6 @@ from trt_kvcache.runtime.requests import (
     check_config,
 )
 from trt_kvcache.runtime.runner import Runner
-from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.streams import Streams, in_a_thread
 
 __all__ = ["DecodeSession", "Generation", "Prompt"]
@@ -307,11 +306,7 @@ class DecodeSession:
         if slot is not None and constants is not None:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
         with self._guard:
-            before = Slot(-1) if slot is None else self.cache.idle(slot)
-            new = self._reader.read(prompt, inputs_embeds, positions)
-            if not new.tokens and not before.pending:
-                raise PromptError("the prompt is empty; it needs at least one token")
-            after = self._reader.after(before, new, "the prompt" if slot is None else f"slot {slot} with the prompt")
+            new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
             continuation = Continuation(0 if slot is None else slot, after.tokens, config, self._tokenizer, index=index)
             if slot is None:
                 slot = continuation.sequence = self.cache.acquire(constants=constants)
