@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from concat_graphs import MASKS, Build
+from concat_graphs import MASKS, Build, beside_sinks, without_sinks
 
 
 @dataclass(frozen=True)
@@ -15,12 +15,14 @@ class Grouped:
     Attributes:
         form: "broadcast" (``[B, N, G, S, D] @ [B, N, 1, D, T]``), "einsum" (the same, as torch.einsum exports it),
             "jax" (with the text in front of the heads), "rows" (``[B, N, G * S, D] @ [B, N, D, T]``), "flat"
-            (``[B * N, G, S, D] @ [B * N, 1, D, T]``).
-        mask: rank of the mask: 2, 3 or 5.
+            (``[B * N, G, S, D] @ [B * N, 1, D, T]``); with groups in front of the heads that they share "front"
+            (``[B, G, N, S, D] @ [B, 1, N, D, T]``), "front einsum", and in one axis "tiled" (``keys.repeat``).
+        mask: rank of the mask: 2, 3, 4 or 5.
         apply: "add" or "where".
         rolled: keys are those of other heads.
         crossed: values of the form "flat" are spread over the group, which fits one sequence with heads as many as
             queries in a group: each then reads values of another head than keys.
+        swapped: sinks stand in front of the scores.
     """
 
     form: str = "broadcast"
@@ -28,6 +30,7 @@ class Grouped:
     apply: str = "add"
     rolled: bool = False
     crossed: bool = False
+    swapped: bool = False
 
     def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
         decoder = g.decoder
@@ -49,6 +52,16 @@ class Grouped:
         match self.form:
             case "broadcast":
                 scores = g.node("MatMul", [shaped(query, *whole, last), g.node("Unsqueeze", [turned, numbers(2)])])
+            case "front":
+                queries = shaped(query, batch, numbers(group, heads), length, last)
+                scores = g.node("MatMul", [queries, g.node("Unsqueeze", [turned, numbers(1)])])
+            case "front einsum":
+                queries = shaped(query, batch, numbers(group, heads), length, last)
+                scores = g.node("Einsum", [queries, keys], equation="bghnd,bhsd->bghns")
+            case "tiled":
+                times = g.constant([1, group, 1, 1])
+                values = g.node("Tile", [values, times])
+                scores = g.node("MatMul", [query, g.node("Tile", [turned, times])])
             case "einsum":
                 scores = g.node("Einsum", [shaped(query, *whole, last), keys], equation="bngsd,bntd->bngst")
             case "jax":
@@ -67,6 +80,12 @@ class Grouped:
         match self.form:
             case "broadcast":
                 output = g.node("MatMul", [weights, g.node("Unsqueeze", [values, numbers(2)])])
+            case "front":
+                output = g.node("MatMul", [weights, g.node("Unsqueeze", [values, numbers(1)])])
+            case "front einsum":
+                output = g.node("Einsum", [weights, values], equation="bghns,bhsd->bghnd")
+            case "tiled":
+                return g.node("MatMul", [weights, values])
             case "einsum":
                 output = g.node("Einsum", [weights, values], equation="bngst,bntd->bngsd")
             case "jax":
@@ -91,7 +110,21 @@ class Grouped:
             scores = g.node("Where", [visible, scores, lowest])
         else:
             scores = g.node("Add", [g.node("Where", [visible, zero, lowest]), scores])
-        return g.node("Softmax", [scores], axis=-1)
+        if not decoder.sinks:
+            return g.node("Softmax", [scores], axis=-1)
+        both = beside_sinks(g, scores, self._sinks(g, scores))
+        if self.swapped:
+            both = g.node("Concat", [self._sinks(g, scores), scores], axis=-1)
+        return without_sinks(g, g.node("Softmax", [both], axis=4), *((1, 2**31) if self.swapped else (0, -1)))
+
+    def _sinks(self, g: Build, scores: str) -> str:
+        """``[B, N, G, S, 1]`` or ``[B, G, N, S, 1]``."""
+        heads, all_heads = g.decoder.kv_heads, g.decoder.heads
+        sizes = [all_heads // heads, heads] if self.form.startswith("front") else [heads, all_heads // heads]
+        sinks = g.constant(np.linspace(-1.0, 3.0, all_heads).reshape([1, *sizes, 1, 1]), g.decoder.dtype)
+        ends = [g.node("Unsqueeze", [g.size_of(scores, axis), g.constant([0])]) for axis in (0, 3)]
+        shape = g.node("Concat", [ends[0], g.constant(sizes), ends[1], g.constant([1])], axis=0)
+        return g.node("Expand", [sinks, shape])
 
     def _mask(self, g: Build) -> str:
         """``[S, T]``, ``[1, S, T]`` or ``[B, 1, 1, S, T]``, of what a decoder says in four axes."""
@@ -103,4 +136,4 @@ class Grouped:
             mask = MASKS[g.decoder.mask](g)
         if self.mask == 5:
             return g.node("Unsqueeze", [mask, g.constant([2])])
-        return g.node("Squeeze", [mask, g.constant([0, 1][: 4 - self.mask])])
+        return mask if self.mask == 4 else g.node("Squeeze", [mask, g.constant([0, 1][: 4 - self.mask])])

@@ -154,14 +154,13 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two caps": ({"softcap": 3.0, "scores": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
     "cap behind the mask": ({"masked": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
     "Relu": ({"scores": lambda g, t: g.node("Relu", [t])}, NO_ATTENTION),
-    "heads in turn": ({"repeat": "none", "keys": _twice, "values": _twice}, "with its heads repeated and transposed"),
     "values in turn": (
         {
             "repeat": "none",
             "keys": lambda g, t: g.node("Gather", [t, g.constant([0, 0, 1, 1])], axis=1),
             "values": _twice,
         },
-        "is not cache 'past_key_values.0.value' with its heads repeated ",
+        "share heads of keys and of values in another order",
     ),
     "heads reversed": (
         {"keys": lambda g, t: g.node("Gather", [t, g.constant([3, 2, 1, 0])], axis=1)},

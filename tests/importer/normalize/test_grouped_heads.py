@@ -21,6 +21,14 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "einsum, text in front": ({"mask": "padding"}, {"form": "jax", "mask": 5}),
     "group and queries": ({}, {"form": "rows", "apply": "where"}),
     "group and queries, flat": ({"layout": "flat", "mask": "padding"}, {"form": "rows", "mask": 5}),
+    "groups in front": ({"heads": 6, "kv_heads": 3}, {"form": "front", "mask": 5}),
+    "groups in front, [B, S, N, D]": ({"heads": 6, "layout": "bsnd", "window": 5}, {"form": "front", "apply": "where"}),
+    "groups in front, einsum": ({"heads": 6, "mask": "padding"}, {"form": "front einsum", "mask": 5}),
+    "heads in turns": ({"heads": 6, "kv_heads": 3}, {"form": "tiled"}),
+    "heads in turns, own mask": ({"heads": 6, "mask": "own"}, {"form": "tiled", "mask": 4}),
+    "sinks": ({"heads": 6, "sinks": "weight"}, {}),
+    "sinks, einsum": ({"heads": 6, "sinks": "weight", "window": 5}, {"form": "einsum", "apply": "where"}),
+    "sinks, groups in front": ({"heads": 6, "kv_heads": 3, "sinks": "weight"}, {"form": "front", "mask": 5}),
     "batch and heads": ({"scores": lambda g, s: g.node("Tanh", [s])}, {"form": "flat", "mask": 3}),
 }
 
@@ -32,13 +40,19 @@ def _decoder(settings: dict[str, Any], **grouped: Any) -> Decoder:
 @pytest.mark.parametrize(("settings", "grouped"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_it_becomes_attention(settings: dict[str, Any], grouped: dict[str, Any], tmp_path: Path) -> None:
     result = compare(make_decoder(_decoder(settings, **grouped)), tmp_path)
-    assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [(settings.get("heads", 4), 2)]
+    heads = settings.get("heads", 4), settings.get("kv_heads", 2)
+    assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [heads]
 
 
-@pytest.mark.parametrize("form", ["broadcast", "einsum", "rows", "flat"])
+@pytest.mark.parametrize("form", ["broadcast", "einsum", "rows", "flat", "front", "tiled"])
 def test_keys_of_other_heads_are_refused(form: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="is not cache .* with its heads repeated"):
         rewritten(make_decoder(_decoder({}, form=form, rolled=True)), tmp_path)
+
+
+def test_sinks_in_front_of_the_scores_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="stands before the scores of"):
+        rewritten(make_decoder(_decoder({"sinks": "weight"}, swapped=True)), tmp_path)
 
 
 def test_values_of_other_heads_than_keys_are_refused(tmp_path: Path) -> None:

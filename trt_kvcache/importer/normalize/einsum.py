@@ -57,6 +57,9 @@ def _product(emit: Emitter, tensors: list[gs.Tensor], left: str, right: str, res
         return None
     both = [c for c in result if c in left and c in right]
     rows, column, depth = alone[0], alone[1][0], summed[0]
+    if left[-2:] == rows[-1] + depth and result == left[:-1] + column:  # as both are, whatever is in front
+        behind = _aligned(emit, other, right, [*left[:-2], depth, column])
+        return emit.op("MatMul", [one, behind], "einsum", elem_type(one))
     if left.startswith("".join(both)) and left.endswith(depth):  # as it is
         rows = list(left[len(both) : -1])
     order = [*both, *rows, column]

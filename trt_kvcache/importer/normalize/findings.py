@@ -103,6 +103,8 @@ class Core:
         sinks: logits beside the scores; None: none.
         rounded_scores, rounded_weights: how scores, before their softcap and mask, and what the softmax makes of them
             are rounded; None: not. `scale` is before the former.
+        turns: heads of the caches at which query heads take turns: head h reads head ``h % turns``; 0: those of a group
+            are next to each other, as in ONNX's Attention.
     """
 
     node: str
@@ -121,6 +123,7 @@ class Core:
     sinks: Sinks | None = None
     rounded_scores: Rounding | None = None
     rounded_weights: Rounding | None = None
+    turns: int = 0
 
 
 @dataclass(frozen=True)

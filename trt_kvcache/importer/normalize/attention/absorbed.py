@@ -217,7 +217,7 @@ def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -
     finder = _Finder(computed, sample)
     found: dict[str, Absorbed] = {}
     for core in cores:
-        if core.rounded_scores or core.rounded_weights:  # over latents, these would be other numbers
+        if core.rounded_scores or core.rounded_weights or core.turns:  # over latents, rounded ones are other numbers
             continue
         if core.heads < 2 or not {core.key.present.name, core.value.present.name} & computed.heads.keys():
             continue

@@ -9,6 +9,7 @@ with its heads repeated, transposed, and scaled by one factor.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,22 @@ _MOVES = (
     "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
 )  # fmt: skip
 _ELEMENTS = 1 << 26  # of one cache filled with numbers
+
+
+@dataclass(frozen=True)
+class Read:
+    """How an attention reads a cache.
+
+    Attributes:
+        scale: what scales it.
+        in_use: it is cut to the rows that hold tokens.
+        turns: heads of the cache where these are repeated one after the other: query head h reads head ``h % turns``;
+            0: each is repeated by itself, or none is.
+    """
+
+    scale: float
+    in_use: bool
+    turns: int
 
 
 class CacheReads:
@@ -98,17 +115,12 @@ class CacheReads:
         self._samples.promise([tensor.name], ("factor", value.tobytes()), stays)
         return True
 
-    def prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> tuple[float, bool]:
-        """Prove that `tensor` is a cache with repeated heads.
-
-        Returns:
-            The factor that scales it, and whether it is cut to the rows that hold tokens.
-        """
+    def prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> Read:
+        """Prove that `tensor` is a cache with repeated heads."""
         chain = self._chain(tensor)
         assert chain is not None
         few = self._samples.plain[: 2 if write.growing else 1]
-        for sample in few:
-            self._compare(name, tensor, write, heads, chain[1], sample, transposed=transposed)
+        turns = {self._compare(name, tensor, write, heads, chain[1], s, transposed=transposed) for s in few}
         whole, in_use = True, not write.growing
         for sample in self._samples.plain:  # of the others numbers would cost too much
             shape = sample.probe.shape(tensor.name)
@@ -122,7 +134,7 @@ class CacheReads:
                     "over all rows, with a mask where they see fewer, or over those that hold tokens"
                 )
         hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
-        return chain[1], not whole
+        return Read(chain[1], not whole, turns.pop())
 
     @staticmethod
     def _rows(write: Write, sample: Sample) -> int:
@@ -132,8 +144,8 @@ class CacheReads:
 
     def _compare(
         self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
-    ) -> None:
-        """Fill the cache with numbers and look at what becomes of them."""
+    ) -> int:
+        """Fill the cache with numbers and look at what becomes of them: `Read.turns`."""
         past, update = sample.probe.shape(write.past.name), sample.probe.shape(write.update.name)
         if past is None or update is None:
             raise UnsupportedModelError(
@@ -157,13 +169,16 @@ class CacheReads:
             major = _heads_major(front if is_front else numbers, write, size)
             if major is not None and heads % major.shape[1] == 0:
                 repeats = made.shape[1] // major.shape[1]  # an Attention node may leave the repetition to itself
-                expected = factor * np.repeat(major, max(repeats, 1), axis=1).astype(np.float64)
-                expected = expected.swapaxes(2, 3) if transposed else expected
+                wanted = factor * (major.swapaxes(2, 3) if transposed else major).astype(np.float64)
                 tolerance = 4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5
-                if expected.shape == made.shape and np.allclose(
-                    made.astype(np.float64), expected, rtol=tolerance, atol=0
-                ):
-                    return
+
+                def is_read(expected: Array) -> bool:
+                    return expected.shape == made.shape and np.allclose(made, expected, rtol=tolerance, atol=0)
+
+                if is_read(np.repeat(wanted, max(repeats, 1), axis=1)):
+                    return 0
+                if made.shape[1] == heads and is_read(np.tile(wanted, (1, max(repeats, 1), 1, 1))):
+                    return int(major.shape[1])
         raise UnsupportedModelError(
             f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
             f"{' and transposed' if transposed else ''} (found "

@@ -1,12 +1,13 @@
 """Attention in which the query heads of a group share a head of keys and values by broadcasting.
 
     Q [B, N, G, S, D] @ K [B, N, 1, D, T] -- Add(mask), Softmax [B, N, G, S, T] -- @ V [B, N, 1, T, D]
+    Q [B, G, N, S, D] @ K [B, 1, N, D, T] -- Add(mask), Softmax [B, G, N, S, T] -- @ V [B, 1, N, T, D]
     Q [B, N, G*S, D]  @ K [B, N, D, T]    -- Reshape, Add(mask), Softmax, Reshape -- @ V [B, N, T, D]
 
-becomes the same over ``[B, N*G, S, ...]`` with keys and values that are repeated: every operator gets Reshapes around
-it that merge the axes in front of it and split them behind it. All of these hold the numbers in the same order, so that
-this changes none, whatever the axes are. What heads the keys and values are of is proven of the result, as for any
-attention.
+becomes the same over ``[B, N*G, S, ...]``, or ``[B, G*N, S, ...]``, with keys and values that are repeated: every
+operator gets Reshapes around it that merge the axes in front of it and split them behind it. All of these hold the
+numbers in the same order, so that this changes none, whatever the axes are. What heads the keys and values are of is
+proven of the result, as for any attention; in which order, `head_order` sees to.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import INT64, Emitter, consumers, dims, is_op
+from trt_kvcache.importer.graph import INT64, Emitter, consumers, dims, input_or_none, is_op, small_constant
 from trt_kvcache.importer.normalize.attention.merged_heads import past_behind, read_of, scored
 from trt_kvcache.importer.normalize.candidate import Candidate
+
+_AXES = {"ReduceMax": 1, "Slice": 3}  # which of their inputs these are
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,8 +30,8 @@ class _Group:
 
     Attributes:
         past: the cache of keys.
-        heads: of it, N.
-        size: of a group, G.
+        heads: of it, N; of five axes the first of the two that heads have.
+        size: of a group, G; the second one.
         is_flat: batch and heads are one axis; else, without an axis of its own, the group is one with the queries.
     """
 
@@ -50,7 +53,7 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
     scores: set[str] = set()
     for node in graph.nodes:
         if is_op(node, "MatMul") and (past := past_behind(node.inputs[1], pasts)) is not None:
-            around = scored(node.outputs[0])
+            around = scored(node.outputs[0], ("Concat", "ReduceMax", "Slice"))  # of sinks
             if around and (group := _group(node, around, past)) is not None:
                 scores |= {n.outputs[0].name for n in (node, *around)}
                 found.update((id(n), group) for n in (node, *around) if not is_op(n, "Reshape"))
@@ -79,16 +82,24 @@ def _group(product: gs.Node, around: list[gs.Node], past: gs.Tensor) -> _Group |
     if not isinstance(heads, int) or not isinstance(size, int) or len(shapes[0]) < 4:
         return None
     group = _Group(past, heads, size, is_flat)
-    softmaxes = [n for n in around if is_op(n, "Softmax")]
-    last = all(int(n.attrs.get("axis", -1)) in (-1, len(dims(n.outputs[0]) or ()) - 1) for n in softmaxes)
-    return group if last and _fits(product, group) else None
+    return group if all(_keeps_keys(n) for n in around) and _fits(product, group) else None
+
+
+def _keeps_keys(node: gs.Node) -> bool:
+    """Whether an operator along one axis is along the last one, the keys."""
+    axes = [int(node.attrs.get("axis", -1))] if is_op(node, "Softmax", "Concat") else [-1]
+    if is_op(node, "ReduceMax", "Slice"):
+        operand = small_constant(input_or_none(node, _AXES[node.op]))
+        axes = [] if operand is None or not int(node.attrs.get("keepdims", 1)) else operand.tolist()
+    return bool(axes) and all(axis in (-1, len(dims(node.inputs[0]) or ()) - 1) for axis in axes)
 
 
 def _fits(product: gs.Node, group: _Group) -> bool:
     """Whether queries, or weights, meet the keys or values of the head that their group has."""
     left, right = (dims(t) or () for t in product.inputs)
     if len(right) == 5:
-        return left[1:3] == (group.heads, group.size) and right[1] == group.heads and right[2] in (1, group.size)
+        sizes = (group.heads, group.size)
+        return left[1:3] == sizes and all(n in (1, whole) for n, whole in zip(right[1:3], sizes, strict=True))
     if len(left) != 4 or len(right) != 4:
         return False
     if group.is_flat:
@@ -109,11 +120,16 @@ class _Merger:
         emit, output = self._emit, node.outputs[0]
         if is_op(node, "MatMul"):
             node.inputs = [self._heads(node.inputs[0], group), self._repeated(node.inputs[1], group)]
+        elif is_op(node, "Concat"):
+            node.inputs = [self._heads(t, group) for t in node.inputs]
+        elif is_op(node, *_AXES):
+            node.inputs[0] = self._heads(node.inputs[0], group)
+            node.inputs[_AXES[node.op]] = emit.ints([-1])
         else:
             like = next(t for t in node.inputs if t.name in self._scores)
             node.inputs = [self._operand(t, like, group) for t in node.inputs]
-            if is_op(node, "Softmax"):
-                node.attrs["axis"] = -1
+        if is_op(node, "Softmax", "Concat"):
+            node.attrs["axis"] = -1
         merged = gs.Variable(emit.name(f"merged:{output.name}"), dtype=output.dtype)
         node.outputs = [merged, *node.outputs[1:]]
         shape = emit.op("Concat", self._apart(merged, group, len(dims(output) or ())), "group_shape", INT64, axis=0)
@@ -166,7 +182,7 @@ class _Merger:
                 parts = [self._sizes(group.past, 0, 1), emit.ints([group.heads, 1]), rows]
                 shape = emit.op("Concat", parts, "apart_shape", INT64, axis=0)
                 whole = emit.op("Reshape", [tensor, shape], f"{tensor.name}:apart")
-            spread = emit.op("Expand", [whole, emit.ints([1, 1, group.size, 1, 1])], f"{tensor.name}:spread")
+            spread = emit.op("Expand", [whole, emit.ints([1, group.heads, group.size, 1, 1])], f"{tensor.name}:spread")
             parts = [self._sizes(group.past, 0, 1), emit.ints([group.heads * group.size]), rows]
             shape = emit.op("Concat", parts, "merged_shape", INT64, axis=0)
             return emit.op("Reshape", [spread, shape], f"merged:{tensor.name}")

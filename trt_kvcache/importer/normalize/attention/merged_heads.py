@@ -81,13 +81,16 @@ def past_behind(tensor: gs.Tensor, pasts: Mapping[str, gs.Tensor]) -> gs.Tensor 
     return pasts[str(tensor.name)]
 
 
-def scored(scores: gs.Tensor) -> list[gs.Node]:
-    """What is done to scores up to the next MatMul; nothing if there is no softmax among it."""
+def scored(scores: gs.Tensor, also: tuple[str, ...] = ()) -> list[gs.Node]:
+    """What is done to scores, by operators that are known and `also` these, up to the next MatMul.
+
+    Nothing if there is no softmax among it.
+    """
     found: dict[int, gs.Node] = {}
     pending = [scores]
     while pending:
         for node in consumers(pending.pop()):
-            if is_op(node, *_SCORED) and id(node) not in found:
+            if is_op(node, *_SCORED, *also) and id(node) not in found:
                 found[id(node)] = node
                 pending.append(node.outputs[0])
     return list(found.values()) if any(is_op(n, "Softmax") for n in found.values()) else []

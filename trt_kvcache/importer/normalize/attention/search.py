@@ -185,8 +185,13 @@ class _Finder:
                 "S, head size]"
             )
         self._check_queries(name, query)
-        key_scale, in_use = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
-        value_scale, _ = self._caches.prove(name, values, value, shape[1], transposed=False)
+        read = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
+        read_values = self._caches.prove(name, values, value, shape[1], transposed=False)
+        if read.turns != read_values.turns:
+            raise UnsupportedModelError(
+                f"the query heads of '{name}' share heads of keys and of values in another order; supported is the "
+                "same: those of a group next to each other, or in turns, over as many heads of both"
+            )
         if key.kept != value.kept:
             kept = [w.kept or "all" for w in (key, value)]
             raise UnsupportedModelError(
@@ -195,19 +200,19 @@ class _Finder:
         sinks: Sinks | None = None
         if scores.column is not None:
             sinks = read_sinks(name, scores.column, shape[1], self._samples)
-        if abs(value_scale - 1) > 1e-6:
+        if abs(read_values.scale - 1) > 1e-6:
             raise UnsupportedModelError(
-                f"the values of '{name}' are scaled by {value_scale}; supported are values as they are"
+                f"the values of '{name}' are scaled by {read_values.scale}; supported are values as they are"
             )
-        rounding, scale = scores.rounding, scores.scale * key_scale
+        rounding, scale = scores.rounding, scores.scale * read.scale
         if rounding is not None:
-            rounding, scale = replace(rounding, factor=scores.scale), scores.before * key_scale
+            rounding, scale = replace(rounding, factor=scores.scale), scores.before * read.scale
         graph, interface, samples = self._graph, self._interface, self._samples
         beside = scores.column is not None
         hiders = [h for h in scores.hiders if not self._only_slants(name, h, sinks=beside)]
         hold_hidden(name, hiders, samples)
         visibility = classify(
-            name, scores.masks, is_causal, graph, interface, samples, key, sinks=beside, in_use=in_use
+            name, scores.masks, is_causal, graph, interface, samples, key, sinks=beside, in_use=read.in_use
         )
         check_bias(name, visibility)
         check_own(name, hiders, visibility)
@@ -220,7 +225,7 @@ class _Finder:
         )
         return Core(name, output, query, key, value, scale, scores.softcap, visibility,
                     shape[1], shape[3], sizes[3], query_type, output_type, sinks, rounding,
-                    scores.rounded_weights)  # fmt: skip
+                    scores.rounded_weights, read.turns)  # fmt: skip
 
     def _check_queries(self, name: str, query: gs.Tensor) -> None:
         """Refuse queries that are not one for each new token of each sequence."""
