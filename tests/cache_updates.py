@@ -212,7 +212,7 @@ def assert_same_update(
     return write
 
 
-def refused(
+def check_refused(
     idiom: Idiom,
     match: str,
     shape: Sequence[Dim] = BNSD,

@@ -74,7 +74,9 @@ def test_plan_and_rewrite_agree(updates: list[dict[str, Any]], options: PlanOpti
     assert planned == rewritten
 
 
-def refused(model: onnx.ModelProto, folder: Path, options: PlanOptions, kind: type[ModelError], words: str) -> None:
+def check_refused(
+    model: onnx.ModelProto, folder: Path, options: PlanOptions, kind: type[ModelError], words: str
+) -> None:
     onnx.save(model, folder / "model.onnx")
     for work in (
         lambda: plan_model(folder / "model.onnx", options),
@@ -88,7 +90,9 @@ def refused(model: onnx.ModelProto, folder: Path, options: PlanOptions, kind: ty
 @pytest.mark.parametrize(("axis", "shape"), [(2, (2, 16, 3)), (1, (16, 5)), (3, (3, 5, 16))], ids=str)
 def test_rows_inside_a_byte(dtype: str, axis: int, shape: tuple[int, ...], tmp_path: Path) -> None:
     model = scatter_model(("B", *shape), axis, dtype=TensorProto.DataType.Value(dtype))
-    refused(model, tmp_path, FULL, UnsupportedModelError, "elements, which do not end on a byte.*an even size after")
+    check_refused(
+        model, tmp_path, FULL, UnsupportedModelError, "elements, which do not end on a byte.*an even size after"
+    )
 
 
 def test_rows_of_a_view_may_end_inside_a_byte_of_the_model(tmp_path: Path) -> None:
@@ -100,7 +104,9 @@ def test_rows_of_a_view_may_end_inside_a_byte_of_the_model(tmp_path: Path) -> No
 
 def test_types_that_one_definition_cannot_cover(tmp_path: Path) -> None:
     both = [{"dtype": d, "mode": "linear", "axis": 2, "shape": [2, 6, 4]} for d in ("INT4", "INT64")]
-    refused(two_caches(both), tmp_path, FULL, UnsupportedModelError, "caches of types int4 and int64 that are updated")
+    check_refused(
+        two_caches(both), tmp_path, FULL, UnsupportedModelError, "caches of types int4 and int64 that are updated"
+    )
     onnx.save(two_caches([both[0], both[1] | {"mode": "circular"}]), tmp_path / "model.onnx")
     assert len(plan_model(tmp_path / "model.onnx", FULL).caches) == 2  # two operators, two definitions
 
@@ -109,7 +115,9 @@ def test_plain_attention_of_an_unknown_number_of_heads(tmp_path: Path) -> None:
     model = attention_model(softcap=5.0)
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[1].ClearField("dim_value")
-    refused(model, tmp_path, PlanOptions(), UnsupportedModelError, "needs plain operators, and its number of heads")
+    check_refused(
+        model, tmp_path, PlanOptions(), UnsupportedModelError, "needs plain operators, and its number of heads"
+    )
 
 
 def packed(past: int = 4, update: int = 3, cache: int = TensorProto.FLOAT16, index: int = TensorProto.INT32) -> Any:
@@ -135,4 +143,4 @@ def packed(past: int = 4, update: int = 3, cache: int = TensorProto.FLOAT16, ind
     ids=["cache", "update", "types", "indices"],
 )
 def test_rules_of_packed_updates(model: onnx.ModelProto, words: str, tmp_path: Path) -> None:
-    refused(model, tmp_path, PlanOptions(), InvalidModelError, words)
+    check_refused(model, tmp_path, PlanOptions(), InvalidModelError, words)

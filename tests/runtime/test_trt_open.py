@@ -53,7 +53,7 @@ def open_(engine: Path, machine: Machine | None = None, version: str = "1.7.1.11
     return runner
 
 
-def refused(error: type[Exception], words: str, engine: Path, **faults: Any) -> None:
+def check_refused(error: type[Exception], words: str, engine: Path, **faults: Any) -> None:
     """Opening fails with these words, and leaves nothing behind."""
     machine = faults.pop("machine", None) or Machine()
     with pytest.raises(error, match=words):
@@ -79,8 +79,8 @@ def test_no_driver(engine: Path) -> None:
 
 
 def test_no_such_gpu(engine: Path) -> None:
-    refused(BackendError, "there is no GPU number 1: the driver finds 1, counted from 0", engine, device=1)
-    refused(BackendError, "there is no GPU number 0: the driver finds 0", engine, machine=Machine(devices=0))
+    check_refused(BackendError, "there is no GPU number 1: the driver finds 1, counted from 0", engine, device=1)
+    check_refused(BackendError, "there is no GPU number 0: the driver finds 0", engine, machine=Machine(devices=0))
 
 
 def test_engine_of_another_version(engine: Path) -> None:
@@ -90,21 +90,23 @@ def test_engine_of_another_version(engine: Path) -> None:
         r"1\.7\.1\.116, or build the engine again with 1\.9\.0\.1"
     )
     refuse = {"refuse": "The engine plan file is not compatible", "diagnostics": Invalidity.VERSION_MISMATCH}
-    refused(BackendError, words, engine, version="1.9.0.1", **refuse)
+    check_refused(BackendError, words, engine, version="1.9.0.1", **refuse)
 
 
 def test_engine_for_another_gpu(engine: Path) -> None:
     edit(engine, lambda m: replace(m, compute_capabilities=("sm89",)))
     here = "build it again on this machine with --compute-capabilities current, which is sm90"  # sm90 is no name for it
     words = rf"1\.7\.1\.116 for sm89, on .*: no such kernel \[UNSUPPORTED_CC\]; {here}"
-    refused(BackendError, words, engine, refuse="no such kernel", diagnostics=Invalidity.UNSUPPORTED_CC)
+    check_refused(BackendError, words, engine, refuse="no such kernel", diagnostics=Invalidity.UNSUPPORTED_CC)
     edit(engine, lambda m: replace(m, compute_capabilities=()))
-    refused(BackendError, here, engine, refuse="no such kernel")
+    check_refused(BackendError, here, engine, refuse="no such kernel")
     edit(engine, lambda m: replace(m, compute_capabilities=("sm90",)))
-    refused(BackendError, "other backends may know this GPU .*, and the CPU runs", engine, refuse="no such kernel")
+    check_refused(
+        BackendError, "other backends may know this GPU .*, and the CPU runs", engine, refuse="no such kernel"
+    )
     ada = Machine(capability=(8, 9))
-    refused(BackendError, "again with --compute-capabilities sm89", engine, machine=ada, refuse="no such kernel")
-    refused(BackendError, "update the NVIDIA driver", engine, refuse="?", diagnostics=Invalidity.OLD_CUDA_DRIVER)
+    check_refused(BackendError, "again with --compute-capabilities sm89", engine, machine=ada, refuse="no such kernel")
+    check_refused(BackendError, "update the NVIDIA driver", engine, refuse="?", diagnostics=Invalidity.OLD_CUDA_DRIVER)
 
 
 def test_tensorrt_has_no_diagnostics(engine: Path) -> None:
@@ -119,7 +121,7 @@ def test_engine_that_was_changed(engine: Path) -> None:
     data = bytearray(engine.read_bytes())
     data[-1] ^= 1
     engine.write_bytes(data)
-    refused(ManifestError, "BLAKE3 .*the manifest is not of this engine", engine)
+    check_refused(ManifestError, "BLAKE3 .*the manifest is not of this engine", engine)
 
 
 @pytest.mark.parametrize("more", [True, False])
@@ -131,7 +133,7 @@ def test_aliases_are_reconciled(engine: Path, more: bool) -> None:
     else:
         del aliases["updated_key_cache.1"]
         words = r"updated_key_cache\.1 shares the buffer of nothing, in the manifest of key_cache\.1"
-    refused(ManifestError, f"the engine and its manifest differ: {words}; do not run it", engine, aliases=aliases)
+    check_refused(ManifestError, f"the engine and its manifest differ: {words}; do not run it", engine, aliases=aliases)
 
 
 def _alias(manifest: Manifest) -> Manifest:
@@ -149,6 +151,16 @@ def _shape(manifest: Manifest) -> Manifest:
     return replace(manifest, plan=replace(manifest.plan, caches=(changed, *others)))
 
 
+def _rank(manifest: Manifest) -> Manifest:
+    first, *others = manifest.plan.caches
+    return replace(manifest, plan=replace(manifest.plan, caches=(replace(first, physical_shape=("batch",)), *others)))
+
+
+def _axes(manifest: Manifest) -> Manifest:
+    tensors = tuple(replace(t, axes=t.axes[1:]) if t.name == "input_ids" else t for t in manifest.plan.tensors)
+    return replace(manifest, plan=replace(manifest.plan, tensors=tensors))
+
+
 def _double(manifest: Manifest) -> Manifest:
     return replace(manifest, double_buffered={"updated_key_cache.0": "key_cache.0"})
 
@@ -159,6 +171,8 @@ def _double(manifest: Manifest) -> Manifest:
         (_alias, "aliases binds 'updated_key_cache.0' to 'value_cache.0', the plan to 'key_cache.0'"),
         (_capacity, "cache 'key_cache.0' has a capacity of 4096, its shape says otherwise"),
         (_shape, r"input 'key_cache.0' is float \['batch', 2, 64, 16\], its cache float \['batch', 2, 4096, 16\]"),
+        (_rank, r"cache 'key_cache.0' has a capacity of 64, its shape says otherwise"),
+        (_axes, r"input 'input_ids' \[.*\] has axes or profiles of another length"),
         (_double, "double_buffered binds 'updated_key_cache.0' to 'key_cache.0', the plan to None"),
         (lambda m: replace(m, max_batch=9), "max_batch is 9, the profiles of 'input_ids' end at 3"),
         (lambda m: replace(m, max_chunk=9), "max_chunk is 9, the profiles of 'input_ids' end at 8"),
@@ -166,7 +180,7 @@ def _double(manifest: Manifest) -> Manifest:
 )
 def test_manifest_edited_by_hand(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
     edit(engine, change)
-    refused(ManifestError, f"its manifest contradicts itself: .*{words}.*; build the engine again", engine)
+    check_refused(ManifestError, f"its manifest contradicts itself: .*{words}.*; build the engine again", engine)
 
 
 def test_profiles_edited_by_hand(engine: Path) -> None:
@@ -174,7 +188,7 @@ def test_profiles_edited_by_hand(engine: Path) -> None:
     data = json.loads(path.read_text())
     data["profiles"][0]["shapes"]["input_ids"]["max"] = [7, 8]
     path.write_text(json.dumps(data))
-    refused(ManifestError, "profile prefill: input_ids is .*, in the manifest ", engine)
+    check_refused(ManifestError, "profile prefill: input_ids is .*, in the manifest ", engine)
 
 
 def test_memory_is_admitted_before_it_is_taken(engine: Path) -> None:
@@ -186,7 +200,7 @@ def test_memory_is_admitted_before_it_is_taken(engine: Path) -> None:
         r"sequences 96\.0 KiB, reserve 128\.0 MiB; open it with max_batch 2 instead of 3, build the engine again with "
         r"a smaller --capacity or --max-chunk, or free memory"
     )
-    refused(BackendError, words, engine, machine=machine)
+    check_refused(BackendError, words, engine, machine=machine)
     assert machine.allocations == 0
     with pytest.raises(BackendError, match="not even one sequence fits: build the engine again"):
         open_(engine, Machine(total=(128 << 20) + 1000), max_batch=1)
@@ -199,7 +213,7 @@ def test_memory_that_only_the_engine_knows(engine: Path, monkeypatch: pytest.Mon
         r"needed: caches for 3 sequences 96\.0 KiB, activations 256\.0 MiB, inputs and outputs [\d.]+ KiB, choice of "
         r"tokens 64\.0 KiB, reserve"
     )
-    refused(BackendError, words, engine, machine=machine)
+    check_refused(BackendError, words, engine, machine=machine)
     assert machine.allocations == 0
 
 
@@ -222,9 +236,11 @@ def test_every_byte_is_asked_for(rows: int, tmp_path: Path, monkeypatch: pytest.
 
 
 def test_more_rows_than_built_for(engine: Path) -> None:
-    refused(OptionError, "max_batch is 4; this engine was built for 1 to 3: build it again with", engine, max_batch=4)
-    refused(OptionError, "max_batch is 0; it must be at least 1", engine, max_batch=0)
-    refused(OptionError, "max_chunk is 9; .* 1 to 8: build it again with --max-chunk 9", engine, max_chunk=9)
+    check_refused(
+        OptionError, "max_batch is 4; this engine was built for 1 to 3: build it again with", engine, max_batch=4
+    )
+    check_refused(OptionError, "max_batch is 0; it must be at least 1", engine, max_batch=0)
+    check_refused(OptionError, "max_chunk is 9; .* 1 to 8: build it again with --max-chunk 9", engine, max_chunk=9)
 
 
 def test_shorter_chunks_need_less_memory(engine: Path) -> None:
@@ -239,7 +255,9 @@ def test_shorter_chunks_need_less_memory(engine: Path) -> None:
 def test_rows_that_cannot_be_addressed(tmp_path: Path) -> None:
     config = DecoderConfig(capacity=10, kv_heads=1, query_heads=2, head_size=4)
     engine = write_engine(write_decoder(tmp_path / "model.onnx", config))
-    refused(ManifestError, "cache 'key_cache.0' takes 160 bytes, and TensorRT binds memory at multiples of 256", engine)
+    check_refused(
+        ManifestError, "cache 'key_cache.0' takes 160 bytes, and TensorRT binds memory at multiples of 256", engine
+    )
     runner = open_(engine, max_batch=1)
     assert runner.step(StepBatch(0, np.zeros((1, 3), np.int64), np.zeros(1, np.int64))).shape == (1, 1, 256)
     runner.close()
@@ -251,11 +269,11 @@ def test_input_without_a_part(engine: Path) -> None:
         return replace(manifest, plan=replace(manifest.plan, tensors=tensors))
 
     edit(engine, unknown)
-    refused(UnsupportedModelError, "input 'position_ids' .* has no known part in decoding", engine)
+    check_refused(UnsupportedModelError, "input 'position_ids' .* has no known part in decoding", engine)
 
 
 def test_input_in_host_memory(engine: Path) -> None:
-    refused(UnsupportedModelError, "input_ids must lie in host memory", engine, on_host=("input_ids",))
+    check_refused(UnsupportedModelError, "input_ids must lie in host memory", engine, on_host=("input_ids",))
 
 
 def test_step_that_fits_no_profile(engine: Path) -> None:

@@ -92,7 +92,7 @@ def test_aliases_have_the_layout_of_the_cache():
     assert joined not in names
 
 
-def refused(idiom, match, past=PAST, present=PRESENT, length="S"):
+def check_refused(idiom, match, past=PAST, present=PRESENT, length="S"):
     model = update_model(idiom, past, None, length, present=present)
     with pytest.raises(UnsupportedModelError, match=match):
         prove_updates(model, 12)
@@ -102,7 +102,7 @@ def test_new_before_past():
     def idiom(graph, past, new):
         return graph.node("Concat", [transpose(graph, new, 0, 2, 1, 3), past], axis=2)
 
-    refused(idiom, "puts the new rows before the past")
+    check_refused(idiom, "puts the new rows before the past")
 
 
 def test_three_parts():
@@ -110,7 +110,7 @@ def test_three_parts():
         rows = transpose(graph, new, 0, 2, 1, 3)
         return graph.node("Concat", [past, rows, rows], axis=2)
 
-    refused(idiom, "joins 3 tensors")
+    check_refused(idiom, "joins 3 tensors")
 
 
 def test_twice_the_new_rows():
@@ -118,14 +118,14 @@ def test_twice_the_new_rows():
         rows = transpose(graph, new, 0, 2, 1, 3)
         return graph.node("Concat", [past, graph.node("Concat", [rows, rows], axis=2)], axis=2)
 
-    refused(idiom, r"has shape \[2, 2, 6, 4\] in a step of 3 tokens")
+    check_refused(idiom, r"has shape \[2, 2, 6, 4\] in a step of 3 tokens")
 
 
 def test_batch_axis():
     def idiom(graph, past, new):
         return graph.node("Concat", [past, new], axis=0)
 
-    refused(idiom, "grows along the batch", ("B", "S", HEADS, SIZE), ("T", "S", HEADS, SIZE))
+    check_refused(idiom, "grows along the batch", ("B", "S", HEADS, SIZE), ("T", "S", HEADS, SIZE))
 
 
 def test_head_axis():
@@ -134,14 +134,14 @@ def test_head_axis():
     def idiom(graph, past, new):
         return graph.node("Concat", [past, transpose(graph, new, 0, 2, 1, 3)], axis=1)
 
-    refused(idiom, "where the new rows have", ("B", "P", "S", SIZE), ("B", "T", "S", SIZE))
+    check_refused(idiom, "where the new rows have", ("B", "P", "S", SIZE), ("B", "T", "S", SIZE))
 
 
 def test_fixed_length():
     def idiom(graph, past, new):
         return graph.node("Concat", [past, transpose(graph, new, 0, 2, 1, 3)], axis=2)
 
-    refused(idiom, "fixed size 15", ("B", HEADS, 15, SIZE), ("B", HEADS, 16, SIZE), length=1)
+    check_refused(idiom, "fixed size 15", ("B", HEADS, 15, SIZE), ("B", HEADS, 16, SIZE), length=1)
 
 
 def test_rolling_by_slicing_the_past():
@@ -149,7 +149,9 @@ def test_rolling_by_slicing_the_past():
         tail = graph.node("Slice", [past, *(graph.constant([v]) for v in (1, 1 << 40, 2))])
         return graph.node("Concat", [tail, transpose(graph, new, 0, 2, 1, 3)], axis=2)
 
-    refused(idiom, "Slice '.*' moves its rows in every step", ("B", HEADS, 16, SIZE), ("B", HEADS, 16, SIZE), length=1)
+    check_refused(
+        idiom, "Slice '.*' moves its rows in every step", ("B", HEADS, 16, SIZE), ("B", HEADS, 16, SIZE), length=1
+    )
 
 
 def test_rolling_by_slicing_the_result():
@@ -157,7 +159,7 @@ def test_rolling_by_slicing_the_result():
         joined = graph.node("Concat", [past, transpose(graph, new, 0, 2, 1, 3)], axis=2)
         return graph.node("Slice", [joined, *(graph.constant([v]) for v in (-16, 1 << 40, 2))])
 
-    refused(idiom, "Slice '.*' moves its rows in every step", ("B", HEADS, 16, SIZE), ("B", HEADS, 16, SIZE))
+    check_refused(idiom, "Slice '.*' moves its rows in every step", ("B", HEADS, 16, SIZE), ("B", HEADS, 16, SIZE))
 
 
 def test_reordered_past():
@@ -168,7 +170,7 @@ def test_reordered_past():
         past = graph.node("Gather", [past, beams], axis=0)
         return graph.node("Concat", [past, transpose(graph, new, 0, 2, 1, 3)], axis=2)
 
-    refused(idiom, "Gather '.*' moves its rows in every step")
+    check_refused(idiom, "Gather '.*' moves its rows in every step")
 
 
 def test_past_that_is_read_as_well():
@@ -178,7 +180,7 @@ def test_past_that_is_read_as_well():
         graph.output("largest", TensorProto.FLOAT, [])
         return joined
 
-    refused(idiom, "ReduceMax 'node_largest' reads its past as well")
+    check_refused(idiom, "ReduceMax 'node_largest' reads its past as well")
 
 
 def test_two_results():
@@ -187,14 +189,14 @@ def test_two_results():
         graph.output("other", TensorProto.FLOAT, list(PRESENT))
         return bnsd(graph, past, new)
 
-    refused(idiom, "two results, 'other' and 'present'|two results, 'present' and 'other'")
+    check_refused(idiom, "two results, 'other' and 'present'|two results, 'present' and 'other'")
 
 
 def test_another_layout_comes_back():
     def idiom(graph, past, new):
         return transpose(graph, bnsd(graph, past, new), 0, 2, 1, 3)
 
-    refused(idiom, "'present' has another layout than 'past'", PAST, ("B", "T", HEADS, SIZE))
+    check_refused(idiom, "'present' has another layout than 'past'", PAST, ("B", "T", HEADS, SIZE))
 
 
 @pytest.mark.parametrize("output", [False, True])

@@ -150,7 +150,7 @@ def test_only_exact_blends(kept, gain, erased):
             prove_updates(model)
 
 
-def refused(idiom, match, shape=BNSD, pos=("B",), length=1):
+def check_refused(idiom, match, shape=BNSD, pos=("B",), length=1):
     with pytest.raises(UnsupportedModelError, match=match):
         prove_updates(update_model(idiom, shape, pos, length))
 
@@ -162,7 +162,7 @@ def test_many_tokens():
         last = graph.node("Gather", [new, graph.constant([-1])], axis=1)
         return graph.node("Where", [at(graph), permute(graph, last, 0, 2, 1, 3), past])
 
-    refused(idiom, "writes one row although a step may bring 3 tokens", length="S")
+    check_refused(idiom, "writes one row although a step may bring 3 tokens", length="S")
 
 
 def test_row_after_the_next():
@@ -170,7 +170,7 @@ def test_row_after_the_next():
         row = graph.node("Add", ["pos", graph.constant(1)])
         return graph.node("Where", [at(graph, pos=row), permute(graph, new, 0, 2, 1, 3), past])
 
-    refused(idiom, "writes rows 6 when 5 rows hold tokens and 1 are new")
+    check_refused(idiom, "writes rows 6 when 5 rows hold tokens and 1 are new")
 
 
 def test_all_rows_from_a_position_on():
@@ -179,7 +179,7 @@ def test_all_rows_from_a_position_on():
         mask = graph.node("GreaterOrEqual", [graph.constant(ROWS.reshape(1, 1, -1, 1)), start])
         return graph.node("Where", [mask, permute(graph, new, 0, 2, 1, 3), past])
 
-    refused(idiom, "writes rows 5, 6, 7")
+    check_refused(idiom, "writes rows 5, 6, 7")
 
 
 def test_the_other_way_round():
@@ -188,7 +188,7 @@ def test_the_other_way_round():
     def idiom(graph: Graph, past: str, new: str) -> str:
         return graph.node("Where", [at(graph), past, permute(graph, new, 0, 2, 1, 3)])
 
-    refused(idiom, "writes rows 0, 1, 2")
+    check_refused(idiom, "writes rows 0, 1, 2")
 
 
 def test_sequences_that_swap_positions():
@@ -196,7 +196,7 @@ def test_sequences_that_swap_positions():
         backwards = graph.node("Slice", ["pos", *(graph.constant([v]) for v in (-1, -(1 << 40), 0, -1))])
         return graph.node("Where", [at(graph, pos=backwards), permute(graph, new, 0, 2, 1, 3), past])
 
-    refused(idiom, "at the position of another")
+    check_refused(idiom, "at the position of another")
 
 
 def test_rows_chosen_by_a_mask():
@@ -204,7 +204,7 @@ def test_rows_chosen_by_a_mask():
         mask = graph.input("write_mask", TensorProto.BOOL, ["B", 1, CAPACITY, 1])
         return graph.node("Where", [mask, permute(graph, new, 0, 2, 1, 3), past])
 
-    refused(idiom, "positions depend on data: they are computed from the contents of 'write_mask'", pos=None)
+    check_refused(idiom, "positions depend on data: they are computed from the contents of 'write_mask'", pos=None)
 
 
 def test_rows_chosen_by_two_positions():
@@ -213,7 +213,7 @@ def test_rows_chosen_by_two_positions():
         mask = graph.node("Or", [at(graph), at(graph, pos=other)])
         return graph.node("Where", [mask, permute(graph, new, 0, 2, 1, 3), past])
 
-    refused(idiom, "two inputs take part in them")
+    check_refused(idiom, "two inputs take part in them")
 
 
 def test_heads_are_no_rows():
@@ -222,7 +222,7 @@ def test_heads_are_no_rows():
         mask = graph.node("Equal", [graph.constant(np.arange(HEADS).reshape(1, -1, 1, 1)), row])
         return graph.node("Where", [mask, permute(graph, new, 0, 2, 1, 3), past])
 
-    refused(idiom, "where one new row has")
+    check_refused(idiom, "where one new row has")
 
 
 def test_past_that_is_read_as_well():
@@ -231,7 +231,7 @@ def test_past_that_is_read_as_well():
         graph.output("largest", TensorProto.FLOAT, [])
         return one_hot(graph, past, new)
 
-    refused(idiom, "ReduceMax 'node_largest' reads its past as well")
+    check_refused(idiom, "ReduceMax 'node_largest' reads its past as well")
 
 
 def test_tokens_and_positions_are_told_apart_with_the_smallest_weights():
