@@ -19,7 +19,12 @@ from trt_kvcache.importer.normalize.idioms import writes
 from trt_kvcache.verify import VerifyOptions
 
 VERIFY = VerifyOptions(batch=2, chunks=(2, 2), tokens=1)
-HOW = [Speech(), Speech(write="rows", mask="all"), Speech(mask="all", index_columns=2)]
+HOW = [
+    Speech(),
+    Speech(write="rows", mask="all"),
+    Speech(mask="all", index_columns=2),
+    Speech(room=24),  # more positions than tokens: their tables do not tell which is which
+]
 
 
 def saved(folder: Path, how: Speech) -> Path:

@@ -26,6 +26,7 @@ from trt_kvcache.importer.plan import (
     Dim,
     InterfaceChange,
     LogitsSpan,
+    OriginalRole,
     PlanOptions,
     Role,
     Route,
@@ -77,7 +78,7 @@ def analyze(
         caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)
     states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
-    roles = find_roles(model, _facts(graph, caches, states), options.config)
+    roles = find_roles(model, _facts(graph, caches, states, findings), options.config)
     if findings is None or not findings.original:
         check_exported(model, roles, options.capacity or max((c.capacity for c in caches), default=0))
     relaxed = _relaxed_masks(graph, options)
@@ -173,7 +174,10 @@ def _input_behind(graph: gs.Graph, tensor: gs.Tensor, ops: tuple[str, ...] = _VI
     return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
 
 
-def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> GraphFacts:
+def _facts(
+    graph: gs.Graph, caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...], findings: Findings | None
+) -> GraphFacts:
+    original = () if findings is None else findings.original
     carried = {name for c in caches for name in (c.past, c.present)} | {s.past for s in states}
     cross = find_cross_attention(graph, carried)
     lengths: set[str] = set()
@@ -193,6 +197,7 @@ def _facts(graph: gs.Graph, caches: tuple[CacheUpdate, ...], states: tuple[State
         updates={c.update: _update_axes(c) for c in caches},
         states={s.past: s.present for s in states},
         constants=cross.constants,
+        tokens=frozenset(t.name for t in original if t.role is OriginalRole.TOKENS),
     )
 
 

@@ -32,6 +32,7 @@ class GraphFacts:
         updates: written into a cache -> what each of its axes is, as in `TensorRole.axes`.
         states: past -> present of state that is no cache, graph inputs and outputs.
         constants: graph inputs that are given once per sequence: what cross-attention reads.
+        tokens: the graph inputs that bring the new tokens in the model as exported, where it was another one.
     """
 
     caches: dict[str, str]
@@ -43,6 +44,7 @@ class GraphFacts:
     updates: dict[str, tuple[str, ...]] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
     constants: frozenset[str] = frozenset()
+    tokens: frozenset[str] = frozenset()
 
 
 class Strength(IntEnum):
@@ -259,6 +261,9 @@ def collect_evidence(index: GraphIndex, facts: GraphFacts, capacity: int | None)
             shape = shape_of(info)
             if shape is not None and len(shape) in (2, 3) and shape[-1] == hidden and elem_type_of(info) in _FLOATS:
                 add(name, Role.TOKENS, Strength.LIKELY, f"embeddings of width {hidden}, and no token ids")
+    for name in facts.tokens & index.inputs.keys():
+        if all(e.role is not Role.TOKENS for e in found.get(name, ())):  # what says so may be gone, such as shapes
+            add(name, Role.TOKENS, Strength.EXACT, "brings the new tokens of the model as exported")
     return found
 
 
