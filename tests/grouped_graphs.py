@@ -16,7 +16,9 @@ class Grouped:
         form: "broadcast" (``[B, N, G, S, D] @ [B, N, 1, D, T]``), "einsum" (the same, as torch.einsum exports it),
             "jax" (with the text in front of the heads), "rows" (``[B, N, G * S, D] @ [B, N, D, T]``), "flat"
             (``[B * N, G, S, D] @ [B * N, 1, D, T]``); with groups in front of the heads that they share "front"
-            (``[B, G, N, S, D] @ [B, 1, N, D, T]``), "front einsum", and in one axis "tiled" (``keys.repeat``).
+            (``[B, G, N, S, D] @ [B, 1, N, D, T]``), "front einsum", and in one axis "tiled" (``keys.repeat``);
+            with the queries in one axis all the way "folded" (``[B, N, G * S, D]``), "folded back"
+            (``[B, N, S * G, D]``), and of one token "one" (``[B, N, G, D]``).
         mask: rank of the mask: 2, 3, 4 or 5.
         apply: "add" or "where".
         rolled: keys are those of other heads.
@@ -62,6 +64,11 @@ class Grouped:
                 times = g.constant([1, group, 1, 1])
                 values = g.node("Tile", [values, times])
                 scores = g.node("MatMul", [query, g.node("Tile", [turned, times])])
+            case "folded" | "folded back":
+                queries = self._turned(g, shaped(query, *whole, last))
+                scores = g.node("MatMul", [shaped(queries, batch, numbers(heads, -1), last), turned])
+            case "one":
+                scores = g.node("MatMul", [shaped(query, batch, numbers(heads, group), last), turned])
             case "einsum":
                 scores = g.node("Einsum", [shaped(query, *whole, last), keys], equation="bngsd,bntd->bngst")
             case "jax":
@@ -92,6 +99,10 @@ class Grouped:
                 output = g.node("Einsum", [weights, values], equation="bkgts,bskh->btkgh")
                 output = shaped(output, batch, length, numbers(heads * group), last)
                 return g.node("Transpose", [output], perm=[0, 2, 1, 3])
+            case "folded" | "folded back" | "one":
+                sizes = (length, numbers(group)) if self.form == "folded back" else (numbers(group), length)
+                output = shaped(g.node("MatMul", [weights, values]), batch, numbers(heads), *sizes, last)
+                output = self._turned(g, output)
             case "rows":
                 rows = shaped(weights, batch, numbers(heads, -1), g.node("Unsqueeze", [g.all, numbers(0)]))
                 output = g.node("MatMul", [rows, values])
@@ -101,6 +112,10 @@ class Grouped:
                 )
                 output = g.node("MatMul", [weights, apart])
         return shaped(output, batch, numbers(heads * group), length, last)
+
+    def _turned(self, g: Build, tensor: str) -> str:
+        """Groups and queries in the other order."""
+        return g.node("Transpose", [tensor], perm=[0, 1, 3, 2, 4]) if self.form == "folded back" else tensor
 
     def _weights(self, g: Build, scores: str) -> str:
         decoder = g.decoder
@@ -134,6 +149,13 @@ class Grouped:
         else:
             assert isinstance(g.decoder.mask, str)
             mask = MASKS[g.decoder.mask](g)
+        if self.form.startswith("folded"):  # ``[1, 1, G * S, T]``
+            mask = g.node("Unsqueeze", [mask, g.constant([3 if self.form == "folded back" else 2])])
+            group = g.decoder.heads // g.decoder.kv_heads
+            times = [1, 1, 1, group, 1] if self.form == "folded back" else [1, 1, group, 1, 1]
+            rows = g.node("Mul", [g.length, g.constant(group)])
+            sizes = [g.constant([-1, 1]), *(g.node("Unsqueeze", [n, g.constant([0])]) for n in (rows, g.all))]
+            return g.node("Reshape", [g.node("Tile", [mask, g.constant(times)]), g.node("Concat", sizes, axis=0)])
         if self.mask == 5:
             return g.node("Unsqueeze", [mask, g.constant([2])])
         return mask if self.mask == 4 else g.node("Squeeze", [mask, g.constant([0, 1][: 4 - self.mask])])

@@ -26,6 +26,11 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "groups in front, einsum": ({"heads": 6, "mask": "padding"}, {"form": "front einsum", "mask": 5}),
     "heads in turns": ({"heads": 6, "kv_heads": 3}, {"form": "tiled"}),
     "heads in turns, own mask": ({"heads": 6, "mask": "own"}, {"form": "tiled", "mask": 4}),
+    "group and queries all the way": ({"heads": 6}, {"form": "folded"}),
+    "group and queries all the way, padding": ({"mask": "padding", "layout": "bsnd"}, {"form": "folded"}),
+    "one token": ({"heads": 6, "sequence": 1}, {"form": "one"}),
+    "one token, padding": ({"sequence": 1, "mask": "padding"}, {"form": "one", "mask": 4}),
+    "one token, one key head": ({"sequence": 1, "kv_heads": 1, "window": 5}, {"form": "one", "apply": "where"}),
     "sinks": ({"heads": 6, "sinks": "weight"}, {}),
     "sinks, einsum": ({"heads": 6, "sinks": "weight", "window": 5}, {"form": "einsum", "apply": "where"}),
     "sinks, groups in front": ({"heads": 6, "kv_heads": 3, "sinks": "weight"}, {"form": "front", "mask": 5}),
@@ -44,10 +49,20 @@ def test_it_becomes_attention(settings: dict[str, Any], grouped: dict[str, Any],
     assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [heads]
 
 
-@pytest.mark.parametrize("form", ["broadcast", "einsum", "rows", "flat", "front", "tiled"])
+@pytest.mark.parametrize("form", ["broadcast", "einsum", "rows", "flat", "front", "tiled", "folded", "one"])
 def test_keys_of_other_heads_are_refused(form: str, tmp_path: Path) -> None:
+    settings = {"sequence": 1} if form == "one" else {}
     with pytest.raises(UnsupportedModelError, match="is not cache .* with its heads repeated"):
-        rewritten(make_decoder(_decoder({}, form=form, rolled=True)), tmp_path)
+        rewritten(make_decoder(_decoder(settings, form=form, rolled=True)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sequence", "why"), [("sequence", r"\[2, 2, 6, 4\] in a step of 3 tokens"), (2, "is none of the supported ones")]
+)
+def test_groups_behind_the_queries_are_refused(sequence: int | str, why: str, tmp_path: Path) -> None:
+    """``[B, N, S * G, D]``, also where steps are as long as groups are large."""
+    with pytest.raises(UnsupportedModelError, match=why):
+        rewritten(make_decoder(_decoder({"sequence": sequence, "positions": "past"}, form="folded back")), tmp_path)
 
 
 def test_sinks_in_front_of_the_scores_are_refused(tmp_path: Path) -> None:
@@ -60,11 +75,18 @@ def test_values_of_other_heads_than_keys_are_refused(tmp_path: Path) -> None:
         rewritten(make_decoder(_decoder({"batch": 1}, form="flat", crossed=True)), tmp_path)
 
 
-def test_queries_without_an_axis_for_tokens_are_refused(tmp_path: Path) -> None:
-    """``[B, N, G, D]`` in steps of one token: whether the third axis holds tokens or heads, only its length says."""
+def test_groups_over_some_heads_of_the_keys_are_refused(tmp_path: Path) -> None:
+    """``[B, N / 2, 2, D]`` in steps of one token, over the first half of the keys."""
     decoder = Decoder(heads=4, kv_heads=4, sequence=1, mask="none", attend=_one_token)
-    with pytest.raises(UnsupportedModelError, match=r"has the shape \[2, 2, 2, 4\] in a step of 1 tokens"):
+    with pytest.raises(UnsupportedModelError, match="is not cache .* with its heads repeated"):
         rewritten(make_decoder(decoder), tmp_path)
+
+
+def test_several_tokens_in_an_axis_of_their_own_are_no_groups(tmp_path: Path) -> None:
+    """The same axes, where steps have two tokens and each head of queries has its own of keys."""
+    decoder = Decoder(heads=2, kv_heads=2, sequence=2, positions="past")
+    result = compare(make_decoder(decoder), tmp_path)
+    assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [(2, 2)]
 
 
 def _one_token(g: Any, query: str, keys: str, values: str) -> str:

@@ -3,6 +3,7 @@
     Q [B, N, G, S, D] @ K [B, N, 1, D, T] -- Add(mask), Softmax [B, N, G, S, T] -- @ V [B, N, 1, T, D]
     Q [B, G, N, S, D] @ K [B, 1, N, D, T] -- Add(mask), Softmax [B, G, N, S, T] -- @ V [B, 1, N, T, D]
     Q [B, N, G*S, D]  @ K [B, N, D, T]    -- Reshape, Add(mask), Softmax, Reshape -- @ V [B, N, T, D]
+    Q [B, N, G, D]    @ K [B, N, D, T]    -- Add(mask), Softmax [B, N, G, T] -- @ V [B, N, T, D]     of one token
 
 becomes the same over ``[B, N*G, S, ...]``, or ``[B, G*N, S, ...]``, with keys and values that are repeated: every
 operator gets Reshapes around it that merge the axes in front of it and split them behind it. All of these hold the
@@ -17,9 +18,10 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import INT64, Emitter, consumers, dims, input_or_none, is_op, small_constant
+from trt_kvcache.importer.graph import INT64, Emitter, consumers, dims, input_or_none, is_op, producer, small_constant
 from trt_kvcache.importer.normalize.attention.merged_heads import past_behind, read_of, scored
 from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.plan import Dim
 
 _AXES = {"ReduceMax": 1, "Slice": 3}  # which of their inputs these are
 
@@ -48,13 +50,15 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
         graph: sorted, with shapes as far as they are known.
         candidates: what looks like its caches.
     """
+    candidates = list(candidates)
     pasts = dict(read_of(candidates))
+    singly = {c.past.name for c in candidates if _is_single(c)}
     found: dict[int, _Group] = {}
     scores: set[str] = set()
     for node in graph.nodes:
         if is_op(node, "MatMul") and (past := past_behind(node.inputs[1], pasts)) is not None:
             around = scored(node.outputs[0], ("Concat", "ReduceMax", "Slice"))  # of sinks
-            if around and (group := _group(node, around, past)) is not None:
+            if around and (group := _group(node, around, past, past.name in singly)) is not None:
                 scores |= {n.outputs[0].name for n in (node, *around)}
                 found.update((id(n), group) for n in (node, *around) if not is_op(n, "Reshape"))
                 products = [n for inner in around for n in consumers(inner.outputs[0]) if is_op(n, "MatMul")]
@@ -66,7 +70,14 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
             merger.merge(node, found_group)
 
 
-def _group(product: gs.Node, around: list[gs.Node], past: gs.Tensor) -> _Group | None:
+def _is_single(candidate: Candidate) -> bool:
+    """Whether what is written to a cache is one row, in every step."""
+    axis = candidate.axis
+    rows = [shape for t in candidate.updates if len(shape := dims(t) or ()) == len(candidate.past.shape or ())]
+    return axis is not None and bool(rows) and all(shape[axis] == 1 for shape in rows)
+
+
+def _group(product: gs.Node, around: list[gs.Node], past: gs.Tensor, is_single: bool) -> _Group | None:
     """The groups of an attention, by what its scores look like; None where it has none."""
     heads = (dims(past) or ("?", "?"))[1]
     shapes = [dims(n.outputs[0]) or () for n in (product, *around)]
@@ -77,12 +88,28 @@ def _group(product: gs.Node, around: list[gs.Node], past: gs.Tensor) -> _Group |
         heads, size = wide[1:3]
     elif is_flat and heads != 1:
         size = queries[1]
+    elif len(queries) == len(keys) == 4:
+        heads, size = keys[1], _folded(product.inputs[0], is_single=is_single)
     else:
         return None
     if not isinstance(heads, int) or not isinstance(size, int) or len(shapes[0]) < 4:
         return None
     group = _Group(past, heads, size, is_flat)
     return group if all(_keeps_keys(n) for n in around) and _fits(product, group) else None
+
+
+def _folded(query: gs.Tensor, *, is_single: bool) -> Dim:
+    """How many heads of a group are in one axis ``[B, N, G*S, D]`` with S queries each; `?`: none, or it is not known.
+
+    Where steps are of one token, all that this axis holds; else what was there before the axis was made.
+    """
+    _, heads, rows, size = dims(query) or ("?",) * 4
+    if is_single:
+        return rows if rows != 1 else "?"
+    while (node := producer(query)) is not None and is_op(node, "Mul", "Div", "Cast", "Identity"):
+        query = max(node.inputs, key=lambda t: len(dims(t) or ()))
+    before = (dims(node.inputs[0]) or ()) if node is not None and is_op(node, "Reshape") else ()
+    return before[2] if len(before) == 5 and (before[1], before[4]) == (heads, size) and before[2] != 1 else "?"
 
 
 def _keeps_keys(node: gs.Node) -> bool:
@@ -104,8 +131,13 @@ def _fits(product: gs.Node, group: _Group) -> bool:
         return False
     if group.is_flat:
         return (left[1], right[1]) == (group.size, 1)
-    # As many heads as queries in a group: which of them an axis holds, only the one in front of it says.
-    return left[1] == right[1] == group.heads and (group.heads != group.size or left[0] == right[0] != "?")
+    if not left[1] == right[1] == group.heads:
+        return False
+    # As many heads as queries in a group: which of them an axis holds, only the one in front of it says. Where keys
+    # have the cache's batch there, of any size, no other axis fits.
+    batch = (dims(group.past) or ("?",))[0]
+    is_batch = isinstance(batch, str) and right[0] == batch != "?" and isinstance(left[0], str)
+    return group.heads != group.size or left[0] == right[0] != "?" or is_batch
 
 
 class _Merger:
