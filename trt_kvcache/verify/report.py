@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError, VerificationError
 
+# More shows nothing that fewer do not; the schedule of a number like 10 ** 20 would never end.
+_MOST_ROWS = 1 << 16
+_MOST_TOKENS = 1 << 20
+
 
 @dataclass(frozen=True)
 class VerifyOptions:
@@ -33,12 +37,14 @@ class VerifyOptions:
     inputs: str | None = None
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise OptionError(f"the verification batch is {self.batch}; it must be at least 1")
-        if any(chunk < 1 for chunk in self.chunks):
-            raise OptionError(f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token")
-        if self.tokens is not None and self.tokens < 0:
-            raise OptionError(f"{self.tokens} single-token steps; there must be 0 or more")
+        if not 1 <= self.batch <= _MOST_ROWS:
+            raise OptionError(f"the verification batch is {self.batch}; it must be at least 1, at most {_MOST_ROWS}")
+        if not all(1 <= chunk <= _MOST_TOKENS for chunk in self.chunks):
+            raise OptionError(
+                f"the prefill chunks are {list(self.chunks)}; each must be at least 1 token, at most {_MOST_TOKENS}"
+            )
+        if self.tokens is not None and not 0 <= self.tokens <= _MOST_TOKENS:
+            raise OptionError(f"{self.tokens} single-token steps; there must be 0 or more, at most {_MOST_TOKENS}")
         if self.tokens == 0 and not self.chunks:
             raise OptionError(f"{self.tokens} single-token steps and no chunk: there must be at least one step")
         if self.tolerance is not None and not 0 <= self.tolerance < 1:
