@@ -1,4 +1,4 @@
-"""Inputs that fix a size on their own, where all others leave it open: verification keeps to it."""
+"""What single inputs and outputs declare on their own, unlike all others: sizes, types; verification keeps to it."""
 
 from __future__ import annotations
 
@@ -56,3 +56,16 @@ def test_a_model_that_divides_by_zero_is_run_by_no_engine(tmp_path: Path) -> Non
 
     with pytest.raises(UnsupportedModelError, match="no engine here runs the original model"):
         verified(make_decoder(Decoder(after=after)), tmp_path)
+
+
+def test_logits_of_float64_are_made_of_float32(tmp_path: Path) -> None:
+    """So they are apart as float32 ones are."""
+    model = make_decoder(Decoder(layers=8, heads=8, kv_heads=4, size=16))
+    for node in model.graph.node:
+        node.output[:] = ["narrow" if name == "logits" else name for name in node.output]
+    model.graph.node.append(onnx.helper.make_node("Cast", ["narrow"], ["logits"], to=TensorProto.DOUBLE))
+    next(v for v in model.graph.output if v.name == "logits").type.tensor_type.elem_type = TensorProto.DOUBLE
+    report = verified(model, tmp_path)
+    report.check()
+    logits = next(o for o in report.outputs if o.name == "logits")
+    assert 0 < logits.max_relative < logits.tolerance == 1e-4
