@@ -171,8 +171,6 @@ def _double(manifest: Manifest) -> Manifest:
         (_alias, "aliases binds 'updated_key_cache.0' to 'value_cache.0', the plan to 'key_cache.0'"),
         (_capacity, "cache 'key_cache.0' has a capacity of 4096, its shape says otherwise"),
         (_shape, r"input 'key_cache.0' is float \['batch', 2, 64, 16\], its cache float \['batch', 2, 4096, 16\]"),
-        (_rank, r"cache 'key_cache.0' has a capacity of 64, its shape says otherwise"),
-        (_axes, r"input 'input_ids' \[.*\] has axes or profiles of another length"),
         (_double, "double_buffered binds 'updated_key_cache.0' to 'key_cache.0', the plan to None"),
         (lambda m: replace(m, max_batch=9), "max_batch is 9, the profiles of 'input_ids' end at 3"),
         (lambda m: replace(m, max_chunk=9), "max_chunk is 9, the profiles of 'input_ids' end at 8"),
@@ -181,6 +179,20 @@ def _double(manifest: Manifest) -> Manifest:
 def test_manifest_edited_by_hand(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
     edit(engine, change)
     check_refused(ManifestError, f"its manifest contradicts itself: .*{words}.*; build the engine again", engine)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_rank, r"cache 'key_cache.0' \['batch'\] has no axis 2"),
+        (_axes, r"input 'input_ids' \[.*\] has axes or profiles of another length"),
+    ],
+)
+def test_shapes_of_another_length(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
+    edit(engine, change)
+    check_refused(ManifestError, f"not a valid manifest: {words}; build the engine again", engine)
+    with pytest.raises(ManifestError, match=words):  # as inspect and others read it
+        load_manifest(engine)
 
 
 def test_profiles_edited_by_hand(engine: Path) -> None:

@@ -171,11 +171,32 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
                 f"{file}: manifest schema {version}; this version of trt_kvcache knows schema {SCHEMA_VERSION}: "
                 "use the version of trt_kvcache that built the engine, or build it again"
             )
-        return msgspec.json.decode(data, type=Manifest)
+        manifest = msgspec.json.decode(data, type=Manifest)
+        _check_ranks(manifest)
+        return manifest
     except msgspec.ValidationError as error:
         raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
+
+
+def _check_ranks(manifest: Manifest) -> None:
+    """Make sure that axes, profiles and shapes go together, as everything that reads a manifest takes for granted.
+
+    Raises:
+        ValidationError: they do not.
+    """
+    for cache in manifest.plan.caches:
+        if not 0 <= cache.physical_sequence_axis < len(cache.physical_shape):
+            shape = list(cache.physical_shape)
+            raise msgspec.ValidationError(f"cache {cache.past!r} {shape} has no axis {cache.physical_sequence_axis}")
+    for tensor in manifest.plan.tensors:
+        ranges = [r for p in manifest.profiles for name, r in p.shapes.items() if name == tensor.name]
+        ranks = {len(tensor.axes), *(len(shape) for r in ranges for shape in (r.min, r.opt, r.max))}
+        if ranks != {len(tensor.shape)}:
+            raise msgspec.ValidationError(
+                f"{tensor.io} {tensor.name!r} {list(tensor.shape)} has axes or profiles of another length"
+            )
 
 
 def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:

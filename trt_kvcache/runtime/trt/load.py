@@ -143,7 +143,7 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
                 problems.append(
                     f"{key[0]} {key[1]!r} is {found_text}, its cache {cache.dtype} {list(cache.physical_shape)}"
                 )
-        if dict(enumerate(cache.physical_shape)).get(cache.physical_sequence_axis) != cache.capacity:
+        if cache.physical_shape[cache.physical_sequence_axis] != cache.capacity:
             problems.append(f"cache {cache.past!r} has a capacity of {cache.capacity}, its shape says otherwise")
     for state in manifest.plan.states:
         for key in (("input", state.past), ("output", state.present)):
@@ -151,20 +151,9 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
             if tensor is None or tensor.shape[1:] != state.shape[1:] or tensor.dtype != state.dtype:
                 found_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 problems.append(f"{key[0]} {key[1]!r} is {found_text}, its state {state.dtype} {list(state.shape)}")
-    problems += _ranks(manifest) or _limits(manifest)
+    problems += _limits(manifest)
     if problems:
         raise ManifestError(f"{path}: its manifest contradicts itself: {'; '.join(problems)}; build the engine again")
-
-
-def _ranks(manifest: Manifest) -> list[str]:
-    """Axes and profiles that are not those of a tensor's shape."""
-    problems = []
-    for tensor in manifest.plan.tensors:
-        ranges = [r for p in manifest.profiles for name, r in p.shapes.items() if name == tensor.name]
-        lengths = {len(tensor.axes), *(len(shape) for r in ranges for shape in (r.min, r.opt, r.max))}
-        if lengths != {len(tensor.shape)}:
-            problems.append(f"{tensor.io} {tensor.name!r} {list(tensor.shape)} has axes or profiles of another length")
-    return problems
 
 
 def _limits(manifest: Manifest) -> list[str]:
