@@ -43,6 +43,12 @@ class PositionRows:
     table: gs.Tensor | None = None
     taking: Taking | None = None
 
+    @property
+    def positions(self) -> int:
+        """Of how many the table has rows."""
+        assert self.table is not None
+        return int((dims(self.table) or ())[self.axis]) - self.offset
+
     def emit(self, canonical: Canonical, positions: gs.Tensor) -> gs.Tensor:
         """The same of other positions.
 
@@ -57,12 +63,11 @@ class PositionRows:
         if self.offset:
             positions = emit.op("Add", [positions, emit.ints(self.offset)], "row_positions")
         if self.table is not None:
-            rows = int((dims(self.table) or ())[self.axis])
-            if rows < canonical.capacity + self.offset:
+            if self.positions < canonical.capacity:
                 raise OptionError(
-                    f"--capacity is {canonical.capacity}, but the model has {rows - self.offset} positions: "
+                    f"--capacity is {canonical.capacity}, but the model has {self.positions} positions: "
                     f"'{self.tensor.name}' holds rows of the table '{self.table.name}'; give at most --capacity "
-                    f"{rows - self.offset}"
+                    f"{self.positions}"
                 )
             return emit.op("Gather", [self.table, positions], "position_rows", axis=self.axis)
         shape = [1] * len(self.tensor.shape)

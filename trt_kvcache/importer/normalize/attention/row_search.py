@@ -70,10 +70,25 @@ class RowFunctions:
             rows = None if output.name in self.found else find_position_rows(node, samples)
             if rows is not None and (given is not None or not rows.is_new):
                 self.found[output.name] = RowFunction(output, (rows.axis,), (), is_new=rows.is_new, rows=rows)
+        self._explain_short_tables(samples.capacity)
 
     def is_given(self, name: str) -> bool:
         """Whether a tensor is made of positions that are inputs."""
         return name in self._given
+
+    def _explain_short_tables(self, capacity: int) -> None:
+        """Say which caches meet rows of tables that end before the capacity: there nothing else can be proven."""
+        for function in self.found.values():
+            for tensor in function.inputs if function.writes else ():
+                rows = self.found[tensor.name].rows if tensor.name in self.found else None
+                if rows is None or rows.table is None or (most := rows.positions) >= capacity:
+                    continue
+                for write in function.writes:
+                    reason = (
+                        f"--capacity is {capacity}, but the table '{rows.table.name}', rows of which it is computed "
+                        f"with, has {most} positions: give at most --capacity {most}"
+                    )
+                    self.reasons.setdefault(write.past.name, reason)
 
     def _follow(self, node: gs.Node) -> None:
         if all(t.name in self.found for t in node.outputs):
