@@ -370,7 +370,8 @@ def test_scatter_in_a_function(tmp_path: Path, opset: int, axis: int, said: str)
 
 @pytest.mark.parametrize("axis", [1, 2, 3, -1, -2, -3])
 def test_legal_axes_load(tmp_path: Path, axis: int) -> None:
-    load_source(write(tmp_path / "model.onnx", scatter_model(("B", 16, 16, 16), axis=axis)))
+    model = scatter_model(("B", 16, 16, 16), axis=axis)
+    assert load_source(write(tmp_path / "model.onnx", model)).proto == model
 
 
 # --- writing
@@ -416,6 +417,7 @@ def test_save_refuses_to_replace_a_different_data_file(stored: Path, tmp_path: P
         ("source/weights/a.bin", "belongs to the source model"),
         ("link.onnx", "belongs to the source model"),
         ("source", "is a directory"),
+        ("/", "is a directory"),
         ("no/out.onnx", "its folder does not exist; create"),
     ],
 )

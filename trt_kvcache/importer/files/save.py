@@ -53,9 +53,10 @@ def save_model(
             file must be copied. Nothing is left behind.
     """
     target = Path(output).absolute()
+    _check_target(target, source)
     changed = target.with_name(f"{target.name}.signed")
-    for file in (target, changed) if flipped else (target,):
-        _check_target(file, source)
+    if flipped:
+        _check_target(changed, source)
     data = {} if target.parent.samefile(source.path.parent) else _data_files(proto, target, source, flipped)
     if flipped and changed in data:
         raise OutputError(f"{changed}: a data file of the model has this name; write to another path")
