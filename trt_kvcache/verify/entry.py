@@ -25,8 +25,10 @@ from trt_kvcache.verify.runnable import (
 )
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
+_DEFAULTS = VerifyOptions()
 
-def verify_import(imported: ImportedModel, verify: VerifyOptions) -> VerifyReport:
+
+def verify_import(imported: ImportedModel, verify: VerifyOptions = _DEFAULTS) -> VerifyReport:
     """Verifies a model that has been imported already; see `trt_kvcache.verify.verify_model`."""
     if imported.model is imported.source.proto:
         raise UnsupportedModelError(

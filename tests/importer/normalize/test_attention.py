@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from concat_decode import Decode, compare, normalized, rewritten
+from concat_decode import CAPACITY, Decode, compare, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -170,11 +170,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "last 6 rows": ({"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"}, "is not cache"),
     "last 16 rows": (
         {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none"},
-        "reads 16 of the 24 rows of cache 'past_key_values.0.key'",
+        f"reads 16 of the {CAPACITY} rows of cache 'past_key_values.0.key'",
     ),
     "last 16 rows, one token at a time": (
         {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none", "sequence": 1},
-        "reads 16 of the 24 rows of cache 'past_key_values.0.key'",
+        f"reads 16 of the {CAPACITY} rows of cache 'past_key_values.0.key'",
     ),
 }
 

@@ -31,26 +31,26 @@ def attention(decoder: Decoder, capacity: int = CAPACITY) -> tuple[NodeProto, di
 @pytest.mark.parametrize("apply", ["add", "where", "hide"])
 def test_causal_masks_become_an_attribute(tmp_path: Path, mask: str, apply: str) -> None:
     decoder = Decoder(mask=mask, apply=apply)
+    compare(make_decoder(decoder), tmp_path)
     node, attrs = attention(decoder)
     assert attrs["is_causal"] == 1
     assert list(node.input[3:]) == ["", "", "", "nonpad_kv_seqlen"]
     assert "left_window_size" not in attrs
-    compare(make_decoder(decoder), tmp_path)
 
 
 @pytest.mark.parametrize("mask", ["past", "padding", "positions"])
-@pytest.mark.parametrize("window", [1, 2, 5, 23])
+@pytest.mark.parametrize("window", [1, 2, 5, CAPACITY - 1])
 def test_windows_become_an_attribute(tmp_path: Path, mask: str, window: int) -> None:
     decoder = Decoder(mask=mask, window=window)
-    assert attention(decoder)[1]["left_window_size"] == window - 1
     compare(make_decoder(decoder), tmp_path)
+    assert attention(decoder)[1]["left_window_size"] == window - 1
 
 
 @pytest.mark.parametrize("window", [CAPACITY, CAPACITY + 3])
 def test_a_window_that_the_capacity_never_fills_is_causal(tmp_path: Path, window: int) -> None:
     decoder = Decoder(window=window)
-    assert "left_window_size" not in attention(decoder)[1]
     compare(make_decoder(decoder), tmp_path)
+    assert "left_window_size" not in attention(decoder)[1]
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -65504.0, float(np.finfo(np.float32).min), -np.inf])
@@ -60,14 +60,14 @@ def test_hidden_is_any_very_low_number(tmp_path: Path, lowest: float) -> None:
 
 def test_without_a_mask_every_token_sees_every_other(tmp_path: Path) -> None:
     decoder = Decoder(mask="none")
-    assert attention(decoder)[1]["is_causal"] == 0
     compare(make_decoder(decoder), tmp_path)
+    assert attention(decoder)[1]["is_causal"] == 0
 
 
 def test_one_token_at_a_time_needs_no_mask(tmp_path: Path) -> None:
     decoder = Decoder(mask="none", sequence=1)
-    assert attention(decoder)[1]["is_causal"] == 1
     compare(make_decoder(decoder), tmp_path)
+    assert attention(decoder)[1]["is_causal"] == 1
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import onnx
 import pytest
@@ -14,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from merged_graphs import Merged, by_length, cross_attention, fixed, heads_first, mixed, shuffled
 
-from trt_kvcache import BuildOptions, PlanOptions, build_engine, plan_model, verify_model
+from trt_kvcache import PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import AttentionKind, Role
+from trt_kvcache.importer.plan import AttentionKind, Role, Route
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "BART": ({"mask": "padding"}, {}),
@@ -131,12 +132,12 @@ def test_beside_an_encoder(tmp_path: Path, split: str) -> None:
 def test_builds(tmp_path: Path, name: str) -> None:
     """With heads of 16 in half precision: attention is one kernel, and every cache is updated in place."""
     settings, merged = VARIANTS[name]
-    path, options = tmp_path / "model.onnx", PlanOptions(capacity=256)
-    onnx.save(make_decoder(_decoder({**settings, "dtype": np.float16, "size": 16}, **merged)), path)
-    plan = plan_model(path, options)
-    assert [attention.kind for attention in plan.attention] == [AttentionKind.FUSED]
-    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=BuildOptions(max_batch=2))
-    assert manifest.aliases == {cache.present: cache.past for cache in plan.caches}
+    model = make_decoder(_decoder({**settings, "dtype": np.float16, "size": 16}, **merged))
+    result = rewritten(model, tmp_path, 256)
+    assert [attention.kind for attention in result.plan.attention] == [AttentionKind.FUSED]
+    assert {cache.route for cache in result.plan.caches} == {Route.NATIVE}
+    outcome = harness.build(result)
+    assert outcome.stage == "built", outcome.words
 
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {

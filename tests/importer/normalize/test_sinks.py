@@ -11,15 +11,16 @@ import harness
 import numpy as np
 import onnx
 import pytest
-from concat_decode import GARBAGE, Decode, compare, rewritten, run
+from concat_decode import CAPACITY, GARBAGE, Decode, compare, rewritten, run
 from concat_graphs import Build, Decoder, beside_sinks, make_decoder, sink_column, without_sinks
 from graphs import Graph
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from trt_kvcache import InvalidModelError, UnsupportedModelError, plan_model, verify_model
-from trt_kvcache.importer.plan import AttentionKind, Fallback, PlanOptions, Sliding
+from trt_kvcache import InvalidModelError, UnsupportedModelError, plan_model
+from trt_kvcache.importer.plan import AttentionKind, Fallback, Sliding
+from trt_kvcache.verify import verify_import
 
 LONG = 40
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -123,16 +124,16 @@ def test_windows_and_full_layers_in_turns(tmp_path: Path) -> None:
     model = make_decoder(Decoder(sinks="weight", layers=2, scores=near))
     compare(model, tmp_path)
     result = rewritten(model, tmp_path, sliding=Sliding.CIRCULAR, window_chunk=4)
-    assert sorted(c.capacity for c in result.plan.caches) == [7, 7, 24, 24]
+    assert sorted(c.capacity for c in result.plan.caches) == [7, 7, CAPACITY, CAPACITY]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("how", [{}, {"window": 5}, {"mask": "own"}], ids=str)
 def test_from_export_to_engine(tmp_path: Path, dtype: Any, how: dict[str, Any]) -> None:
     model = make_decoder(Decoder(sinks="weight", dtype=dtype, size=16, layers=2, **how))
-    onnx.save(model, tmp_path / "model.onnx")
-    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).check()
-    outcome = harness.build(rewritten(model, tmp_path))
+    result = rewritten(model, tmp_path)
+    verify_import(result).check()
+    outcome = harness.build(result)
     assert outcome.stage == "built", outcome.words
 
 

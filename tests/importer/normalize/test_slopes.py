@@ -10,14 +10,15 @@ import harness
 import numpy as np
 import onnx
 import pytest
-from concat_decode import compare, rewritten
+from concat_decode import CAPACITY, compare, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from slope_graphs import absolute, added, as_float, counted, distance, one_slope, table, times_slopes
 
-from trt_kvcache import UnsupportedModelError, verify_model
+from trt_kvcache import UnsupportedModelError
 from trt_kvcache.importer.normalize.attention import slopes
-from trt_kvcache.importer.plan import AttentionKind, PlanOptions, Sliding
+from trt_kvcache.importer.plan import AttentionKind, Sliding
 from trt_kvcache.runtime.ort.attention import fuse_attention
+from trt_kvcache.verify import verify_import
 
 
 def scaled_behind(g: Build, scores: str) -> str:
@@ -107,7 +108,7 @@ def test_most_rows_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 def test_windows_with_slopes_stay_linear(tmp_path: Path) -> None:
     model = make_decoder(Decoder(scores=added(counted), window=5))
     plan = rewritten(model, tmp_path, sliding=Sliding.CIRCULAR, window_chunk=4).plan
-    assert {c.capacity for c in plan.caches} == {24}
+    assert {c.capacity for c in plan.caches} == {CAPACITY}
 
 
 def test_the_cpu_keeps_attention_with_slopes(tmp_path: Path) -> None:
@@ -121,9 +122,9 @@ def test_the_cpu_keeps_attention_with_slopes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_from_export_to_engine(tmp_path: Path, dtype: Any) -> None:
     model = make_decoder(Decoder(scores=added(counted), dtype=dtype, size=16, layers=2))
-    onnx.save(model, tmp_path / "model.onnx")
-    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).check()
-    outcome = harness.build(rewritten(model, tmp_path))
+    result = rewritten(model, tmp_path)
+    verify_import(result).check()
+    outcome = harness.build(result)
     assert outcome.stage == "built", outcome.words
 
 
