@@ -79,6 +79,15 @@ def wide_update() -> onnx.ModelProto:
     return model
 
 
+def of_another_kind(kind: str) -> onnx.ModelProto:
+    """Where a cache is no tensor."""
+    model = scatter_model()
+    declared = model.graph.input[0].type
+    tensor = onnx.TypeProto.Tensor.FromString(declared.tensor_type.SerializeToString())
+    getattr(declared, f"{kind}_type").elem_type.tensor_type.CopyFrom(tensor)
+    return model
+
+
 BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda folder: folder / "no.onnx", "no such file; give the path of an .onnx file"),
     "truncated": (damaged(truncate), "not an ONNX model, or truncated"),
@@ -95,6 +104,14 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "update shape": (of(wide_update()), "they differ on axis 1; they may differ only on the sequence axis 2"),
     "long update": (of(scatter_model(length=17)), "writes an update of 17 tokens into a cache of 16"),
     "no capacity": (of(scatter_model(("B", 2, "L", 8))), "pass --capacity N"),
+    "sequence": (
+        of(of_another_kind("sequence")),
+        "is of type sequence; supported are inputs and outputs that are tensors",
+    ),
+    "optional": (
+        of(of_another_kind("optional")),
+        "is of type optional; supported are inputs and outputs that are tensors",
+    ),
     "dtype": (of(scatter_model(dtype=TensorProto.COMPLEX64)), "complex64"),
 }
 

@@ -218,7 +218,7 @@ def _geometry(
     )
     if key not in masks:
         masks[key] = MaskGeometry(
-            name=f"{NAME_PREFIX}mask_{len(masks)}",
+            name=_free_name(graph, len(masks)),
             causal=facts.causal,
             lengths=facts.lengths.name if facts.lengths is not None else None,
             left_window=facts.left_window,
@@ -230,6 +230,14 @@ def _geometry(
             slopes=facts.slopes.name if facts.slopes is not None else None,
         )
     return masks[key]
+
+
+def _free_name(graph: gs.Graph, number: int) -> str:
+    """Of a mask; a model that is a rewritten one already may have some."""
+    name, taken = f"{NAME_PREFIX}mask_{number}", graph.tensors().keys()
+    while name in taken:
+        name += "_"
+    return name
 
 
 def _key_identity(facts: AttentionFacts) -> object:

@@ -15,7 +15,7 @@ import onnx.inliner
 from google.protobuf.message import Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
-from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.files.element_types import check_element_types
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
@@ -60,6 +60,7 @@ def check_graph(model: ModelProto, source: str) -> None:
         InvalidModelError: a rule is broken; the message names the node.
     """
     _check_text(model, source)
+    _check_are_tensors(model.graph, source)
     _check_types(model, source)
     _check_opset(model, source)
     _check_flags(model, source)
@@ -182,6 +183,17 @@ def _check_text(message: Message, source: str) -> None:
         elif field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in values):
             bad = next(text for text in values if isinstance(text, bytes))
             raise InvalidModelError(f"{source}: a {field.name} in it is not text: {bad[:40]!r}; export the model again")
+
+
+def _check_are_tensors(graph: GraphProto, source: str) -> None:
+    """Refuse inputs and outputs that are sequences, maps or optional."""
+    for info in (*graph.input, *graph.output):
+        kind = info.type.WhichOneof("value")
+        if kind not in (None, "tensor_type"):
+            raise UnsupportedModelError(
+                f"{source}: '{info.name}' is of type {kind.removesuffix('_type')}; supported are inputs and outputs "
+                "that are tensors: export each cache as an input and an output of its own"
+            )
 
 
 def _check_types(model: ModelProto, source: str) -> None:
