@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from concat_graphs import TYPES, Build, Decoder, _attend
-from onnx import helper
+from onnx import TensorProto, helper
 
 Change = Callable[[Build, str], str]
 
@@ -26,7 +26,8 @@ class Latent:
             ("blocks"), or keys and values each by a weight of their own ("two").
         plain, width: columns of the keys without positions, and of the values; 0: as many as of a cache.
         kv_heads: of keys and values, which are repeated; 0: as many as of queries.
-        join: how the two parts of a key come together: "concat", "scatter", or "reversed": scattered, the last first.
+        join: how the two parts of a key come together: "concat", "scatter", "reversed": scattered, the last first, or
+            "cast": scattered into zeros of another type, as ModelOpt's AutoCast leaves them.
         parts: how keys and values are parted: "split" or "slice".
         norm: of the latents, behind the cache: "pieces", "operator" or "".
         bias: is added to keys and values.
@@ -142,10 +143,13 @@ class Latent:
         heads = g.constant(self.kv_heads or g.decoder.heads)
         whole = [g.size_of(g.tokens, 0), heads, g.all, g.constant(end + size)]
         shape = g.node("Concat", [g.node("Unsqueeze", [n, g.constant([0])]) for n in whole], axis=0)
-        zero = helper.make_tensor("", TYPES[g.decoder.dtype], [1], [0])
+        dtype = TYPES[g.decoder.dtype]
+        zero = helper.make_tensor("", TensorProto.DOUBLE if self.join == "cast" else dtype, [1], [0])
         made = g.node("ConstantOfShape", [shape], value=zero)
+        if self.join == "cast":
+            made = g.node("Cast", [made], to=dtype)
         writes = [(plain, 0, end), (spread, end, 2**63 - 1)]
-        for part, start, end in writes if self.join == "scatter" else reversed(writes):
+        for part, start, end in reversed(writes) if self.join == "reversed" else writes:
             made = written(g, made, part, start, end)
         return made
 

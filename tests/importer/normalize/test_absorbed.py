@@ -190,7 +190,7 @@ def test_expanded_on_demand(tmp_path: Path, name: str) -> None:
         products=st.sampled_from(["one", "two"]),
         plain=st.integers(1, 9),
         width=st.integers(1, 9),
-        join=st.sampled_from(["concat", "scatter", "reversed"]),
+        join=st.sampled_from(["concat", "scatter", "reversed", "cast"]),
         parts=st.sampled_from(["split", "slice"]),
         norm=st.sampled_from(["", "pieces", "operator"]),
     ),

@@ -24,6 +24,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "weights for each head": ({"heads": "weights"}, {}),
     "written side by side": ({"join": "scatter"}, {}),
     "written side by side, the last first": ({"join": "reversed"}, {}),
+    "written side by side into zeros of another type": ({"join": "cast"}, {}),
     "cut apart": ({"parts": "slice"}, {}),
     "bias": ({"bias": True}, {}),
     "norm in pieces": ({"norm": "pieces"}, {}),
@@ -68,7 +69,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
     attend=st.builds(
         Latent,
         heads=st.sampled_from(["reshape", "weights"]),
-        join=st.sampled_from(["concat", "scatter", "reversed"]),
+        join=st.sampled_from(["concat", "scatter", "reversed", "cast"]),
         parts=st.sampled_from(["split", "slice"]),
         norm=st.sampled_from(["", "pieces", "operator"]),
         bias=st.booleans(),
@@ -293,7 +294,14 @@ def _added(g: Build, tensor: str) -> str:
     return written(g, tensor, g.node("Slice", [tensor, *map(g.constant, ([0], [2], [3]))]), 1, 3, "add")
 
 
-@pytest.mark.parametrize("change", [_twice, _added])
+def _rounded(g: Build, tensor: str) -> str:
+    """All of it, after it was rounded: nothing is joined across a Cast."""
+    half = g.node("Cast", [tensor], to=onnx.TensorProto.FLOAT16)
+    again = g.node("Cast", [half], to=onnx.TensorProto.FLOAT)
+    return written(g, again, g.node("Slice", [tensor, *map(g.constant, ([0], [2], [3]))]), 1, 3)
+
+
+@pytest.mark.parametrize("change", [_twice, _added, _rounded])
 def test_what_is_written_into_more_than_zeros_is_no_concatenation(tmp_path: Path, change: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="ScatterND .* is none of the operators"):
         rewritten(make_decoder(latent_decoder(Latent(join="scatter", keys=change))), tmp_path)

@@ -4,7 +4,7 @@
         ScatterND(rows 16..23) -> Transpose                     becomes           Concat(a, b, axis=-1)
 
 torch writes an assignment to a slice so (``k[..., :16] = a; k[..., 16:] = b``). Where the parts cover everything,
-nothing is left of the zeros, nor of their shape, which is as long as the text.
+nothing is left of the zeros, nor of their type or their shape, which is as long as the text.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _chain(node: gs.Node) -> list[tuple[gs.Node, Perm]]:
     found: list[tuple[gs.Node, Perm]] = []
     current: gs.Node | None = node
     perm: Perm = ()
-    while current is not None and not is_op(current, "ConstantOfShape"):
+    while current is not None and not _fills(current):
         if is_op(current, "Transpose") and "perm" in current.attrs and perm:
             perm = tuple(current.attrs["perm"][axis] for axis in perm)
         elif is_op(current, "ScatterND") and current.attrs.get("reduction", "none") in ("none", b"none"):
@@ -102,6 +102,12 @@ def _chain(node: gs.Node) -> list[tuple[gs.Node, Perm]]:
             return []
         current = producer(current.inputs[0])
     return found if current is not None and all(p for _, p in found) else []
+
+
+def _fills(node: gs.Node) -> bool:
+    """Whether it makes one number for all places; a converter may have put another type behind it."""
+    made = producer(node.inputs[0]) if is_op(node, "Cast") else node
+    return made is not None and is_op(made, "ConstantOfShape")
 
 
 def _join(graph: gs.Graph, emit: Emitter, node: gs.Node, axis: int, parts: list[_Part]) -> None:
