@@ -38,7 +38,8 @@ def unguarded(output: gs.Tensor, visibility: Visibility, samples: Samples) -> gs
     given = samples.plain[0].probe.value(zeros.name)
     if given is None or np.any(given != 0):
         return output
-    if not visibility.causal and (visibility.own is None or elem_type(visibility.own) != onnx.TensorProto.BOOL):
+    masked = visibility.own is not None and elem_type(visibility.own) == onnx.TensorProto.BOOL
+    if not (visibility.causal or visibility.by_position or masked):
         return output
     if not all(_is_guard(condition, visibility, sample) for sample in samples.plain):
         return output

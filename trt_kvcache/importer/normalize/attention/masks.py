@@ -36,6 +36,7 @@ from trt_kvcache.importer.normalize.attention.mask_values import (
     is_low,
 )
 from trt_kvcache.importer.normalize.attention.own_masks import check_own_mask, find_own_mask
+from trt_kvcache.importer.normalize.attention.rings import check_ring
 from trt_kvcache.importer.normalize.attention.slopes import find_slopes
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility, Write
@@ -88,10 +89,10 @@ def classify(
             )
         return _own(masks, own, samples)
     if _hold_bounded(masks, samples):
-        return Visibility(causal=False, bias=bias, slopes=slopes)
+        return check_ring(masks, Visibility(causal=False, bias=bias, slopes=slopes), samples)
     window = _hold_causal(masks, samples)
     _hold_padding(masks, window, samples)
-    return Visibility(window=window, bias=bias, slopes=slopes)
+    return check_ring(masks, Visibility(window=window, bias=bias, slopes=slopes), samples)
 
 
 def check_bias(node: str, visibility: Visibility) -> Visibility:

@@ -1,0 +1,99 @@
+"""Say what queries see behind the end of a circular cache, where rows are not in the order of the tokens any more.
+
+Up to the end a mask means the same as over any cache. Behind it every row holds a token, of which the lengths that
+sessions give say only that there are L: masked by these, query ``i`` of S sees rows ``j <= L - S + i``, which are all
+of them in a step of one token. The mask of an export by positions, ``arange(L) <= pos``, lets each query of a longer
+step see them all, so it becomes a mask by positions here too:
+
+    visible = arange(L) <= write_indices + i                    bool [B, 1, S, L]
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import Emitter
+from trt_kvcache.importer.normalize.attention.mask_values import Masks
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.findings import Visibility
+
+_BOOL = int(onnx.TensorProto.BOOL)
+_LENGTHS = (1, 2, 5)
+_FARTHEST = 8192
+
+
+def check_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibility:
+    """What the canonical attention has to show, so that it goes on behind the end as the original does.
+
+    Args:
+        masks: of one attention.
+        visibility: what they mean up to the end of the cache.
+        samples: of the model as exported.
+
+    Returns:
+        `visibility` over a cache that is not circular, or where it holds behind the end too.
+
+    Raises:
+        UnsupportedModelError: it does not, and not every row is visible there either.
+    """
+    if masks.write is None or not masks.write.circular:
+        return visibility
+    if visibility.bias is not None or visibility.slopes is not None:
+        raise UnsupportedModelError(
+            f"'{masks.node}' adds a position bias to the scores of the circular cache '{masks.write.past.name}', whose "
+            "rows are not in the order of their positions behind its end; supported are such caches without a bias"
+        )
+    steps = [step for step in _behind_the_end(samples) if step.length <= samples.capacity]
+    seen = [(step, masks.visible(step)) for step in steps]
+    if all(bool(np.all(rows == _counted(step, visibility))) for step, rows in seen):
+        return visibility
+    for step, rows in seen:
+        if visibility.window is not None or not rows.all():
+            least = int(rows.sum(-1).min())
+            raise UnsupportedModelError(
+                f"the cache '{masks.write.past.name}' is circular, and behind the end of its {samples.capacity} rows a "
+                f"query of '{masks.node}' sees {least} of {rows.shape[-1]} keys ({step.past} tokens in the cache and "
+                f"{step.length} new); supported are masks that show every row there, and the caller's own: give the "
+                "mask [B, 1, S, L] as an input"
+            )
+    return replace(visibility, causal=False, by_position=True)
+
+
+def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Variable:
+    """Rows up to the position of each query: bool ``[B, 1, S, rows]``.
+
+    Args:
+        emit: into the graph.
+        positions: int64 ``[B, S]``, which go on behind the end.
+        rows: of the cache.
+    """
+
+    def make() -> gs.Variable:
+        numbers = emit.constant(np.arange(rows, dtype=np.int64).reshape(1, 1, 1, rows))
+        own = emit.op("Unsqueeze", [positions, emit.ints([1, 3])], "ring_position", int(onnx.TensorProto.INT64))
+        return emit.op("LessOrEqual", [numbers, own], "ring_visible", _BOOL)
+
+    made: gs.Variable = emit.once(("ring", positions.name, rows), make)
+    return made
+
+
+def _behind_the_end(samples: Samples) -> list[Sample]:
+    rows = samples.capacity
+    pasts = {rows, rows + 1, 2 * rows - 1, 2 * rows, 3 * rows + 5, max(_FARTHEST, rows) + 3}
+    more = [samples.step(1, past, length, wrapped=True) for past in sorted(pasts) for length in _LENGTHS]
+    return [step for step in (*samples.wrapped, *more) if step.past >= rows]
+
+
+def _counted(step: Sample, visibility: Visibility) -> np.ndarray:
+    """What lengths of at most L let the queries see: bool ``[S, L]``."""
+    rows = np.arange(step.capacity)[None, :]
+    last = step.capacity - step.length + np.arange(step.length)[:, None]
+    visible = rows <= last if visibility.causal else rows >= 0
+    if visibility.window is not None:
+        visible = visible & (rows > last - visibility.window)
+    return np.asarray(visible)
