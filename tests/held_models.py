@@ -54,7 +54,7 @@ class Layer:
     feeds: Any = field(default=lambda batch, past, new: {})
 
 
-def decode(layer: Layer, chunks: Sequence[int], batch: int, result: onnx.ModelProto | None = None) -> None:
+def check_decode(layer: Layer, chunks: Sequence[int], batch: int, result: onnx.ModelProto | None = None) -> None:
     """Run a decode in `chunks` on the model as exported and on its canonical form, or `result`; compare every step."""
     result = result or normalized(layer.model)
     before, after = session(layer.model), session(result)

@@ -63,7 +63,7 @@ def scores_of(runner: Any) -> Callable[[list[int]], Any]:
     return scores
 
 
-def close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], dtype: str) -> None:
+def check_close(actual: npt.NDArray[Any], expected: npt.NDArray[Any], dtype: str) -> None:
     """They agree within the tolerance of the dtype."""
     actual, expected = actual.astype(np.float64), expected.astype(np.float64)
     assert np.isfinite(actual).all()
@@ -78,12 +78,12 @@ def test_equals_onnx_runtime(workshop: Any, name: str) -> None:
     walk = Walk(engine.vocab)
     for first, rows, length in [(0, 2, 8), (2, 1, 4), (0, 1, 8), *[(0, 3, 1)] * 8, (1, 2, 1)]:
         batch = walk.step(first, rows, length, keep=length)
-        close(engine.step(batch), reference.step(batch), config.dtype)
+        check_close(engine.step(batch), reference.step(batch), config.dtype)
     for cache in engine.plan.caches:
         for row in range(3):
             tokens = min(int(walk.lengths[row]), cache.capacity)
             actual = engine.read_row(cache.past, row, tokens).astype(np.float32)
-            close(actual, reference.read_row(cache.past, row, tokens).astype(np.float32), config.dtype)
+            check_close(actual, reference.read_row(cache.past, row, tokens).astype(np.float32), config.dtype)
 
 
 def test_past_and_present_have_one_address(workshop: Any) -> None:
@@ -116,7 +116,7 @@ def test_garbage_in_unused_rows_is_never_seen(workshop: Any, garbage: float) -> 
     for length in (7, 1, 1, 4, 1):
         batch = walk.step(1, 2, length, keep=length)
         expected, actual = clean.step(batch).copy(), dirty.step(batch)
-        close(actual, expected, "float16")
+        check_close(actual, expected, "float16")
         assert clean._held.trt.rtx or (actual == expected).all()
 
 
@@ -132,7 +132,7 @@ def test_a_thousand_steps(workshop: Any) -> None:
         batch = StepBatch(0, tokens, np.full(2, i, np.int64))
         expected = reference.step(batch).copy()
         actual = engine.step(batch)
-        close(actual, expected, "float16")
+        check_close(actual, expected, "float16")
         tokens = expected[:, -1].argmax(-1)[:, None]
         agree += int((actual[:, -1].argmax(-1)[:, None] == tokens).all())
     assert agree >= 0.95 * steps
@@ -147,10 +147,10 @@ def test_graphs_change_nothing(workshop: Any) -> None:
     plain = workshop.open(workshop.built[config, options], cuda_graphs=False)
     walk = Walk(recorded.vocab)
     first = walk.step(0, 3, 8)
-    close(recorded.step(first).copy(), plain.step(first), "float16")
+    check_close(recorded.step(first).copy(), plain.step(first), "float16")
     for _ in range(30):
         batch = walk.step(0, 3, 1)
-        close(recorded.step(batch).copy(), plain.step(batch), "float16")
+        check_close(recorded.step(batch).copy(), plain.step(batch), "float16")
     assert not recorded.graphs.failure
     assert len(recorded.graphs) == 1
     assert plain.graphs is None
@@ -197,14 +197,14 @@ def test_rows_can_be_moved(workshop: Any) -> None:
         walk = Walk(engine.vocab)
         for first, rows, length in ((0, 1, 4), (1, 2, 2)):
             batch = walk.step(first, rows, length)
-            close(engine.step(batch), reference.step(batch), config.dtype)
+            check_close(engine.step(batch), reference.step(batch), config.dtype)
         for runner in (engine, reference):
             runner.copy_rows(0, 2, 4)
             runner.zero_rows(1, 0, 16)
         walk.lengths[:] = 4, 0, 4
         for first, rows in ((2, 1), (0, 3), (0, 3)):
             batch = walk.step(first, rows, 1)
-            close(engine.step(batch), reference.step(batch), config.dtype)
+            check_close(engine.step(batch), reference.step(batch), config.dtype)
 
 
 def test_a_cache_is_seen_without_a_copy(workshop: Any) -> None:

@@ -190,7 +190,7 @@ def expected(case: Case, feeds: Feeds) -> Feeds:
     return result
 
 
-def compare(got: Feeds, want: Feeds) -> None:
+def check_same(got: Feeds, want: Feeds) -> None:
     """Caches bit for bit, attention within the rounding of its type."""
     assert set(got) == set(want)
     for name, array in want.items():
@@ -223,10 +223,10 @@ def check(case: Case, folder: Path) -> ImportedModel:
         want = expected(case, feeds)
         longest = max(int(lengths.max()), 1)
         for span in sorted({longest, (longest + CAPACITY + 1) // 2, CAPACITY}):
-            compare(run_rewritten(result, feeds, {s.name: span for s in result.plan.spans}), want)
+            check_same(run_rewritten(result, feeds, {s.name: span for s in result.plan.spans}), want)
         if relaxed and not case.nonpad and feeds["mask"].shape[-1] > 5:
             feeds["mask"] = feeds["mask"][..., :5]
-            compare(run_rewritten(result, feeds), expected(case, feeds))
+            check_same(run_rewritten(result, feeds), expected(case, feeds))
     outcome = build(result)
     assert outcome.stage == "built", str(outcome)
     return result
@@ -304,6 +304,6 @@ def test_scores_output(mode: int, options: dict[str, Any], softcap: float, dtype
     if mask:
         feeds["mask"][0, 0, 0] = False
     y, scores = attention(feeds["Q"], feeds["K"], feeds["V"], feeds.get("mask"), feeds.get("nonpad"), **attrs)
-    compare(run_rewritten(result, feeds), {"Y": y, "qk": scores})
+    check_same(run_rewritten(result, feeds), {"Y": y, "qk": scores})
     outcome = build(result)
     assert outcome.stage == "built", str(outcome)

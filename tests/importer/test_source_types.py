@@ -91,6 +91,7 @@ def test_operands_of_types_of_their_own_pass(tmp_path: Path) -> None:
     like = made.node("CastLike", ["half", "float"])
     made.node("Where", [positive, power, like], "y")
     path = tmp_path / "model.onnx"
-    path.write_bytes(made.model().SerializeToString())
-    load_source(path)
+    model = made.model()
+    path.write_bytes(model.SerializeToString())
+    assert load_source(path).proto == model
     onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -137,9 +137,11 @@ def test_goes_on_where_rtx_does_not_record(machine: Machine, late: int, tmp_path
 
 def test_goes_on_where_cuda_records_nothing(engine: Path, machine: Machine) -> None:
     machine.recordable = False
+    expected = decode(open_(engine, machine, graphs=False), 5)
     runner = open_(engine, machine)
     with pytest.warns(RuntimeWarning, match="CUDA: cuStreamBeginCapture failed: .*NOT_SUPPORTED"):
-        decode(runner, 5)
+        found = decode(runner, 5)
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_rtx_records_by_itself(engine: Path, machine: Machine, tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ class Pair:
         self.lengths = np.zeros(engine.max_batch, np.int64)
         self._rng = np.random.default_rng(0)
 
-    def step(self, first: int, rows: int, length: int, keep: int = 1) -> None:
+    def check_step(self, first: int, rows: int, length: int, keep: int = 1) -> None:
         """A step of random tokens; the logits must agree."""
         tokens = self._rng.integers(0, self.engine.vocab, (rows, length))
         batch = StepBatch(first, tokens, self.lengths[first : first + rows].copy(), keep)
@@ -87,7 +87,7 @@ class Pair:
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-5)
         self.lengths[first : first + rows] += length
 
-    def same_rows(self, row: int, tokens: int) -> None:
+    def check_rows(self, row: int, tokens: int) -> None:
         """The caches of a batch row must agree."""
         for cache in self.engine.plan.caches:
             actual = self.engine.read_row(cache.past, row, tokens)
@@ -95,13 +95,13 @@ class Pair:
             assert actual.any()
 
 
-def decode(pair: Pair, steps: int = 8) -> None:
+def check_decode(pair: Pair, steps: int = 8) -> None:
     """Prefill in chunks, with rows that differ in length, then decode all of them."""
-    pair.step(0, 2, 8, keep=3)
-    pair.step(2, 1, 5)
-    pair.step(0, 1, 3, keep=0)
+    pair.check_step(0, 2, 8, keep=3)
+    pair.check_step(2, 1, 5)
+    pair.check_step(0, 1, 3, keep=0)
     for _ in range(steps):
-        pair.step(0, 3, 1)
+        pair.check_step(0, 3, 1)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -109,9 +109,9 @@ def decode(pair: Pair, steps: int = 8) -> None:
 def test_equals_onnx_runtime(model: Path, open_engine: Open, backend: str, graphs: bool) -> None:
     runner, _ = open_engine(model, backend, cuda_graphs=graphs)
     pair = Pair(runner, OnnxRuntimeRunner(model, max_batch=3))
-    decode(pair)
+    check_decode(pair)
     for row in range(3):
-        pair.same_rows(row, int(pair.lengths[row]))
+        pair.check_rows(row, int(pair.lengths[row]))
 
 
 CONFIGS = {
@@ -132,12 +132,12 @@ def test_every_kind_of_cache(name: str, open_engine: Open, tmp_path: Path) -> No
     runner, _ = open_engine(path, options=options)
     pair = Pair(runner, OnnxRuntimeRunner(path, options, max_batch=3))
     # Chunks that divide 16, so that no update of a circular cache straddles its end.
-    pair.step(0, 2, 8, keep=3)
-    pair.step(2, 1, 4)
-    pair.step(0, 1, 8)
+    pair.check_step(0, 2, 8, keep=3)
+    pair.check_step(2, 1, 4)
+    pair.check_step(0, 1, 8)
     for _ in range(10):
-        pair.step(0, 3, 1)
-    pair.same_rows(0, min(26, config.capacity if isinstance(config.capacity, int) else 0))
+        pair.check_step(0, 3, 1)
+    pair.check_rows(0, min(26, config.capacity if isinstance(config.capacity, int) else 0))
 
 
 def test_two_buffers_follow_their_rows(open_engine: Open, tmp_path: Path) -> None:
@@ -147,23 +147,23 @@ def test_two_buffers_follow_their_rows(open_engine: Open, tmp_path: Path) -> Non
     runner, _ = open_engine(path, options=options)
     assert runner.plan.caches[0].in_place is False
     pair = Pair(runner, OnnxRuntimeRunner(path, options, max_batch=3))
-    pair.step(0, 1, 4)
-    pair.step(1, 2, 3)
-    pair.step(0, 1, 1)
-    pair.step(0, 3, 1)
+    pair.check_step(0, 1, 4)
+    pair.check_step(1, 2, 3)
+    pair.check_step(0, 1, 1)
+    pair.check_step(0, 3, 1)
     for one in (pair.engine, pair.reference):
         one.copy_rows(0, 2, 6)
         one.zero_rows(1, 0, 16)
     pair.lengths[:] = 6, 0, 6
-    pair.step(2, 1, 2)
-    pair.step(0, 3, 1)
+    pair.check_step(2, 1, 2)
+    pair.check_step(0, 3, 1)
     for row in range(3):
-        pair.same_rows(row, int(pair.lengths[row]))
+        pair.check_rows(row, int(pair.lengths[row]))
 
 
 def test_binds_past_and_present_to_one_address(model: Path, open_engine: Open) -> None:
     runner, module = open_engine(model, cuda_graphs=False)
-    decode(Pair(runner, OnnxRuntimeRunner(model, max_batch=3)), steps=2)
+    check_decode(Pair(runner, OnnxRuntimeRunner(model, max_batch=3)), steps=2)
     contexts = [c() for c in module.contexts if c() is not None]
     assert len(contexts) == 2  # prefill and decode
     starts = []
@@ -178,7 +178,7 @@ def test_allocates_nothing_after_opening(model: Path, open_engine: Open) -> None
     runner, module = open_engine(model, cuda_graphs=False)
     before, held = module.machine.allocations, runner.device_bytes
     pair = Pair(runner, OnnxRuntimeRunner(model, max_batch=3))
-    decode(pair, 20)
+    check_decode(pair, 20)
     assert (module.machine.allocations, runner.device_bytes) == (before, held)
     assert module.machine.used == held
     assert len(module.machine.pinned) == 4  # inputs, logits, chosen tokens, cache rows
@@ -213,7 +213,7 @@ def test_rows_go_through_pinned_memory_in_pieces(
     monkeypatch.setattr("trt_kvcache.runtime.trt.io._LOGITS_STAGING", 0)
     runner, _ = open_engine(model)
     pair = Pair(runner, OnnxRuntimeRunner(model, max_batch=3))
-    decode(pair, 2)  # asks for three positions at once, more than the pinned memory holds
+    check_decode(pair, 2)  # asks for three positions at once, more than the pinned memory holds
     rng = np.random.default_rng(2)
     for cache in runner.plan.caches:
         data = rng.random(runner.read_row(cache.past, 1, 50).shape, np.float32)
@@ -269,7 +269,7 @@ def test_any_order_of_steps_and_moves(name: str, backend: str, tmp_path: Path, s
             room = 16 - int(pair.lengths[first : first + rows].max())
             length = 1 if rng.random() < 0.8 else int(rng.integers(1, 9))
             if length <= room:
-                pair.step(first, rows, length)
+                pair.check_step(first, rows, length)
                 continue
         source, target = (int(i) for i in rng.integers(0, 3, 2))
         for one in (pair.engine, pair.reference):
@@ -303,14 +303,14 @@ def test_span_inputs_count_from_zero(model: Path, open_engine: Open) -> None:
 def test_float16_logits(open_engine: Open, tmp_path: Path) -> None:
     path = write_decoder(tmp_path / "model.onnx", DecoderConfig(dtype="float16", capacity=32))
     runner, _ = open_engine(path)
-    decode(Pair(runner, OnnxRuntimeRunner(path, max_batch=3)))
+    check_decode(Pair(runner, OnnxRuntimeRunner(path, max_batch=3)))
 
 
 def test_fewer_rows_than_the_engine_was_built_for(model: Path, open_engine: Open) -> None:
     runner, module = open_engine(model, max_batch=1)
     pair = Pair(runner, OnnxRuntimeRunner(model, max_batch=1))
-    pair.step(0, 1, 8)
-    pair.step(0, 1, 1)
+    pair.check_step(0, 1, 8)
+    pair.check_step(0, 1, 1)
     assert runner.max_batch == 1
     assert module.machine.used < open_engine(model)[1].machine.used
 
@@ -327,8 +327,8 @@ def test_runs_in_any_thread(model: Path, open_engine: Open) -> None:
     runner, _ = open_engine(model)
     pair = Pair(runner, OnnxRuntimeRunner(model, max_batch=3))
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(decode, pair, 3).result()
-    pair.step(0, 3, 1)
+        pool.submit(check_decode, pair, 3).result()
+    pair.check_step(0, 3, 1)
 
 
 def test_two_gpus_in_one_thread(model: Path, open_engine: Open) -> None:
@@ -336,15 +336,15 @@ def test_two_gpus_in_one_thread(model: Path, open_engine: Open) -> None:
     pairs = [Pair(open_engine(model)[0], OnnxRuntimeRunner(model, max_batch=3)) for _ in range(2)]
     for length in (4, 1, 1):
         for pair in pairs:
-            pair.step(0, 2, length)
+            pair.check_step(0, 2, length)
     for pair in pairs:
-        pair.same_rows(1, 6)
+        pair.check_rows(1, 6)
         pair.engine.close()
 
 
 def test_closes_once_and_for_all(model: Path, open_engine: Open) -> None:
     runner, module = open_engine(model)
-    decode(Pair(runner, OnnxRuntimeRunner(model, max_batch=3)))
+    check_decode(Pair(runner, OnnxRuntimeRunner(model, max_batch=3)))
     runner.close()
     runner.close()
     machine = module.machine

@@ -60,7 +60,7 @@ def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
     return result
 
 
-def compare(model: onnx.ModelProto, feeds: dict[str, Array], exact: bool = True) -> onnx.ModelProto:
+def check_same(model: onnx.ModelProto, feeds: dict[str, Array], exact: bool = True) -> onnx.ModelProto:
     result = lowered(model)
     for expected, got in zip(run(model, feeds), run(result, feeds), strict=True):
         assert expected.dtype == got.dtype
@@ -80,7 +80,7 @@ def test_simplified_layer_norm(dtype: Any, axis: int, epsilon: float) -> None:
     x = random(dtype, 2, 5, 64)
     feeds = {"x": x, "g": random(dtype, *x.shape[axis:])}
     model = make("SimplifiedLayerNormalization", feeds, ["x", "g"], ["y"], "", axis=axis, epsilon=epsilon, stash_type=1)
-    result = compare(model, feeds)
+    result = check_same(model, feeds)
     assert [node.op_type for node in result.graph.node] == ["RMSNormalization"]
 
 
@@ -88,7 +88,7 @@ def test_simplified_layer_norm_with_scale_of_another_type() -> None:
     feeds = {"x": random(np.float16, 2, 5, 64), "g": random(np.float32, 64)}
     model = make("SimplifiedLayerNormalization", feeds, ["x", "g"], ["y"], "")
     model.graph.output[0].type.tensor_type.elem_type = FLOAT
-    compare(model, feeds)
+    check_same(model, feeds)
 
 
 def test_simplified_layer_norm_in_the_contrib_domain_is_the_same_operator() -> None:
@@ -103,7 +103,7 @@ def test_simplified_layer_norm_in_the_contrib_domain_is_the_same_operator() -> N
 def test_simplified_layer_norm_gives_the_inverse_deviation(axis: int) -> None:
     x = random(np.float32, 2, 5, 64)
     feeds = {"x": x, "g": random(np.float32, *x.shape[axis:])}
-    compare(make("SimplifiedLayerNormalization", feeds, ["x", "g"], ["y", "inv"], "", axis=axis), feeds, exact=False)
+    check_same(make("SimplifiedLayerNormalization", feeds, ["x", "g"], ["y", "inv"], "", axis=axis), feeds, exact=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -116,7 +116,7 @@ def test_skip_simplified_layer_norm(dtype: Any, bias: bool, outputs: list[str], 
         feeds["b"] = random(dtype, 64)
     inputs = ["x", "skip", "g", "b"][: len(feeds)]
     op = "SkipSimplifiedLayerNormalization"
-    compare(make(op, feeds, inputs, outputs, epsilon=1e-5), feeds, exact=False)
+    check_same(make(op, feeds, inputs, outputs, epsilon=1e-5), feeds, exact=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -133,7 +133,7 @@ def test_skip_layer_norm(dtype: Any, beta: bool, bias: bool, skip: tuple[int, ..
     inputs = ["x", "skip", "g", "beta" if beta else "", "b" if bias else ""]
     while not inputs[-1]:
         inputs.pop()
-    compare(make("SkipLayerNormalization", feeds, inputs, outputs, epsilon=1e-5), feeds, exact=False)
+    check_same(make("SkipLayerNormalization", feeds, inputs, outputs, epsilon=1e-5), feeds, exact=False)
 
 
 def test_skip_layer_norm_gives_mean_and_deviation() -> None:
@@ -162,7 +162,7 @@ def embedded(dtype: Any, segments: bool, positions: bool = True, mask: bool = Fa
 @pytest.mark.parametrize("segments", [False, True])
 def test_embeddings(dtype: Any, segments: bool) -> None:
     model, feeds = embedded(dtype, segments)
-    compare(model, feeds, exact=False)
+    check_same(model, feeds, exact=False)
 
 
 @pytest.mark.parametrize(("given", "words"), [({"positions": False}, "no position_ids"), ({"mask": True}, "a mask")])
@@ -184,14 +184,14 @@ def test_mean_of_an_rms_norm_is_refused() -> None:
 @pytest.mark.parametrize(("op", "bias"), [("Gelu", False), ("FastGelu", False), ("FastGelu", True), ("BiasGelu", True)])
 def test_gelu(dtype: Any, op: str, bias: bool) -> None:
     feeds = {"x": random(dtype, 2, 5, 64)} | ({"b": random(dtype, 64)} if bias else {})
-    compare(make(op, feeds, list(feeds), ["y"]), feeds, exact=dtype == np.float32)
+    check_same(make(op, feeds, list(feeds), ["y"]), feeds, exact=dtype == np.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("attrs", [{}, {"alpha": 1.0}, {"alpha": 0.5}])
 def test_quick_gelu(dtype: Any, attrs: dict[str, float]) -> None:
     feeds = {"x": random(dtype, 2, 5, 64)}
-    compare(make("QuickGelu", feeds, ["x"], ["y"], **attrs), feeds, exact=False)
+    check_same(make("QuickGelu", feeds, ["x"], ["y"], **attrs), feeds, exact=False)
 
 
 def test_quick_gelu_of_a_tensor_without_a_type() -> None:
@@ -200,7 +200,7 @@ def test_quick_gelu_of_a_tensor_without_a_type() -> None:
     graph.node("FusedMatMul", ["x", "x"], "z", domain=CONTRIB, transB=1, alpha=0.25)
     graph.node("QuickGelu", ["z"], "y", domain=CONTRIB)
     graph.output("y", HALF, [4, 4])
-    compare(graph.model(24, [CONTRIB]), {"x": random(np.float16, 4, 8)}, exact=False)
+    check_same(graph.model(24, [CONTRIB]), {"x": random(np.float16, 4, 8)}, exact=False)
 
 
 @pytest.mark.parametrize("activation", ["Relu", "Tanh", "Sigmoid", "LeakyRelu"])
@@ -210,7 +210,7 @@ def test_fused_gemm(activation: str, bias: bool) -> None:
     feeds |= {"c": random(np.float32, 6)} if bias else {}
     attrs: dict[str, Any] = {"activation": activation, "alpha": 0.5, "beta": 2.0, "transA": 1, "transB": 1}
     attrs |= {"activation_alpha": 0.25} if activation == "LeakyRelu" else {}
-    compare(make("FusedGemm", feeds, list(feeds), ["y"], **attrs), feeds, exact=False)
+    check_same(make("FusedGemm", feeds, list(feeds), ["y"], **attrs), feeds, exact=False)
 
 
 def test_a_gemm_fused_with_another_activation_is_refused() -> None:
@@ -226,7 +226,7 @@ def test_causal_conv_with_state(activation: str, bias: bool) -> None:
     feeds = {"x": random(np.float32, 2, 6, 5), "w": random(np.float32, 6, 1, 4), "past": random(np.float32, 2, 6, 3)}
     feeds |= {"b": random(np.float32, 6)} if bias else {}
     names = ["x", "w", "b" if bias else "", "past"]
-    compare(make("CausalConvWithState", feeds, names, ["y", "s"], activation=activation, ndim=1), feeds, exact=False)
+    check_same(make("CausalConvWithState", feeds, names, ["y", "s"], activation=activation, ndim=1), feeds, exact=False)
 
 
 def test_a_causal_conv_without_a_past_is_refused() -> None:
@@ -246,7 +246,7 @@ def test_fused_matmul(ta: int, tb: int, tba: int, tbb: int) -> None:
     a, b = random(np.float32, 2, 3, 4, 5), random(np.float32, 2, 3, 5, 6)
     feeds = {"a": _raw(a, ta, tba), "b": _raw(b, tb, tbb)}
     attrs = {"alpha": 1.5, "transA": ta, "transB": tb, "transBatchA": tba, "transBatchB": tbb}
-    result = compare(make("FusedMatMul", feeds, ["a", "b"], ["y"], **attrs), feeds, exact=False)
+    result = check_same(make("FusedMatMul", feeds, ["a", "b"], ["y"], **attrs), feeds, exact=False)
     np.testing.assert_allclose(run(result, feeds)[0], 1.5 * np.matmul(a, b), rtol=1e-4, atol=1e-4)
 
 
@@ -254,7 +254,7 @@ def test_fused_matmul(ta: int, tb: int, tba: int, tbb: int) -> None:
 def test_fused_matmul_does_not_transpose_vectors(a: tuple[int, ...], b: tuple[int, ...]) -> None:
     feeds = {"a": random(np.float32, *a), "b": random(np.float32, *b)}
     attrs = {"transA": int(len(a) == 1), "transB": int(len(b) == 1)}
-    compare(make("FusedMatMul", feeds, ["a", "b"], ["y"], **attrs), feeds, exact=False)
+    check_same(make("FusedMatMul", feeds, ["a", "b"], ["y"], **attrs), feeds, exact=False)
 
 
 def test_fused_matmul_of_unknown_rank_is_refused() -> None:
@@ -294,7 +294,7 @@ def test_rotary_embedding(dtype: Any, rank: int, offset: bool, interleaved: int,
         "sin": random(dtype, 10, half),
     }
     model = make("RotaryEmbedding", feeds, list(feeds), ["y"], interleaved=interleaved, **attrs)
-    result = compare(model, feeds)
+    result = check_same(model, feeds)
     rotary = next(node for node in result.graph.node if node.op_type == "RotaryEmbedding")
     heads = [a.i for a in rotary.attribute if a.name == "num_heads"]
     assert heads == ([4] if rank == 3 else [])  # TensorRT for RTX dies on a 3-D input without
@@ -347,7 +347,7 @@ def test_rotary_embedding_by_planes(dtype: Any, rank: int, part: int, interleave
             "sin": random(dtype, 10, 8),
         }
         attrs = {"mrope_section": sections, "mrope_layout": layout, "num_heads": 4, "rotary_embedding_dim": part}
-        compare(make("MRotaryEmbedding", feeds, list(feeds), ["y"], interleaved=interleaved, **attrs), feeds)
+        check_same(make("MRotaryEmbedding", feeds, list(feeds), ["y"], interleaved=interleaved, **attrs), feeds)
 
 
 def test_queries_and_keys_take_their_columns_from_one_place() -> None:
@@ -357,7 +357,7 @@ def test_queries_and_keys_take_their_columns_from_one_place() -> None:
     next(a for a in node.attribute if a.name == "num_heads").i = 2
     model.graph.node.append(node)
     model.graph.output.append(helper.make_tensor_value_info("z", FLOAT, None))
-    result = compare(model, planes)
+    result = check_same(model, planes)
     assert sum(n.op_type == "Where" for n in result.graph.node) == 4  # two planes beside the first, of cos and of sin
 
 

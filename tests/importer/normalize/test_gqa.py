@@ -16,7 +16,7 @@ from held_models import (
     Layer,
     attention_attrs,
     cache_inputs,
-    decode,
+    check_decode,
     finish,
     mask_feeds,
     mask_lengths,
@@ -88,8 +88,8 @@ def layer(
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rotary", [0, SIZE, SIZE // 2])
 def test_decode(dtype: Any, packed: bool, rotary: int) -> None:
-    decode(layer(dtype, packed, rotary), CHUNKS, batch=1)
-    decode(layer(dtype, packed, rotary), [5, 1, 1, 1], batch=3)
+    check_decode(layer(dtype, packed, rotary), CHUNKS, batch=1)
+    check_decode(layer(dtype, packed, rotary), [5, 1, 1, 1], batch=3)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +105,7 @@ def test_decode(dtype: Any, packed: bool, rotary: int) -> None:
     ids=str,
 )
 def test_options(attrs: dict[str, Any]) -> None:
-    decode(layer(**attrs), CHUNKS, batch=1)
+    check_decode(layer(**attrs), CHUNKS, batch=1)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 100])
@@ -116,7 +116,7 @@ def test_a_window_holds_the_query_itself(window: int) -> None:
     assert attention_attrs(result)["left_window_size"] == window - 1
     assert next(o.version for o in result.opset_import if not o.domain) == 25
     masked = windows_as_masks(result)
-    decode(case, CHUNKS, batch=1, result=masked)
+    check_decode(case, CHUNKS, batch=1, result=masked)
 
 
 @pytest.mark.parametrize("rows", [4, 9, CAPACITY])
@@ -163,8 +163,8 @@ def test_sinks(tmp_path: Path, dtype: Any, attrs: dict[str, Any]) -> None:
     case = layer(dtype, graph=graph, **options)
     result = harness.imported(case.model, tmp_path, PlanOptions(capacity=CAPACITY))
     assert (result.plan.attention[0].reason == "attention sinks") == (attrs != {"smooth_softmax": -1})
-    decode(case, CHUNKS, 1, result.model)
-    decode(case, [5, 1, 1, 1], 3, result.model)
+    check_decode(case, CHUNKS, 1, result.model)
+    check_decode(case, [5, 1, 1, 1], 3, result.model)
 
 
 def test_norm_weights() -> None:
@@ -187,7 +187,9 @@ def test_norm_weights() -> None:
             reference.graph.node.insert(index, extra)
             index += 1
         node.input[position] = f"{name}_normed"
-    decode(Layer(reference, np.float32, KV_HEADS, SIZE, SIZE, WIDTH, mask_feeds), CHUNKS, 1, normalized(case.model))
+    check_decode(
+        Layer(reference, np.float32, KV_HEADS, SIZE, SIZE, WIDTH, mask_feeds), CHUNKS, 1, normalized(case.model)
+    )
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -226,7 +228,7 @@ def test_position_ids_of_the_caller_stay() -> None:
     )
     result = normalized(case.model)
     assert "position_ids" in {i.name for i in result.graph.input}
-    decode(case, CHUNKS, 1, result)
+    check_decode(case, CHUNKS, 1, result)
 
 
 def test_lengths_that_are_inputs_go_away() -> None:
@@ -240,7 +242,7 @@ def test_lengths_that_are_inputs_go_away() -> None:
     }
     result = normalized(case.model)
     assert [i.name for i in result.graph.input] == ["x", "past_k", "past_v", "write_indices", "nonpad_kv_seqlen"]
-    decode(case, CHUNKS, 1, result)
+    check_decode(case, CHUNKS, 1, result)
 
 
 def test_canonical_form() -> None:
@@ -260,7 +262,7 @@ def test_head_size_from_the_cache_where_projections_have_no_shape() -> None:
     case = layer(cache_dim=SIZE, rotary=SIZE)
     node = next(n for n in case.model.graph.node if n.op_type == "MatMul")
     node.op_type, node.domain = "FusedMatMul", CONTRIB  # ONNX infers no shape for it
-    decode(case, CHUNKS, batch=1)
+    check_decode(case, CHUNKS, batch=1)
 
 
 def test_a_mask_beside_the_lengths_is_taken_for_what_it_is() -> None:
@@ -269,7 +271,7 @@ def test_a_mask_beside_the_lengths_is_taken_for_what_it_is() -> None:
     case = layer(extra={10: bias}, graph=graph, rotary=SIZE)
     result = normalized(case.model)
     assert attention_attrs(result)["left_window_size"] == 3
-    decode(case, CHUNKS, 1, windows_as_masks(result))
+    check_decode(case, CHUNKS, 1, windows_as_masks(result))
 
 
 @pytest.mark.parametrize(("own", "left"), [(-1, 3), (9, 3), (2, 1)])
@@ -279,7 +281,7 @@ def test_a_mask_that_leaves_the_keys_behind_the_query_to_the_operator(own: int, 
     case = layer(extra={10: bias}, graph=graph, rotary=SIZE, local_window_size=own)
     result = normalized(case.model)
     assert attention_attrs(result)["left_window_size"] == left
-    decode(case, CHUNKS, 1, windows_as_masks(result))
+    check_decode(case, CHUNKS, 1, windows_as_masks(result))
 
 
 def window_bias(graph: Graph, window: int, value: float = -1e9, *, both: bool = True) -> str:

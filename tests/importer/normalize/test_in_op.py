@@ -17,7 +17,7 @@ from held_models import (
     Layer,
     attention_attrs,
     cache_inputs,
-    decode,
+    check_decode,
     finish,
     mask_feeds,
     normalized,
@@ -136,7 +136,7 @@ MASKS = {f.__name__: f for f in (padding, causal, window, additive, near, near_a
 @pytest.mark.parametrize("rank", [3, 4])
 @pytest.mark.parametrize("opset", [23, 24, 25])
 def test_decode(dtype: Any, rank: int, opset: int) -> None:
-    decode(layer(dtype, rank, opset=opset, is_causal=1), CHUNKS, batch=2)
+    check_decode(layer(dtype, rank, opset=opset, is_causal=1), CHUNKS, batch=2)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_options(options: dict[str, Any], attrs: dict[str, Any]) -> None:
     case = layer(**options)
     result = normalized(case.model)
     assert attrs.items() <= attention_attrs(result).items()
-    decode(case, CHUNKS, 2, result)
+    check_decode(case, CHUNKS, 2, result)
 
 
 def test_canonical_form() -> None:
@@ -177,7 +177,7 @@ def test_window_attribute_is_kept(attrs: dict[str, Any]) -> None:
     assert attention_attrs(normalized(case.model))["left_window_size"] == 2
     masked = layer(is_causal=1, mask="window")
     assert attention_attrs(normalized(masked.model))["left_window_size"] == 2
-    decode(masked, CHUNKS, 2, windows_as_masks(normalized(case.model)))
+    check_decode(masked, CHUNKS, 2, windows_as_masks(normalized(case.model)))
 
 
 @pytest.mark.parametrize("mask", ["near", "near_added"])
@@ -185,7 +185,7 @@ def test_a_window_beside_is_causal(mask: str) -> None:
     case = layer(is_causal=1, mask=mask)
     result = normalized(case.model)
     assert {"is_causal": 1, "left_window_size": 2}.items() <= attention_attrs(result).items()
-    decode(case, CHUNKS, 2, windows_as_masks(result))
+    check_decode(case, CHUNKS, 2, windows_as_masks(result))
 
 
 def test_a_window_without_is_causal() -> None:

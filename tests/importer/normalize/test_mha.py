@@ -17,7 +17,7 @@ from held_models import (
     Layer,
     attention_attrs,
     cache_inputs,
-    decode,
+    check_decode,
     finish,
     mask_feeds,
     normalized,
@@ -106,7 +106,7 @@ def test_decode(dtype: Any, bias: bool, unidirectional: int) -> None:
     case = layer(dtype, bias, unidirectional=unidirectional)
     result = normalized(case.model)
     assert attention_attrs(result)["is_causal"] == unidirectional
-    decode(case, CHUNKS, 2, result)
+    check_decode(case, CHUNKS, 2, result)
 
 
 @pytest.mark.parametrize(
@@ -124,14 +124,14 @@ def test_options(options: dict[str, Any], causal: int) -> None:
     case = layer(**options)
     result = normalized(case.model)
     assert attention_attrs(result)["is_causal"] == causal
-    decode(case, CHUNKS, 2, result)
+    check_decode(case, CHUNKS, 2, result)
 
 
 def test_a_window_beside_unidirectional() -> None:
     case = layer(score_bias="window", unidirectional=1)
     result = normalized(case.model)
     assert {"is_causal": 1, "left_window_size": 2}.items() <= attention_attrs(result).items()
-    decode(case, CHUNKS, 2, windows_as_masks(result))
+    check_decode(case, CHUNKS, 2, windows_as_masks(result))
     with pytest.raises(UnsupportedModelError, match="is none of the supported ones"):
         normalized(layer(score_bias="window").model)
 
