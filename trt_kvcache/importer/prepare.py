@@ -22,7 +22,7 @@ from trt_kvcache.importer.plan import PlanOptions, Stack
 from trt_kvcache.importer.protos import all_nodes
 from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
-from trt_kvcache.importer.stacks import unstack
+from trt_kvcache.importer.stacks import unstack, write_heads_together
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
@@ -69,7 +69,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     fold_constant(model)
-    unstacked = unstack(model, weights)
+    unstacked = unstack(write_heads_together(model), weights)
     normalized = normalize(unstacked.model, weights, options)
     model = normalized.model
     if normalized.findings is not None:

@@ -11,8 +11,9 @@
     cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
                                                         (fronts), select; all of them: candidate, views, evidence: reach
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
-                                                        head_order), sinks, guards, rounded, masks (mask_values,
-                                                        own_masks, scaled_masks, square_masks, bias, slopes)
+                                                        head_order, head_parts), sinks, guards, rounded, masks
+                                                        (mask_values, own_masks, scaled_masks, square_masks, bias,
+                                                        slopes)
     keys and values computed from caches                attention: computed (row_function, row_search,
                                                         row_operators, row_emission), absorbed
     rows made of positions                              attention: position_rows, row_taking
@@ -42,6 +43,7 @@ from trt_kvcache.importer.analysis.rows_in_use import is_cut as is_cut_to_use
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
+from trt_kvcache.importer.normalize.attention.head_parts import whole
 from trt_kvcache.importer.normalize.attention.merged_heads import settle_heads
 from trt_kvcache.importer.normalize.attention.rounded import check_presents, round_new_rows
 from trt_kvcache.importer.normalize.attention.square_masks import SINGLY
@@ -129,7 +131,7 @@ def _rewrite(
         if core.node in absorbed:
             absorbed[core.node].place(core, exported.computed, canonical)
         else:
-            canonical.core(in_groups(exported.computed.place(core, canonical), canonical))
+            canonical.core(whole(in_groups(exported.computed.place(core, canonical), canonical), canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
     settle_heads(graph, canonical.emit, samples)

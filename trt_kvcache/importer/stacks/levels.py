@@ -57,7 +57,8 @@ _CHOICES = ("Gather", "Slice", "Split", "Squeeze")
 _THROUGH = ("Transpose", "Unsqueeze", "Reshape", "Identity", "Cast", "ScatterND", "ScatterElements", "Concat", "Where")
 _ADVICE = (
     "supported are tensors of which every layer reads and writes its own part, chosen by a constant index (past[i], or "
-    "unbind and stack): export them so, or with one input and one output for each cache"
+    "unbind and stack), and heads of one cache that come back in their order: export them so, or with one input and "
+    "one output for each cache"
 )
 
 

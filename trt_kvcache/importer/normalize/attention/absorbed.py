@@ -217,7 +217,9 @@ def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -
     finder = _Finder(computed, sample)
     found: dict[str, Absorbed] = {}
     for core in cores:
-        if core.rounded_scores or core.rounded_weights or core.turns:  # over latents, rounded ones are other numbers
+        if core.turns or core.parts:
+            continue
+        if core.rounded_scores or core.rounded_weights:  # over latents, these would be other numbers
             continue
         if core.heads < 2 or not {core.key.present.name, core.value.present.name} & computed.heads.keys():
             continue

@@ -41,11 +41,13 @@ class Read:
         in_use: it is cut to the rows that hold tokens.
         turns: heads of the cache where these are repeated one after the other: query head h reads head ``h % turns``;
             0: each is repeated by itself, or none is.
+        part: the one head of the cache that it is, perhaps repeated, and how many the cache has; None: it is all heads.
     """
 
     scale: float
     in_use: bool
     turns: int
+    part: tuple[int, int] | None = None
 
 
 class CacheReads:
@@ -120,7 +122,7 @@ class CacheReads:
         chain = self._chain(tensor)
         assert chain is not None
         few = self._samples.plain[: 2 if write.growing else 1]
-        turns = {self._compare(name, tensor, write, heads, chain[1], s, transposed=transposed) for s in few}
+        seen = {self._compare(name, tensor, write, heads, chain[1], s, transposed=transposed) for s in few}
         whole, in_use = True, not write.growing
         for sample in self._samples.plain:  # of the others numbers would cost too much
             shape = sample.probe.shape(tensor.name)
@@ -134,7 +136,7 @@ class CacheReads:
                     "over all rows, with a mask where they see fewer, or over those that hold tokens"
                 )
         hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
-        return Read(chain[1], not whole, turns.pop())
+        return Read(chain[1], not whole, *seen.pop())
 
     @staticmethod
     def _rows(write: Write, sample: Sample) -> int:
@@ -144,8 +146,8 @@ class CacheReads:
 
     def _compare(
         self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
-    ) -> int:
-        """Fill the cache with numbers and look at what becomes of them: `Read.turns`."""
+    ) -> tuple[int, tuple[int, int] | None]:
+        """Fill the cache with numbers and look at what becomes of them: `turns` and `part` of a `Read`."""
         past, update = sample.probe.shape(write.past.name), sample.probe.shape(write.update.name)
         if past is None or update is None:
             raise UnsupportedModelError(
@@ -167,7 +169,7 @@ class CacheReads:
             size = made.shape[2 if transposed else 3]
             is_front = not write.growing and made.shape[3 if transposed else 2] == sample.total
             major = _heads_major(front if is_front else numbers, write, size)
-            if major is not None and heads % major.shape[1] == 0:
+            if major is not None:
                 repeats = made.shape[1] // major.shape[1]  # an Attention node may leave the repetition to itself
                 wanted = factor * (major.swapaxes(2, 3) if transposed else major).astype(np.float64)
                 tolerance = 4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5
@@ -175,10 +177,14 @@ class CacheReads:
                 def is_read(expected: Array) -> bool:
                     return expected.shape == made.shape and np.allclose(made, expected, rtol=tolerance, atol=0)
 
-                if is_read(np.repeat(wanted, max(repeats, 1), axis=1)):
-                    return 0
+                count = int(major.shape[1])
+                if heads % count == 0 and is_read(np.repeat(wanted, max(repeats, 1), axis=1)):
+                    return 0, None
                 if made.shape[1] == heads and is_read(np.tile(wanted, (1, max(repeats, 1), 1, 1))):
-                    return int(major.shape[1])
+                    return count, None
+                for head in range(count):
+                    if is_read(np.repeat(wanted[:, head : head + 1], made.shape[1], axis=1)):
+                        return 0, (head, count)
         raise UnsupportedModelError(
             f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
             f"{' and transposed' if transposed else ''} (found "

@@ -83,7 +83,7 @@ def _group(product: gs.Node, around: list[gs.Node], past: gs.Tensor, is_single: 
     shapes = [dims(n.outputs[0]) or () for n in (product, *around)]
     wide = next((shape for shape in shapes if len(shape) == 5), None)
     queries, keys = (dims(t) or () for t in product.inputs)
-    is_flat = len(queries) == len(keys) == 4 and keys[1] == 1 != queries[1]
+    is_flat = len(queries) == len(keys) == 4 and keys[1] == 1 != queries[1] and not _has_batch(keys, past)
     if wide is not None:
         heads, size = wide[1:3]
     elif is_flat and heads != 1:
@@ -135,9 +135,14 @@ def _fits(product: gs.Node, group: _Group) -> bool:
         return False
     # As many heads as queries in a group: which of them an axis holds, only the one in front of it says. Where keys
     # have the cache's batch there, of any size, no other axis fits.
-    batch = (dims(group.past) or ("?",))[0]
-    is_batch = isinstance(batch, str) and right[0] == batch != "?" and isinstance(left[0], str)
+    is_batch = _has_batch(right, group.past) and isinstance(left[0], str)
     return group.heads != group.size or left[0] == right[0] != "?" or is_batch
+
+
+def _has_batch(shape: tuple[Dim, ...], past: gs.Tensor) -> bool:
+    """Whether the first axis of what a cache became is the cache's batch, of any size."""
+    batch = (dims(past) or ("?",))[0]
+    return isinstance(batch, str) and shape[0] == batch != "?"
 
 
 class _Merger:

@@ -22,6 +22,7 @@ from trt_kvcache.importer.analysis.rounding import Rounding
 from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
 from trt_kvcache.importer.normalize.attention.guards import unguarded
+from trt_kvcache.importer.normalize.attention.head_parts import join_parts
 from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse, hides_any, is_low
 from trt_kvcache.importer.normalize.attention.masks import check_bias, classify, hold_low
 from trt_kvcache.importer.normalize.attention.merged_heads import (
@@ -75,7 +76,7 @@ def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, s
             continue
         if core is not None:
             cores.append(core)
-    return tuple(cores)
+    return join_parts(cores)
 
 
 class _Finder:
@@ -187,7 +188,7 @@ class _Finder:
         self._check_queries(name, query)
         read = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
         read_values = self._caches.prove(name, values, value, shape[1], transposed=False)
-        if read.turns != read_values.turns:
+        if (read.turns, read.part) != (read_values.turns, read_values.part):
             raise UnsupportedModelError(
                 f"the query heads of '{name}' share heads of keys and of values in another order; supported is the "
                 "same: those of a group next to each other, or in turns, over as many heads of both"
@@ -225,7 +226,7 @@ class _Finder:
         )
         return Core(name, output, query, key, value, scale, scores.softcap, visibility,
                     shape[1], shape[3], sizes[3], query_type, output_type, sinks, rounding,
-                    scores.rounded_weights, read.turns)  # fmt: skip
+                    scores.rounded_weights, read.turns, read.part)  # fmt: skip
 
     def _check_queries(self, name: str, query: gs.Tensor) -> None:
         """Refuse queries that are not one for each new token of each sequence."""
