@@ -105,13 +105,15 @@ class Decode:
         self._past = np.zeros(self.batch, np.int64)
         self._hidden = self._rng.random((self.batch, capacity)) < 0.3
 
-    def run(self, chunks: Sequence[int] = CHUNKS, prompts: Sequence[int] = (5, 2, 0), tolerance: float = 1e-4) -> None:
+    def check(
+        self, chunks: Sequence[int] = CHUNKS, prompts: Sequence[int] = (5, 2, 0), tolerance: float = 1e-4
+    ) -> None:
         """Compare the logits of every step, and the caches at the end."""
         for row, length in zip(self.rows, prompts, strict=False):
             if self._steps == 0 and length and len(self.rows) > 1:
-                self.step(length, row, tolerance)
+                self.check_step(length, row, tolerance)
         for length in [self._steps] * (sum(chunks) // self._steps) if self._steps else chunks:
-            self.step(length, tolerance=tolerance)
+            self.check_step(length, tolerance=tolerance)
         for row, grown in zip(self.rows, self._grown, strict=True):
             for name, array in grown.items():
                 tokens, rest = self._tokens_of(name, row)
@@ -120,7 +122,7 @@ class Decode:
                 self._same(array, np.take(tokens, newest, axis), tolerance)
                 assert (np.abs(rest) == GARBAGE).all(), name
 
-    def step(self, length: int, rows: slice | None = None, tolerance: float = 1e-4) -> None:
+    def check_step(self, length: int, rows: slice | None = None, tolerance: float = 1e-4) -> None:
         """Compare the logits of one step of some rows, by default all."""
         rows = rows or slice(0, self.batch)
         new = self._new_tokens(length)
@@ -192,8 +194,11 @@ def run(model: onnx.ModelProto, feeds: Feeds) -> Feeds:
     return dict(zip(names, _session(model.SerializeToString()).run(None, feeds), strict=True))
 
 
-def compare(model: onnx.ModelProto, folder: Path, tolerance: float = 1e-4, **options: Any) -> ImportedModel:
+def check_decode(model: onnx.ModelProto, folder: Path, tolerance: float = 1e-4, **options: Any) -> ImportedModel:
     """Import a model and run a decode on both."""
     result = rewritten(model, folder, **options)
-    Decode(model, result.model, options.get("capacity", CAPACITY)).run(tolerance=tolerance)
+    Decode(model, result.model, options.get("capacity", CAPACITY)).check(tolerance=tolerance)
     return result
+
+
+compare = check_decode

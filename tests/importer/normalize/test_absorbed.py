@@ -5,17 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
-import onnx
 import pytest
-from concat_decode import Decode, compare, normalized, rewritten
+from concat_decode import Decode, check_decode, normalized, rewritten
 from concat_graphs import Build, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from latent_graphs import Latent, latent_decoder
 
-from trt_kvcache import BuildOptions, build_engine, verify_model
-from trt_kvcache.importer.plan import LatentAttention, PlanOptions, Target
+from trt_kvcache.importer.plan import LatentAttention, Route, Target
+from trt_kvcache.verify import verify_import
 
 
 class Quantized(Latent):
@@ -145,7 +145,7 @@ def test_queries_go_to_the_latents(tmp_path: Path, name: str) -> None:
     latent, rest = ABSORBED[name]
     decoder = latent_decoder(latent, **rest)
     model = make_decoder(decoder)
-    plan = compare(model, tmp_path, _tolerance(rest)).plan
+    plan = check_decode(model, tmp_path, _tolerance(rest)).plan
     size = decoder.size
     assert [(a.query_heads, a.kv_heads, a.head_size, a.value_head_size) for a in plan.attention] == [
         (decoder.heads, 1, 2 * size, size)
@@ -154,14 +154,14 @@ def test_queries_go_to_the_latents(tmp_path: Path, name: str) -> None:
     assert {c for a in plan.attention for c in a.caches} == {c.past for c in plan.caches}
     assert sum("queries go to the latents" in note for note in plan.notes) == 1
     if decoder.dtype is np.float32 and not decoder.window and not decoder.sinks:  # the canonical form runs
-        Decode(model, normalized(model), seed=1).run()
+        Decode(model, normalized(model), seed=1).check()
 
 
 @pytest.mark.parametrize("name", EXPANDED)
 def test_what_only_looks_so_stays(tmp_path: Path, name: str) -> None:
     latent, rest = EXPANDED[name]
     decoder = latent_decoder(latent, **rest)
-    plan = compare(make_decoder(decoder), tmp_path, _tolerance(rest)).plan
+    plan = check_decode(make_decoder(decoder), tmp_path, _tolerance(rest)).plan
     assert [a.kv_heads for a in plan.attention] == [latent.kv_heads or decoder.heads] * decoder.layers
     assert not any("queries go to the latents" in note for note in plan.notes)
 
@@ -171,7 +171,7 @@ def test_expanded_on_demand(tmp_path: Path, name: str) -> None:
     latent, rest = ABSORBED[name]
     decoder = latent_decoder(latent, **rest)
     options = {"latent_attention": LatentAttention.EXPANDED}
-    plan = compare(make_decoder(decoder), tmp_path, _tolerance(rest), **options).plan
+    plan = check_decode(make_decoder(decoder), tmp_path, _tolerance(rest), **options).plan
     assert {a.head_size for a in plan.attention} == {(latent.plain or decoder.size) + decoder.size}
     assert not any("queries go to the latents" in note for note in plan.notes)
 
@@ -196,7 +196,7 @@ def test_expanded_on_demand(tmp_path: Path, name: str) -> None:
     ),
 )
 def test_any_sizes(tmp_path: Path, attend: Latent, **choices: Any) -> None:
-    plan = compare(make_decoder(latent_decoder(attend, **choices)), tmp_path).plan
+    plan = check_decode(make_decoder(latent_decoder(attend, **choices)), tmp_path).plan
     assert {a.kv_heads for a in plan.attention} == {1}
 
 
@@ -221,7 +221,7 @@ def test_rows_are_taken_out_of_each_cache_once(tmp_path: Path, form: LatentAtten
 @pytest.mark.parametrize("target", list(Target))
 def test_without_a_span_all_rows_are_read(tmp_path: Path, target: Target) -> None:
     model = make_decoder(latent_decoder(Latent(plain=6)))
-    plan = compare(model, tmp_path, attention_span=False, target=target).plan
+    plan = check_decode(model, tmp_path, attention_span=False, target=target).plan
     assert [(a.keys, a.kv_heads) for a in plan.attention] == [("all", 1)]
 
 
@@ -245,9 +245,9 @@ def test_the_note_says_how_many_tokens_are_too_many(tmp_path: Path) -> None:
     ],
 )
 def test_builds(tmp_path: Path, size: int, latent: Latent, dtype: Any) -> None:
-    path, options = tmp_path / "model.onnx", PlanOptions(capacity=256)
-    onnx.save(make_decoder(latent_decoder(latent, dtype=dtype, size=size)), path)
-    verify_model(path, options).check()
-    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=BuildOptions(max_batch=2))
-    assert {a.kv_heads for a in manifest.plan.attention} == {1}
-    assert manifest.aliases == {cache.present: cache.past for cache in manifest.plan.caches}
+    result = rewritten(make_decoder(latent_decoder(latent, dtype=dtype, size=size)), tmp_path, 256)
+    verify_import(result).check()
+    assert {a.kv_heads for a in result.plan.attention} == {1}
+    assert {cache.route for cache in result.plan.caches} == {Route.NATIVE}
+    outcome = harness.build(result)
+    assert outcome.stage == "built", outcome.words

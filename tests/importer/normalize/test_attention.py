@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from concat_decode import CAPACITY, Decode, compare, normalized, rewritten
+from concat_decode import CAPACITY, Decode, check_decode, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -62,11 +62,11 @@ def test_decode(tmp_path: Path, name: str) -> None:
     decoder = Decoder(**VARIANTS[name])
     model = make_decoder(decoder)
     tolerance = 1e-4 if decoder.dtype is np.float32 else 2e-2
-    result = compare(model, tmp_path, tolerance)
+    result = check_decode(model, tmp_path, tolerance)
     assert {cache.idiom for cache in result.plan.caches} == {"Concat"}
     assert len(result.plan.attention) == decoder.layers
     if decoder.dtype is np.float32:
-        Decode(model, normalized(model), seed=1).run()
+        Decode(model, normalized(model), seed=1).check()
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -91,7 +91,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
     )
 )
 def test_any_combination(tmp_path: Path, decoder: Decoder) -> None:
-    compare(make_decoder(decoder), tmp_path)
+    check_decode(make_decoder(decoder), tmp_path)
 
 
 @pytest.mark.parametrize(("scale", "factor"), [("scores", 0.5), ("k", 0.5), ("both", 0.5**0.5), ("q", 1), ("none", 1)])
@@ -189,10 +189,10 @@ def test_what_only_looks_like_attention_is_refused(tmp_path: Path, name: str) ->
 @pytest.mark.parametrize("mask", ["past", "none"])
 def test_tanh_alone_caps_at_one(tmp_path: Path, mask: str) -> None:
     model = make_decoder(Decoder(mask=mask, positions="none", scores=lambda g, t: g.node("Tanh", [t])))
-    compare(model, tmp_path)
+    check_decode(model, tmp_path)
     (node,) = [n for n in normalized(model).graph.node if n.op_type == "Attention"]
     assert {a.name: a.f for a in node.attribute if a.name == "softcap"} == {"softcap": 1.0}
 
 
 def test_a_floor_below_all_scores_says_nothing(tmp_path: Path) -> None:
-    compare(make_decoder(Decoder(scores=lambda g, t: g.node("Max", [t, g.number(-1e4)]))), tmp_path)
+    check_decode(make_decoder(Decoder(scores=lambda g, t: g.node("Max", [t, g.number(-1e4)]))), tmp_path)

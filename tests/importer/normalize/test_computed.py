@@ -6,18 +6,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import harness
 import numpy as np
 import onnx
 import pytest
-from concat_decode import Decode, compare, normalized, rewritten
+from concat_decode import Decode, check_decode, normalized, rewritten
 from concat_graphs import Build, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from latent_graphs import Latent, latent_decoder, written
 
-from trt_kvcache import BuildOptions, build_engine, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.plan import PlanOptions, Sliding, Target
+from trt_kvcache.importer.plan import Route, Sliding, Target
+from trt_kvcache.verify import verify_import
 
 VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "plain": ({}, {}),
@@ -51,13 +52,13 @@ def test_decode(tmp_path: Path, name: str) -> None:
     latent, rest = VARIANTS[name]
     decoder = latent_decoder(Latent(**latent), **rest)
     model = make_decoder(decoder)
-    result = compare(model, tmp_path, 1e-4 if decoder.dtype is np.float32 else 4e-2)
+    result = check_decode(model, tmp_path, 1e-4 if decoder.dtype is np.float32 else 4e-2)
     plan = result.plan
     assert {cache.idiom for cache in plan.caches} == {"Concat"}
     assert [a.keys for a in plan.attention] == ["mask" if decoder.mask == "own" else "span"] * decoder.layers
     assert {c for a in plan.attention for c in a.caches} == {c.past for c in plan.caches}
     if decoder.dtype is np.float32:
-        Decode(model, normalized(model), seed=1).run()
+        Decode(model, normalized(model), seed=1).check()
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -77,7 +78,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
     ),
 )
 def test_any_combination(tmp_path: Path, attend: Latent, **choices: Any) -> None:
-    compare(make_decoder(latent_decoder(attend, **choices)), tmp_path)
+    check_decode(make_decoder(latent_decoder(attend, **choices)), tmp_path)
 
 
 def test_only_the_rows_in_use_are_computed(tmp_path: Path) -> None:
@@ -97,29 +98,29 @@ def test_only_the_rows_in_use_are_computed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["plain", "written side by side", "norm in pieces", "absorbed", "[B, T, D]"])
 def test_builds(tmp_path: Path, name: str) -> None:
     latent, rest = VARIANTS[name]
-    path, options = tmp_path / "model.onnx", PlanOptions(capacity=256)
-    onnx.save(make_decoder(latent_decoder(Latent(**latent), **rest, dtype=np.float16, size=16)), path)
-    verify_model(path, options).check()
-    plan = plan_model(path, options)
-    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=BuildOptions(max_batch=2))
-    assert manifest.aliases == {cache.present: cache.past for cache in plan.caches}
+    model = make_decoder(latent_decoder(Latent(**latent), **rest, dtype=np.float16, size=16))
+    result = rewritten(model, tmp_path, 256)
+    verify_import(result).check()
+    assert {cache.route for cache in result.plan.caches} == {Route.NATIVE}
+    outcome = harness.build(result)
+    assert outcome.stage == "built", outcome.words
 
 
 @pytest.mark.parametrize("target", list(Target))
 def test_without_a_span_all_rows_are_computed(tmp_path: Path, target: Target) -> None:
-    plan = compare(make_decoder(latent_decoder(Latent())), tmp_path, attention_span=False, target=target).plan
+    plan = check_decode(make_decoder(latent_decoder(Latent())), tmp_path, attention_span=False, target=target).plan
     assert [a.keys for a in plan.attention] == ["all"]
 
 
 @pytest.mark.parametrize("repeat", [False, True])
 def test_absorbed_latents_are_one_head(tmp_path: Path, repeat: bool) -> None:
-    plan = compare(make_decoder(latent_decoder(Latent(absorbed=True, repeat=repeat))), tmp_path).plan
+    plan = check_decode(make_decoder(latent_decoder(Latent(absorbed=True, repeat=repeat))), tmp_path).plan
     assert [(a.query_heads, a.kv_heads, a.head_size, a.value_head_size) for a in plan.attention] == [(4, 1, 8, 4)]
 
 
 def test_windows_stay_linear_where_keys_are_computed(tmp_path: Path) -> None:
     model = make_decoder(latent_decoder(Latent(), window=5))
-    plan = compare(model, tmp_path, sliding=Sliding.CIRCULAR, window_chunk=4).plan
+    plan = check_decode(model, tmp_path, sliding=Sliding.CIRCULAR, window_chunk=4).plan
     assert {cache.mode.value for cache in plan.caches} == {"linear"}
 
 
@@ -242,7 +243,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize("where", ["latents", "rotated", "keys", "values"])
 def test_rows_may_be_made_of_their_numbers(tmp_path: Path, where: str) -> None:
     latent: dict[str, Any] = {where: _by_row}
-    compare(make_decoder(latent_decoder(Latent(**latent))), tmp_path)
+    check_decode(make_decoder(latent_decoder(Latent(**latent))), tmp_path)
 
 
 @pytest.mark.parametrize("where", ["latents", "rotated", "keys", "values"])

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from concat_decode import CAPACITY, compare, rewritten
+from concat_decode import CAPACITY, check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto
 
@@ -92,19 +92,19 @@ FOUND: dict[str, tuple[Index, int]] = {  # and how far behind the positions
 
 @pytest.mark.parametrize("name", FOUND)
 def test_each_sequence_takes_rows_of_its_own(tmp_path: Path, name: str) -> None:
-    result = compare(make_decoder(Decoder(positions="none", after=looked_up(FOUND[name][0]))), tmp_path)
+    result = check_decode(make_decoder(Decoder(positions="none", after=looked_up(FOUND[name][0]))), tmp_path)
     assert (NOTE in result.plan.notes) == ("pads" in name)
     assert not [v.name for v in result.model.graph.input if "position" in v.name]
 
 
 def test_rows_of_another_type(tmp_path: Path) -> None:
     """As BigBird's decoder has them."""
-    compare(make_decoder(Decoder(positions="none", after=looked_up(counted, cast=True))), tmp_path)
+    check_decode(make_decoder(Decoder(positions="none", after=looked_up(counted, cast=True))), tmp_path)
 
 
 def test_rows_that_are_looked_up_in_one_row(tmp_path: Path) -> None:
     """As M2M-100 does."""
-    compare(
+    check_decode(
         make_decoder(Decoder(positions="none", after=looked_up(lambda g: beside_pads(g, g.past), flat=True))), tmp_path
     )
 
@@ -124,7 +124,9 @@ def test_a_table_ends_where_its_offset_says(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(("batch", "sequence"), [(1, "sequence"), (2, "sequence"), ("batch", 1), (2, 3)])
 def test_fixed_sizes(tmp_path: Path, name: str, batch: int | str, sequence: int | str) -> None:
     index, _ = FOUND[name]
-    compare(make_decoder(Decoder(positions="none", after=looked_up(index), batch=batch, sequence=sequence)), tmp_path)
+    check_decode(
+        make_decoder(Decoder(positions="none", after=looked_up(index), batch=batch, sequence=sequence)), tmp_path
+    )
 
 
 def if_long(g: Build, limit: int = 9) -> str:
@@ -208,7 +210,7 @@ def with_rows(read: Callable[[Build, str, str], str]) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("read", [times, of_heads])
 def test_rows_for_all_meet_the_tokens_of_each(tmp_path: Path, read: Callable[[Build, str, str], str]) -> None:
-    compare(with_rows(read), tmp_path)
+    check_decode(with_rows(read), tmp_path)
 
 
 @pytest.mark.parametrize("read", [summed, of_steps])
@@ -222,7 +224,7 @@ def test_numbers_as_large_as_those_of_masks_are_no_positions(tmp_path: Path) -> 
         large = g.node("Mul", [g.node("Cast", [front(g, counted(g, 1))], to=TensorProto.FLOAT), g.number(-1e30)])
         return g.node("Add", [x, g.node("Unsqueeze", [g.node("Mul", [large, g.number(1e-31)]), g.constant([2])])])
 
-    compare(make_decoder(Decoder(positions="none", after=after)), tmp_path)
+    check_decode(make_decoder(Decoder(positions="none", after=after)), tmp_path)
 
 
 def test_lengths_that_meet_other_numbers_than_positions_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import onnx
 import pytest
 from cache_updates import index_copy, load, update_model
-from concat_decode import CAPACITY, compare, rewritten
+from concat_decode import CAPACITY, check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
@@ -109,7 +109,7 @@ def ops(model: onnx.ModelProto) -> set[str]:
 @pytest.mark.parametrize("rows", [width, cancelled, read(16)])
 @pytest.mark.parametrize("reads", ["cos", "count"])
 def test_indices_that_no_size_changes_are_a_constant(tmp_path: Path, rows, reads: str) -> None:
-    result = compare(make_decoder(Decoder(after=repeated(rows, reads))), tmp_path)
+    result = check_decode(make_decoder(Decoder(after=repeated(rows, reads))), tmp_path)
     assert "NonZero" not in ops(result.model)
 
 
@@ -120,7 +120,7 @@ def test_a_chain_of_them_is_folded(tmp_path: Path) -> None:
         first = g.node("NonZero", [ones(width)(g, x)])
         return count_of(lambda g, _: ones(lambda g, _: g.size_of(first, 1))(g, x))(g, x)
 
-    assert "NonZero" not in ops(compare(make_decoder(Decoder(after=after)), tmp_path).model)
+    assert "NonZero" not in ops(check_decode(make_decoder(Decoder(after=after)), tmp_path).model)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_indices_that_a_length_of_the_past_changes_are_refused(tmp_path: Path, l
 def test_a_limit_beyond_the_capacity_is_none(tmp_path: Path) -> None:
     """No step reaches it."""
     model = make_decoder(Decoder(after=count_of(ones(below(CAPACITY + 1, lambda g, _: g.all)))))
-    assert "NonZero" not in ops(compare(model, tmp_path).model)
+    assert "NonZero" not in ops(check_decode(model, tmp_path).model)
 
 
 def test_an_axis_that_nothing_explains_may_be_of_any_size(tmp_path: Path) -> None:
@@ -319,4 +319,4 @@ def test_experts_chosen_by_tokens_leave_shapes_alone(tmp_path: Path) -> None:
     model = with_experts(make_decoder(Decoder(layers=2)))
     with pytest.raises(UnsupportedModelError, match="^NonZero 'node_experts' .*mobius-onnx"):
         rewritten(model, tmp_path)
-    compare(model, tmp_path, target=Target.TENSORRT)
+    check_decode(model, tmp_path, target=Target.TENSORRT)

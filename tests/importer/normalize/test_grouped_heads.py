@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from concat_decode import compare, rewritten
+from concat_decode import check_decode, rewritten
 from concat_graphs import Decoder, make_decoder
 from grouped_graphs import Grouped
 
@@ -44,7 +44,7 @@ def _decoder(settings: dict[str, Any], **grouped: Any) -> Decoder:
 
 @pytest.mark.parametrize(("settings", "grouped"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_it_becomes_attention(settings: dict[str, Any], grouped: dict[str, Any], tmp_path: Path) -> None:
-    result = compare(make_decoder(_decoder(settings, **grouped)), tmp_path)
+    result = check_decode(make_decoder(_decoder(settings, **grouped)), tmp_path)
     heads = settings.get("heads", 4), settings.get("kv_heads", 2)
     assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [heads]
 
@@ -85,7 +85,7 @@ def test_groups_over_some_heads_of_the_keys_are_refused(tmp_path: Path) -> None:
 def test_several_tokens_in_an_axis_of_their_own_are_no_groups(tmp_path: Path) -> None:
     """The same axes, where steps have two tokens and each head of queries has its own of keys."""
     decoder = Decoder(heads=2, kv_heads=2, sequence=2, positions="past")
-    result = compare(make_decoder(decoder), tmp_path)
+    result = check_decode(make_decoder(decoder), tmp_path)
     assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [(2, 2)]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from concat_decode import compare, rewritten
+from concat_decode import check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto
 from slope_graphs import added, times_slopes
@@ -76,7 +76,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = turns(**VARIANTS[name])
-    result = compare(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
+    result = check_decode(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
     assert {(a.query_heads, a.kv_heads) for a in result.plan.attention} == {(HEADS, decoder.kv_heads)}
     onnx.checker.check_model(result.model, full_check=True)
 

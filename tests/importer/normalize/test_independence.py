@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from concat_decode import compare, rewritten
+from concat_decode import check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto, helper, numpy_helper
 
@@ -66,12 +66,12 @@ def test_below_the_switch_it_is_taken(tmp_path: Path, after) -> None:
 
 
 def test_one_sequence_alone_decides_what_it_likes(tmp_path: Path) -> None:
-    compare(make_decoder(Decoder(after=by_the_longest, batch=1)), tmp_path)
+    check_decode(make_decoder(Decoder(after=by_the_longest, batch=1)), tmp_path)
 
 
 @pytest.mark.parametrize("after", [each_by_itself, by_a_table_cut_to_the_longest])
 def test_each_sequence_by_itself_is_taken(tmp_path: Path, after) -> None:
-    compare(make_decoder(Decoder(after=after)), tmp_path)
+    check_decode(make_decoder(Decoder(after=after)), tmp_path)
 
 
 def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None, *, each: bool = False) -> Path:

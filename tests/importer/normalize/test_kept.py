@@ -29,7 +29,7 @@ def windows(model: onnx.ModelProto) -> list[int]:
 def decode(model: onnx.ModelProto, result: onnx.ModelProto, capacity: int, *, short: bool) -> None:
     """Prompts around the cut, long updates across it, and single tokens."""
     runner = Decode(model, result, capacity, short=short)
-    runner.run((1, 4, 1, 1, 2, 9, 1, 3, 1, 1), prompts=(12, 5, 0))
+    runner.check((1, 4, 1, 1, 2, 9, 1, 3, 1, 1), prompts=(12, 5, 0))
 
 
 EXACT: dict[str, Cut] = {
@@ -89,7 +89,9 @@ def test_windows_around_the_capacity(window: int, capacity: int, tmp_path: Path)
     how = Cut(kept=(window - 1, 0), window=(window, 0), mask="positions" if window % 2 else "lengths")
     model = make_cut(how)
     runner = Decode(model, rewritten(model, tmp_path, capacity).model, capacity)
-    runner.run((1, 2, 1, 1) if capacity == 9 else (4, 1, 3, 1, 1, 2), prompts=(3, 2, 0) if capacity == 9 else (9, 2, 0))
+    runner.check(
+        (1, 2, 1, 1) if capacity == 9 else (4, 1, 3, 1, 1, 2), prompts=(3, 2, 0) if capacity == 9 else (9, 2, 0)
+    )
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 9])
@@ -108,9 +110,9 @@ def test_rings(how: Cut, chunk: int, tmp_path: Path) -> None:
     for row, prompt in zip(runner.rows, (12, 7, 0), strict=True):
         for length in (*[chunk] * (prompt // chunk), prompt % chunk):
             if length:
-                runner.step(length, row)
+                runner.check_step(length, row)
     for length in (1, chunk, 1, 1, min(chunk, 3), 1):
-        runner.step(length)
+        runner.check_step(length)
     imported = rewritten(model, tmp_path, LONG, sliding=Sliding.CIRCULAR, window_chunk=chunk)
     assert {c.mode for c in imported.plan.caches if c.past.startswith("past_key_values.0")} == {UpdateMode.CIRCULAR}
     verify_import(imported, VerifyOptions(chunks=(chunk,))).check()

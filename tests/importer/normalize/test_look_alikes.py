@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from concat_decode import CAPACITY, compare, normalized, rewritten
+from concat_decode import CAPACITY, check_decode, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph
 from onnx import TensorProto
@@ -192,7 +192,7 @@ def test_one_symbol_for_everything(tmp_path: Path, symbols: tuple[str, ...]) -> 
                 if dim.dim_param.startswith(symbols):
                     dim.dim_param = "length"
 
-    compare(edited(Decoder(mask="padding", layers=2), share), tmp_path)
+    check_decode(edited(Decoder(mask="padding", layers=2), share), tmp_path)
 
 
 def test_a_constant_with_the_symbol_of_the_past_keeps_it() -> None:

@@ -11,7 +11,7 @@ from typing import Any, cast
 import numpy as np
 import onnx_graphsurgeon as gs
 import pytest
-from concat_decode import CAPACITY, compare, normalized, rewritten
+from concat_decode import CAPACITY, check_decode, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import NodeProto, TensorProto, helper
 
@@ -31,7 +31,7 @@ def attention(decoder: Decoder, capacity: int = CAPACITY) -> tuple[NodeProto, di
 @pytest.mark.parametrize("apply", ["add", "where", "hide"])
 def test_causal_masks_become_an_attribute(tmp_path: Path, mask: str, apply: str) -> None:
     decoder = Decoder(mask=mask, apply=apply)
-    compare(make_decoder(decoder), tmp_path)
+    check_decode(make_decoder(decoder), tmp_path)
     node, attrs = attention(decoder)
     assert attrs["is_causal"] == 1
     assert list(node.input[3:]) == ["", "", "", "nonpad_kv_seqlen"]
@@ -42,31 +42,31 @@ def test_causal_masks_become_an_attribute(tmp_path: Path, mask: str, apply: str)
 @pytest.mark.parametrize("window", [1, 2, 5, CAPACITY - 1])
 def test_windows_become_an_attribute(tmp_path: Path, mask: str, window: int) -> None:
     decoder = Decoder(mask=mask, window=window)
-    compare(make_decoder(decoder), tmp_path)
+    check_decode(make_decoder(decoder), tmp_path)
     assert attention(decoder)[1]["left_window_size"] == window - 1
 
 
 @pytest.mark.parametrize("window", [CAPACITY, CAPACITY + 3])
 def test_a_window_that_the_capacity_never_fills_is_causal(tmp_path: Path, window: int) -> None:
     decoder = Decoder(window=window)
-    compare(make_decoder(decoder), tmp_path)
+    check_decode(make_decoder(decoder), tmp_path)
     assert "left_window_size" not in attention(decoder)[1]
 
 
 @pytest.mark.parametrize("lowest", [-1e4, -65504.0, float(np.finfo(np.float32).min), -np.inf])
 def test_hidden_is_any_very_low_number(tmp_path: Path, lowest: float) -> None:
-    compare(make_decoder(Decoder(lowest=lowest)), tmp_path)
+    check_decode(make_decoder(Decoder(lowest=lowest)), tmp_path)
 
 
 def test_without_a_mask_every_token_sees_every_other(tmp_path: Path) -> None:
     decoder = Decoder(mask="none")
-    compare(make_decoder(decoder), tmp_path)
+    check_decode(make_decoder(decoder), tmp_path)
     assert attention(decoder)[1]["is_causal"] == 0
 
 
 def test_one_token_at_a_time_needs_no_mask(tmp_path: Path) -> None:
     decoder = Decoder(mask="none", sequence=1)
-    compare(make_decoder(decoder), tmp_path)
+    check_decode(make_decoder(decoder), tmp_path)
     assert attention(decoder)[1]["is_causal"] == 1
 
 
@@ -83,7 +83,7 @@ def test_one_token_at_a_time_needs_no_mask(tmp_path: Path) -> None:
 @pytest.mark.parametrize("layers", [1, 2])
 def test_the_callers_own_mask_stays(tmp_path: Path, own_type: Any, dtype: Any, upcast: bool, layers: int) -> None:
     decoder = Decoder(mask="own", own_type=own_type, dtype=dtype, upcast=upcast, layers=layers)
-    result = compare(make_decoder(decoder), tmp_path, 1e-4 if dtype is np.float32 else 2e-2)
+    result = check_decode(make_decoder(decoder), tmp_path, 1e-4 if dtype is np.float32 else 2e-2)
     assert "mask" in {value.name for value in result.model.graph.input}
 
 
@@ -184,7 +184,9 @@ def test_a_mask_for_each_head_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_same_mask_for_each_head_is_one(tmp_path: Path) -> None:
-    compare(make_decoder(Decoder(mask=lambda g: g.node("Concat", [g.to_scores(g.causal())] * 4, axis=1))), tmp_path)
+    check_decode(
+        make_decoder(Decoder(mask=lambda g: g.node("Concat", [g.to_scores(g.causal())] * 4, axis=1))), tmp_path
+    )
 
 
 def test_a_mask_made_of_tokens_is_refused(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def bias(g: Build, scores: str, even: bool) -> str:
 
 @pytest.mark.parametrize("where", ["scores", "masked"])
 def test_a_bias_of_positions_that_is_not_even_is_refused(tmp_path: Path, where: str) -> None:
-    compare(make_decoder(Decoder(**{where: partial(bias, even=True)})), tmp_path)
+    check_decode(make_decoder(Decoder(**{where: partial(bias, even=True)})), tmp_path)
     with pytest.raises(UnsupportedModelError, match="adds numbers other than 0 and the lowest"):
         rewritten(make_decoder(Decoder(**{where: partial(bias, even=False)})), tmp_path)
 

@@ -9,7 +9,7 @@ import harness
 import numpy as np
 import onnx
 import pytest
-from concat_decode import Decode, compare, normalized, rewritten
+from concat_decode import Decode, check_decode, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -75,13 +75,13 @@ def _decoder(settings: dict[str, Any], **merged: Any) -> Decoder:
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = _decoder(VARIANTS[name][0], **VARIANTS[name][1])
     model = make_decoder(decoder)
-    result = compare(model, tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
+    result = check_decode(model, tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
     assert {cache.idiom for cache in result.plan.caches} == {"Concat"}
     assert len(result.plan.attention) == 1
     canonical = normalized(model)
     assert "Softmax" not in {n.op_type for n in canonical.graph.node}
     if decoder.dtype is np.float32 and not decoder.window:  # ONNX Runtime knows no windows in an Attention yet
-        Decode(model, canonical, seed=1).run()
+        Decode(model, canonical, seed=1).check()
 
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
@@ -100,7 +100,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
     ),
 )
 def test_any_combination(tmp_path: Path, **choices: Any) -> None:
-    compare(make_decoder(Decoder(**choices)), tmp_path)
+    check_decode(make_decoder(Decoder(**choices)), tmp_path)
 
 
 @pytest.mark.parametrize("split", ["mask", "softmax", "none"])

@@ -43,13 +43,13 @@ def test_the_whole_is_updated_in_place(tmp_path: Path, name: str) -> None:
     whole = make_decoder(DECODERS[name])
     result = rewritten(give_new_rows(whole, as_joined), tmp_path)
     assert [(c.idiom, c.route.value) for c in result.plan.caches] == [("Concat, new rows returned", "native")] * 2
-    Decode(whole, result.model).run(tolerance=1e-2 if name == "float16" else 1e-4)
+    Decode(whole, result.model).check(tolerance=1e-2 if name == "float16" else 1e-4)
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_new_rows_in_any_layout(tmp_path: Path, name: str) -> None:
     whole = make_decoder(Decoder(layers=2))
-    Decode(whole, rewritten(give_new_rows(whole, *FORMS[name]), tmp_path).model).run()
+    Decode(whole, rewritten(give_new_rows(whole, *FORMS[name]), tmp_path).model).check()
 
 
 @pytest.mark.parametrize("form", [(as_joined, transposed(0, 1, 3, 2)), (flat,)])
@@ -141,7 +141,7 @@ def test_a_past_that_always_has_as_many_rows(tmp_path: Path, name: str) -> None:
     onnx.save(model, tmp_path / "model.onnx")
     result = import_model(tmp_path / "model.onnx", PlanOptions())
     assert {c.capacity for c in result.plan.caches} == {capacity}
-    Decode(whole, result.model, capacity).run((1,) * 8, prompts=(5, 2, 0))
+    Decode(whole, result.model, capacity).check((1,) * 8, prompts=(5, 2, 0))
     verify_model(tmp_path / "model.onnx").check()
 
 

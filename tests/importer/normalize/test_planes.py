@@ -73,7 +73,7 @@ def test_each_plane_reaches_the_model(tmp_path: Path, planes: Dim) -> None:
     result = rewritten(model, tmp_path)
     assert axes_of(result)[1:] == ("batch", "sequence")
     assert "tokens of images" in result.plan.notes[0]
-    PlanarDecode(model, result.model).run()
+    PlanarDecode(model, result.model).check()
 
 
 def test_planes_behind_the_rows(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_planes_behind_the_rows(tmp_path: Path) -> None:
     result = rewritten(model, tmp_path)
     assert axes_of(result) == ("batch", "", "sequence")
     assert "tokens of images" in result.plan.notes[0]
-    RowsFirst(model, result.model).run()
+    RowsFirst(model, result.model).check()
 
 
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_fixed_batch(tmp_path: Path, batch: int) -> None:
     model = decoder(planar([PLANES, batch, "sequence"]), batch=batch)
-    PlanarDecode(model, rewritten(model, tmp_path).model).run()
+    PlanarDecode(model, rewritten(model, tmp_path).model).check()
     assert verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).passed
 
 

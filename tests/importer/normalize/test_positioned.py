@@ -7,7 +7,7 @@ from typing import Any
 
 import onnx
 import pytest
-from concat_decode import compare, rewritten
+from concat_decode import check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from rope_graphs import ROWS, Rope
 
@@ -40,12 +40,12 @@ def _model(**rope: Any) -> onnx.ModelProto:
 
 @pytest.mark.parametrize("rope", NEW.values(), ids=NEW.keys())
 def test_new_tokens_have_their_own_positions(rope: dict[str, Any], tmp_path: Path) -> None:
-    compare(_model(**rope), tmp_path)
+    check_decode(_model(**rope), tmp_path)
 
 
 @pytest.mark.parametrize("rope", EVERY.values(), ids=EVERY.keys())
 def test_keys_may_be_rotated_behind_the_cache(rope: dict[str, Any], tmp_path: Path) -> None:
-    result = compare(_model(**rope, keys=True), tmp_path)
+    result = check_decode(_model(**rope, keys=True), tmp_path)
     assert {c.route.value for c in result.plan.caches} == {"native"}
 
 

@@ -32,7 +32,7 @@ def test_any_layout(tmp_path: Path, name: str, form: str) -> None:
     laid = lay_caches(whole, *orders)
     result = rewritten(laid if form == "whole" else give_new_rows(laid, as_joined), tmp_path)
     assert {c.route.value for c in result.plan.caches} == {"native"}
-    Decode(whole, result.model).run()
+    Decode(whole, result.model).check()
     if decoder.layers > 1:  # where keys and values lie differently
         verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
 
@@ -41,7 +41,7 @@ def test_one_head_is_no_batch(tmp_path: Path) -> None:
     whole = make_decoder(Decoder(kv_heads=1, batch=3))
     result = rewritten(whole, tmp_path)
     assert [c.logical_shape for c in result.plan.caches] == [(3, 1, CAPACITY, 4)] * 2
-    Decode(whole, result.model).run()
+    Decode(whole, result.model).check()
 
 
 def by_batch(g: Build, x: str) -> str:
@@ -54,7 +54,7 @@ def test_sizes_read_off_a_past_are_no_use_of_it(tmp_path: Path) -> None:
     whole = make_decoder(Decoder(after=by_batch))
     result = rewritten(lay_caches(whole, KEYS, VALUES), tmp_path)
     assert {c.route.value for c in result.plan.caches} == {"native"}
-    Decode(whole, result.model).run()
+    Decode(whole, result.model).check()
 
 
 @pytest.mark.parametrize("positions", ["input", "present"])

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from concat_decode import Decode, compare, rewritten
+from concat_decode import Decode, check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from new_row_graphs import lay_caches
 from onnx import TensorProto
@@ -21,7 +21,7 @@ After = Callable[[Build, str], str]
 @pytest.mark.parametrize("layout", ["bnsd", "bsnd", "flat"])
 def test_positions_are_counted_from_the_write_indices(tmp_path: Path, positions: str, layout: str) -> None:
     model = make_decoder(Decoder(positions=positions, layout=layout))
-    result = compare(model, tmp_path)
+    result = check_decode(model, tmp_path)
     assert {v.name for v in result.model.graph.input} == {
         "input_ids", "past_key_values.0.key", "past_key_values.0.value", "write_indices", "nonpad_kv_seqlen",
         "attention_span", "logits_span",
@@ -32,7 +32,7 @@ def test_positions_are_counted_from_the_write_indices(tmp_path: Path, positions:
 def test_lengths_read_off_views_of_caches(tmp_path: Path, positions: str) -> None:
     model = make_decoder(Decoder(positions=positions))
     same = lay_caches(model, (0, 1, 2, 3))  # with Transposes that change nothing
-    Decode(model, rewritten(same, tmp_path).model).run()
+    Decode(model, rewritten(same, tmp_path).model).check()
 
 
 @pytest.mark.parametrize("positions", ["past", "padding", "present", "input"])
@@ -41,12 +41,12 @@ def test_at_any_capacity(tmp_path: Path, positions: str, capacity: int) -> None:
     model = make_decoder(Decoder(positions=positions))
     result = rewritten(model, tmp_path, capacity)
     prompts = (1, 0, 0) if capacity > 1 else (0, 0, 0)
-    Decode(model, result.model, capacity).run([1] * max(1, capacity - 1), prompts)
+    Decode(model, result.model, capacity).check([1] * max(1, capacity - 1), prompts)
 
 
 def test_the_whole_capacity_in_one_step(tmp_path: Path) -> None:
     model = make_decoder(Decoder(positions="past", sequence=8))
-    Decode(model, rewritten(model, tmp_path, 8).model, 8).run([8], (0, 0, 0))
+    Decode(model, rewritten(model, tmp_path, 8).model, 8).check([8], (0, 0, 0))
 
 
 def total(g: Build) -> str:
@@ -116,7 +116,7 @@ COUNTS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_outputs_that_count_tokens_go(tmp_path: Path, name: str) -> None:
-    result = compare(make_decoder(Decoder(after=COUNTS[name])), tmp_path)
+    result = check_decode(make_decoder(Decoder(after=COUNTS[name])), tmp_path)
     assert [c.why for c in result.plan.changes if c.old.startswith("debug")] == ["the caller counts tokens itself"]
     assert "debug" not in {value.name for value in result.model.graph.output}
 
@@ -135,7 +135,7 @@ def test_other_outputs_that_show_the_length_are_refused(tmp_path: Path, name: st
 
 
 def test_outputs_that_do_not_show_the_length_stay(tmp_path: Path) -> None:
-    result = compare(make_decoder(Decoder(after=debug(lambda g: g.length, 0))), tmp_path)
+    result = check_decode(make_decoder(Decoder(after=debug(lambda g: g.length, 0))), tmp_path)
     assert "debug" in {value.name for value in result.model.graph.output}
 
 
@@ -143,7 +143,7 @@ def test_the_number_of_new_tokens_is_no_length_of_the_past(tmp_path: Path) -> No
     def after(g: Build, x: str) -> str:
         return g.node("Mul", [x, g.node("Cast", [g.length], to=TensorProto.FLOAT)])
 
-    compare(make_decoder(Decoder(after=after)), tmp_path)
+    check_decode(make_decoder(Decoder(after=after)), tmp_path)
 
 
 def test_positions_that_are_given_may_decide_anything(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_positions_that_are_given_may_decide_anything(tmp_path: Path) -> None:
     model = make_decoder(Decoder(after=after, batch=1))
     result = rewritten(model, tmp_path)
     assert "position_ids" in {value.name for value in result.model.graph.input}
-    Decode(model, result.model).run()
+    Decode(model, result.model).check()
 
 
 def rows_added(g: Build) -> str:
@@ -180,4 +180,4 @@ def test_a_count_that_is_the_same_at_any_capacity_stays(tmp_path: Path) -> None:
         some = g.node("Min", [g.size_of(g.presents[0], 2), g.constant(1)])
         return g.node("Mul", [x, g.node("Cast", [some], to=TensorProto.FLOAT)])
 
-    compare(make_decoder(Decoder(after=after)), tmp_path)
+    check_decode(make_decoder(Decoder(after=after)), tmp_path)

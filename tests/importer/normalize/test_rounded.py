@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-from concat_decode import CAPACITY, Decode, compare, rewritten
+from concat_decode import CAPACITY, Decode, check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -88,7 +88,7 @@ def test_as_modelopt_leaves_it(tmp_path: Path, kind: Any, repeat: str, dtype: An
     kv_heads = 1 if repeat == "none" else 2
     decoder = Decoder(attend=modelopt(kind), repeat=repeat, kv_heads=kv_heads, dtype=dtype, layers=2, opset=OPSET)
     # float16: sums in another order, and so another choice between two neighbours once in a while
-    result = compare(make_decoder(decoder), tmp_path, 1e-4 if dtype is np.float32 else 0.1)
+    result = check_decode(make_decoder(decoder), tmp_path, 1e-4 if dtype is np.float32 else 0.1)
     name = "int8" if kind is INT8 else "float8e4m3fn"
     assert lowered(result) == {(AttentionKind.LOWERED, f"rounded to {name} on the way")}
     assert {a.keys for a in result.plan.attention} == {"span"}
@@ -98,7 +98,7 @@ def test_as_modelopt_leaves_it(tmp_path: Path, kind: Any, repeat: str, dtype: An
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_a_factor_that_sizes_make(tmp_path: Path, dtype: Any) -> None:
     decoder = Decoder(attend=modelopt(INT8, from_sizes=True), dtype=dtype, opset=OPSET)
-    result = compare(make_decoder(decoder), tmp_path, 1e-4 if dtype is np.float32 else 0.1)
+    result = check_decode(make_decoder(decoder), tmp_path, 1e-4 if dtype is np.float32 else 0.1)
     assert lowered(result) == {(AttentionKind.LOWERED, "rounded to int8 on the way")}
 
 
@@ -148,7 +148,7 @@ def test_nothing_stands_between_rounding_and_products(tmp_path: Path) -> None:
 )
 def test_any_combination(tmp_path: Path, kind: Any, hooks: set[str], decoder: Decoder) -> None:
     decoder = replace(decoder, guard=decoder.guard and not decoder.sinks)
-    compare(make_decoder(replace(decoder, **{name: rounds(kind) for name in hooks})), tmp_path)
+    check_decode(make_decoder(replace(decoder, **{name: rounds(kind) for name in hooks})), tmp_path)
 
 
 @pytest.mark.parametrize("layout", ["bsnd", "flat"])
@@ -161,7 +161,7 @@ def test_other_layouts_of_the_cache(tmp_path: Path, layout: str) -> None:
 def test_caches_rounded_alone_leave_the_attention_whole(tmp_path: Path, kind: Any) -> None:
     """What a quantized KV cache is in the export of a simulation: float caches, rounded before they are read."""
     model = make_decoder(Decoder(keys=rounds(kind), values=rounds(kind), opset=OPSET))
-    result = compare(model, tmp_path)
+    result = check_decode(model, tmp_path)
     assert {a.kind for a in result.plan.attention} == {AttentionKind.DECOMPOSED}
 
 
@@ -175,7 +175,7 @@ def test_rounding_before_the_write_stays_there(tmp_path: Path) -> None:
     model.graph.node.insert(place, helper.make_node("DequantizeLinear", [names[0], *names[2:]], [names[1]]))
     model.graph.node.insert(place, helper.make_node("QuantizeLinear", [concat.input[1], *names[2:]], [names[0]]))
     concat.input[1] = names[1]
-    result = compare(model, tmp_path)
+    result = check_decode(model, tmp_path)
     graph = gs.import_onnx(result.model)
     writes = [n for n in graph.nodes if n.op == "TensorScatter"]
     assert [producer(n.inputs[1]).op for n in writes].count("DequantizeLinear") == 1
@@ -190,7 +190,7 @@ def test_a_scale_for_each_channel(tmp_path: Path) -> None:
         small = g.node("QuantizeLinear", [tensor, scales, zeros], axis=3)
         return g.node("DequantizeLinear", [small, scales, zeros], axis=3)
 
-    compare(make_decoder(Decoder(keys=per_channel, values=per_channel, opset=OPSET)), tmp_path)
+    check_decode(make_decoder(Decoder(keys=per_channel, values=per_channel, opset=OPSET)), tmp_path)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -243,7 +243,7 @@ def rounded_as_a_whole(kind: Any, dtype: Any = np.float32, scale: float = 0.0625
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("cast", [False, True])
 def test_a_cache_that_is_rounded_as_a_whole(tmp_path: Path, kind: Any, dtype: Any, cast: bool) -> None:
-    result = compare(rounded_as_a_whole(kind, dtype, cast=cast), tmp_path, 1e-4 if dtype is np.float32 else 2e-2)
+    result = check_decode(rounded_as_a_whole(kind, dtype, cast=cast), tmp_path, 1e-4 if dtype is np.float32 else 2e-2)
     graph = gs.import_onnx(result.model)
     writes = [n for n in graph.nodes if n.op == "TensorScatter"]
     assert [producer(n.inputs[1]).op for n in writes].count("DequantizeLinear") == 1
@@ -307,7 +307,7 @@ def test_comparisons_notice(tmp_path: Path, attribute: str, monkeypatch: pytest.
         )
         lost = rewritten(model, tmp_path).model
     with pytest.raises(AssertionError):
-        Decode(model, lost).run()
+        Decode(model, lost).check()
 
 
 def as_written_from_torch(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -330,7 +330,7 @@ def test_operators_of_nvidia_s_domain(tmp_path: Path) -> None:
     written = as_written_from_torch(make_decoder(decoder))
     result = rewritten(written, tmp_path)
     assert not {n.domain for n in result.model.graph.node} - {"", "ai.onnx"}
-    Decode(make_decoder(decoder), result.model).run()
+    Decode(make_decoder(decoder), result.model).check()
     assert lowered(result) == lowered(standard)
     report = verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
     report.check()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from concat_decode import compare, normalized, rewritten
+from concat_decode import check_decode, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -34,7 +34,7 @@ CODEGEN: dict[str, Any] = {"scale": "none", "masked": _times(0.5, "Div"), "lowes
     lowest=st.sampled_from([LOWEST, float(np.finfo(np.float16).min), -np.inf]),
 )
 def test_any_combination(tmp_path: Path, **choices: Any) -> None:
-    compare(make_decoder(Decoder(**choices)), tmp_path)
+    check_decode(make_decoder(Decoder(**choices)), tmp_path)
 
 
 @pytest.mark.parametrize("apply", ["add", "where", "hide"])
@@ -60,7 +60,7 @@ def _zeros_and_low(g: Build, lowest: float) -> str:
 @pytest.mark.parametrize("name", OTHERS)
 def test_others(tmp_path: Path, name: str) -> None:
     decoder = Decoder(**{**CODEGEN, "lowest": float(np.finfo(np.float16).min), **OTHERS[name]})
-    compare(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
+    check_decode(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
 
 
 def _late(g: Build, scores: str) -> str:

@@ -11,7 +11,7 @@ import harness
 import numpy as np
 import onnx
 import pytest
-from concat_decode import CAPACITY, GARBAGE, Decode, compare, rewritten, run
+from concat_decode import CAPACITY, GARBAGE, Decode, check_decode, rewritten, run
 from concat_graphs import Build, Decoder, beside_sinks, make_decoder, sink_column, without_sinks
 from graphs import Graph
 from hypothesis import HealthCheck, given, settings
@@ -47,7 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = Decoder(**VARIANTS[name])
-    result = compare(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
+    result = check_decode(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
     assert {(a.kind, a.reason) for a in result.plan.attention} == {(AttentionKind.LOWERED, "attention sinks")}
     assert {a.keys for a in result.plan.attention} == {"mask" if decoder.mask == "own" else "span"}
     onnx.checker.check_model(result.model, full_check=True)
@@ -71,7 +71,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
     )
 )
 def test_any_combination(tmp_path: Path, decoder: Decoder) -> None:
-    compare(make_decoder(decoder), tmp_path)
+    check_decode(make_decoder(decoder), tmp_path)
 
 
 def test_heads_are_not_repeated(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_decode_around_the_ring(tmp_path: Path, window: int, chunk: int) -> None
     assert {c.capacity for c in result.plan.caches} == {window + chunk - 1}
     decode = Decode(model, result.model, LONG)
     for length in (*[chunk] * 3, 1, 1, chunk, max(1, chunk - 1), *[chunk] * 2):
-        decode.step(length)
+        decode.check_step(length)
 
 
 def test_windows_and_full_layers_in_turns(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_windows_and_full_layers_in_turns(tmp_path: Path) -> None:
         return g.node("Where", [g.to_scores(far), g.number(-1e4), scores])
 
     model = make_decoder(Decoder(sinks="weight", layers=2, scores=near))
-    compare(model, tmp_path)
+    check_decode(model, tmp_path)
     result = rewritten(model, tmp_path, sliding=Sliding.CIRCULAR, window_chunk=4)
     assert sorted(c.capacity for c in result.plan.caches) == [7, 7, CAPACITY, CAPACITY]
 

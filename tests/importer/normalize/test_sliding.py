@@ -41,9 +41,9 @@ def test_decode_around_the_ring(window: int, chunk: int, how: dict[str, Any]) ->
     for row, prompt in zip(decode.rows, (9, 4, 0), strict=True):
         for length in (*[chunk] * (prompt // chunk), prompt % chunk):
             if length:
-                decode.step(length, row)
+                decode.check_step(length, row)
     for length in (1, chunk, 1, 1, chunk, max(1, chunk - 1), *[chunk] * 2):
-        decode.step(length)
+        decode.check_step(length)
 
 
 def test_what_it_saves_is_said() -> None:

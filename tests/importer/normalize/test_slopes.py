@@ -10,7 +10,7 @@ import harness
 import numpy as np
 import onnx
 import pytest
-from concat_decode import CAPACITY, compare, rewritten
+from concat_decode import CAPACITY, check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from slope_graphs import absolute, added, as_float, counted, distance, one_slope, table, times_slopes
 
@@ -64,7 +64,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = Decoder(**VARIANTS[name])
-    result = compare(make_decoder(decoder), tmp_path, 2e-4 if decoder.dtype is np.float32 else 2e-2)
+    result = check_decode(make_decoder(decoder), tmp_path, 2e-4 if decoder.dtype is np.float32 else 2e-2)
     lowered = decoder.sinks or decoder.softcap or (decoder.dtype is np.float16 and decoder.size % 8)
     assert {a.kind for a in result.plan.attention} == {AttentionKind.LOWERED if lowered else AttentionKind.DECOMPOSED}
     assert {a.keys for a in result.plan.attention} == {"span"}
