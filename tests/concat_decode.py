@@ -199,6 +199,3 @@ def check_decode(model: onnx.ModelProto, folder: Path, tolerance: float = 1e-4, 
     result = rewritten(model, folder, **options)
     Decode(model, result.model, options.get("capacity", CAPACITY)).check(tolerance=tolerance)
     return result
-
-
-compare = check_decode

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 import pytest
-from concat_decode import compare, rewritten, run
+from concat_decode import check_decode, rewritten, run
 from concat_graphs import MASKS, Build, Decoder, make_decoder
 from graphs import Graph
 from onnx import TensorProto
@@ -103,7 +103,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 @pytest.mark.parametrize("name", VARIANTS)
 def test_they_become_one(tmp_path: Path, name: str) -> None:
     decoder = apart(*VARIANTS[name][:1], **VARIANTS[name][1])
-    result = compare(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
+    result = check_decode(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
     assert {(a.query_heads, a.kv_heads) for a in result.plan.attention} == {(decoder.heads, decoder.kv_heads)}
     count = sum(node.op_type == "TensorScatter" for node in result.model.graph.node)
     assert count == 2 * decoder.layers
@@ -112,7 +112,7 @@ def test_they_become_one(tmp_path: Path, name: str) -> None:
 
 def test_parts_of_a_split_stay_apart(tmp_path: Path) -> None:
     """What Split gives may be anything: each part is read as it is, in the rows in use."""
-    result = compare(make_decoder(apart(cut="split")), tmp_path)
+    result = check_decode(make_decoder(apart(cut="split")), tmp_path)
     assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [(1, 1)] * 4
 
 
@@ -185,7 +185,7 @@ def _head(graph: gs.Graph, tensor: gs.Tensor, head: int) -> gs.Variable:
 @pytest.mark.parametrize("new_only", [False, True])
 def test_heads_that_are_written_one_by_one(tmp_path: Path, new_only: bool) -> None:
     model = written_apart(make_decoder(apart({"layers": 2})), new_only=new_only)
-    result = rewritten(model, tmp_path) if new_only else compare(model, tmp_path)
+    result = rewritten(model, tmp_path) if new_only else check_decode(model, tmp_path)
     assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [(4, 2)] * 2
     if new_only:
         assert verify_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).passed
@@ -200,6 +200,29 @@ def test_heads_that_are_written_in_another_order_are_refused(tmp_path: Path) -> 
             if node.output[0] in {o.name for o in model.graph.output}:
                 node.input[:] = swapped
     with pytest.raises(UnsupportedModelError, match="holds several caches, and .*heads of one cache that come back in"):
+        rewritten(model, tmp_path)
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_scores_of_past_and_new_tokens_apart_are_named(tmp_path: Path, whole: bool) -> None:
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        past, new = (next(n for n in g.nodes if n.output[0] == t).input for t in (keys, values))
+        parts = [g.node("MatMul", [query, g.node("Transpose", [t], perm=[0, 1, 3, 2])]) for t in past]
+        weights = g.node("Softmax", [g.node("Concat", parts, axis=-1)], axis=-1)
+        bounds = [g.constant([n]) for n in (0, 2**31)]
+        rows = g.node("Unsqueeze", [g.past, g.constant([0])])
+        ends = [(bounds[0], rows), (rows, bounds[1])]
+        some = [g.node("Slice", [weights, *pair, g.constant([3])]) for pair in ends]
+        return g.node("Add", [g.node("MatMul", [s, t]) for s, t in zip(some, new, strict=True)])
+
+    model = make_decoder(Decoder(kv_heads=4, attend=attend))
+    if not whole:
+        for node in [n for n in model.graph.node if n.op_type == "Concat" and n.output[0].startswith("present")]:
+            node.op_type, node.input[:] = "Identity", [node.input[1]]
+            del node.attribute[:]
+    with pytest.raises(
+        UnsupportedModelError, match="joins scores of the past 'past_key_values.0.key' with scores of the"
+    ):
         rewritten(model, tmp_path)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from concat_decode import check_decode, rewritten
+from concat_decode import Decode, check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto, helper, numpy_helper
 
@@ -62,7 +62,8 @@ def test_a_factor_chosen_for_the_whole_batch_is_refused(tmp_path: Path, after) -
 
 @pytest.mark.parametrize("after", [by_the_longest, by_the_shortest])
 def test_below_the_switch_it_is_taken(tmp_path: Path, after) -> None:
-    rewritten(make_decoder(Decoder(after=after)), tmp_path, capacity=SWITCH)
+    model = make_decoder(Decoder(after=after))
+    Decode(model, rewritten(model, tmp_path, SWITCH).model, SWITCH).check([2, 1, 1, SWITCH - 7], [3, 1, 0])
 
 
 def test_one_sequence_alone_decides_what_it_likes(tmp_path: Path) -> None:
