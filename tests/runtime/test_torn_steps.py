@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
+KINDS = ((("linear", 64),), (("linear", 64), ("circular", 8)))
 PROMPTS = ([1, 2], [3, 4], [5])
 
 
@@ -60,6 +63,57 @@ def test_an_interrupt_while_one_sequence_chooses_harms_no_other(place: int, call
     for i, (slot, prompt) in enumerate(zip(slots, PROMPTS, strict=True)):
         assert tokens[slot] == continued(runner, prompt, 12 if i != place else call - 1)
     assert session.cache.slots == ()
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_an_interrupt_at_any_line_of_the_loop_loses_and_changes_nothing(seed: int) -> None:
+    """What it tears ends with an error; all the rest goes on, drafts included, and what is kept can be continued."""
+    rng = random.Random(seed)
+    runner = HashRunner(rng.choice(KINDS), max_chunk=rng.choice([1, 3, 8]))
+    session = DecodeSession(runner)
+    prompts, tokens, counts = {}, {}, {}
+    for _ in range(rng.choice([1, 2, 4])):
+        prompt, count = [rng.randrange(4) for _ in range(rng.choice([1, 3, 9]))], rng.randrange(3, 14)
+        drafts = {"prompt_lookup_num_tokens": rng.choice([None, 3])}
+        slot = session.add(prompt, config(count, **drafts), keep=rng.random() < 0.5)
+        prompts[slot], tokens[slot], counts[slot] = prompt, list[int | None](), count
+    left, failures = rng.randrange(1, 400), 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(("runtime/loop.py", "runtime/cache.py", "runtime/continuation.py")):
+            return None if "trt_kvcache" not in frame.f_code.co_filename else trace
+        left -= event == "line"
+        if left == 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    idle = 0
+    while idle < 5:  # what an interrupt kept in the last step comes with the next
+        idle += not session.running
+        sys.settrace(trace if left > 0 else None)
+        try:
+            for event in session.step():
+                tokens[event.sequence].append(event.token)
+        except KeyboardInterrupt:
+            pass
+        except SessionError:
+            failures += 1
+        finally:
+            sys.settrace(before)
+    for slot, prompt in prompts.items():
+        want = continued(runner, prompt, counts[slot])
+        assert tokens[slot] == want[: len(tokens[slot])]
+        failures -= len(tokens[slot]) < len(want)
+    assert failures == 0
+    for slot in session.cache.slots:
+        held = session.cache.tokens(slot)
+        session.add([5], config(3), slot=slot)
+        tokens[slot] = []
+        finish(session, tokens)
+        assert tokens[slot] == continued(runner, [*held, 5], 3)
 
 
 def test_what_was_not_chosen_yet_may_be_removed_or_forked() -> None:

@@ -75,7 +75,7 @@ class DecodeLoop:
         self._embeddings = embeddings
         self._cache = cache
         self._runs: dict[int, _Run] = {}
-        self._outcomes: list[tuple[int, Outcome]] = []
+        self._outcomes: deque[tuple[int, Outcome]] = deque()
         self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written, and the next token is not chosen yet
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
@@ -99,17 +99,19 @@ class DecodeLoop:
         self._cache.slot(slot).running = False
         return run.continuation
 
-    def step(self) -> list[tuple[int, Outcome]]:
+    def step(self) -> deque[tuple[int, Outcome]]:
         """Advance every sequence by a piece of its prompt or by a token, or by several where a draft was right.
 
         A sequence whose step fails ends with that error; the others go on. After an interrupt, such as Ctrl-C, the next
         step goes on where it came; a sequence that it left in between ends.
 
         Returns:
-            Slots and what happened to them, in order.
+            Slots and what happened to them, in order; what is not taken out comes again.
         """
         self._cache.compact()
         self._choose_all()
+        for run in [run for run in self._runs.values() if run.continuation.finish_reason is not None]:
+            self._let_go(run.slot)  # which an interrupt kept from it
         self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         for group in self._groups([self._next_piece(run) for run in self._runs.values()]):
             slots = [piece.slot for piece in group]
@@ -125,8 +127,7 @@ class DecodeLoop:
                 raise
             self._unchosen.extend((p, scores[len(scores) - p.keep :]) for p, scores in zip(group, logits, strict=True))
             self._choose_all()
-        outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        return self._outcomes
 
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
         """Append tokens to slots that do not run and write them, in as many steps as that takes.
@@ -252,44 +253,43 @@ class DecodeLoop:
     def _choose(self, piece: _Piece, logits: Logits) -> None:
         """Choose the next token, or as many as the draft got right and one more; drop the rest of the draft."""
         run, slot = self._runs[piece.slot], self._cache.slot(piece.slot)
-        events: list[TokenEvent] = []
+        chosen = 0
         try:
             for event in run.continuation.verify(piece.tokens[len(piece.tokens) - piece.guesses :], logits):
-                events.append(event)
+                self._outcomes.append((piece.slot, event))
+                chosen += 1
         except BaseException as error:
-            self._cache.drop(piece.slot, slot.length - (piece.guesses - len(events)))
-            self._outcomes.extend((piece.slot, event) for event in events)
+            self._cache.drop(piece.slot, slot.length - (piece.guesses - chosen))
             self._end(piece.slot, error if isinstance(error, TrtKvCacheError) else _torn(error))
             if not isinstance(error, TrtKvCacheError):
                 raise
             return
-        rejected = piece.guesses + 1 - len(events)
+        rejected = piece.guesses + 1 - chosen
         if rejected:
             self._cache.drop(piece.slot, slot.length - rejected)
-        slot.tokens.append(int(run.continuation.next_token))
-        for event in events[:-1]:
-            self._outcomes.append((piece.slot, event))
+        token = run.continuation.next_token
+        slot.tokens.append(token)
         room = self._cache.room(piece.slot)
-        if run.continuation.finish_reason is None and room is not None and room < 0:
-            self._outcomes.append((piece.slot, events[-1]))
+        if run.continuation.finish_reason is not None:
+            self._let_go(piece.slot)
+        elif room is not None and room < 0:
             self._end(piece.slot, run.continuation.finish(FinishReason.CAPACITY))
-        elif run.continuation.finish_reason is None:
-            self._outcomes.append((piece.slot, events[-1]))
-            token = run.continuation.next_token
-            if not self._has_embedding(token):
-                self._end(piece.slot, _without_embedding(token))
-        else:
-            self._end(piece.slot, events[-1])
+        elif not self._has_embedding(token):
+            self._end(piece.slot, _without_embedding(token))
 
     def _has_embedding(self, token: int) -> bool:
         return self._embeddings is None or self._embeddings.missing([token]) is None
 
     def _end(self, slot: int, outcome: Outcome) -> None:
+        self._outcomes.append((slot, outcome))
+        self._let_go(slot)
+
+    def _let_go(self, slot: int) -> None:
+        """End a sequence whose last outcome is told."""
         run = self._runs[slot]
         self.remove(slot)
         if not run.keep_slot:
             self._cache.release(slot)
-        self._outcomes.append((slot, outcome))
 
     def _end_torn(self, slots: Iterable[int]) -> None:
         """End sequences of which nobody knows any more what the model said."""

@@ -38,7 +38,9 @@ class Streams:
 
     def advance(self) -> None:
         """One step of the loop; everybody's outcomes go to where they are waited for."""
-        for slot, outcome in self._loop.step():
+        outcomes = self._loop.step()
+        while outcomes:  # an interrupt leaves the rest for the next step
+            slot, outcome = outcomes.popleft()
             mailbox = self._mailboxes.get(slot)
             if mailbox is None:
                 self._outcomes.append(outcome)
@@ -55,8 +57,9 @@ class Streams:
             if isinstance(outcome, TrtKvCacheError):
                 del self._outcomes[place]
                 raise outcome
-        outcomes, self._outcomes = self._outcomes, []
-        return [outcome for outcome in outcomes if isinstance(outcome, TokenEvent)]
+        events = [outcome for outcome in self._outcomes if isinstance(outcome, TokenEvent)]
+        self._outcomes = []
+        return events
 
     def cancel(self, slot: int) -> None:
         """End a sequence that runs; who waits for it hears of it."""
