@@ -10,6 +10,7 @@
     caches along other axes                             idioms: relayout
     cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
                                                         (fronts), select; all of them: candidate, views, evidence: reach
+    scores that are computed apart                      attention: apart
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
                                                         head_order, head_parts), sinks, guards, rounded, masks
                                                         (mask_values, own_masks, scaled_masks, square_masks, bias,
@@ -42,6 +43,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rows_in_use import is_cut as is_cut_to_use
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.absorbed import find_absorbed, note
+from trt_kvcache.importer.normalize.attention.apart import refuse_apart
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
 from trt_kvcache.importer.normalize.attention.head_parts import whole
 from trt_kvcache.importer.normalize.attention.merged_heads import settle_heads
@@ -104,6 +106,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         return _slide(_dequantized(model), options)
     graph = gs.import_onnx(model)
     fold_identities(graph)
+    refuse_apart(graph)
     round_new_rows(graph)
     check_presents(graph)
     wide = narrow_caches(graph)
