@@ -80,10 +80,14 @@ class Blueprint:
         self.model = model
         self.opsets = {o.domain if o.domain != "ai.onnx" else "": o.version for o in model.opset_import}
         self.producers: dict[str, tuple[onnx.NodeProto, int]] = {}
-        for node in model.graph.node:
+        self._places: dict[str, int] = {}
+        for place, node in enumerate(model.graph.node):
             for index, name in enumerate(node.output):
                 if name:
                     self.producers[name] = (node, index)
+                    self._places[name] = place
+        if any(self._places.get(n, -1) >= place for place, node in enumerate(model.graph.node) for n in node.input):
+            self._places.clear()
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
         self._weights = weights
@@ -95,6 +99,10 @@ class Blueprint:
         self._contents: dict[Hashable, Array] = {}
         self.evaluated: dict[Hashable, Sequence[Array | None]] = {}
         self.inferred: dict[Hashable, Sequence[bytes | None]] = {}
+
+    def place(self, name: str) -> int:
+        """What a tensor is made of has smaller numbers; below 0: constants, inputs, and all if nodes are not sorted."""
+        return self._places.get(name, -1)
 
     def constant(self, name: str) -> Array | None:
         """The value of a Constant, or of an initializer that is small or may be a mask; None for all other tensors.
@@ -229,6 +237,8 @@ def _run(
     if is_standard(node, "Pad"):
         inputs = _without_negative_pads(inputs)
     try:
+        if is_standard(node, "ScatterND") and (written := _written(node, *inputs)) is not None:
+            return [written]
         if operator is not None:
             with warnings.catch_warnings(), np.errstate(all="ignore"):
                 warnings.simplefilter("ignore")
@@ -236,6 +246,21 @@ def _run(
     except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the sample is none for this node
         return [None] * len(node.output)
     return [None] * len(node.output)
+
+
+def _written(node: onnx.NodeProto, data: Array | None, index: Array | None, rows: Array | None) -> Array | None:
+    """What ScatterND makes, at once: the reference implementation takes row by row, and caches have many.
+
+    None where it combines rows, or their shapes do not fit.
+    """
+    combines = any(a.name == "reduction" and a.s != b"none" for a in node.attribute)
+    if combines or data is None or index is None or rows is None or not index.ndim:
+        return None
+    if rows.shape != (*index.shape[:-1], *data.shape[index.shape[-1] :]):
+        return None
+    written: Array = data.copy()
+    written[tuple(np.moveaxis(index, -1, 0))] = rows  # of several in one place, the last one
+    return written
 
 
 def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:

@@ -49,6 +49,8 @@ class Probe:
         self._blueprint = blueprint
         self._shapes = shapes
         self._given = dict(values)
+        self._other: Probe | None = None  # with fewer values: knows the same of what comes before these
+        self._first = 0
         self._values: dict[str, Array | None] = dict(values)
         self._types: dict[str, _Type | None] = {}
         # What was made of what, in this sample only: by large values as objects, which live as long as the probe.
@@ -62,7 +64,10 @@ class Probe:
 
     def given(self, values: Mapping[str, Array]) -> Probe:
         """The same sample with more values."""
-        return Probe(self._blueprint, self._shapes, self._given | dict(values))
+        made = Probe(self._blueprint, self._shapes, self._given | dict(values))
+        made._other = self
+        made._first = min(map(self._blueprint.place, values), default=0)
+        return made
 
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor, or None where an operator is unknown or its shape hangs on weights or tokens."""
@@ -100,9 +105,17 @@ class Probe:
             else:
                 pending.pop()
 
+    def _before(self, name: str) -> Probe | None:
+        """Who knows the same of a tensor, since nothing that it is made of was given a value behind their back."""
+        is_before = self._other is not None and self._blueprint.place(name) < self._first
+        return self._other if is_before else None
+
     def _find_value(self, name: str) -> Sequence[_Fact]:
         """Find out a value, or say what has to be known before."""
         maker, values, types = self._blueprint.maker(name), self._values, self._types
+        if (other := self._before(name)) is not None and (value := other.value(name)) is not None:
+            values[name] = value
+            return ()
         if maker is None:
             values[name] = self._blueprint.constant(name)
             return ()
@@ -150,6 +163,9 @@ class Probe:
         values, types = self._values, self._types
         if (value := values.get(name)) is not None:
             types[name] = _type(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
+            return ()
+        if (other := self._before(name)) is not None and (kind := other._type(name)) is not None:
+            types[name] = kind
             return ()
         maker = self._blueprint.maker(name)
         if maker is None or maker.op in SIZES:
