@@ -200,6 +200,7 @@ class Proof:
         circular: rows wrap around the capacity.
         rows_of: the rows that it writes, ``[B, S]`` or ``[1, S]``, in a sample as some probe sees it; None where the
             shapes of past and present say it.
+        reads: the tensors that it reads for each of the candidate's index; none: these themselves.
     """
 
     axis: int
@@ -207,6 +208,7 @@ class Proof:
     perm: tuple[int, ...] | None
     circular: bool = False
     rows_of: Callable[[Geometry, Probe], Array | None] | None = None
+    reads: tuple[tuple[str, ...], ...] = ()
 
 
 def may_be_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:

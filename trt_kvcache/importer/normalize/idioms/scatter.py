@@ -27,11 +27,13 @@ from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof,
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.reach import reach
 from trt_kvcache.importer.normalize.evidence.samples import Sample
-from trt_kvcache.importer.normalize.idioms.fronts import find_front
+from trt_kvcache.importer.normalize.idioms.columns import Columns, Index, read_index
+from trt_kvcache.importer.normalize.idioms.fronts import Front, find_front
 from trt_kvcache.importer.normalize.idioms.rows import prove_rows
 from trt_kvcache.importer.normalize.views import Layout, cache_axis, regroup, trace_back
 
 Array = npt.NDArray[Any]
+Grid = tuple[Array, tuple[int, ...]]  # numbers, whose axes are 1 where they repeat, and the whole shape
 Order = tuple[int, ...]  # the indexed axes, as the index runs through them, outermost first
 
 _MOST_INDEXED = 5  # axes; their orders are tried one by one
@@ -90,37 +92,40 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
     assert candidate.node is not None
     plain = [g for g in geometries if not g.step.wrapped]
     geometry = richest(plain)
+    read = read_index if is_op(candidate.node, "ScatterND") else Index
+    indices = [read(tensor) for tensor in candidate.index[: 1 if candidate.front is None else 2]]
     if is_op(candidate.node, "ScatterElements"):
         place = int(candidate.node.attrs.get("axis", 0)) % len(geometry.layout)
         order: Order = tuple(range(len(geometry.layout)))
     else:
-        order, place = _index_order(
-            candidate, candidate.index[0], plain, lambda step: step.past + np.arange(step.length)
-        )
+        order, place = _index_order(candidate, indices[0], plain, lambda step: step.past + np.arange(step.length))
     back: Order = ()
     if candidate.front is not None:
         if not all(candidate.front.is_kept(g.step.probe, candidate.operand, place) for g in plain):
             raise candidate.refusal(f"'{candidate.front.tensor.name}', which it puts back, is not its first rows")
-        back, _ = _index_order(candidate, candidate.index[1], plain, lambda step: np.arange(step.total))
+        back, _ = _index_order(candidate, indices[1], plain, lambda step: np.arange(step.total))
         if back != tuple(range(len(back))):
             raise candidate.refusal(f"it puts '{candidate.front.tensor.name}' back in another order of its axes")
     axis = _sequence_axis(candidate, geometry, place)
 
     def rows_of(g: Geometry, probe: Probe) -> Array | None:
-        value = probe.value(candidate.index[0].name)
-        if value is None or not _is_put_back(candidate, g, probe, back, place):
+        if candidate.front is not None and not _is_put_back(indices[1], candidate.front, g, probe, back, place):
             return None
         if is_op(candidate.node, "ScatterElements"):
-            grid = value if _covers(value.shape, g.operand_shape, place) else None
+            value = probe.value(candidate.index[0].name)
+            covers = value is not None and _covers(value.shape, g.operand_shape, place)
+            grid = (value, value.shape) if value is not None and covers else None
         else:
-            grid = _grid(value, g.operand_shape, order, place)
+            columns = indices[0].read(probe)
+            grid = None if columns is None else _grid(columns, g.operand_shape, order, place)
         return None if grid is None else _rows(grid, g.layout, order, place)
 
     circular = prove_rows(candidate, axis, geometries, rows_of)
     laid = tuple(geometry.layout[a] for a in order) + geometry.layout[len(order) :]
     update = candidate.updates[0]
     layout = _update_layout(candidate, update, laid, axis, geometry)
-    return Proof(axis, *nearest_update(candidate, update, layout, axis, plain), circular, rows_of)
+    reads = (*(i.names for i in indices), *((str(t.name),) for t in candidate.index[len(indices) :]))
+    return Proof(axis, *nearest_update(candidate, update, layout, axis, plain), circular, rows_of, reads)
 
 
 def _sequence_axis(candidate: Candidate, geometry: Geometry, place: int) -> int:
@@ -142,18 +147,16 @@ def _update_layout(candidate: Candidate, update: gs.Tensor, laid: Layout, axis: 
     return layout
 
 
-def _is_put_back(candidate: Candidate, geometry: Geometry, probe: Probe, order: Order, place: int) -> bool:
+def _is_put_back(index: Index, front: Front, geometry: Geometry, probe: Probe, order: Order, place: int) -> bool:
     """Whether all rows that were taken out go to where they were."""
-    if candidate.front is None:
-        return True
-    value, shape = (probe.value(candidate.index[1].name), probe.shape(candidate.front.tensor.name))
-    grid = None if value is None else _grid(value, geometry.operand_shape, order, place)
+    columns, shape = index.read(probe), probe.shape(front.tensor.name)
+    grid = None if columns is None else _grid(columns, geometry.operand_shape, order, place)
     rows = None if grid is None else _rows(grid, geometry.layout, order, place)
     return rows is not None and shape is not None and np.array_equal(rows, [np.arange(shape[place])] * len(rows))
 
 
 def _index_order(
-    candidate: Candidate, index: gs.Tensor, geometries: Sequence[Geometry], wanted: Callable[[Sample], Array]
+    candidate: Candidate, index: Index, geometries: Sequence[Geometry], wanted: Callable[[Sample], Array]
 ) -> tuple[Order, int]:
     """In which order an index of ScatterND runs through the axes, and which is the sequence axis.
 
@@ -165,58 +168,59 @@ def _index_order(
     """
     fitting: list[tuple[Order, int]] | None = None
     for geometry in geometries:
-        value = geometry.step.probe.value(index.name)
-        if value is None:
+        columns = index.read(geometry.step.probe)
+        if columns is None:
             raise candidate.refusal("which rows it writes cannot be computed from positions and lengths")
-        if bool((value < 0).any()):
-            raise candidate.refusal(f"it counts rows from the end (row {int(value.min())})")
-        options = list(_orders(value, geometry)) if fitting is None else fitting
-        fitting = [o for o in options if _fits(value, geometry, *o, wanted(geometry.step))]
+        if columns.least < 0:
+            raise candidate.refusal(f"it counts rows from the end (row {columns.least})")
+        options = list(_orders(columns, geometry)) if fitting is None else fitting
+        fitting = [o for o in options if _fits(columns, geometry, *o, wanted(geometry.step))]
         if not fitting:
-            raise candidate.refusal(_misfit(value, geometry))
+            raise candidate.refusal(_misfit(columns, geometry))
     if not fitting:
         raise candidate.refusal("no sample shows which rows it writes")
     return fitting[0]
 
 
-def _orders(value: Array, geometry: Geometry) -> Iterator[tuple[Order, int]]:
-    count = value.shape[-1]
+def _orders(columns: Columns, geometry: Geometry) -> Iterator[tuple[Order, int]]:
+    count = len(columns.parts)
     if count <= min(_MOST_INDEXED, len(geometry.layout)):
         for order in permutations(range(count)):
             for place in range(count):
                 yield order, place
 
 
-def _fits(value: Array, geometry: Geometry, order: Order, place: int, wanted: Array) -> bool:
-    grid = _grid(value, geometry.operand_shape, order, place)
+def _fits(columns: Columns, geometry: Geometry, order: Order, place: int, wanted: Array) -> bool:
+    grid = _grid(columns, geometry.operand_shape, order, place)
     if grid is None:
         return False
     rows = _rows(grid, geometry.layout, order, place)
     return rows is not None and rows.shape[-1] == wanted.size and bool((rows == wanted).all())
 
 
-def _misfit(value: Array, geometry: Geometry) -> str:
+def _misfit(columns: Columns, geometry: Geometry) -> str:
     step = geometry.step
+    value = np.stack([np.broadcast_to(part, columns.shape) for part in columns.parts], axis=-1)
     if value.shape[-1] == 1 and value.size == 1 and step.length > 1:
         return f"it writes one row although a step may bring {step.length} tokens"
     listed = value.reshape(-1, value.shape[-1])[:6].tolist()
     return f"its indices are {listed} when {step.past} rows hold tokens and {step.length} are new"
 
 
-def _grid(value: Array, shape: tuple[int, ...], order: Order, place: int) -> Array | None:
+def _grid(columns: Columns, shape: tuple[int, ...], order: Order, place: int) -> Grid | None:
     """The sequence number of an index, with one axis for each indexed axis; None unless the others count 0, 1, 2 .."""
     sizes = [shape[a] for a in order]
-    numbers = value.reshape(-1, value.shape[-1])
+    count = prod(columns.shape)
     others = prod(size for a, size in zip(order, sizes, strict=True) if a != place)
-    if others == 0 or len(numbers) % others:
+    if others == 0 or count % others:
         return None
-    sizes[order.index(place)] = len(numbers) // others
+    sizes[order.index(place)] = count // others
     for at, a in enumerate(order):
-        if a != place:
+        if a != place and count:
             counted = np.arange(sizes[at]).reshape([-1 if i == at else 1 for i in range(len(sizes))])
-            if not np.array_equal(numbers[:, a].reshape(sizes), np.broadcast_to(counted, sizes)):
+            if not (columns.laid(a, sizes) == counted).all():
                 return None
-    return numbers[:, place].reshape(sizes)
+    return columns.laid(place, sizes), tuple(sizes)
 
 
 def _covers(index: tuple[int, ...], operand: tuple[int, ...], place: int) -> bool:
@@ -225,17 +229,20 @@ def _covers(index: tuple[int, ...], operand: tuple[int, ...], place: int) -> boo
     return len(index) == len(operand) and all(a == b or axis == place for axis, (a, b) in pairs)
 
 
-def _rows(grid: Array, layout: Layout, order: Order, place: int) -> Array | None:
+def _rows(grid: Grid, layout: Layout, order: Order, place: int) -> Array | None:
     """The rows of a grid per sequence, ``[B, S]`` or ``[1, S]``; None where they differ along another axis."""
-    batch = next((at for at, a in enumerate(order) if layout[a][:1] == (0,)), None)
-    last = np.moveaxis(grid, order.index(place), -1)
-    if not grid.size:
+    numbers, sizes = grid
+    if 0 in sizes:
         return np.zeros((1, 0), np.int64)
+    batch = next((at for at, a in enumerate(order) if layout[a][:1] == (0,)), None)
+    kept = (batch, order.index(place))
+    whole = [size if at in kept else numbers.shape[at] for at, size in enumerate(sizes)]
+    last = np.moveaxis(np.broadcast_to(numbers, whole), order.index(place), -1)
     if batch is None or batch == order.index(place):
         rows = last.reshape(1, -1, last.shape[-1])
     else:
         behind = batch - (batch > order.index(place))
-        rows = np.moveaxis(last, behind, 0).reshape(grid.shape[batch], -1, last.shape[-1])
+        rows = np.moveaxis(last, behind, 0).reshape(sizes[batch], -1, last.shape[-1])
     if rows.shape[1] == 0 or bool((rows != rows[:, :1]).any()):
         return None
     return np.asarray(rows[:, 0])

@@ -271,8 +271,9 @@ def _promise(candidate: Candidate, proof: Proof, layout: Layout) -> Promise:
     tensors = [candidate.operand, *candidate.updates, *candidate.index, *(n.outputs[0] for n in nodes)]
     places = {id(tensor): place for place, tensor in enumerate(tensors)}
     chain = [(n.op, repr(n.attrs), *(places.get(id(t), t.name) for t in n.inputs)) for n in nodes]
-    key = (layout, proof.axis, tuple(map(str, candidate.past.shape)), tuple(chain))
-    return Promise(tuple(t.name for t in candidate.index), key, writes)
+    reads = proof.reads or tuple((str(t.name),) for t in candidate.index)
+    key = (layout, proof.axis, tuple(map(str, candidate.past.shape)), tuple(chain), tuple(map(len, reads)))
+    return Promise(tuple(name for names in reads for name in names), key, writes)
 
 
 def _geometries(candidate: Candidate, steps: Sequence[Sample]) -> list[Geometry]:
