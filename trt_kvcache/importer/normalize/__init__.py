@@ -9,7 +9,8 @@
     caches in the type that they are kept in            idioms: narrow
     caches along other axes                             idioms: relayout
     cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
-                                                        (columns, fronts), select; all of them: candidate, views, evidence: reach
+                                                        (columns, fronts), select; all of them: candidate, views,
+                                                        evidence: reach
     scores that are computed apart                      attention: apart
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
                                                         head_order, head_parts), sinks, guards, rounded, masks
