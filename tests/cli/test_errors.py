@@ -55,7 +55,7 @@ def test_a_path_that_cannot_be_looked_at_is_one_line(
     assert re.fullmatch(r"error: [^\n]*xxx[^\n]*: File name too long\n", result.stderr)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"\x93NUMPY"], ids=["empty", "zip", "npy"])
+@pytest.mark.parametrize("content", [b"", b"PK", b"\x93NUMPY", b"text"], ids=["empty", "zip", "npy", "text"])
 def test_inputs_that_are_none_are_one_line(content: bytes, tmp_path: Path) -> None:
     """Click takes an EOFError for a user who leaves, and says "Aborted"."""
     (tmp_path / "inputs.npz").write_bytes(content)
@@ -63,6 +63,7 @@ def test_inputs_that_are_none_are_one_line(content: bytes, tmp_path: Path) -> No
     result = run(app, ["verify", str(model), "--inputs", str(tmp_path / "inputs.npz")])
     assert result.exit_code == 1
     assert re.fullmatch(r"error: [^\n]*inputs.npz: cannot be read as an .npz file [^\n]*\n", result.stderr)
+    assert "pickle" not in result.stderr
 
 
 def test_more_threads_than_there_can_be_are_one_line(tmp_path: Path) -> None:

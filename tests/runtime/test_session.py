@@ -453,6 +453,7 @@ def test_kept_slots_are_continued() -> None:
         ([[1], np.array([], np.int64)], PromptError, "prompt 1 is empty"),
         ([[1, VOCAB]], PromptError, f"token id {VOCAB} is out of range; the model has 0 to {VOCAB - 1}"),
         ([[1, -1]], PromptError, "token id -1 is out of range"),
+        ([[1, 10**20]], PromptError, "token id 100000000000000000000 is out of range"),
         ([[1.5]], PromptError, "float64"),
         ([[[1, 2]]], PromptError, "flat list of integers"),
         ([[[1, 2], [3]]], PromptError, "flat list of integers"),

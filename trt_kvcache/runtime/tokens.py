@@ -26,7 +26,8 @@ def read_ids(given: npt.ArrayLike, vocab: int) -> list[int]:
         raise PromptError("a prompt is a nested list; token ids are a flat list of integers") from None
     if array.size == 0:
         return []
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    huge = array.dtype.kind == "O" and all(isinstance(token, int) for token in array.flat)  # for any type of NumPy's
+    if array.ndim != 1 or not (array.dtype.kind in "iu" or huge):
         raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of integers")
     wrong = array[(array < 0) | (array >= vocab)]
     if wrong.size:
