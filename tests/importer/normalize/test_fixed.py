@@ -14,7 +14,6 @@ from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache import PlanOptions, verify_model
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
@@ -23,6 +22,7 @@ from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import Target
+from trt_kvcache.verify import verify_import
 
 FLOAT, INT64 = TensorProto.FLOAT, TensorProto.INT64
 SWITCH = 11
@@ -163,7 +163,7 @@ def test_what_stays_names_the_operator_and_what_to_do(tmp_path: Path, axis: int)
     result = rewritten(model, tmp_path, target=Target.TENSORRT)
     assert "NonZero" in ops(result.model)
     if axis:  # what depends on the batch depends on who else is in it
-        verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY, target=Target.TENSORRT)).check()
+        verify_import(result).check()
 
 
 @pytest.mark.parametrize("limit", [CAPACITY // 2, CAPACITY])
@@ -212,7 +212,7 @@ def test_indices_made_of_constants_go_beside_caches_that_are_canonical(tmp_path:
     onnx.save(g.model(), tmp_path / "model.onnx")
     result = import_model(tmp_path / "model.onnx")
     assert "NonZero" not in ops(result.model)
-    verify_model(tmp_path / "model.onnx").check()
+    verify_import(result).check()
 
 
 def branch(value: float, name: str) -> onnx.GraphProto:
@@ -246,7 +246,7 @@ def test_a_branch_that_is_always_taken_is_all_that_stays(tmp_path: Path, size, c
     result = rewritten(model, tmp_path, capacity=capacity)
     assert "If" not in ops(result.model)
     assert "attention_mask" not in {value.name for value in result.model.graph.input}
-    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=capacity)).check()
+    verify_import(result).check()
 
 
 @pytest.mark.parametrize("size", [keys, lambda g, _: g.all], ids=["mask", "caches"])
@@ -261,9 +261,10 @@ def test_a_branch_chosen_by_the_longest_sequence_is_refused(tmp_path: Path, size
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_branch_chosen_by_batch_or_update_stays(tmp_path: Path, axis: int) -> None:
     model = make_decoder(Decoder(after=chosen(by_axis(axis), 2)))
-    assert "If" in ops(rewritten(model, tmp_path).model)
+    result = rewritten(model, tmp_path)
+    assert "If" in ops(result.model)
     if axis:  # what depends on the batch depends on who else is in it
-        verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
+        verify_import(result).check()
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -12,11 +12,10 @@ from onnx import helper
 from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 from speech_graphs import HEARD, LAYERS, WIDTH, Speech, make_decoder
 
-from trt_kvcache import verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import plan_model
+from trt_kvcache.importer import import_model, plan_model
 from trt_kvcache.importer.normalize.idioms import writes
-from trt_kvcache.verify import VerifyOptions
+from trt_kvcache.verify import VerifyOptions, verify_import
 
 VERIFY = VerifyOptions(batch=2, chunks=(2, 2), tokens=1)
 HOW = [
@@ -35,14 +34,15 @@ def saved(folder: Path, how: Speech) -> Path:
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_rows_in_use_are_written_in_place(tmp_path: Path, how: Speech) -> None:
     path = saved(tmp_path, how)
-    plan = plan_model(path)
+    found = import_model(path)
+    plan = found.plan
     assert [c.route.value for c in plan.caches] == ["native"] * 2 * LAYERS
     assert {c.logical_shape for c in plan.caches} == {("n_audio", how.room, WIDTH)}
     assert {len(c.readers) for c in plan.caches} == {1}
     is_square = how.mask == "square"
     assert [t.name for t in plan.original if t.singly] == ["tokens"] * is_square
     assert any("fit several tokens only while nothing is in its caches" in n for n in plan.notes) == is_square
-    verify_model(path, verify=VERIFY).check()
+    verify_import(found, VERIFY).check()
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,11 @@ import pytest
 from onnx import AttributeProto, ModelProto, TensorProto, helper, numpy_helper
 from stored import MODELS, edited
 
-from trt_kvcache import VerifyOptions, verify_model
+from trt_kvcache import VerifyOptions
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model, plan_model
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.verify import verify_import
 
 FLOAT, FLOAT16, BFLOAT16 = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16
 SOURCES = {
@@ -86,7 +87,7 @@ def test_caches_get_the_type_that_they_are_cast_to(tmp_path: Path, source: str, 
     assert types(found.model) == types(bare.model) | {"logits": FLOAT}
     added = [n for n in found.model.graph.node if n.op_type == "Cast" and n.output[0] == "logits"]
     assert len(found.model.graph.node) == len(bare.model.graph.node) + len(added)
-    verify_model(path, options, VerifyOptions(tokens=6)).check()
+    verify_import(found, VerifyOptions(tokens=6)).check()
 
 
 @pytest.mark.parametrize("source", ["optimum/llama_fp16", "torch/llama_static_wrap_op20"])
@@ -99,7 +100,8 @@ def test_pasts_alone_may_come_in_a_type_that_holds_more(tmp_path: Path, source: 
 
     options = PlanOptions(capacity=SOURCES[source])
     path = edited(source, tmp_path, edit)
-    plan = plan_model(path, options)
+    found = import_model(path, options)
+    plan = found.plan
     assert {c.dtype for c in plan.caches} == {kept}
     why = {(c.io, c.old): (c.new, c.why) for c in plan.changes}
     old = helper.tensor_dtype_to_string(taken).removeprefix("TensorProto.").lower()
@@ -108,7 +110,7 @@ def test_pasts_alone_may_come_in_a_type_that_holds_more(tmp_path: Path, source: 
             f"{cache.past} {kept}",
             f"the model reads and writes it as {kept}",
         )
-    verify_model(path, options, VerifyOptions(tokens=6)).check()
+    verify_import(found, VerifyOptions(tokens=6)).check()
 
 
 @pytest.mark.parametrize("source", ["optimum/llama_fp16", "torch/llama_static_wrap_op20"])

@@ -18,6 +18,7 @@ from trt_kvcache import verify_model
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Sliding
+from trt_kvcache.verify import verify_import
 
 FORMS: dict[str, tuple[Form, ...]] = {
     "as joined": (as_joined,),
@@ -62,8 +63,9 @@ def test_verification_writes_the_rows_itself(tmp_path: Path, form: tuple[Form, .
 def test_windows_as_circular_buffers(tmp_path: Path) -> None:
     onnx.save(give_new_rows(make_decoder(Decoder(window=3)), flat), tmp_path / "model.onnx")
     options = PlanOptions(capacity=CAPACITY, sliding=Sliding.CIRCULAR, window_chunk=3)
-    assert {c.capacity for c in import_model(tmp_path / "model.onnx", options).plan.caches} == {5}
-    verify_model(tmp_path / "model.onnx", options).check()
+    result = import_model(tmp_path / "model.onnx", options)
+    assert {c.capacity for c in result.plan.caches} == {5}
+    verify_import(result).check()
 
 
 def test_another_input_that_is_joined_is_no_cache(tmp_path: Path) -> None:
@@ -142,7 +144,7 @@ def test_a_past_that_always_has_as_many_rows(tmp_path: Path, name: str) -> None:
     result = import_model(tmp_path / "model.onnx", PlanOptions())
     assert {c.capacity for c in result.plan.caches} == {capacity}
     Decode(whole, result.model, capacity).check((1,) * 8, prompts=(5, 2, 0))
-    verify_model(tmp_path / "model.onnx").check()
+    verify_import(result).check()
 
 
 def test_columns_of_a_mask_are_rows_of_the_cache(tmp_path: Path) -> None:

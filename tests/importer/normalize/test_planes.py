@@ -19,6 +19,7 @@ from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.analysis.planes import place_positions
 from trt_kvcache.importer.plan import Role
+from trt_kvcache.verify import verify_import
 
 PLANES = 3
 
@@ -87,8 +88,9 @@ def test_planes_behind_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_a_fixed_batch(tmp_path: Path, batch: int) -> None:
     model = decoder(planar([PLANES, batch, "sequence"]), batch=batch)
-    PlanarDecode(model, rewritten(model, tmp_path).model).check()
-    assert verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).passed
+    result = rewritten(model, tmp_path)
+    PlanarDecode(model, result.model).check()
+    assert verify_import(result).passed
 
 
 def test_as_many_planes_as_rows_are_refused(tmp_path: Path) -> None:
@@ -134,7 +136,7 @@ def _looked_up(g: Build, x: str) -> str:
 def test_a_table_that_a_plane_looks_up_bounds_the_text(tmp_path: Path) -> None:
     result = rewritten(decoder(_looked_up), tmp_path)
     assert "no text may be longer than 18" in result.plan.warnings[0]
-    assert verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).passed
+    assert verify_import(result).passed
 
 
 def test_a_mask_by_another_plane_than_the_first_is_refused(tmp_path: Path) -> None:
@@ -169,8 +171,8 @@ def test_positions_of_any_shape_are_taken_or_refused_by_name(tmp_path: Path, bat
     draw = random.Random(f"{batch}{sequence}")
     for shape in [*PLANAR, *draw.sample(SHAPES[:43], 8), *draw.sample(SHAPES[43:], 4)]:
         try:
-            rewritten(decoder(_summed(shape), batch, sequence), tmp_path)
-            assert verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).passed, shape
+            result = rewritten(decoder(_summed(shape), batch, sequence), tmp_path)
+            assert verify_import(result).passed, shape
         except (UnsupportedModelError, OptionError) as error:
             assert "position" in str(error), shape  # noqa: PT017
 

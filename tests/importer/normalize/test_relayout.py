@@ -9,8 +9,7 @@ from concat_decode import CAPACITY, Decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from new_row_graphs import as_joined, give_new_rows, lay_caches, turn_within
 
-from trt_kvcache import verify_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.verify import verify_import
 
 KEYS, VALUES = (0, 1, 3, 2), (0, 1, 2, 3)
 HEADS_FIRST = ((1, 0, 3, 2), (1, 0, 2, 3))
@@ -34,7 +33,7 @@ def test_any_layout(tmp_path: Path, name: str, form: str) -> None:
     assert {c.route.value for c in result.plan.caches} == {"native"}
     Decode(whole, result.model).check()
     if decoder.layers > 1:  # where keys and values lie differently
-        verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
+        verify_import(result).check()
 
 
 def test_one_head_is_no_batch(tmp_path: Path) -> None:
@@ -60,9 +59,9 @@ def test_sizes_read_off_a_past_are_no_use_of_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize("positions", ["input", "present"])
 def test_transposed_before_new_rows_are_joined(tmp_path: Path, positions: str) -> None:
     model = turn_within(make_decoder(Decoder(positions=positions)), (0, 2, 1, 3))
-    plan = rewritten(model, tmp_path).plan
-    assert {c.route.value for c in plan.caches} == {"native"}
-    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY)).check()
+    result = rewritten(model, tmp_path)
+    assert {c.route.value for c in result.plan.caches} == {"native"}
+    verify_import(result).check()
 
 
 def test_changes_say_both_layouts(tmp_path: Path) -> None:
