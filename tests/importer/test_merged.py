@@ -136,8 +136,9 @@ def test_both_steps_give_the_numbers_of_the_merged_model(tmp_path: Path) -> None
         pasts = {c.past: want[c.present] for c in result.plan.caches}
 
 
-def test_verification_runs_the_merged_model_itself(tmp_path: Path) -> None:
-    onnx.save(merged(swapped=False), tmp_path / "model.onnx")
+@pytest.mark.parametrize("swapped", [False, True])
+def test_verification_runs_the_merged_model_itself(swapped: bool, tmp_path: Path) -> None:
+    onnx.save(merged(swapped=swapped), tmp_path / "model.onnx")
     report = verify_model(tmp_path, CAPACITY, VerifyOptions(tokens=4))
     report.check()
     assert any("present.0.cross" in note for note in report.notes)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import onnx
 import pytest
 from concat_graphs import Build, Decoder, make_decoder
@@ -13,6 +15,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
+from trt_kvcache.verify.sessions import EngineError, OrtSession
 
 
 def declared(decoder: Decoder, name: str, axis: int, size: int) -> onnx.ModelProto:
@@ -69,3 +72,18 @@ def test_logits_of_float64_are_made_of_float32(tmp_path: Path) -> None:
     report.check()
     logits = next(o for o in report.outputs if o.name == "logits")
     assert 0 < logits.max_relative < logits.tolerance == 1e-4
+
+
+def test_an_original_that_fails_behind_its_first_run_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = []
+
+    def run(self: OrtSession, feeds: dict[str, np.ndarray[Any, Any]]) -> dict[str, np.ndarray[Any, Any]]:
+        runs.append(feeds)
+        if len(runs) > 3:  # those of a trial, of one sequence each
+            raise EngineError("out of range")
+        return given(self, feeds)
+
+    given = OrtSession.run
+    monkeypatch.setattr(OrtSession, "run", run)
+    with pytest.raises(UnsupportedModelError, match="no engine runs the original at 5 tokens from .* out of range"):
+        verified(make_decoder(Decoder()), tmp_path)

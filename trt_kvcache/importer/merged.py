@@ -61,7 +61,8 @@ def take_past_branch(graph: onnx.GraphProto) -> Merged:
                for name, value in chosen.items()]  # fmt: skip
     dead = [n for n in inputs if n in other and n not in read]
     changes += [_gone(inputs[n], "input", "only the branch without a past reads it") for n in dead]
-    tensors = [_tensor(inputs[n], "input", OriginalRole.SWITCH) for n in (*chosen, *dead)]
+    tensors = [replace(_tensor(inputs[n], "input", OriginalRole.SWITCH), on=on) for n, on in chosen.items()]
+    tensors += [_tensor(inputs[n], "input", OriginalRole.SWITCH) for n in dead]
     empty = [v for v in graph.output if _is_empty(graph, v.name)]
     changes += [
         _gone(v, "output", "only the branch without a past computes it: run the export as it is once for it")

@@ -73,6 +73,7 @@ class OriginalTensor:
             some may be merged; None: the same.
         rows_only: an output that holds the new rows of a cache only.
         singly: of tokens: behind others, the model as exported takes them one by one only.
+        on: of a switch: what takes the branch with a past.
     """
 
     name: str
@@ -85,6 +86,7 @@ class OriginalTensor:
     order: tuple[int, ...] | None = None
     rows_only: bool = False
     singly: bool = False
+    on: bool = True
 
     @property
     def room(self) -> int | None:

@@ -174,7 +174,10 @@ class Verification:
         shared = self.inputs.shared(first)
         trial = {**shared, **self._contents(first, 0.0, 0)}
         original = self._open_original(trial)
-        garbage, outputs = self._garbage(original, first, trial)
+        try:
+            garbage, outputs = self._garbage(original, first, trial)
+        except EngineError as error:
+            raise UnsupportedModelError(f"{self.path}: no engine runs the original at {first}: {error}") from None
         del trial
         ran = _Ran(original.engine, garbage)
         begun = [(shared, outputs)]
@@ -195,13 +198,10 @@ class Verification:
                 shared, outputs = begun.pop() if begun else self._run_step(original, step, state)
             except EngineError as error:
                 if episode.name in ("short", "padded"):  # lengths that a model may not be made for
-                    self.notes.append(
-                        f"no '{episode.name}' step: {original.engine} refuses the original there ({error})"
-                    )
+                    self.notes.append(f"no '{episode.name}' step: {original.engine} refuses the original ({error})")
                     break
                 raise UnsupportedModelError(
-                    f"{self.path}: {original.engine} does not run the original model at {step.length} tokens from "
-                    f"{list(step.starts)}, valid {list(step.valid)}: {error}"
+                    f"{self.path}: {original.engine} does not run the original model at {step}: {error}"
                 ) from None
             tape.write(self._expected(state, outputs, step))
             steps.append((step, shared))

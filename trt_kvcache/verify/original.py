@@ -158,9 +158,8 @@ class OriginalInterface:
         if tensor.role in _CACHES:
             return self._past(tensor, feeds, rows, sizes)
         if tensor.role is OriginalRole.SWITCH:
-            return np.ones(
-                [size_of(d) or sizes.get(a, 1) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
-            )
+            given = [size_of(d) or sizes.get(a, 1) for d, a in zip(tensor.shape, tensor.axes, strict=True)]
+            return np.full(given, tensor.on, dtype)
         if tensor.name in self._same and feeds[tensor.name].ndim == len(tensor.shape):
             axes = self._axes[tensor.name] if "batch" in self._axes[tensor.name] else tensor.axes
             taken = _take(feeds[tensor.name], axes, rows)

@@ -26,6 +26,10 @@ class Step:
     starts: tuple[int, ...]
     valid: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """For messages."""
+        return f"{self.length} tokens from {list(self.starts)}, valid {list(self.valid)}"
+
 
 @dataclass(frozen=True)
 class Episode:
