@@ -49,6 +49,17 @@ def test_keys_may_be_rotated_behind_the_cache(rope: dict[str, Any], tmp_path: Pa
     assert {c.route.value for c in result.plan.caches} == {"native"}
 
 
+def _as_half(g: Build, positions: str) -> str:
+    half = g.node("Cast", [positions], to=onnx.TensorProto.FLOAT16)
+    return g.node("Cast", [half], to=onnx.TensorProto.INT64)
+
+
+def test_positions_in_float16_are_right_as_far_as_it_holds_them(tmp_path: Path) -> None:
+    check_decode(_model(every=_as_half), tmp_path)
+    with pytest.raises(UnsupportedModelError):
+        rewritten(_model(every=_as_half), tmp_path, capacity=2200)  # 2049 is 2048
+
+
 def _plus(number: str, tensor: str, g: Build) -> str:
     """One more where a number is 7."""
     odd = g.node("Cast", [g.node("Equal", [number, g.constant(7)])], to=onnx.TensorProto.INT64)

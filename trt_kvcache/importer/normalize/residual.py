@@ -219,7 +219,7 @@ def _offset(output: gs.Tensor, samples: Samples) -> int | None:
     """
     first = samples.twins[0]
     value = first.probe.value(output.name)
-    if value is None or not value.size or value.dtype.kind not in "iuf" or not abs(value.flat[0]) < _FAR:
+    if value is None or not value.size or value.dtype.kind not in "iuf" or not abs(float(value.flat[0])) < _FAR:
         return None
     offset = int(value.flat[0]) - first.past
     looked_at = (first, *samples.plain, *samples.twins)
