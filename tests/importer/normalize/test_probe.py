@@ -222,3 +222,31 @@ def test_of_large_weights_only_biases_are_read(shape: list[int], read: bool) -> 
     probe = Probe(Blueprint(made, {"weight": weight}), {}, {})
     assert (probe.value("out") is not None) is read
     assert probe.shape("out") == tuple(shape)
+
+
+@pytest.mark.parametrize("name", ["length", "rows", "numbers", "mixed_shape", "moved"])
+@pytest.mark.parametrize("first", ["tokens", "length", "numbers"])
+def test_what_comes_before_a_given_value_is_what_it_was(probe: Probe, first: str, name: str) -> None:
+    given = {first: np.array({"tokens": [[1]], "length": 9, "numbers": [7.0]}[first])}
+    fresh = Probe(probe._blueprint, probe._shapes, given)
+    for tensor in ("rows", "mixed", "moved"):
+        probe.value(tensor), probe.shape(tensor)  # known before
+    again = probe.given(given)
+    assert again.shape(name) == fresh.shape(name)
+    np.testing.assert_array_equal(again.value(name), fresh.value(name))  # None, too
+
+
+def test_nothing_is_before_where_nodes_are_not_sorted() -> None:
+    turned = model()
+    nodes = list(turned.graph.node)[::-1]
+    del turned.graph.node[:]
+    turned.graph.node.extend(nodes)
+    whole = Probe(Blueprint(turned, {}), {"past": (2, 2, 3, 4), "tokens": (2, 5)}, {})
+    np.testing.assert_array_equal(whole.value("numbers"), [0.0, 1.0, 2.0])
+    np.testing.assert_array_equal(whole.given({"length": np.array(2)}).value("numbers"), [0.0, 1.0])
+
+
+def test_the_same_small_values_share_what_follows(probe: Probe) -> None:
+    shared = probe.shared({"length": np.array(4)})
+    assert probe.shared({"length": np.array(4)}) is shared is not probe.shared({"length": np.array(5)})
+    np.testing.assert_array_equal(shared.value("rows"), [0, 1, 2, 3])

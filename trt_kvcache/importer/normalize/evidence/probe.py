@@ -51,6 +51,7 @@ class Probe:
         self._given = dict(values)
         self._other: Probe | None = None  # with fewer values: knows the same of what comes before these
         self._first = 0
+        self._shared: dict[Hashable, Probe] = {}
         self._values: dict[str, Array | None] = dict(values)
         self._types: dict[str, _Type | None] = {}
         # What was made of what, in this sample only: by large values as objects, which live as long as the probe.
@@ -68,6 +69,13 @@ class Probe:
         made._other = self
         made._first = min(map(self._blueprint.place, values), default=0)
         return made
+
+    def shared(self, values: Mapping[str, Array]) -> Probe:
+        """As `given`, but the same one for the same small values: it stays, with all that is found out from it."""
+        key = tuple((name, content(value)) for name, value in values.items())
+        if key not in self._shared:
+            self._shared[key] = self.given(values)
+        return self._shared[key]
 
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor, or None where an operator is unknown or its shape hangs on weights or tokens."""

@@ -7,20 +7,24 @@ from a linear one, which has nothing to write there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, richest
+from trt_kvcache.importer.normalize.evidence.blueprint import is_small
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 
 Array = npt.NDArray[Any]
+_SHARED = 1 << 16  # bytes of what stays in memory
 RowsOf = Callable[[Geometry, Probe], Array | None]
 
 
-def prove_rows(candidate: Candidate, axis: int, geometries: Sequence[Geometry], rows_of: RowsOf) -> bool:
+def prove_rows(
+    candidate: Candidate, axis: int, geometries: Sequence[Geometry], rows_of: RowsOf, reads: Sequence[str] = ()
+) -> bool:
     """Show which rows an update writes.
 
     Args:
@@ -29,6 +33,8 @@ def prove_rows(candidate: Candidate, axis: int, geometries: Sequence[Geometry], 
         geometries: the samples, also those beyond the capacity.
         rows_of: the rows that it writes in a sample, as some probe sees it: ``[B, S]``, or ``[1, S]`` where all
             sequences have the same; None where they cannot be told.
+        reads: the tensors that it reads, where these are known. Other caches mostly read the same, which is found out
+            once if they are small.
 
     Returns:
         Whether the cache is circular.
@@ -41,7 +47,7 @@ def prove_rows(candidate: Candidate, axis: int, geometries: Sequence[Geometry], 
         rows = rows_of(geometry, geometry.step.probe)
         circular |= _judge(candidate, geometry, axis, geometry.step.past, rows)
     geometry = richest([g for g in geometries if not g.step.wrapped])
-    for past, probe in _moved(candidate, geometry, axis):
+    for past, probe in _moved(candidate, geometry, axis, reads):
         circular |= _judge(candidate, geometry, axis, past, rows_of(geometry, probe))
     if len(circular) == 2:
         raise candidate.refusal("beyond the capacity its rows wrap around at some positions only")
@@ -92,11 +98,11 @@ def _listed(rows: Array) -> str:
     return ", ".join(map(str, rows[0].tolist() if rows.size else ())) or "none"
 
 
-def _moved(candidate: Candidate, geometry: Geometry, axis: int) -> list[tuple[int, Probe]]:
+def _moved(candidate: Candidate, geometry: Geometry, axis: int, reads: Sequence[str]) -> Iterator[tuple[int, Probe]]:
     """The sample at other positions: past length and probe."""
     step, capacity = geometry.step, geometry.sizes[axis]
     if len(candidate.positions) != 1 or (value := step.probe.value(candidate.positions[0])) is None:
-        return []
+        return
     last, half = capacity - step.length, capacity // 2
     inside = {0, 1, 2, 3, half - 1, half, half + 1, last - 1, last}
     outside = {
@@ -110,7 +116,10 @@ def _moved(candidate: Candidate, geometry: Geometry, axis: int) -> list[tuple[in
     }
     pasts = sorted(p for p in inside if 0 <= p <= last) + sorted(p for p in outside if p > last)
     name = candidate.positions[0]
-    return [(p, step.probe.given({name: (value + (p - step.past)).astype(value.dtype)})) for p in pasts]
+    values = [step.probe.value(n) for n in (*reads, name)]
+    are_small = bool(reads) and is_small(value) and all(v is not None and v.nbytes <= _SHARED for v in values)
+    given = step.probe.shared if are_small else step.probe.given
+    yield from ((p, given({name: (value + (p - step.past)).astype(value.dtype)})) for p in pasts)
 
 
 def _check_ragged(candidate: Candidate, axis: int, geometry: Geometry, rows_of: RowsOf) -> None:
