@@ -203,6 +203,16 @@ def test_heads_that_are_written_in_another_order_are_refused(tmp_path: Path) -> 
         rewritten(model, tmp_path)
 
 
+@pytest.mark.parametrize("start", [[0, 0], [0], [-2]])
+def test_a_cut_along_several_axes_is_no_head(start: list[int]) -> None:
+    model = written_apart(make_decoder(apart()))
+    name = "past_key_values.0.key_head0_0"
+    tensor = next(t for t in model.graph.initializer if t.name == name)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(np.array(start), name))
+    made = write_heads_together(model).graph.node
+    assert sum(n.op_type == "Slice" and n.input[0] == "present.0.key" for n in made) == (0 if len(start) > 1 else 2)
+
+
 @pytest.mark.parametrize("whole", [True, False])
 def test_scores_of_past_and_new_tokens_apart_are_named(tmp_path: Path, whole: bool) -> None:
     def attend(g: Build, query: str, keys: str, values: str) -> str:

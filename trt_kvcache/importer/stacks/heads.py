@@ -135,11 +135,11 @@ def _cut(node: gs.Node) -> tuple[int, int] | None:
     if not is_op(node, "Slice") or len(node.inputs[0].shape or ()) != _RANK:
         return None
     starts, ends, axes, steps = (small_constant(input_or_none(node, i)) for i in range(1, 5))
-    if starts is None or ends is None or axes is None or axes.size != 1:
+    if any(numbers is None or numbers.size != 1 for numbers in (starts, ends, axes)):
         return None
-    axis, start, end = (int(n.reshape(())) for n in (axes, starts, ends))
+    axis, start, end = (int(numbers.reshape(())) for numbers in (axes, starts, ends) if numbers is not None)
     size = node.inputs[0].shape[axis]
-    if not isinstance(size, int) or (len(node.inputs) > 4 and (steps is None or int(steps.reshape(())) != 1)):
+    if not isinstance(size, int) or (len(node.inputs) > 4 and (steps is None or steps.tolist() != [1])):
         return None
     taken = range(size)[start:end]
     return (axis % _RANK, taken[0]) if len(taken) == 1 else None

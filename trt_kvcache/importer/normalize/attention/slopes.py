@@ -113,7 +113,7 @@ def _as_scores(value: Array | None) -> Array | None:
 
 def _slopes(value: Array | None, sample: Sample) -> Array | None:
     """What the last query's bias grows by, per head, next to where it is 0: there numbers are as exact as they get."""
-    if value is None or value.dtype.kind != "f" or sample.total < 2 or value.shape[3] < sample.total:
+    if value is None or value.dtype.kind != "f" or sample.total < 2 or value.shape[3] < sample.total or not value.size:
         return None
     rows = value[0, :, -1, : sample.total].astype(np.float64)
     nearest = np.minimum(np.argmin(np.abs(rows), axis=1), sample.total - 2)[:, None]
