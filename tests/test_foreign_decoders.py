@@ -9,9 +9,9 @@ import pytest
 from decoders import DecoderConfig
 from foreign_decoders import FORMS, main, make_foreign
 
-from trt_kvcache.importer import plan_model
+from trt_kvcache.importer import import_model, plan_model
 from trt_kvcache.importer.plan import PlanOptions, Route
-from trt_kvcache.verify import VerifyOptions, verify_model
+from trt_kvcache.verify import VerifyOptions, verify_import
 
 IDIOMS = {
     "concat": "Concat", "concat-attention": "Concat", "past-attention": "Attention", "gqa": "GroupQueryAttention",
@@ -23,10 +23,11 @@ IDIOMS = {
 def test_each_form_is_taken_and_keeps_its_numbers(tmp_path: Path, form: str) -> None:
     onnx.save(make_foreign(form, DecoderConfig(vocab=64, capacity=32)), tmp_path / "model.onnx")
     options = PlanOptions(capacity=32)
-    plan = plan_model(tmp_path / "model.onnx", options)
+    found = import_model(tmp_path / "model.onnx", options)
+    plan = found.plan
     assert [(c.idiom, c.route) for c in plan.caches] == [(IDIOMS[form], Route.NATIVE)] * 4
     assert len({a.mask for a in plan.attention}) == 1
-    verify_model(tmp_path / "model.onnx", options, VerifyOptions(tokens=6)).check()
+    verify_import(found, VerifyOptions(tokens=6)).check()
 
 
 def test_rows_of_a_long_static_cache_are_counted(tmp_path: Path) -> None:

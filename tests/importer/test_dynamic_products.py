@@ -15,10 +15,12 @@ from foreign_decoders import make_foreign
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache import BuildOptions, PlanOptions, build_engine, plan_model, verify_model
+from trt_kvcache import BuildOptions, PlanOptions, build_engine
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import import_model
 from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.quantized.reinterpret import stand_in
+from trt_kvcache.verify import verify_import
 
 Array = np.ndarray[Any, Any]
 FLOAT = TensorProto.FLOAT
@@ -272,8 +274,9 @@ def test_a_decoder_is_verified_and_built(tmp_path: Path, form: str, kind: Any, c
     path = tmp_path / "model.onnx"
     options = {"save_as_external_data": True, "location": "model.data", "size_threshold": 256} if external else {}
     onnx.save(dynamic(make_foreign("concat", SMALL), form, kind, columns), path, **options)
-    assert NOTE in plan_model(path, OPTIONS).notes
-    report = verify_model(path, OPTIONS)
+    found = import_model(path, OPTIONS)
+    assert NOTE in found.plan.notes
+    report = verify_import(found)
     report.check()
     assert any(NOTE in note for note in report.notes)
     manifest = build_engine(path, tmp_path / "model.engine", options=OPTIONS, build=BuildOptions(max_batch=2))
@@ -283,5 +286,6 @@ def test_a_decoder_is_verified_and_built(tmp_path: Path, form: str, kind: Any, c
 def test_of_a_model_with_canonical_caches_it_is_said_too(tmp_path: Path) -> None:
     path = tmp_path / "model.onnx"
     onnx.save(dynamic(make_decoder(SMALL), "spelled", np.uint8, columns=False), path)
-    assert NOTE in plan_model(path).notes
-    verify_model(path).check()
+    found = import_model(path)
+    assert NOTE in found.plan.notes
+    verify_import(found).check()

@@ -14,7 +14,9 @@ from onnx import TensorProto, helper
 
 from trt_kvcache import PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.importer import import_model
 from trt_kvcache.importer.files.source import load_source
+from trt_kvcache.verify import verify_import
 
 SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)
 
@@ -42,10 +44,10 @@ def test_a_decoder_with_nodes_in_any_order_is_the_same_decoder(tmp_path: Path, s
     shuffled(model, seed)
     with pytest.raises(onnx.checker.ValidationError, match="topologically"):
         onnx.checker.check_model(model)
-    plan = plan_model(written(tmp_path, model), PlanOptions(capacity=16))
-    assert plan.caches == sorted_plan.caches
-    assert plan.tensors == sorted_plan.tensors
-    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).check()
+    found = import_model(written(tmp_path, model), PlanOptions(capacity=16))
+    assert found.plan.caches == sorted_plan.caches
+    assert found.plan.tensors == sorted_plan.tensors
+    verify_import(found).check()
 
 
 def test_sorted_nodes_stay_where_they_are(tmp_path: Path) -> None:

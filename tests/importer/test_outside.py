@@ -21,9 +21,9 @@ from trt_kvcache import (
     UnsupportedModelError,
     build_engine,
     plan_model,
-    verify_model,
 )
 from trt_kvcache.importer import import_model
+from trt_kvcache.verify import verify_import
 
 CAPACITY = 24
 FORMS: dict[str, Callable[[onnx.ModelProto], onnx.ModelProto]] = {
@@ -53,8 +53,9 @@ def test_decoders(tmp_path: Path, name: str, form: str) -> None:
     model, options = FORMS[form](make_decoder(Decoder(**DECODERS[name]))), PlanOptions(capacity=CAPACITY)
     onnx.save(model, tmp_path / "inside.onnx")
     outside = save_outside(model, tmp_path / "outside.onnx")
-    assert essence(plan_model(outside, options)) == essence(plan_model(tmp_path / "inside.onnx", options))
-    verify_model(outside, options).check()
+    found = import_model(outside, options)
+    assert essence(found.plan) == essence(plan_model(tmp_path / "inside.onnx", options))
+    verify_import(found).check()
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -63,8 +64,9 @@ def test_an_export(tmp_path: Path, form: str) -> None:
     model, options = FORMS[form](onnx.load(MODELS / "optimum" / "llama" / "model.onnx")), PlanOptions(capacity=CAPACITY)
     onnx.save(model, tmp_path / "inside.onnx")
     outside = save_outside(model, tmp_path / "outside.onnx")
-    assert essence(plan_model(outside, options)) == essence(plan_model(tmp_path / "inside.onnx", options))
-    verify_model(outside, options).check()
+    found = import_model(outside, options)
+    assert essence(found.plan) == essence(plan_model(tmp_path / "inside.onnx", options))
+    verify_import(found).check()
     build_engine(outside, tmp_path / "model.engine", options=options, build=BuildOptions(max_batch=2))
 
 
@@ -85,7 +87,7 @@ def test_a_large_table_of_slopes(tmp_path: Path, form: str, where: str) -> None:
     imported = import_model(path, options)
     assert [bool(mask.slopes) for mask in imported.plan.masks] == [True]
     assert not any(capacity in tensor.dims for tensor in imported.model.graph.initializer)
-    verify_model(path, options).check()
+    verify_import(imported).check()
 
 
 @pytest.mark.parametrize("where", ["inside", "outside"])

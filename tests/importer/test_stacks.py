@@ -16,10 +16,10 @@ from onnx import helper, numpy_helper
 from stacked_graphs import Stacking, stacked, text_first
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import plan_model
+from trt_kvcache.importer import import_model, plan_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.stacks.uses import Use, find_use
-from trt_kvcache.verify import VerifyOptions, verify_model
+from trt_kvcache.verify import VerifyOptions, verify_import
 
 OPTIONS = PlanOptions(capacity=16)
 VERIFY = VerifyOptions(batch=2, chunks=(3,), tokens=2)
@@ -60,27 +60,29 @@ def caches_of(form: str) -> list[tuple[object, ...]]:
 @pytest.mark.parametrize(("form", "how"), [*GROWING, *FIXED], ids=str)
 def test_each_cache_is_as_it_would_be_by_itself(tmp_path: Path, form: str, how: Stacking) -> None:
     path = saved(tmp_path, form, how)
-    plan = plan_model(path, OPTIONS)
-    assert caches(plan) == caches_of(form)
-    verify_model(path, OPTIONS, VERIFY).check()
+    found = import_model(path, OPTIONS)
+    assert caches(found.plan) == caches_of(form)
+    verify_import(found, VERIFY).check()
 
 
 @pytest.mark.parametrize("how", [None, Stacking("L")], ids=str)
 def test_the_batch_comes_first_where_the_text_did(tmp_path: Path, how: Stacking | None) -> None:
     model = text_first(make_foreign("concat-attention", DecoderConfig(vocab=64, capacity=16)))
     onnx.save(model if how is None else stacked(model, how), tmp_path / "model.onnx")
-    plan = plan_model(tmp_path / "model.onnx", OPTIONS)
+    found = import_model(tmp_path / "model.onnx", OPTIONS)
+    plan = found.plan
     assert {c.logical_shape for c in plan.caches} == {("batch", 2, 16, 16)}
     change = next(c for c in plan.changes if c.old.startswith("past"))
     assert change.why.startswith("the batch comes first" if how is None else "one tensor for each cache; the batch")
-    verify_model(tmp_path / "model.onnx", OPTIONS, VERIFY).check()
+    verify_import(found, VERIFY).check()
 
 
 @pytest.mark.parametrize("read", ["gather", "slice"])
 def test_one_layer_is_taken_out_of_its_axis(tmp_path: Path, read: str) -> None:
     path = saved(tmp_path, "concat-attention", Stacking("L", 0, read), layers=1)
-    assert [c.past for c in plan_model(path, OPTIONS).caches] == ["past.key.0", "past.value.0"]
-    verify_model(path, OPTIONS, VERIFY).check()
+    found = import_model(path, OPTIONS)
+    assert [c.past for c in found.plan.caches] == ["past.key.0", "past.value.0"]
+    verify_import(found, VERIFY).check()
 
 
 def test_what_changes_is_said_from_the_tensor_as_exported(tmp_path: Path) -> None:
