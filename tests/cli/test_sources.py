@@ -117,4 +117,4 @@ def test_build_says_where_the_encoder_is(folder: Path) -> None:
         assert words in CliRunner().invoke(app, ["inspect", str(folder / engine)]).stdout
     refused = CliRunner().invoke(app, [*command, "--encoder=nowhere"])
     assert refused.exit_code == 1
-    assert "there is none in nowhere" in refused.output
+    assert "there is none at nowhere" in refused.output
