@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import onnx
 import pytest
 from concat_decode import check_decode, rewritten
 from concat_graphs import Decoder, make_decoder
@@ -73,6 +75,15 @@ def test_sinks_in_front_of_the_scores_are_refused(tmp_path: Path) -> None:
 def test_values_of_other_heads_than_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="do not go to one MatMul with a cache of values"):
         rewritten(make_decoder(_decoder({"batch": 1}, form="flat", crossed=True)), tmp_path)
+
+
+def test_a_mask_of_no_sequence_is_refused(tmp_path: Path) -> None:
+    """Keys are counted backwards, so that none is; it ended with an IndexError."""
+    model = make_decoder(_decoder({}, form="folded"))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(-1), "back"))
+    next(node for node in model.graph.node if node.op_type == "Range").input[2] = "back"
+    with pytest.raises(UnsupportedModelError):
+        rewritten(model, tmp_path)
 
 
 def test_groups_over_some_heads_of_the_keys_are_refused(tmp_path: Path) -> None:

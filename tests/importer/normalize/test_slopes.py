@@ -184,14 +184,3 @@ def test_look_alikes_are_refused(tmp_path: Path, name: str) -> None:
     how, words = LOOK_ALIKES[name]
     with pytest.raises(UnsupportedModelError, match=words):
         rewritten(make_decoder(Decoder(**how)), tmp_path)
-
-
-def test_a_bias_without_rows_is_refused(tmp_path: Path) -> None:
-    """It ended with an IndexError."""
-
-    def none(g: Build) -> str:
-        end = g.node("Unsqueeze", [g.length, g.constant([0])])
-        return g.node("Slice", [distance(g), end, g.constant([2**31]), g.constant([2])])
-
-    with pytest.raises(UnsupportedModelError):
-        rewritten(make_decoder(Decoder(scores=added(none))), tmp_path)
