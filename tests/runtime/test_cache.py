@@ -269,6 +269,14 @@ def test_load_refuses_a_damaged_file_and_changes_nothing(tmp_path: Path) -> None
         save_file(tensors, path, metadata)
         with pytest.raises(CacheFileError, match=f"slot {slot}: .*{words}"):
             session.cache.load(path)
+    rows = session.cache.capacity
+    assert rows is not None
+    longer = np.arange(rows + 2) % 8
+    save_file(
+        tensors | {f"{slot}/tokens": longer}, path, metadata | {"slots": f'{{"{slot}": [{rows + 1}, {rows + 1}]}}'}
+    )
+    with pytest.raises(CacheFileError, match=f"slot {slot} has {rows + 2} tokens and claims {rows + 1}.* {rows} rows"):
+        session.cache.load(path)
     assert session.cache.slots == (slot,)
     assert follow(session, slot) == continued(runner, [1, 2, 3, 4], 5)
 

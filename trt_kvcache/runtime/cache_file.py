@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError
 from trt_kvcache.files import check_output, publish, sync, temporary_file
+from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import embedded_input
@@ -144,13 +145,17 @@ def _slots(file: Any, metadata: dict[str, str], path: Path, runner: Runner) -> d
     except (msgspec.MsgspecError, ValueError) as error:
         raise CacheFileError(f"{path}: its list of slots cannot be read: {error}") from error
     slots = {}
+    rows = [c.capacity for c in runner.plan.caches if c.mode is UpdateMode.LINEAR]
     for name, (length, written) in names.items():
         try:
             tokens = read_ids(_tensor(file, f"{name}/tokens", path), runner.vocab)
         except PromptError as error:
             raise CacheFileError(f"{path}: slot {name}: {error}") from None
-        if not 0 <= length <= min(written, len(tokens)):
-            raise CacheFileError(f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}")
+        if not 0 <= length <= min(written, len(tokens)) or written > min(rows, default=written):
+            raise CacheFileError(
+                f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}"
+                f"{f' in caches of {min(rows)} rows' if rows else ''}; save the cache again"
+            )
         slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, path, runner))
         _read_given(file, slots[name], name, path, runner)
     return slots
