@@ -52,7 +52,7 @@ def test_what_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_missing_engine(tmp_path: Path) -> None:
     for name in ("x.engine", "x.engine.json"):
-        with pytest.raises(ManifestError, match=f"{name}: no such file; give the path of an engine"):
+        with pytest.raises(ManifestError, match=f"{name}: no such file; check the path"):
             load_manifest(tmp_path / name)
 
 

@@ -153,7 +153,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         data = file.read_bytes()
     except FileNotFoundError:
         if not path.exists():
-            raise ManifestError(f"{path}: no such file; give the path of an engine or its manifest") from None
+            raise ManifestError(f"{path}: no such file; check the path") from None
         if path.suffix == ".onnx":
             raise ManifestError(
                 f"{path}: a model without a manifest; give an engine; 'trt-kvcache plan' shows models"
