@@ -14,8 +14,8 @@
     scores that are computed apart                      attention: apart
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
                                                         head_order, head_parts), sinks, guards, rounded, masks
-                                                        (mask_values, own_masks, scaled_masks, square_masks, bias,
-                                                        slopes)
+                                                        (mask_values, own_masks, scaled_masks, square_masks,
+                                                        rings, bias, slopes)
     keys and values computed from caches                attention: computed (row_function, row_search,
                                                         row_operators, row_emission), absorbed
     rows made of positions                              attention: position_rows, row_taking
