@@ -63,6 +63,7 @@ class Machine:
         no_launches: words with which every launch fails.
         wrong_tokens: bits of tokens that kernels get wrong.
         missing_candidates: how many they leave out.
+        pageable: host memory that was not taken here may be copied, too, as CUDA does in its own time.
     """
 
     total: int = 1 << 30
@@ -83,6 +84,7 @@ class Machine:
     no_launches: str = ""
     wrong_tokens: int = 0
     missing_candidates: int = 0
+    pageable: bool = False
     device: dict[int, Any] = field(default_factory=dict)
     pinned: dict[int, Any] = field(default_factory=dict)
     freed: list[Any] = field(default_factory=list)
@@ -127,6 +129,8 @@ class Machine:
         for start, block in memory.items():
             if start <= address and address + size <= start + len(block):
                 return address
+        if self.pageable and memory is self.pinned:
+            return address
         raise BrokenRuleError(f"{what}: {size} bytes at {address:#x} are not within memory that is allocated")
 
     def array(self, address: int, size: int, what: str) -> Any:
@@ -376,6 +380,9 @@ class Stream:
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
         self.handle = STREAM
+
+    def sync(self) -> None:
+        self._machine.drain()
 
     def close(self) -> None:
         self._machine.drain()

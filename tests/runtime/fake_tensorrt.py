@@ -93,7 +93,8 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
             step is not recorded; ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps
             are refused; ``fail_graphs``: the same of contexts that record by themselves; ``fail_late``: the same after
             a part of the step was put on the stream; ``no_shapes``: words with which the shapes of outputs are not
-            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data.
+            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data; ``own_memory``: contexts may
+            take activation memory of their own.
     """
     module = SimpleNamespace(
         __version__=version, Logger=Logger, IErrorRecorder=IErrorRecorder, rtx=rtx, TensorLocation=Location,
@@ -198,7 +199,9 @@ class Engine:
     def get_tensor_profile_shape(self, name: str, index: int) -> list[Dims]:
         return [Dims(s) for s in self._profiles[index].get(name, [self._open_shape(name)] * 3)]
 
-    def create_execution_context(self, how: AllocationStrategy | RuntimeConfig) -> Context | None:
+    def create_execution_context(
+        self, how: AllocationStrategy | RuntimeConfig = AllocationStrategy.STATIC
+    ) -> Context | None:
         if self._module.faults.get("no_context", 999) <= len(self._module.contexts):
             _report(self.error_recorder, "Requested amount of GPU memory could not be allocated.")
             return None
@@ -279,7 +282,8 @@ class Context:
     def __init__(self, engine: Engine, how: AllocationStrategy | RuntimeConfig) -> None:
         config = how if isinstance(how, RuntimeConfig) else None
         strategy = config._strategy if config else how
-        if strategy is not AllocationStrategy.USER_MANAGED:
+        own = strategy is AllocationStrategy.STATIC
+        if own and not engine._module.faults.get("own_memory"):
             raise BrokenRuleError("a context takes activation memory of its own")
         self._engine, self._module, self._machine = engine, engine._module, engine._module.machine
         self.error_recorder: Any = None
@@ -290,7 +294,8 @@ class Context:
         self._profile: int | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
-        self._memory: tuple[int, int] | None = None
+        size = engine.device_memory_size_v2
+        self._memory = (self._machine.take(size, self._machine.device), size) if own else None
         self._version = 0  # counts changes: a recorded graph is of one version
         self._settled = -1  # the version that has run outside of a recording
         self._in_graph = False
