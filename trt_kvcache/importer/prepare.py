@@ -18,13 +18,16 @@ from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.findings import Findings
+from trt_kvcache.importer.normalize.fused.projected import project_apart
+from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import PlanOptions, Stack
-from trt_kvcache.importer.protos import all_nodes
+from trt_kvcache.importer.protos import all_nodes, opset_version
 from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
 from trt_kvcache.importer.stacks import unstack, write_heads_together
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
+_EACH_AXIS = 13  # the opset from which axes and sizes are inputs, as what reads and edits graphs here expects
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
 
 
@@ -69,7 +72,9 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     fold_constant(model)
-    unstacked = unstack(write_heads_together(model), weights)
+    if (opset_version(model) or _EACH_AXIS) < _EACH_AXIS:
+        model = raise_opset(model)
+    unstacked = unstack(write_heads_together(project_apart(model)), weights)
     normalized = normalize(unstacked.model, weights, options)
     model = normalized.model
     if normalized.findings is not None:

@@ -151,7 +151,6 @@ def test_canonical_form() -> None:
         ({"extra": {8: "past_length"}}, "takes past_sequence_length or cache_indirection"),
         ({"outputs": 4}, "gives its scores as an output"),
         ({"op": "DecoderMaskedMultiHeadAttention"}, "keeps its keys in one shared, reordered buffer"),
-        ({"op": "Attention"}, "keeps keys and values in one tensor"),
     ],
     ids=str,
 )

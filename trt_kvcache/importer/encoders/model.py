@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -41,16 +40,16 @@ from trt_kvcache.importer.graph import (
     elem_type,
     export_inferred,
     fold_identities,
-    input_or_none,
 )
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_first_branch
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.evidence.probe import Probe
-from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, become, lower_contrib, used
+from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
 from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.mha import lower_mha
+from trt_kvcache.importer.normalize.fused.projected import project_apart
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
@@ -180,58 +179,14 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     fold_constant(model)
-    graph = gs.import_onnx(infer_shapes(raise_opset(model)))
+    graph = gs.import_onnx(infer_shapes(project_apart(raise_opset(model))))
     fold_identities(graph)
-    _lower_attention(graph)
     lower_mha(graph)
     shift_zero_points(graph)
     lower_contrib(graph)
     model = export_inferred(graph.cleanup().toposort())
     drop_unused_outputs(model.graph)
     return model, weights, notes
-
-
-def _lower_attention(graph: gs.Graph) -> None:
-    """Write ONNX Runtime's Attention, which projects its input itself, in standard operators.
-
-        com.microsoft::Attention(x, w, b)   becomes   q, k, v = Split(x @ w + b); Attention(q, k, v)
-
-    Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#com.microsoft.Attention
-    """
-    emitter = Emitter(graph)
-    for node in [n for n in graph.nodes if n.op == "Attention" and n.domain == CONTRIB]:
-        x, weight, bias = (input_or_none(node, index) for index in range(3))
-        heads, output = int(node.attrs["num_heads"]), node.outputs[0]
-        width = (dims(weight) or ("?", "?"))[-1] if weight is not None else "?"
-        sizes = [int(size) for size in node.attrs.get("qkv_hidden_sizes", ())]
-        if not sizes and isinstance(width, int):
-            sizes = [width // 3] * 3
-        more = [input_or_none(node, index) for index in range(3, 7)]
-        odd = {name: v for name in ("unidirectional", "do_rotary", "past_present_share_buffer")
-               if (v := node.attrs.get(name, 0))}  # fmt: skip
-        if x is None or weight is None or any(t is not None for t in more) or odd or used(graph, node, 1) or not sizes:
-            raise UnsupportedModelError(
-                f"{CONTRIB}::Attention '{node.name}' has a mask, a past, a bias of its scores or "
-                f"{', '.join(odd) or 'weights of unknown shape'}; supported is attention of all positions to all"
-            )
-        node.outputs.clear()
-        node.inputs.clear()
-        rows = emitter.op("MatMul", [x, weight], "projected")
-        rows = rows if bias is None else emitter.op("Add", [rows, bias], "projected_bias")
-        ends = np.cumsum([0, *sizes])
-        axis = emitter.ints([2])
-        q, k, v = (
-            emitter.op("Slice", [rows, emitter.ints([a]), emitter.ints([b]), axis], "projected_part")
-            for a, b in pairwise(ends.tolist())
-        )
-        shape = dims(x) or ("?",) * 3
-        for part, size in zip((q, k, v), sizes, strict=True):
-            part.shape = [*shape[:2], size]
-        scale = float(node.attrs.get("scale", 0.0)) or (sizes[0] // heads) ** -0.5
-        made = emitter.op("Attention", [q, k, v], "attention", q_num_heads=heads, kv_num_heads=heads, scale=scale)
-        become(made, output)
-        graph.nodes[:] = [n for n in graph.nodes if n is not node]
-    graph.toposort()
 
 
 def _check_inputs(step: SourceModel) -> dict[str, int]:

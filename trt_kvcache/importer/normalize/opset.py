@@ -7,7 +7,8 @@ ONNX's own converter rewrites what changed between versions, in bodies of contro
 
 It aborts at operators that the source version lacks, which exporters do write into the default domain
 (SimplifiedLayerNormalization), and it forgets metadata, functions and stated shapes. So such operators wait in a domain
-of their own meanwhile, and of its result only the nodes are taken.
+of their own meanwhile, and of its result only the nodes are taken. There waits Softmax of opset 11 and 12 as well, for
+which the converter writes Flatten, Softmax and Reshape, which nobody knows as attention: along the last axis it stays.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ import onnx
 from onnx import version_converter
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.protos import DEFAULT_DOMAINS, describe, nested_scopes, opset_version
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, describe, nested_scopes, opset_version, shape_of
 
 OPSET = 24
 """The version that the canonical form needs at least."""
 
-_OLDEST = 13  # below, converted Softmax, Squeeze and the like are other graphs, and exporters left it in 2021
+_OLDEST = 11  # what ONNX Runtime's converter of GPT-2 still writes
+_SOFTMAX_BY_AXIS = 13  # before, Softmax goes over its axis and all behind it
 _PARKED = "trt_kvcache.parked"
 
 
@@ -37,7 +39,8 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
         model: with its functions inlined. Not changed.
 
     Raises:
-        UnsupportedModelError: the version is below 13, or ONNX's converter cannot raise an operator.
+        UnsupportedModelError: the version is below 11, a Softmax of it goes over several axes, or ONNX's converter
+            cannot raise an operator.
     """
     version = opset_version(model)
     if version is None or version >= OPSET:
@@ -50,6 +53,7 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
     parked.CopyFrom(model)
     parked.opset_import.add(domain=_PARKED, version=1)
     unknown = [node for node in _nodes(parked.graph) if node.domain in DEFAULT_DOMAINS and not _known(node, version)]
+    axes = _softmax_axes(parked) if version < _SOFTMAX_BY_AXIS else {}
     for node in unknown:
         node.domain = _PARKED
     try:
@@ -59,11 +63,50 @@ def raise_opset(model: onnx.ModelProto) -> onnx.ModelProto:
             f"ONNX's version converter cannot raise the model from opset {version} to {OPSET} "
             f"({_culprit(model, str(error))}): export it with opset {OPSET}"
         ) from error
-    return _transplant(model, converted)
+    raised = _transplant(model, converted)
+    _check_last(raised, axes, version)
+    return raised
 
 
 def _known(node: onnx.NodeProto, version: int) -> bool:
     return bool(onnx.defs.has(node.op_type, version, ""))
+
+
+def _softmax_axes(model: onnx.ModelProto) -> dict[str, int]:
+    """By what they write, the axes of Softmax that go over all that is behind these; they become -1, the last.
+
+    Args:
+        model: of an opset before 13. Changed.
+    """
+    axes = {}
+    for node in [n for n in _nodes(model.graph) if n.op_type == "Softmax" and n.domain in DEFAULT_DOMAINS]:
+        axes[node.output[0]] = next((int(a.i) for a in node.attribute if a.name == "axis"), 1)
+        del node.attribute[:]
+        node.attribute.append(onnx.helper.make_attribute("axis", -1))
+        node.domain = _PARKED
+    return axes
+
+
+def _check_last(model: onnx.ModelProto, axes: dict[str, int], version: int) -> None:
+    """Refuse Softmax of which the axis was not the last one, or may not have been.
+
+    Raises:
+        UnsupportedModelError: naming the node.
+    """
+    if all(axis == -1 for axis in axes.values()):
+        return
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    known = (*inferred.graph.value_info, *inferred.graph.output)
+    ranks = {v.name: len(shape) for v in known if (shape := shape_of(v)) is not None}
+    for node in _nodes(model.graph):
+        axis = axes.get(node.output[0], -1) if node.op_type == "Softmax" else -1
+        rank = ranks.get(node.output[0])
+        if axis not in (-1, None if rank is None else rank - 1):
+            raise UnsupportedModelError(
+                f"Softmax '{node.name}' of opset {version} goes over axis {axis} and all behind it, of "
+                f"{'an unknown number' if rank is None else rank}; supported is the last axis alone: export the model "
+                f"with opset {OPSET}"
+            )
 
 
 def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:

@@ -50,7 +50,7 @@ from trt_kvcache.importer.stacks.uses import Use, find_use
 
 __all__ = ["Unstacked", "unstack"]
 
-_LEAST_OPSET = 13  # from which axes are inputs of Squeeze and Unsqueeze; others are refused later on
+_LEAST_OPSET = 13  # from which axes are inputs of Squeeze and Unsqueeze
 _LEAST_RANK = 4
 _WRITES = ("Concat", "ScatterND", "ScatterElements")
 _CHOICES = ("Gather", "Slice", "Split", "Squeeze")

@@ -14,8 +14,8 @@ Measured on ONNX Runtime 1.31.1 (CPU): `unidirectional` counts the past, as ONNX
 past; masks are added to the scores. Masks are proven to be one of the templates of `masks`; a key_padding_mask must
 hide nothing but padding.
 
-Refused by name: DecoderMaskedMultiHeadAttention (its cache is one reordered buffer), Attention (its cache is K and V in
-one tensor), packed inputs, shared buffers and beams.
+Attention (its cache is K and V in one tensor) was made one before, see `projected`. Refused by name:
+DecoderMaskedMultiHeadAttention (its cache is one reordered buffer), packed inputs, shared buffers and beams.
 
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.
 """
@@ -56,7 +56,6 @@ _PRESENTS, _SCORES = (1, 2), 3
 _OTHERS = {
     "DecoderMaskedMultiHeadAttention": "keeps its keys in one shared, reordered buffer",
     "DecoderMaskedSelfAttention": "keeps its keys in one shared, reordered buffer",
-    "Attention": "projects its inputs itself and keeps keys and values in one tensor",
     "PackedMultiHeadAttention": "packs the sequences of a batch into one",
     "PagedAttention": "keeps its cache in pages",
     "SparseAttention": "attends blocks of its cache",
