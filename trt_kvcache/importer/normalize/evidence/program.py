@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
 import onnx
 import onnxruntime as ort
@@ -82,6 +83,7 @@ class Program:
         self._amounts = np.concatenate([np.zeros((0, 3 + len(kept)), np.int64), *self._even.values()])
         made = {slot for node in self._nodes for slot in node.output}
         self._outputs = sorted(made & {*self._wanted.values(), *self._even})
+        self._widened: list[str] = []  # outputs in bfloat16, which ONNX Runtime does not hand to NumPy
         self._session = self._open() if self._outputs else None
 
     def key(self, name: str) -> str | None:
@@ -119,9 +121,10 @@ class Program:
         if self._session is not None:
             feeds = {i.name: values[i.name] for i in self._session.get_inputs()}
             try:
-                values.update(zip(self._outputs, self._session.run(self._outputs, feeds), strict=True))
+                values.update(zip(self._outputs, self._session.run(None, feeds), strict=True))
             except Exception:  # noqa: BLE001 - ONNX Runtime has an exception for each status, all of them alike here
                 return {}
+            values.update({slot: values[slot].astype(ml_dtypes.bfloat16) for slot in self._widened})
         if self._even:
             sizes = self._sizes(past, length)
             found = [values[slot].reshape(-1) for slot in self._even]
@@ -143,18 +146,25 @@ class Program:
             for slot, value in leaves.items()
             if slot in read
         ]
-        outputs = [onnx.ValueInfoProto(name=slot) for slot in self._outputs]
+        wide = {slot: f"{slot} in float32" for slot in self._widened}
+        casts = [helper.make_node("Cast", [slot], [name], to=onnx.TensorProto.FLOAT) for slot, name in wide.items()]
+        outputs = [onnx.ValueInfoProto(name=wide.get(slot, slot)) for slot in self._outputs]
         constants = [numpy_helper.from_array(value, slot) for slot, value in self._constants.items() if slot in read]
-        graph = helper.make_graph(self._nodes, "program", inputs, outputs, constants)
+        graph = helper.make_graph([*self._nodes, *casts], "program", inputs, outputs, constants)
         opsets = [helper.make_opsetid(domain, version) for domain, version in self._blueprint.opsets.items()]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
         options = ort.SessionOptions()
         options.log_severity_level = _NO_MESSAGES
         options.intra_op_num_threads = 1  # most steps are tiny
         try:
-            return ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+            session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
         except Exception:  # noqa: BLE001 - as for bfloat16, for which it has few operators on the CPU
             return None
+        narrow = [output.name for output in session.get_outputs() if output.type == "tensor(bfloat16)"]
+        if not narrow:
+            return session
+        self._widened = narrow
+        return self._open()
 
     def _order(self, name: str) -> list[str]:
         """The tensors to compile, each after what it is made from."""
