@@ -1,36 +1,49 @@
-"""The memory of this machine, or of the container that the process is in."""
+"""The memory of this machine, or of what the process is kept to: a container, a batch job, a unit of systemd."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+
+_ROOT = "/sys/fs/cgroup"
 
 
 def memory() -> int:
-    """Bytes of the machine's memory, or of the container's."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *_container()[:1]])
+    """Bytes of the machine's memory, or of its part that the process may take."""
+    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _limits())])
 
 
 def free_memory(*, swap: bool = False) -> int:
     """Bytes that are free or can be freed, as mapped files can.
 
     Args:
-        swap: count what can be moved to the disk, too; not in a container.
+        swap: count what can be moved to the disk, too; not where the process is kept to less than the machine.
     """
     facts = {words[0]: int(words[1]) << 10 for line in _lines("/proc/meminfo") if len(words := line.split()) > 1}
     free = facts.get("MemAvailable:", memory() // 2) + (facts.get("SwapFree:", 0) if swap else 0)
-    return min([free, *_container()[1:]])
+    return min([free, *(max(limit - taken, 0) for limit, taken in _limits())])
 
 
-def _container() -> tuple[int, ...]:
-    """Limit of this process' control group (version 2), and what of it is free, or nothing."""
-    folder = "/sys/fs/cgroup"
-    limit = "".join(_lines(f"{folder}/memory.max"))
-    if not limit.isdecimal():
-        return ()
-    stat = (line.split() for line in _lines(f"{folder}/memory.stat"))
-    taken = next((int(words[1]) for words in stat if words[0] == "anon"), 0)
-    return int(limit), max(int(limit) - taken, 0)
+def _limits() -> Iterator[tuple[int, int]]:
+    """Limits of the control groups that this process is in, one inside the other, and what each has taken of it.
+
+    In a container the innermost group is the root of the file system, whatever name the host has for it.
+    """
+    groups = [("", "/"), *(tuple(line.split(":", 2)[1:]) for line in _lines("/proc/self/cgroup"))]
+    for controllers, name in groups:
+        if not controllers:  # version 2
+            base, limited, counted = _ROOT, "memory.max", "anon"
+        elif "memory" in controllers.split(","):
+            base, limited, counted = f"{_ROOT}/memory", "memory.limit_in_bytes", "total_rss"
+        else:
+            continue
+        for folder in (PurePosixPath(name), *PurePosixPath(name).parents):
+            path = f"{base}{folder}".rstrip("/")
+            limit = "".join(_lines(f"{path}/{limited}"))
+            if limit.isdecimal():
+                stat = (line.split() for line in _lines(f"{path}/memory.stat"))
+                yield int(limit), next((int(words[1]) for words in stat if words[0] == counted), 0)
 
 
 def _lines(path: str) -> list[str]:

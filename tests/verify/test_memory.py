@@ -229,6 +229,35 @@ def test_the_limit_of_a_container_counts(monkeypatch: pytest.MonkeyPatch) -> Non
     assert 0 < spare() < machine.memory()
 
 
+GROUPS = [
+    # A job of Slurm or a unit of systemd: the limit is that of a group around the process' own.
+    ("0::/jobs/1/task", "jobs/1/memory.max", "jobs/1/memory.stat", "anon"),
+    # Version 1, on the host and in a container, which sees its group as the root and has the host's name for it.
+    ("4:cpu,memory:/jobs/1", "memory/jobs/1/memory.limit_in_bytes", "memory/jobs/1/memory.stat", "total_rss"),
+    ("4:memory:/docker/1", "memory/memory.limit_in_bytes", "memory/memory.stat", "total_rss"),
+]
+
+
+@pytest.mark.parametrize(("group", "limit", "stat", "taken"), GROUPS)
+def test_the_limits_of_all_groups_count(
+    group: str, limit: str, stat: str, taken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = "/sys/fs/cgroup"
+    files = {
+        "/proc/meminfo": ["MemAvailable: 1000 kB", "SwapFree: 500 kB"],
+        "/proc/self/cgroup": ["9:name=systemd:/elsewhere", group],
+        f"{root}/{limit}": ["500000"],
+        f"{root}/{stat}": [f"{taken} 100000", "cache 300000"],
+        f"{root}/memory/elsewhere/memory.limit_in_bytes": ["7"],
+        f"{root}/elsewhere/memory.max": ["7"],
+    }
+    monkeypatch.setattr(machine, "_lines", lambda path: files.get(path, []))
+    assert (machine.memory(), machine.free_memory(), machine.free_memory(swap=True)) == (500000, 400000, 400000)
+    files[f"{root}/{limit}"] = ["9223372036854771712"]  # none, in version 1
+    assert machine.memory() > 500000
+    assert (machine.free_memory(), machine.free_memory(swap=True)) == (1024000, 1536000)
+
+
 @pytest.fixture
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder for temporary files."""
