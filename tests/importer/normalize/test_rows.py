@@ -67,6 +67,15 @@ def test_clamped_positions_are_linear(limit):
     assert not assert_same_update(update_model(index_copy(rows)), 5, 2, 3).circular
 
 
+def test_the_clamped_position_of_one_token_is_linear():
+    """As JAX' dynamic_update_slice has it; at position 2 L - 1 a ring writes the last row, too."""
+
+    def rows(graph: Graph) -> str:
+        return positions(graph, graph.node("Min", ["pos", graph.constant(CAPACITY - 1)]))
+
+    assert not assert_same_update(update_model(index_copy(rows), length=1), 5, 2, 1).circular
+
+
 def test_attention_sink():
     """The first two rows stay, the others go around: right within the capacity, no ring beyond it."""
 

@@ -17,6 +17,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text
 from trt_kvcache.importer.files.checks import check_graph
+from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.lenient import make_strict
 from trt_kvcache.importer.files.save import save_model
@@ -61,7 +62,8 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        is_edited: the graph says what the file says in other operators, which ONNX Runtime knows.
+        is_edited: the graph says what the file says in other operators, which ONNX Runtime knows, or without
+            defaults of inputs.
     """
 
     path: Path
@@ -92,7 +94,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> So
     proto = _parse(path)
     make_strict(proto)
     check_graph(proto, str(path))
-    is_edited = standardize(proto)
+    is_edited = drop_defaults(proto.graph) | standardize(proto)
     if not first_step:
         check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)

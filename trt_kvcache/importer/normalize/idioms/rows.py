@@ -74,11 +74,12 @@ def _judge(candidate: Candidate, geometry: Geometry, axis: int, past: int, rows:
         return set()
     if rows is None or rows.shape[-1] != length or bool((rows >= capacity).any()):
         return {False}
-    if bool((rows == wanted % capacity).all()):
-        return {True}
+    is_ring = bool((rows == wanted % capacity).all())
     clamped = (np.minimum(wanted, capacity - 1), min(past, capacity - length) + np.arange(length))
     if any(bool((rows == c).all()) for c in clamped):
-        return {False}
+        return set() if is_ring else {False}  # the last row is where a ring has every L-th position, too
+    if is_ring:
+        return {True}
     raise candidate.refusal(
         f"beyond its capacity of {capacity} it writes rows {_listed(rows)} at position {past}, which is no ring"
     )

@@ -1,0 +1,68 @@
+"""Inputs with a default: weights stay constants, what a step brings is asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from concat_graphs import Decoder, make_decoder
+from onnx import helper, numpy_helper
+
+from trt_kvcache import PlanOptions, plan_model
+from trt_kvcache.importer.files.source import load_source
+from trt_kvcache.verify import VerifyOptions, verify_model
+
+OPTIONS = PlanOptions(capacity=24)
+STEPS = VerifyOptions(batch=2, chunks=(3,), tokens=2)
+
+
+def with_default(folder: Path, name: str, value: Any, shape: Any = None) -> Path:
+    model = make_decoder(Decoder())
+    model.graph.initializer.append(numpy_helper.from_array(value, name))
+    info = next(v for v in model.graph.input if v.name == name)
+    if shape is not None:
+        info.CopyFrom(helper.make_tensor_value_info(name, info.type.tensor_type.elem_type, shape))
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize("io", [0, -1], ids=["tokens", "cache"])
+def test_what_has_an_open_shape_is_asked_for(io: int, tmp_path: Path) -> None:
+    info = make_decoder(Decoder()).graph.input[io]
+    sizes = [d.dim_value for d in info.type.tensor_type.shape.dim]
+    kind = helper.tensor_dtype_to_np_dtype(info.type.tensor_type.elem_type)
+    assert 0 in sizes
+    source = load_source(with_default(tmp_path, info.name, np.zeros(sizes, kind)))
+    assert source.is_edited
+    assert info.name not in {t.name for t in source.proto.graph.initializer}
+
+
+def test_positions_are_asked_for(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    onnx.save(make_decoder(Decoder()), plain / "model.onnx")
+    model = with_default(tmp_path, "position_ids", np.zeros((1, 1), np.int64))
+    assert plan_model(model, OPTIONS).tensors == plan_model(plain / "model.onnx", OPTIONS).tensors
+    verify_model(model, OPTIONS, STEPS).check()
+
+
+def test_a_name_with_a_role_is_asked_for_at_a_fixed_shape(tmp_path: Path) -> None:
+    source = load_source(with_default(tmp_path, "position_ids", np.zeros((1, 1), np.int64), [1, 1]))
+    assert source.is_edited
+    assert "position_ids" not in {t.name for t in source.proto.graph.initializer}
+
+
+def test_weights_that_are_listed_as_inputs_stay_constants(tmp_path: Path) -> None:
+    model = make_decoder(Decoder())
+    wanted = {v.name for v in model.graph.input}
+    for tensor in model.graph.initializer:
+        model.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims))
+    onnx.save(model, tmp_path / "model.onnx")
+    source = load_source(tmp_path / "model.onnx")
+    assert not source.is_edited
+    inputs = {t.name for t in plan_model(tmp_path / "model.onnx", OPTIONS).tensors if t.io == "input"}
+    assert inputs <= wanted | {"write_indices", "nonpad_kv_seqlen", "attention_span", "logits_span"}
+    verify_model(tmp_path / "model.onnx", OPTIONS, STEPS).check()
