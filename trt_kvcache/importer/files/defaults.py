@@ -1,7 +1,7 @@
 """Inputs that have a default: an initializer of the same name.
 
-ONNX lets the caller leave such an input out. Old exporters list weights so, which stay constants. What changes from step
-to step may be written so, too, such as positions: taken for a constant, every token would have the default's position.
+ONNX lets the caller leave such an input out. Old exporters list weights so, which stay constants. What changes from
+step to step may be written so, too, such as positions: as a constant, every token would have the default position.
 """
 
 from __future__ import annotations
