@@ -29,6 +29,7 @@ from trt_kvcache.runtime.ort.attention import OPERATOR, fuse_attention
 from trt_kvcache.runtime.ort.calls import ORT_ERRORS, bind, one_line, open_on_cpu
 from trt_kvcache.runtime.ort.experts import keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
+from trt_kvcache.runtime.ort.memory import admit_weights
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
@@ -111,6 +112,7 @@ class OnnxRuntimeRunner:
         in_place = _updated_in_place(model_run, self._carried.values())
         per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
         self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
+        admit_weights(model_run)
         self._session: Any = _open(imported, model_run, threads)
         # What GroupQueryAttention cannot do; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
