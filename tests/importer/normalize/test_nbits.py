@@ -288,6 +288,20 @@ class TestSigned:
         with pytest.raises(UnsupportedModelError, match="8-bit weights .* with scales that are not positive.*is_symm"):
             sign_weights(lowered(model), HERE)
 
+    @pytest.mark.parametrize("scale", [[0.5, -0.5], [0.5, 0.0], [0.5, 0.25]])
+    def test_signed_8_bits_as_nncf_writes_them(self, scale: list[float]) -> None:
+        g = Graph()
+        g.input("x", TensorProto.FLOAT, ["B", 2])
+        inputs = [g.constant([[1, -2], [3, -128]], np.int8), g.constant(scale, np.float32)]
+        g.node("MatMul", ["x", g.node("DequantizeLinear", inputs, axis=1)], "y")
+        g.output("y", TensorProto.FLOAT, ["B", 2])
+        model = g.model()
+        if min(scale) > 0:
+            assert sign_weights(model, HERE) == ()
+        else:
+            with pytest.raises(UnsupportedModelError, match="8-bit weights .* with scales that are not positive"):
+                sign_weights(model, HERE)
+
     @pytest.mark.parametrize("zero", [7, 0, None])
     def test_other_zero_points_are_refused(self, zero: int | None) -> None:
         graph = Graph()

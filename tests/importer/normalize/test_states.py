@@ -97,6 +97,29 @@ def test_names_win_over_the_order_of_outputs() -> None:
     assert found(graph) == [("past_s.0", "present_s.0"), ("past_s.1", "present_s.1")]
 
 
+def replaced(name: str) -> Graph:
+    """The last token, as RWKV keeps it: the next value does not depend on the one before."""
+    graph = Graph()
+    graph.input("x", FLOAT, ["B", 4])
+    graph.input(name, FLOAT, ["B", 4])
+    graph.node("Add", ["x", name], "y")
+    graph.node("Neg", ["x"], "new_shift")
+    for output in ("y", "new_shift"):
+        graph.output(output, FLOAT, ["B", 4])
+    return graph
+
+
+def test_state_may_be_replaced_without_a_look_at_it() -> None:
+    assert found(replaced("shift")) == [("shift", "new_shift")]
+    assert found(replaced("past_tokens")) == [("past_tokens", "y")]  # by the graph: nothing else is made of it
+
+
+def test_what_nothing_reads_is_no_state() -> None:
+    graph = replaced("shift")
+    graph.nodes[0].input[1] = "x"
+    assert found(graph) == []
+
+
 def test_ambiguous_pairs_are_refused() -> None:
     """Two states of which each makes both outputs, and names that say nothing."""
     graph = Graph()

@@ -51,6 +51,9 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     flipped, freed = [], set()
     for name, weight in weights.items():
         nodes = readers.get(name, [])
+        if weight.data_type == onnx.TensorProto.INT8:
+            for node in (n for n in nodes if is_op(n, "DequantizeLinear") and n.input[0] == name):
+                _check_scales(node, weights, folder)
         if weight.data_type not in _SIGNED or name in kept or not nodes:
             continue
         if not all(is_op(n, "DequantizeLinear") and n.input[0] == name not in n.input[1:] for n in nodes):

@@ -3,11 +3,12 @@
     past_conv [B, C, K] --> Concat(past_conv, x) --> Slice(the last K) --> present_conv [B, C, K]
     past_ssm  [B, N, D] --> Add(Mul(past_ssm, decay), k * v) -----------> present_ssm  [B, N, D]
 
-Found by what holds for state whatever computes it: a floating-point graph input and a graph output of the same dtype
-and the same fixed shape (only the first axis, the batch, may be open), where the output is computed from the input.
-Which output belongs to which input: first the names, which differ only in words such as past and present; then, for
-inputs that are called state at all, the graph. Each layer's state depends on those of the layers before it, never on
-those after it, so that an output of which only one free input is left has found its own. What is still open is refused.
+Found by what holds for state whatever computes it: a floating-point graph input that is read and a graph output of the
+same dtype and the same fixed shape (only the first axis, the batch, may be open).
+Which output belongs to which input: first the names, which differ only in words such as past and present (RWKV's last
+token is replaced without a look at it); then, for inputs that are called state at all, the graph, where the output is
+computed from the input. Each layer's state depends on those of the layers before it, never on those after it, so that
+an output of which only one free input is left has found its own. What is still open is refused.
 
 Not state, although the shape would fit: attention caches. They are told by their readers: a scatter into the input, an
 attention operator, rows concatenated to it that a product of two activations reads, or a product under a Softmax.
@@ -61,14 +62,13 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
         UnsupportedModelError: several outputs could be the next value of an input, and neither names nor the graph tell
             them apart.
     """
-    inputs = [t for t in graph.inputs if t.name not in caches and _is_state_like(t) and not _is_cache_like(t)]
+    read = [t for t in graph.inputs if t.name not in caches and consumers(t)]
+    inputs = [t for t in read if _is_state_like(t) and not _is_cache_like(t)]
     outputs = [t for t in graph.outputs if t.name not in caches and producer(t) is not None]
     behind = inputs_behind(graph)
-    fits = {
-        past.name: [out for out in outputs if _same_kind(past, out) and past.name in behind[out.name]]
-        for past in inputs
-    }
-    pairs = _match_names(inputs, fits)
+    alike = {past.name: [out for out in outputs if _same_kind(past, out)] for past in inputs}
+    pairs = _match_names(inputs, alike)
+    fits = {past: [out for out in outs if past in behind[out.name]] for past, outs in alike.items()}
     _match_graph([past for past in inputs if _CALLED & set(_words(past.name))], fits, pairs)
     return tuple(
         StateUpdate(past.name, pairs[past.name], dtype_name(past), dims(past) or (), REASON)
@@ -165,12 +165,12 @@ def _reached(tensors: list[gs.Tensor], ops: tuple[str, ...]) -> list[gs.Tensor]:
     return found
 
 
-def _match_names(inputs: list[gs.Tensor], fits: dict[str, list[gs.Tensor]]) -> dict[str, str]:
+def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> dict[str, str]:
     """Past -> present where the names are the same but for their direction, and nothing else has that name."""
     pairs: dict[str, str] = {}
     keys = [_plain(past.name) for past in inputs]
     for past, key in zip(inputs, keys, strict=True):
-        named = [out.name for out in fits[past.name] if _plain(out.name) == key]
+        named = [out.name for out in alike[past.name] if _plain(out.name) == key]
         if key and len(named) == 1 and keys.count(key) == 1:
             pairs[past.name] = str(named[0])
     return pairs
