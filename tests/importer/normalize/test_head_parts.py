@@ -213,11 +213,13 @@ def test_a_cut_along_several_axes_is_no_head(start: list[int]) -> None:
     assert sum(n.op_type == "Slice" and n.input[0] == "present.0.key" for n in made) == (0 if len(start) > 1 else 2)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_scores_of_past_and_new_tokens_apart_are_named(tmp_path: Path, whole: bool) -> None:
+@pytest.mark.parametrize(("whole", "masked"), [(True, False), (False, False), (True, True)])
+def test_scores_of_past_and_new_tokens_apart_are_named(tmp_path: Path, whole: bool, masked: bool) -> None:
     def attend(g: Build, query: str, keys: str, values: str) -> str:
         past, new = (next(n for n in g.nodes if n.output[0] == t).input for t in (keys, values))
         parts = [g.node("MatMul", [query, g.node("Transpose", [t], perm=[0, 1, 3, 2])]) for t in past]
+        if masked:  # of the new tokens alone
+            parts[1] = g.node("Add", [g.constant(np.zeros((1, 1)), np.float32), parts[1]])
         weights = g.node("Softmax", [g.node("Concat", parts, axis=-1)], axis=-1)
         bounds = [g.constant([n]) for n in (0, 2**31)]
         rows = g.node("Unsqueeze", [g.past, g.constant([0])])

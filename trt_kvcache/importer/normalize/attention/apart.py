@@ -17,6 +17,7 @@ _MOVES = (
     "Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile", "Slice", "Gather", "Mul",
     "Div",
 )  # fmt: skip
+_MASKS = ("Add", "Sub", "Where")
 
 
 def refuse_apart(graph: gs.Graph) -> None:
@@ -28,10 +29,10 @@ def refuse_apart(graph: gs.Graph) -> None:
     for node in graph.nodes:
         if not is_op(node, "Concat") or len(node.inputs) != 2:
             continue
-        products = [_source(t) for t in node.inputs]
-        if not all(t.inputs and is_op(t.inputs[0], "MatMul") for t in products):
+        products = [_product(t) for t in node.inputs]
+        pasts = [_source(p.inputs[1]) for p in products if p is not None]
+        if len(pasts) < len(products):
             continue
-        pasts = [_source(t.inputs[0].inputs[1]) for t in products]
         caches = [t for t in pasts if may_be_cache(graph, t)]
         if len(caches) == 1:
             raise UnsupportedModelError(
@@ -39,6 +40,14 @@ def refuse_apart(graph: gs.Graph) -> None:
                 "computed apart; supported are scores over both at once: join keys, and values, before they are "
                 "multiplied (Q @ Concat(past, new)), and do not split what the softmax gives"
             )
+
+
+def _product(scores: gs.Tensor) -> gs.Node | None:
+    """What makes scores, behind their own mask if they have one."""
+    node = producer(_source(scores))
+    masked = node.inputs if node is not None and is_op(node, *_MASKS) else ()
+    makers = [node, *(producer(_source(t)) for t in masked)]
+    return next((m for m in makers if m is not None and is_op(m, "MatMul")), None)
 
 
 def _source(tensor: gs.Tensor) -> gs.Tensor:
