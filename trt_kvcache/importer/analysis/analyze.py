@@ -16,7 +16,7 @@ from trt_kvcache.importer.analysis.cross import find_cross_attention
 from trt_kvcache.importer.analysis.experts import EXPERTS
 from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.analysis.logits_span import change_of, plan_logits, role_of, with_span
-from trt_kvcache.importer.graph import contains, dims, is_op, producer
+from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
 from trt_kvcache.importer.normalize.evidence.independence import check_exported
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.idioms.states import find_states
@@ -70,7 +70,7 @@ def analyze(
     if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
         raise UnsupportedModelError(
             f"{path}: updates no cache that is known here "
-            f"(found: {foreign or _read_cache(graph) or 'no cache at all'}); supported are "
+            f"(found: {foreign or _holder(graph) or _read_cache(graph) or 'no cache at all'}); supported are "
             "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
             "that give Concat(past, new), or what is joined so"
         )
@@ -145,6 +145,7 @@ def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
 
 
 _VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze")
+_GENERATORS = ("BeamSearch", "GreedySearch", "Sampling")
 _READS = (*_VIEWS, "Expand", "Cast", "Slice", "Gather", "Split")
 
 
@@ -155,6 +156,15 @@ def _foreign_cache(graph: gs.Graph) -> str:
             return f"{node.op} '{node.name}'"
         if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
             return f"{node.op} '{node.name}' on '{past}'"
+    return ""
+
+
+def _holder(graph: gs.Graph) -> str:
+    """The first operator of others that may hold a cache, or the whole decoder, in itself, or an empty string."""
+    for node in graph.nodes:
+        if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
+            held = "the decoder in itself" if node.op in _GENERATORS else "its cache itself, if there is one"
+            return f"{node.domain}::{node.op} '{node.name}', which holds {held}"
     return ""
 
 

@@ -1,0 +1,31 @@
+"""Operators of others that hold caches, or a whole decoder, where no cache is seen: named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import onnx
+import pytest
+from graphs import Graph
+from onnx import TensorProto
+
+from trt_kvcache import PlanOptions, plan_model
+from trt_kvcache.errors import UnsupportedModelError
+
+
+@pytest.mark.parametrize(
+    ("domain", "op", "words"),
+    [
+        ("com.microsoft", "BeamSearch", "found: com.microsoft::BeamSearch 'node_y', which holds the decoder in itself"),
+        ("LlmExporter", "FusedAttention", "LlmExporter::FusedAttention 'node_y', which holds its cache itself, if"),
+        ("LlmExporter", "Other", "found: no cache at all"),
+    ],
+)
+def test_the_operator_is_named(domain: str, op: str, words: str, tmp_path: Path) -> None:
+    g = Graph()
+    g.input("input_ids", TensorProto.INT64, ["B", "S"])
+    g.node(op, ["input_ids"], "y", domain)
+    g.output("y", TensorProto.INT64, ["B", "S"])
+    onnx.save(g.model(24, [domain]), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_model(tmp_path / "model.onnx", PlanOptions(capacity=8))
