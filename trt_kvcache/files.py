@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import os
 import secrets
 import stat
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,9 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from trt_kvcache.errors import OutputError
+
+if sys.platform != "win32":
+    import fcntl
 
 _BLOCK = 1 << 20
 _NEW = 10.0  # seconds; between the making of a temporary file and its lock is less
@@ -80,7 +83,8 @@ def temporary_file(final: Path) -> Iterator[Path]:
     """A new empty file in the folder of `final`, to be filled and moved there; removed on exit if it still exists.
 
     In the same folder, because a file can be moved in one step only within a file system. Locked for as long as this
-    process lives: what others left behind when they were killed is removed.
+    process lives: what others left behind when they were killed is removed. Not on Windows, which moves no open file:
+    there it is neither kept open nor locked, and what killed processes left behind stays.
 
     Raises:
         OutputError: it cannot be created.
@@ -93,25 +97,39 @@ def temporary_file(final: Path) -> Iterator[Path]:
     except OSError as error:
         raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
     try:
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield path
+        with _locked(descriptor):
+            yield path
     finally:
         path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _locked(descriptor: int) -> Iterator[None]:
+    """Lock an open file, where files can be locked, and close it at the end."""
+    if sys.platform == "win32":
         os.close(descriptor)
+        yield
+    else:
+        try:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield
+        finally:
+            os.close(descriptor)
 
 
 def _remove_abandoned(final: Path) -> None:
     """Remove temporary files of processes that are gone; nothing where that cannot be told."""
     for path in final.parent.glob(f".{glob.escape(final.name)}.{'[0-9a-f]' * 8}.tmp"):
-        with suppress(OSError):
-            descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if time.time() - os.fstat(descriptor).st_mtime > _NEW:
-                    path.unlink()
-            finally:
-                os.close(descriptor)
+        if sys.platform != "win32":
+            with suppress(OSError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    if time.time() - os.fstat(descriptor).st_mtime > _NEW:
+                        path.unlink()
+                finally:
+                    os.close(descriptor)
 
 
 @contextmanager

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import os
+import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
+
+import psutil
 
 _ROOT = "/sys/fs/cgroup"
 
 
 def memory() -> int:
     """Bytes of the machine's memory, or of its part that the process may take."""
-    return min([os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), *(limit for limit, _ in _limits())])
+    return min([int(psutil.virtual_memory().total), *(limit for limit, _ in _limits())])
 
 
 def free_memory(*, swap: bool = False) -> int:
@@ -20,13 +23,25 @@ def free_memory(*, swap: bool = False) -> int:
     Args:
         swap: count what can be moved to the disk, too; not where the process is kept to less than the machine.
     """
-    facts = {words[0]: int(words[1]) << 10 for line in _lines("/proc/meminfo") if len(words := line.split()) > 1}
-    free = facts.get("MemAvailable:", memory() // 2) + (facts.get("SwapFree:", 0) if swap else 0)
+    free = int(psutil.virtual_memory().available)
+    if swap:
+        with suppress(RuntimeError):  # Windows without performance counters
+            free += int(psutil.swap_memory().free)
     return min([free, *(max(limit - taken, 0) for limit, taken in _limits())])
 
 
+def peak_memory() -> int:
+    """Bytes of memory that this process has had at most."""
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    else:  # noqa: RET505 - mypy looks at one of the two
+        import resource
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+
+
 def _limits() -> Iterator[tuple[int, int]]:
-    """Limits of the control groups that this process is in, one inside the other, and what each has taken of it.
+    """Limits of Linux' control groups that this process is in, one inside the other, and what each has taken of it.
 
     In a container the innermost group is the root of the file system, whatever name the host has for it.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -21,8 +22,9 @@ GB = 1_000_000_000
 
 
 def little(monkeypatch: pytest.MonkeyPatch, free: int, swap: int = 0) -> None:
-    facts = [f"MemTotal: {free // 512} kB", f"MemAvailable: {free >> 10} kB", f"SwapFree: {swap >> 10} kB"]
-    monkeypatch.setattr(machine, "_lines", lambda path: facts if path == "/proc/meminfo" else [])
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=2 * free, available=free))
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=swap))
+    monkeypatch.setattr(machine, "_lines", lambda path: [])
 
 
 def test_sizes_decide(monkeypatch: pytest.MonkeyPatch) -> None:

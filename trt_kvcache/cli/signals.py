@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from importlib.machinery import ExtensionFileLoader
 from types import FrameType
@@ -11,7 +12,9 @@ from types import FrameType
 INTERRUPTED = 128
 """Exit codes above are those of interrupted commands: the number of a signal comes on top."""
 
-_NUMBERS = (signal.SIGTERM, signal.SIGHUP)
+_NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
+"""Windows has no SIGHUP; Linux has no SIGBREAK, which Ctrl-Break sends."""
+
 _LATER = 0.02  # seconds
 
 
@@ -28,7 +31,7 @@ class Ended(KeyboardInterrupt):
 
 
 def end_by_unwinding() -> None:
-    """Make SIGTERM and SIGHUP raise `Ended`, where they would end the process at once."""
+    """Make SIGTERM, SIGHUP and SIGBREAK raise `Ended`, where they would end the process at once."""
     for number in _NUMBERS:
         if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP, and so does what it runs
             signal.signal(number, _end)
@@ -73,6 +76,8 @@ def _is_loading(frame: FrameType | None) -> bool:
 
 
 def _send_later(number: int) -> None:
-    timer = threading.Timer(_LATER, os.kill, (os.getpid(), number))
+    # On Windows os.kill would end the process at once; elsewhere it wakes a main thread that waits for something.
+    send, args = (signal.raise_signal, (number,)) if sys.platform == "win32" else (os.kill, (os.getpid(), number))
+    timer = threading.Timer(_LATER, send, args)
     timer.daemon = True
     timer.start()

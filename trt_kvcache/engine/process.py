@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import subprocess
 import sys
@@ -28,6 +27,7 @@ from trt_kvcache.engine.protocol import (
     Progress,
     ProgressEvent,
     Stage,
+    unless_ended,
 )
 from trt_kvcache.errors import BuildError, TrtKvCacheError
 
@@ -35,7 +35,12 @@ WORKER = (sys.executable, "-m", "trt_kvcache.engine.worker")
 """The command of the build process; its argument is the file that it writes."""
 
 _GRACE = 3.0  # seconds for the child to end by itself, once nobody listens
+_CRASH = 0xC0000000  # exit codes of Windows from here on are exceptions that nobody handled
 _ROOT = Path(trt_kvcache.__file__).parents[1]
+if sys.platform == "win32":
+    _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
+else:
+    _GROUP = 0
 
 
 @dataclass
@@ -76,7 +81,9 @@ def run_worker(
             stdout=subprocess.PIPE,
             stderr=stderr,
             cwd=_ROOT,  # where python -m finds this very package
-            start_new_session=True,  # Ctrl-C at a terminal reaches this process only, which then ends the child
+            # Ctrl-C at a terminal reaches this process only, which then ends the child.
+            start_new_session=True,
+            creationflags=_GROUP,
         )
         assert child.stdin is not None
         assert child.stdout is not None
@@ -96,7 +103,7 @@ def run_worker(
 
 def _feed(stdin: IO[bytes], job: Job, model: Callable[[], bytes]) -> None:
     data = model()
-    with contextlib.suppress(BrokenPipeError):  # it died early: how will show
+    with unless_ended():  # it died early: how will show
         stdin.write(msgspec.json.encode(job) + b"\n%d\n" % len(data))
         stdin.write(data)
         stdin.flush()
@@ -104,7 +111,7 @@ def _feed(stdin: IO[bytes], job: Job, model: Callable[[], bytes]) -> None:
 
 def _take_over(stdin: IO[bytes]) -> None:
     """Tell the child to leave the engine where it is."""
-    with contextlib.suppress(BrokenPipeError):
+    with unless_ended():
         stdin.write(b"+")
         stdin.flush()
 
@@ -148,7 +155,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     """Close the child's stdin, which makes it leave nothing behind and end; insist if it does not."""
     assert child.stdin is not None
     assert child.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
+    with unless_ended():
         child.stdin.close()
     try:
         child.wait(_GRACE)
@@ -165,14 +172,15 @@ def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> s
     """What is known about a child that died without saying why."""
     stderr.seek(0)
     lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
-    how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended with exit code {status}"
+    killed_by = signal.Signals(-status).name if status < 0 else ""
+    how = f"was killed by {killed_by}" if killed_by else f"ended with exit code {status:{'#x' if status > 255 else ''}}"
     where = f"while {heard.stage}"
     if heard.stage == STAGES[1] and heard.node is not None:
         where += f", at node {heard.node}"
     words = "; ".join([*heard.errors[-3:], *lines[-2:]])
-    if -status == signal.SIGKILL:
+    if killed_by == "SIGKILL":
         advice = "; it was probably out of memory: free some, or build on a larger machine"
-    elif status < 0:
+    elif killed_by or status >= _CRASH:
         advice = "; that is a crash inside TensorRT: change this part of the model, or try another version of TensorRT"
     else:
         advice = ""

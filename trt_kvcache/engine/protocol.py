@@ -7,7 +7,10 @@ it without one makes the child remove its file. Child to caller, on what was its
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -112,3 +115,18 @@ class Done(msgspec.Struct, tag=True, frozen=True):
 Event = Stage | Node | Progress | Log | Failed | Bug | Done
 
 Send = Callable[[Event], None]
+
+
+def is_broken(error: OSError) -> bool:
+    """Whether writing failed because the process at the other end of the pipe has ended."""
+    return error.errno == errno.EPIPE or (sys.platform == "win32" and error.errno == errno.EINVAL)
+
+
+@contextmanager
+def unless_ended() -> Iterator[None]:
+    """Write to the other process: if it has ended, that is no error here."""
+    try:
+        yield
+    except OSError as error:
+        if not is_broken(error):
+            raise

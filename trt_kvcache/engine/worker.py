@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import resource
 import sys
 import threading
 import traceback
@@ -19,25 +18,24 @@ from typing import Any, BinaryIO
 
 import msgspec
 
-from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage
+from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage, is_broken
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.importer.analysis.route import without_plugin
 from trt_kvcache.importer.plan import Route, Target
 
 _NO_KERNEL = "not supported by a dedicated kernel"
+_NO_DIALOGS = 0x8003  # SEM_FAILCRITICALERRORS, SEM_NOGPFAULTERRORBOX, SEM_NOOPENFILEERRORBOX
 
 
 def main() -> None:
     """Do one job from stdin, and end the process."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash would leave gigabytes behind
-    with suppress(OSError):  # where memory runs out, this process ends, and no other program does
-        Path("/proc/self/oom_score_adj").write_text("1000")
+    _die_quietly()
     send = _event_sender()
     engine = Path(sys.argv[-1])
     try:
         job, model = _read_job(sys.stdin.buffer)
     except EOFError:
-        engine.unlink(missing_ok=True)
+        _abandon(engine)
         os._exit(1)
     watcher = threading.Thread(target=_end_with_parent, args=(engine,), daemon=True)
     watcher.start()
@@ -49,9 +47,29 @@ def main() -> None:
             send(Failed(type(error).__name__, str(error)))
         except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
             send(Bug(traceback.format_exc()))
-    except BrokenPipeError:  # the caller has ended, and the watcher may not have seen it yet
-        engine.unlink(missing_ok=True)
+    except OSError as error:  # the caller has ended, and the watcher may not have seen it yet
+        if not is_broken(error):
+            raise
+        _abandon(engine)
     os._exit(1)
+
+
+def _die_quietly() -> None:
+    """Let a crash leave no gigabytes behind and ask nobody; where memory runs out, let no other program end."""
+    if sys.platform == "win32":
+        ctypes.windll.kernel32.SetErrorMode(_NO_DIALOGS)
+    else:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+def _abandon(engine: Path) -> None:
+    """Remove what nobody waits for."""
+    with suppress(PermissionError):  # Windows, while it is open
+        engine.unlink(missing_ok=True)
 
 
 def _event_sender() -> Send:
@@ -90,7 +108,7 @@ def _end_with_parent(engine: Path) -> None:
     while byte := os.read(0, 1):
         taken = byte
     if not taken:
-        engine.unlink(missing_ok=True)
+        _abandon(engine)
     # Without unwinding: taking TensorRT's objects apart takes time, and could still crash.
     os._exit(0 if taken else 1)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.machine import peak_memory
 from trt_kvcache.runtime.session import DecodeSession
 
 __all__ = ["BenchReport", "Timing", "bench_session", "default_sizes", "report"]
@@ -127,7 +127,7 @@ def report(session: DecodeSession, timings: Sequence[Timing]) -> BenchReport:
         max_batch=session.max_batch,
         max_chunk=session.max_chunk,
         cache_bytes=session.cache.bytes,
-        peak_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_bytes=peak_memory(),
         timings=tuple(timings),
     )
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -178,5 +179,6 @@ def spare() -> int:
 
 def give_back() -> None:
     """Returns what is free in the heap to the system: arrays of less than 32 MiB lie there, between others."""
-    with suppress(AttributeError, OSError):  # of glibc alone
-        ctypes.CDLL(None).malloc_trim(0)
+    if sys.platform == "linux":
+        with suppress(AttributeError, OSError):  # of glibc alone
+            ctypes.CDLL(None).malloc_trim(0)
