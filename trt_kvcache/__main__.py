@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
+from typing import TextIO
 
 from trt_kvcache.cli.signals import INTERRUPTED, end_by_unwinding, last_words
 
@@ -14,10 +16,12 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main() -> None:
     """Run the command line on ``sys.argv``; never returns."""
     if sys.stderr is None:  # closed; what goes there must not go to stdout, where `print` would put it
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:
         sys.stderr.write("error: the output cannot be written: stdout is closed\n")
         sys.exit(1)
+    for stream in (sys.stdout, sys.stderr):
+        _encode(stream)
     end_by_unwinding()
     try:
         try:
@@ -42,6 +46,14 @@ def main() -> None:
         if error.errno != errno.EPIPE:  # whoever reads has had enough, which is no error worth a line
             sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         sys.exit(1)
+
+
+def _encode(stream: TextIO) -> None:
+    """Let a stream take every character: none may end a run, or be lost in a file."""
+    if isinstance(stream, io.TextIOWrapper):
+        if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
+            stream.reconfigure(encoding="utf-8")  # as JSON has to be; what Windows puts into files has 256 characters
+        stream.reconfigure(errors="backslashreplace")
 
 
 def _leave(status: int) -> None:

@@ -1,7 +1,8 @@
-"""Stdout that takes nothing more: one line on stderr, exit code 1."""
+"""Stdout that takes nothing more, or not every character: one line on stderr and exit code 1, or an escape."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -51,3 +52,11 @@ def test_a_reader_that_leaves_is_no_error(tmp_path: Path) -> None:
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait() == 1
+
+
+def test_characters_that_an_encoding_lacks_are_escaped(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "模型.onnx", DecoderConfig(layers=1))
+    command = [sys.executable, "-m", "trt_kvcache", "plan", str(model)]
+    done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert rb"\u6a21\u578b.onnx" in done.stdout

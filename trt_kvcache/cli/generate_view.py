@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import signal
 import sys
 import threading
@@ -152,9 +151,6 @@ class LiveView:
 
     def __init__(self, *, text: bool) -> None:
         self._text = text
-        if isinstance(sys.stdout, io.TextIOWrapper):
-            # A terminal that cannot show a character must not end the run.
-            sys.stdout.reconfigure(errors="replace")
 
     def show(self, event: TokenEvent, run: Run) -> None:
         """Print what the event brings."""
