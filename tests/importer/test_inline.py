@@ -90,6 +90,16 @@ def test_an_input_that_a_call_leaves_out_is_left_out(tmp_path):
     assert [len(n.input) for n in result.model.graph.node if n.op_type == "LayerNormalization"] == [2]
 
 
+@pytest.mark.parametrize("domain", ["", "local"])
+def test_functions_of_another_opset_are_refused(domain, tmp_path):
+    graph, inputs = cache_graph()
+    graph.node("Write", inputs, "present", domain="local")
+    function = scatter_function("Write", None)
+    next(o for o in function.opset_import if o.domain == domain).version = 25
+    with pytest.raises(UnsupportedModelError, match=r"function local::Write is of opset 25 of '.*'.* the model of"):
+        harness.imported(graph.model(domains=["local"], functions=[function]), tmp_path)
+
+
 def test_recursive_functions_are_refused(tmp_path):
     graph, inputs = cache_graph()
     graph.node("Write", inputs, "present", domain="local")

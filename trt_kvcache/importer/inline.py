@@ -34,9 +34,11 @@ def inline_bodies(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, .
         The model (another object where functions were inlined) and the names of what was inlined.
 
     Raises:
-        UnsupportedModelError: a cache update or an attention sits in a body that may run never or more than once.
+        UnsupportedModelError: a cache update or an attention sits in a body that may run never or more than once, or a
+            function is of another opset than the model.
     """
     done: list[str] = []
+    _check_opsets(model)
     if functions := [(f.domain, f.name) for f in model.functions if not _is_update(f)]:
         done += [f"function {domain}::{name}" for domain, name in functions]
         model = onnx.inliner.inline_selected_functions(model, functions)
@@ -46,6 +48,19 @@ def inline_bodies(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, .
     while (index := next((i for i, n in enumerate(model.graph.node) if _body_hides(n)), None)) is not None:
         done.append(_splice(model.graph, index))
     return model, tuple(done)
+
+
+def _check_opsets(model: onnx.ModelProto) -> None:
+    """ONNX's inliner knows no operators of two versions."""
+    of_model = {entry.domain: entry.version for entry in model.opset_import}
+    for function in model.functions:
+        for entry in function.opset_import:
+            if (known := of_model.get(entry.domain, entry.version)) != entry.version:
+                raise UnsupportedModelError(
+                    f"the function {function.domain}::{function.name} is of opset {entry.version} of "
+                    f"'{entry.domain or 'ai.onnx'}', and the model of {known}; supported are functions of the model's "
+                    "own opsets: export both with one"
+                )
 
 
 def _is_update(function: onnx.FunctionProto) -> bool:

@@ -181,6 +181,11 @@ def _reversed(g: Build, tensor: str) -> str:
     return g.node("Slice", [tensor, *bounds])
 
 
+def _over_all(g: Build, tensor: str) -> str:
+    """No axes are all of them."""
+    return g.node("Sub", [tensor, g.node("ReduceMean", [tensor, g.constant(np.zeros(0))], keepdims=1)])
+
+
 def _over_batch(g: Build, tensor: str) -> str:
     return g.node("Sub", [tensor, _last(g, "ReduceMean", tensor, 0)])
 
@@ -230,6 +235,7 @@ FUNCTIONS = {
     "the row before": (_shifted, "cuts rows"),
     "the newest row": (_newest, "cuts rows"),
     "the other way round": (_reversed, "cuts rows"),
+    "over all axes": (_over_all, "is along sequences"),
     "over the batch": (_over_batch, "is along sequences"),
     "sums with weights": (_weighted, "no attention|not go to one MatMul"),
     "attention of latents": (_scores_of_its_own, "no attention|not go to one MatMul|has the shape .* in a step of"),

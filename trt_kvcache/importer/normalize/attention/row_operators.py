@@ -219,7 +219,8 @@ class RowOperators:
                 raise MixedError(f"{node.op} '{node.name}' is more than a norm with constants")
             return self._one(node, found.axes)
         operand = self._constant(node.inputs[1]) if len(node.inputs) > 1 else None
-        axes = [int(a) % rank for a in (operand if operand is not None else node.attrs.get("axes", range(rank)))]
+        stated = operand if operand is not None else node.attrs.get("axes", ())
+        axes = [int(a) % rank for a in stated] or range(rank)  # none stated: all
         self._off_axes(node, axes, found.axes, rank)
         if int(node.attrs.get("keepdims", 1)):
             return self._one(node, found.axes, sign=found.sign)
