@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import random
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -69,3 +72,70 @@ def test_files_without_anything_given_are_as_they_were(tmp_path: Path) -> None:
     session = DecodeSession(EmbeddedRunner(), embeddings=TABLE)
     with session, pytest.raises(CacheFileError, match=f"slot {slot}: embeddings .* of 0 tokens"):
         session.cache.load(tmp_path / "bad")
+
+
+def saved_slot(path: Path) -> bytes:
+    """A file with everything that one may have: tokens, a cache, positions, and embeddings that wait."""
+    with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
+        slot = session.cache.acquire()
+        session.update({slot: [4, 9]}, positions={slot: [0, 3]})
+        session.add([8, 8], slot=slot, inputs_embeds=rows([150, 160]), positions=[[4, 4], [5, 6], [6, 5]])
+        session.cache.save(path)
+    return path.read_bytes()
+
+
+def followed(path: Path) -> list[int | None]:
+    """What comes after the slot of a file."""
+    with DecodeSession(EmbeddedRunner(), embeddings=TABLE) as session:
+        try:
+            (slot,) = session.cache.load(path).values()
+        finally:
+            free = session.cache.free
+        session.add(config=GenerationConfig(max_new_tokens=5), slot=slot)
+        assert free == 3
+        found = []
+        while session.running:
+            found += [event.token for event in session.step()]
+    return found
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_damaged_bit_never_goes_unnoticed(seed: int, tmp_path: Path) -> None:
+    rng, path = random.Random(seed), tmp_path / "slot"
+    whole, want = saved_slot(path), followed(path)
+    refused = 0
+    for _ in range(60):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            assert followed(path) == want  # where nothing depends on it
+        except CacheFileError:
+            refused += 1
+    assert refused > 30
+    start = 8 + struct.unpack("<Q", whole[:8])[0]
+    first, last = json.loads(whole[8:start])["0/cache.0"]["data_offsets"]
+    damaged = bytearray(whole)
+    damaged[start + rng.randrange(first, last)] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(CacheFileError, match="slot: not what was saved: the file is damaged; save the cache again"):
+        followed(path)
+
+
+@pytest.mark.parametrize("dtype", ["BF16", "F8_E4M3", "F8_E8M0", "F4", "I32", "F64", "U8", "BOOL"])
+def test_tensors_of_other_types_are_refused(dtype: str, tmp_path: Path) -> None:
+    """Also of those that NumPy does not have, and of those that hold as many bytes."""
+    path = tmp_path / "slot"
+    whole = saved_slot(path)
+    start = 8 + struct.unpack("<Q", whole[:8])[0]
+    bits = {"BF16": 16, "F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "I32": 32, "F64": 64, "U8": 8, "BOOL": 8}[dtype]
+    header = json.loads(whole[8:start])
+    for name in header.keys() - {"__metadata__"}:
+        first, last = header[name]["data_offsets"]
+        shape = header[name]["shape"]
+        other = {**header[name], "dtype": dtype, "shape": [*shape[:-1], 0]}
+        other["shape"][-1] = (last - first) * 8 // bits // max(1, int(np.prod(shape[:-1])))
+        made = json.dumps({**header, name: other}).encode()
+        path.write_bytes(struct.pack("<Q", len(made)) + made + whole[start:])
+        with pytest.raises(CacheFileError):
+            followed(path)

@@ -342,7 +342,7 @@ class KVCache:
             The new slot of each saved one.
 
         Raises:
-            CacheFileError: the file is unreadable, or was saved with another model or other caches.
+            CacheFileError: the file is unreadable or damaged, or was saved with another model or other caches.
             SlotError: there are fewer free rows than saved slots. Nothing was loaded.
         """
         from trt_kvcache.runtime.cache_file import open_slots
@@ -361,6 +361,7 @@ class KVCache:
                     self._dirty[row] = slot.written
                     saved.read(old, row)
                     self._slots[names[old]] = slot.copy(row)
+                saved.check()
             except BaseException:
                 for name in names.values():
                     self.release(name)

@@ -9,7 +9,7 @@ they were given for their tokens: ``<slot>/given_positions`` (int64 ``[planes, K
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -49,26 +50,65 @@ class SavedSlots:
     """
 
     slots: dict[int, Slot]
-    _file: Any
+    _file: _Tensors
     _runner: Runner
-    _path: Path
+    _digest: str | None
 
     def read(self, slot: int, row: int) -> None:
         """Write the saved contents of a slot to a row of every cache.
 
         Raises:
-            CacheFileError: a tensor is missing or has another shape.
+            CacheFileError: a tensor is missing, or of another dtype or shape.
         """
         for buffer in carried_buffers(self._runner.plan):
-            name, dtype = f"{slot}/{buffer.past}", buffer.array_dtype
             shape = buffer.row_shape(self.slots[slot].written)
-            data = _tensor(self._file, name, self._path)
-            if data.shape != shape or data.dtype.itemsize != dtype.itemsize:
-                raise CacheFileError(
-                    f"{self._path}: tensor '{name}' is {data.dtype} {list(data.shape)}, where {dtype} {list(shape)} "
-                    "belongs; save the cache again"
-                )
-            self._runner.write_row(buffer.past, row, data.view(dtype))
+            data = self._file.read(f"{slot}/{buffer.past}", buffer.array_dtype, shape)
+            self._runner.write_row(buffer.past, row, data)
+
+    def check(self) -> None:
+        """Compare all that was read with what was saved.
+
+        Raises:
+            CacheFileError: it is something else.
+        """
+        if self._digest != _digest_of(self._file.digests, self.slots):
+            raise CacheFileError(f"{self._file.path}: not what was saved: the file is damaged; save the cache again")
+
+
+class _Tensors:
+    """The tensors of an open file.
+
+    Attributes:
+        path: of the file.
+        digests: of those that were read, by name.
+    """
+
+    def __init__(self, file: Any, path: Path) -> None:
+        self._file, self.path = file, path
+        self._names = set(file.keys())
+        self.digests: dict[str, bytes] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def read(self, name: str, dtype: np.dtype[Any] | None = None, shape: tuple[int, ...] | None = None) -> Array:
+        """A copy of a tensor, of this dtype and shape where they are known.
+
+        Raises:
+            CacheFileError: there is none, or it is another.
+        """
+        try:
+            data: Array = self._file.get_tensor(name)
+        except (SafetensorError, AttributeError, TypeError) as error:  # NumPy lacks some of the format's types
+            raise CacheFileError(f"{self.path}: {error}; save the cache again") from error
+        if (dtype and data.dtype != _plain_dtype(dtype)) or (shape is not None and data.shape != shape):
+            wanted = " ".join(str(part) for part in (dtype, shape and list(shape)) if part is not None)
+            raise CacheFileError(
+                f"{self.path}: tensor '{name}' is {data.dtype} {list(data.shape)}, where {wanted} belongs; save the "
+                "cache again"
+            )
+        self.digests[name] = _digest(data)
+        return data.view(dtype) if dtype else data
 
 
 def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Slot]) -> None:
@@ -87,6 +127,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
         if len(slot.embeds.at):
             tensors[f"{name}/given_embeds_at"] = np.ascontiguousarray(slot.embeds.at)
             tensors[f"{name}/given_embeds"] = np.ascontiguousarray(_plain(slot.embeds.rows))
+    digests = {name: _digest(data) for name, data in tensors.items()}
     given = any(slot.positions or len(slot.embeds.at) for slot in slots.values())
     lengths = {str(name): (slot.length, slot.written) for name, slot in slots.items()}
     metadata = {
@@ -94,6 +135,7 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
         "model": runner.identity(),
         "caches": _layout(runner),
         "slots": msgspec.json.encode(lengths).decode(),
+        "digest": _digest_of(digests, slots),
     }
     with temporary_file(final) as temporary:
         try:
@@ -135,10 +177,12 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
                 f"{path}: saved from caches of other sizes or layouts of the same model; open the model with the "
                 "options (capacity, cache layout) that it was saved with"
             )
-        yield SavedSlots(_slots(file, metadata, path, runner), file, runner, path)
+        tensors = _Tensors(file, path)
+        yield SavedSlots(_slots(tensors, metadata, runner), tensors, runner, metadata.get("digest"))
 
 
-def _slots(file: Any, metadata: dict[str, str], path: Path, runner: Runner) -> dict[int, Slot]:
+def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[int, Slot]:
+    path = file.path
     try:
         lengths = msgspec.json.decode(metadata.get("slots", ""), type=dict[str, tuple[int, int]])
         names = {int(name): pair for name, pair in lengths.items()}
@@ -148,7 +192,7 @@ def _slots(file: Any, metadata: dict[str, str], path: Path, runner: Runner) -> d
     rows = [c.capacity for c in runner.plan.caches if c.mode is UpdateMode.LINEAR]
     for name, (length, written) in names.items():
         try:
-            tokens = read_ids(_tensor(file, f"{name}/tokens", path), runner.vocab)
+            tokens = read_ids(file.read(f"{name}/tokens"), runner.vocab)
         except PromptError as error:
             raise CacheFileError(f"{path}: slot {name}: {error}") from None
         if not 0 <= length <= min(written, len(tokens)) or written > min(rows, default=written):
@@ -156,44 +200,50 @@ def _slots(file: Any, metadata: dict[str, str], path: Path, runner: Runner) -> d
                 f"{path}: slot {name} has {len(tokens)} tokens and claims {length}, {written}"
                 f"{f' in caches of {min(rows)} rows' if rows else ''}; save the cache again"
             )
-        slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, path, runner))
-        _read_given(file, slots[name], name, path, runner)
+        slots[name] = Slot(-1, tokens, length, written, constants=_constants(file, name, runner))
+        _read_given(file, slots[name], name, runner)
     return slots
 
 
-def _read_given(file: Any, slot: Slot, name: int, path: Path, runner: Runner) -> None:
+def _read_given(file: _Tensors, slot: Slot, name: int, runner: Runner) -> None:
     """Positions and embeddings of the slot's tokens, where the file has any."""
-    stored = set(file.keys())
-    if f"{name}/given_positions" in stored:
-        given = _tensor(file, f"{name}/given_positions", path)
+    if f"{name}/given_positions" in file:
+        given = file.read(f"{name}/given_positions")
         planes = PositionInput(runner.plan).planes
         if given.dtype != np.int64 or given.ndim != 2 or len(given) != planes or given.shape[1] > len(slot.tokens):
-            raise CacheFileError(f"{path}: slot {name}: positions {given.dtype} {list(given.shape)} of {planes} planes")
+            raise CacheFileError(
+                f"{file.path}: slot {name}: positions {given.dtype} {list(given.shape)} of {planes} planes"
+            )
         slot.positions = Positions(given)
-    if f"{name}/given_embeds" in stored:
+    if f"{name}/given_embeds" in file:
         tensor = embedded_input(runner.plan)
-        at, rows = (_tensor(file, f"{name}/given_embeds{part}", path) for part in ("_at", ""))
+        at = file.read(f"{name}/given_embeds_at", np.dtype(np.int64))
+        rows = file.read(f"{name}/given_embeds", None if tensor is None else array_dtype(tensor.dtype))
         waiting = set(range(slot.length, len(slot.tokens)))
-        if tensor is None or rows.shape != (len(at), tensor.shape[-1]) or not waiting >= set(at.tolist()):
-            raise CacheFileError(f"{path}: slot {name}: embeddings {list(rows.shape)} of {len(waiting)} tokens")
-        slot.embeds = Embeds(at, rows.view(array_dtype(tensor.dtype)))
+        if tensor is None or rows.shape != (at.size, tensor.shape[-1]) or not waiting >= set(at.ravel().tolist()):
+            raise CacheFileError(f"{file.path}: slot {name}: embeddings {list(rows.shape)} of {len(waiting)} tokens")
+        slot.embeds = Embeds(at, rows)
 
 
-def _constants(file: Any, slot: int, path: Path, runner: Runner) -> Constants:
+def _constants(file: _Tensors, slot: int, runner: Runner) -> Constants:
     inputs = ConstantInputs(runner.plan)
     try:
-        arrays = {t.name: _tensor(file, f"{slot}/{t.name}", path).view(array_dtype(t.dtype)) for t in inputs.tensors}
+        arrays = {t.name: file.read(f"{slot}/{t.name}", array_dtype(t.dtype)) for t in inputs.tensors}
         return inputs.read(arrays) if arrays else NO_CONSTANTS
-    except (PromptError, ValueError) as error:
-        raise CacheFileError(f"{path}: slot {slot}: {error}") from error
+    except PromptError as error:
+        raise CacheFileError(f"{file.path}: slot {slot}: {error}") from error
 
 
-def _tensor(file: Any, name: str, path: Path) -> Array:
-    try:
-        data: Array = file.get_tensor(name)
-    except SafetensorError as error:
-        raise CacheFileError(f"{path}: {error}; save the cache again") from error
-    return data
+def _digest(data: Array) -> bytes:
+    held = data.reshape(-1).view(np.uint8).data
+    digest: bytes = blake3(f"{data.shape}".encode(), max_threads=blake3.AUTO).update(held).digest()
+    return digest
+
+
+def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot]) -> str:
+    """Of a file, from those of its tensors."""
+    lengths = [(name, slot.length, slot.written) for name, slot in sorted(slots.items())]
+    return blake3(msgspec.json.encode([sorted(tensors.items()), lengths])).hexdigest()
 
 
 def _layout(runner: Runner) -> str:
@@ -207,4 +257,8 @@ def _layout(runner: Runner) -> str:
 
 def _plain(data: Array) -> Array:
     """In a dtype that the format has for NumPy; small floats travel as bytes."""
-    return data if data.dtype.name in _PLAIN else data.view(f"uint{8 * data.dtype.itemsize}")
+    return data.view(_plain_dtype(data.dtype))
+
+
+def _plain_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype if dtype.name in _PLAIN else np.dtype(f"uint{8 * dtype.itemsize}")
