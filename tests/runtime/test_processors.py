@@ -238,6 +238,9 @@ def test_the_end_becomes_likelier_with_the_length() -> None:
     late = processors.process(np.array([0, -2, 3, 1], np.float32), np.zeros(9999, np.int64), 9998, config)
     assert np.isfinite(late).all()
     assert late.argmax() == 1
+    for factor in (2, 2.0):  # powers of a whole number have no end, either
+        config = GenerationConfig(exponential_decay_length_penalty=(0, factor), eos_token_id=0)
+        assert processors.process(np.ones(2, np.float32), np.zeros(80, np.int64), 79, config)[0] == 2.0**79
 
 
 def test_rules_of_the_callers_own() -> None:

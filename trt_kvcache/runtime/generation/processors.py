@@ -106,11 +106,12 @@ def add_sequence_bias(scores: Scores, tokens: Tokens, biases: Sequence[tuple[tup
         OptionError: a run names a token that the model does not have.
     """
     scores = scores.copy()
-    for run, bias in biases:
-        if max(run) >= scores.size:
-            raise OptionError(f"sequence_bias names token {max(run)}; the model has 0 to {scores.size - 1}")
-        if _is_next(run, tokens):
-            scores[run[-1]] += np.float32(bias)
+    with np.errstate(over="ignore", invalid="ignore"):  # to -inf; to what is no score, which `Sampler` refuses
+        for run, bias in biases:
+            if max(run) >= scores.size:
+                raise OptionError(f"sequence_bias names token {max(run)}; the model has 0 to {scores.size - 1}")
+            if _is_next(run, tokens):
+                scores[run[-1]] += np.float32(bias)
     return scores
 
 
@@ -125,7 +126,8 @@ def penalize_repetition(scores: Scores, tokens: Tokens, penalty: float) -> Score
     scores = scores.copy()
     # Each value is computed from the old scores, so a token that occurs twice is still penalized once.
     old = scores[tokens]
-    scores[tokens] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):  # as above
+        scores[tokens] = np.where(old < 0, old * np.float32(penalty), old / np.float32(penalty))
     return scores
 
 
@@ -147,8 +149,8 @@ def ban_runs(scores: Scores, tokens: Tokens, runs: Iterable[Sequence[int]]) -> S
 def ban_tokens(scores: Scores, tokens: Sequence[int] | Tokens) -> Scores:
     """Forbid `tokens`; ids that the model does not have are no matter."""
     scores = scores.copy()
-    ids = np.asarray(tokens, dtype=np.int64)
-    scores[ids[ids < scores.size]] = -np.inf
+    ids = np.asarray(tokens)
+    scores[ids[ids < scores.size].astype(np.int64)] = -np.inf
     return scores
 
 
@@ -172,7 +174,7 @@ def raise_the_end(scores: Scores, ends: Sequence[int], late: int, factor: float)
         return scores
     scores = scores.copy()
     with np.errstate(over="ignore"):
-        times = min(float(np.power(factor, late)), _MOST) - 1
+        times = min(float(np.power(float(factor), late)), _MOST) - 1
     scores[ends] = np.minimum(scores[ends] + np.abs(scores[ends]).astype(np.float64) * times, _MOST)
     return scores
 
@@ -190,7 +192,8 @@ def _called(processor: LogitsProcessor, scores: Scores, tokens: Tokens) -> Score
     given = f"{found.dtype} {list(found.shape)}"
     if found.shape == scores.shape and found.dtype.kind in "fiu":
         if not np.isnan(found).any():
-            return found.astype(np.float32, copy=False)
+            with np.errstate(over="ignore"):  # as above
+                return found.astype(np.float32, copy=False)
         given = "NaN"
     raise SessionError(f"logits_processor {name} gave {given}; it has to return scores, float32 [{scores.size}]")
 
