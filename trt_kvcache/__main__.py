@@ -39,11 +39,14 @@ def main() -> None:
             _leave(error.code)
         raise
     except OSError as error:
+        from trt_kvcache.engine.protocol import is_broken
+
         # Files that commands write have errors of their own, with their names; what is left is stdout.
-        if error.filename is not None or error.errno not in (*_FULL, errno.EPIPE):
+        unread = is_broken(error)
+        if error.filename is not None or not (unread or error.errno in _FULL):
             raise
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter tries again, and complains, on its way out
-        if error.errno != errno.EPIPE:  # whoever reads has had enough, which is no error worth a line
+        if not unread:  # whoever reads has had enough, which is no error worth a line
             sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         sys.exit(1)
 
