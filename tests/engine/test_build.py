@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -230,6 +231,23 @@ def test_a_full_disk_is_an_output_error(model: Path, tmp_path: Path, monkeypatch
     with pytest.raises(OutputError, match=r"/model\.engine: cannot be written: File too large"):
         build_engine(model, tmp_path / "model.engine")
     assert not names(tmp_path)
+
+
+def test_what_is_not_worth_a_line_is_the_reason_where_there_is_no_other() -> None:
+    """With a driver that is too old, a build for the GPU at hand fails with words that every build says in passing."""
+    import tensorrt_rtx as trt
+
+    from trt_kvcache.engine.listeners import make_listeners
+
+    sent: list[Any] = []
+    logger, _ = make_listeners(trt, sent.append)
+    old = "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is insufficient for CUDA runtime version)"
+    logger.log(trt.ILogger.WARNING, "Input x has Int64 binding.")
+    assert logger.words() == "it gives no reason"
+    logger.log(trt.ILogger.ERROR, old)
+    assert (logger.words(), sent) == (old, [])
+    logger.log(trt.ILogger.ERROR, "no such layer")
+    assert logger.words() == "no such layer"
 
 
 def test_a_chunk_longer_than_the_cache_is_refused(model: Path, tmp_path: Path) -> None:

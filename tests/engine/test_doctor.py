@@ -74,6 +74,10 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert find_gpus() == ("13.2", (Gpu("NVIDIA L4", "8.9", 24 << 30),), "")
     result = CliRunner().invoke(app, ["doctor"])
     assert "GPU: NVIDIA L4, compute capability 8.9, 24.0 GiB, driver for CUDA 13.2" in result.stdout
+    assert "newer NVIDIA driver" not in result.stdout
+    monkeypatch.setattr(driver, "cuDriverGetVersion", lambda: (ok, 12080))
+    result = CliRunner().invoke(app, ["doctor"])
+    assert "a newer NVIDIA driver: this one is for CUDA 12.8, and tensorrt-rtx-cu13 needs 13" in result.stdout
 
 
 def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,13 @@ def test_engine_for_another_gpu(engine: Path) -> None:
     )
     ada = Machine(capability=(8, 9))
     check_refused(BackendError, "again with --compute-capabilities sm89", engine, machine=ada, refuse="no such kernel")
-    check_refused(BackendError, "update the NVIDIA driver", engine, refuse="?", diagnostics=Invalidity.OLD_CUDA_DRIVER)
+    old = Machine(driver=12_080)
+    update = r"update the NVIDIA driver, which is for CUDA 12\.8"
+    diagnosed = {"refuse": "?", "diagnostics": Invalidity.OLD_CUDA_DRIVER}
+    check_refused(BackendError, update, engine, machine=old, **diagnosed)
+    # What TensorRT for RTX 1.7.1 says then, and diagnoses nothing: CUDA fails before it reads the engine.
+    words = "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is insufficient for CUDA runtime version"
+    check_refused(BackendError, update, engine, machine=old, refuse=words)
 
 
 def test_tensorrt_has_no_diagnostics(engine: Path) -> None:

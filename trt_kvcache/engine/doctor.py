@@ -128,7 +128,7 @@ def diagnose() -> Diagnosis:
         gpus=gpus,
         gpu_problem=problem,
         routes=_routes(backends),
-        advice=_advice(packages, backends, problem),
+        advice=(*_driver_advice(driver), *_advice(packages, backends, problem)),
     )
 
 
@@ -234,6 +234,17 @@ def _advice(
         if absent := [name for name in names if name in missing]:
             advice.append(f"pip install 'trt-kvcache[{extra}]': {', '.join(absent)}, {use}")
     return tuple(advice)
+
+
+def _driver_advice(driver: str | None) -> tuple[str, ...]:
+    """A driver takes libraries of its major version of CUDA, which packages have in their names, and of older ones."""
+    installed = (p for _, packages in _BACKENDS.values() for p in packages if _version(p) is not None)
+    needed = {p: int(p.rpartition("-cu")[2]) for p in installed if "-cu" in p}
+    return tuple(
+        f"a newer NVIDIA driver: this one is for CUDA {driver}, and {package} needs {major}"
+        for package, major in needed.items()
+        if driver is not None and int(driver.partition(".")[0]) < major
+    )
 
 
 def _line(error: BaseException) -> str:

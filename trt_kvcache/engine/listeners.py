@@ -15,15 +15,16 @@ from trt_kvcache.engine.protocol import Log, Node, Progress, ProgressEvent, Send
 # Parsing every node is announced at verbose severity ("Parsing node: name [Op]"); measured on TensorRT for RTX 1.7.1.
 _NODE = "arsing node: "
 
-# Log lines that say nothing about this build: every int64 input is announced as a warning (the manifest has the
-# dtypes), a machine without a driver is asked for its GPU in passing, and of logits_span only the shape is to count.
+# Log lines that say nothing about a build that succeeds: every int64 input is announced as a warning (the manifest has
+# the dtypes), a machine without a driver is asked for its GPU in passing, of logits_span only the shape is to count.
 _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Tensor logits_span")
 
 
 def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:
     """A logger that passes on warnings, errors and the node being parsed, and a progress monitor.
 
-    The logger's method `words` gives the errors so far on one line.
+    The logger's method `words` gives the errors so far on one line; those that it does not pass on, where there is no
+    other.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -31,23 +32,28 @@ def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:
             trt.ILogger.__init__(self)
             self.errors: dict[str, None] = {}
             self.warnings: dict[str, None] = {}
+            self.aside: dict[str, None] = {}
 
         def log(self, severity: Any, message: str) -> None:
             if severity == trt.ILogger.VERBOSE:
                 if _NODE in message:
                     send(Node(message.partition(_NODE)[2]))
                 return
-            if severity == trt.ILogger.INFO or any(noise in message for noise in _NOISE):
+            if severity == trt.ILogger.INFO:
                 return
             message = " ".join(message.split())
             error = severity != trt.ILogger.WARNING
+            if any(noise in message for noise in _NOISE):
+                if error:
+                    self.aside[message] = None
+                return
             seen = self.errors if error else self.warnings
             if message not in seen:
                 seen[message] = None
                 send(Log(error, message))
 
         def words(self) -> str:
-            return "; ".join(self.errors) or "it gives no reason"
+            return "; ".join(self.errors or self.aside) or "it gives no reason"
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:

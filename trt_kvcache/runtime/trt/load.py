@@ -22,6 +22,9 @@ from trt_kvcache.runtime.trt.cuda import Cuda
 
 __all__ = ["TensorRT", "check_manifest", "load_tensorrt", "open_engine"]
 
+_OLD_DRIVER = "CUDA driver version is insufficient"
+"""CUDA's own words (cudaErrorInsufficientDriver), which come before TensorRT for RTX 1.7.1 can diagnose anything."""
+
 
 def load_tensorrt(backend: str) -> Any:
     """The module of a manifest's backend: ``tensorrt`` or ``tensorrt_rtx``.
@@ -185,8 +188,8 @@ def _refusal(
     sm = "sm" + cuda.compute_capability.replace(".", "")
     if version != manifest.backend_version:
         advice = f"install version {manifest.backend_version}, or build the engine again with {version}"
-    elif "OLD_CUDA_DRIVER" in reasons:
-        advice = "update the NVIDIA driver"
+    elif "OLD_CUDA_DRIVER" in reasons or _OLD_DRIVER in words:
+        advice = "update the NVIDIA driver, which is for CUDA {}.{}".format(*cuda.driver_version)
     elif sm in manifest.compute_capabilities:
         advice = "other backends may know this GPU (build with --backend), and the CPU runs the model's .onnx file"
     elif manifest.backend == Target.TENSORRT_RTX and sm in RTX_COMPUTE_CAPABILITIES:
