@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from gpu_measure import write_json
 from kernel_device import KernelDevice
 
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
@@ -180,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result[kind].append(row)
         result["targets"] = targets(result["kernels"])
         if options.output is not None:
-            options.output.write_text(json.dumps(result, indent=2) + "\n")
+            write_json(options.output, result)
 
     for cubin, suffix in ((False, ""), (True, CUBIN)):
         for name, config in CONFIGS.items():

@@ -117,8 +117,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     machine = {"gpu": dataclasses.asdict(gpu), "driver": driver, "packages": _packages(), "nvrtc": _nvrtc()}
     for name in (*chosen, KERNEL):
         parts[name] = machine | {"backend": name, "version": versions.get(name), "steps": []}
-    options.output.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    try:
+        options.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        print(f"gpu_check: nothing was checked: {error}", file=sys.stderr)
+        return 1
+    lost: dict[str, str] = {}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         for step in steps(chosen, options, gpu.compute_capability):
             if options.only and not any(word in step.name for word in options.only):
                 continue
@@ -133,15 +138,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
             part["steps"].append(about)
             if step.name == ANSWERS and BUILT_FOR not in os.environ and runs_only_if_built_here(part.get(ANSWERS, {})):
                 part["built_for"] = "current"
-            _write(options.output, gpu.name, part)
+            try:
+                _write(options.output, gpu.name, part)
+            except OSError as error:  # such as a full disk: the next step is run, and everything is printed below
+                lost[step.part] = str(error)
+                print(f"gpu_check: results are not written: {error}", file=sys.stderr, flush=True)
+            else:
+                lost.pop(step.part, None)
             _keep_log(options.output, gpu.name, step, Path(folder))
     for part in parts.values():
         print(_table(part))
     failed = [f"{p}: {s['step']}" for p, part in parts.items() for s in part["steps"] if s["status"] in FAILED]
-    print(json.dumps({"gpu": gpu.name, "ok": not failed, "failed": failed, "backends": {
+    last = {"gpu": gpu.name, "ok": not failed and not lost, "failed": failed, "backends": {
         name: parts[name].get("answers", {}).get("runs", {}).get("yes") for name in chosen
-    }}))  # fmt: skip
-    return int(bool(failed))
+    }}  # fmt: skip
+    print(json.dumps(last | ({"not_written": lost, "parts": parts} if lost else {})))
+    return int(not last["ok"])
 
 
 FAILED = ("failed", "timeout")
@@ -253,8 +265,16 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
         try:
             code: int | None = process.wait(limit)
         except subprocess.TimeoutExpired:
-            _end(process)
             code = None
+            for kind in (signal.SIGINT, signal.SIGABRT):  # pytest writes its report, Python says where it is
+                _signal(process, kind)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(4)
+                    break
+        finally:
+            _signal(process, signal.SIGKILL)  # and its children, which may outlive it and keep the GPU's memory
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(4)  # no longer: one that waits for a GPU that is lost cannot be killed
     text = log.read_text(errors="replace")
     about |= {"status": "timeout" if code is None else "failed" if code else "ok", "exit_code": code}
     about["seconds"] = round(time.monotonic() - start, 1)
@@ -276,16 +296,10 @@ def _out(step: Step, folder: Path) -> Path:
     return folder / f"{step.part}-{step.name}".replace(" ", "-")
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a step that takes too long, as gently as it lets us: pytest writes its report, Python says where it is."""
-    for kind in (signal.SIGINT, signal.SIGABRT, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, kind)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(None if kind is signal.SIGKILL else 4)
-            break
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # its children
+def _signal(process: subprocess.Popen[bytes], kind: signal.Signals) -> None:
+    """To a step and its children; as gently as it lets us, where it takes too long."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, kind)
 
 
 def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
@@ -337,7 +351,7 @@ def _nvrtc() -> str:
 def _write(folder: Path, gpu: str, part: dict[str, Any]) -> None:
     stem = f"{_stem(gpu)}-{part['backend']}"
     write_json(folder / f"{stem}.json", part)
-    (folder / f"{stem}.md").write_text(_table(part))
+    (folder / f"{stem}.md").write_text(_table(part), encoding="utf-8")
 
 
 def _keep_log(folder: Path, gpu: str, step: Step, logs: Path) -> None:

@@ -69,8 +69,9 @@ class Opened:
 
 
 def write_json(path: Path, content: object) -> None:
-    """Replace a file as a whole: a reader, or a crash, never sees half of it."""
+    """Replace a file as a whole: a reader, or a crash, never sees half of it. NaN, which JSON lacks, becomes a word."""
     temporary = path.with_name(path.name + ".part")
+    content = json.loads(json.dumps(content), parse_constant=str)
     temporary.write_text(json.dumps(content, indent=2) + "\n")
     temporary.replace(path)
 

@@ -56,7 +56,8 @@ def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
                 how = _wait(child, output, limit)
             finally:
                 child.kill()
-                child.wait()
+                with suppress(subprocess.TimeoutExpired):
+                    child.wait(_GRACE)  # no longer: one that waits for a GPU that is lost cannot be killed
                 log.seek(0)
                 text = log.read().decode(errors="replace")
                 sys.stderr.write(text)

@@ -93,10 +93,10 @@ class KernelDevice:
     def upload(self, tensor: NDArray[np.generic], shift: int = 0) -> int:
         """The address of a copy of `tensor`, `shift` bytes past an aligned one."""
         address = self.allocate(tensor.nbytes + shift) + shift
-        self.sync()
         content = tensor.tobytes()
-        if content:
-            self._check(self._driver.cuMemcpyHtoD(address, content, len(content)))
+        if content:  # on the stream: cuMemcpyHtoD may return before the bytes are there, and no other stream waits
+            self._check(self._driver.cuMemcpyHtoDAsync(address, content, len(content), self._handle))
+            self.sync()
         return address
 
     def download(self, address: int, size: int) -> NDArray[np.uint8]:

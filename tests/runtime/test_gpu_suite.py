@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,102 @@ def test_steps_build_for_this_gpu_where_nothing_else_runs(tmp_path: Path, monkey
     assert (result["built_for"], result["for"]) == ("current", "current")
     log = (tmp_path / "nvidia-fake-90.log").read_text()
     assert log.index("==== tensorrt-rtx: answers\nsays answers") < log.index("measure 64\nsays measured")
+
+
+@pytest.fixture
+def two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`gpu_check` with a GPU and two steps that succeed."""
+    import gpu_check
+
+    writes = "import json; json.dump({'copy_gb_per_s': float('nan'), 'open_s': float('inf')}, open('{out}', 'w'))"
+    found = [
+        gpu_check.Step("kernel", name, (sys.executable, "-c", writes), 60, merged=True) for name in ("one", "other")
+    ]
+    gpu = gpu_check.doctor.Gpu("NVIDIA Fake 90", "9.0", 1 << 30)
+    monkeypatch.setattr(gpu_check, "steps", lambda *_: found)
+    monkeypatch.setattr(gpu_check.doctor, "find_gpus", lambda: ("13.0", (gpu,), ""))
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_results_that_cannot_be_written_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the next step is run, whose results may find room."""
+    import gpu_check
+
+    write, full = gpu_check.write_json, [True, True]
+
+    def write_json(path: Path, content: object) -> None:
+        if full.pop(0):
+            raise OSError(28, "No space left on device")
+        write(path, content)
+
+    monkeypatch.setattr(gpu_check, "write_json", write_json)
+    assert gpu_check.main([f"--output={tmp_path}"]) == 1
+    told = capsys.readouterr()
+    last = json.loads(told.out.splitlines()[-1])
+    assert (last["ok"], last["failed"]) == (False, [])
+    assert last["not_written"] == {"kernel": "[Errno 28] No space left on device"}
+    assert statuses(last["parts"]["kernel"]) == {"one": "ok", "other": "ok"}
+    assert "results are not written: [Errno 28] No space left on device" in told.err
+    full[:] = [True, False]
+    assert gpu_check.main([f"--output={tmp_path}"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
+    assert gpu_check.main([f"--output={tmp_path / 'nvidia-fake-90-kernel.json' / 'below'}"]) == 1
+    assert "nothing was checked: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("two_steps")
+def test_what_is_no_number_is_written_as_a_word(tmp_path: Path) -> None:
+    import gpu_check
+
+    assert gpu_check.main([f"--output={tmp_path}"]) == 0
+    found = json.loads((tmp_path / f"{STEM}kernel.json").read_text(), parse_constant=lambda word: 1 / 0)
+    assert (found["copy_gb_per_s"], found["open_s"]) == ("NaN", "Infinity")
+
+
+def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
+    """Not even where it ends by itself: its children would keep the GPU's memory."""
+    import gpu_check
+    import psutil
+
+    child = "[sys.executable, '-c', 'import time; time.sleep(60)']"
+    sleeps = f"import subprocess, sys; print(subprocess.Popen({child}).pid)"
+    step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", sleeps), 60)
+    about = gpu_check.run_step(step, {}, tmp_path, time.monotonic() + 60)
+    assert about["status"] == "ok"
+    number = int((tmp_path / "kernel-bench.log").read_text())
+    for _ in range(100):  # it takes a moment
+        with suppress(psutil.NoSuchProcess):
+            if psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
+                time.sleep(0.1)
+                continue
+        return
+    pytest.fail("it is still there")
+
+
+def test_a_process_that_cannot_be_killed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that waits in the driver for a GPU that is lost."""
+    import gpu_check
+    import gpu_supervise
+
+    class Stuck(subprocess.Popen):  # type: ignore[type-arg]
+        def wait(self, timeout: float | None = None) -> int:
+            assert timeout is not None
+            raise subprocess.TimeoutExpired("stuck", timeout)
+
+        def __del__(self) -> None:
+            super().wait()  # it was killed all the same
+
+    monkeypatch.setattr(gpu_check.subprocess, "Popen", Stuck)
+    monkeypatch.setattr(gpu_supervise, "_GRACE", 0.1)
+    step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", "import time; time.sleep(60)"), 60)
+    about = gpu_check.run_step(step, {}, tmp_path, time.monotonic() + 60)
+    assert about["status"] == "timeout"
+    out = tmp_path / "answers.json"
+    asks = ASKS.replace('"good", "dies", "engine a.engine", "hangs", "last"', '"hangs", "last"')
+    assert not gpu_supervise.supervise([sys.executable, "-c", asks, str(out)], out, 1)
+    assert list(json.loads(out.read_text())["answers"]) == ["hangs", "last"]
 
 
 TESTS = """
