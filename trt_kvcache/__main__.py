@@ -22,6 +22,7 @@ def main() -> None:
         sys.exit(1)
     for stream in (sys.stdout, sys.stderr):
         _encode(stream)
+    _keep_stdout()
     end_by_unwinding()
     try:
         try:
@@ -45,7 +46,7 @@ def main() -> None:
         unread = is_broken(error)
         if error.filename is not None or not (unread or error.errno in _FULL):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter tries again, and complains, on its way out
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again, and complains, on its way out
         if not unread:  # whoever reads has had enough, which is no error worth a line
             sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         sys.exit(1)
@@ -57,6 +58,18 @@ def _encode(stream: TextIO) -> None:
         if sys.platform == "win32" and not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
             stream.reconfigure(encoding="utf-8")  # as JSON has to be; what Windows puts into files has 256 characters
         stream.reconfigure(errors="backslashreplace")
+
+
+def _keep_stdout() -> None:
+    """Keep stdout for results: what libraries print there, past Python, goes to stderr, as TensorRT's own logger does."""
+    stream = sys.stdout
+    if sys.platform == "win32" or not isinstance(stream, io.TextIOWrapper):
+        return
+    ours = open(  # noqa: SIM115
+        os.dup(1), "w", encoding=stream.encoding, errors=stream.errors, buffering=1 if stream.line_buffering else -1
+    )
+    os.dup2(2, 1)
+    sys.stdout = ours
 
 
 def _leave(status: int) -> None:

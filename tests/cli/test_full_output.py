@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -60,3 +61,26 @@ def test_characters_that_an_encoding_lacks_are_escaped(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "cp1252"})
     assert (done.returncode, done.stderr) == (0, b"")
     assert rb"\u6a21\u578b.onnx" in done.stdout
+
+
+PRINTS = """
+import os, sys
+from trt_kvcache.engine import doctor
+
+def find_gpus(found=doctor.find_gpus):
+    os.write(1, b"[TRT] [E] no such kernel\\n")
+    return found()
+
+doctor.find_gpus = find_gpus
+from trt_kvcache.__main__ import main
+
+sys.argv[1:] = ["doctor", "--json"]
+main()
+"""
+
+
+def test_what_libraries_print_is_not_in_the_result() -> None:
+    """TensorRT's own logger prints to stdout, past Python."""
+    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "[TRT] [E] no such kernel\n")
+    assert json.loads(done.stdout)["backends"]
