@@ -46,7 +46,8 @@ def main() -> None:
         unread = is_broken(error)
         if error.filename is not None or not (unread or error.errno in _FULL):
             raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter tries again, and complains, on its way out
+        # Or the interpreter tries again, and complains, on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not unread:  # whoever reads has had enough, which is no error worth a line
             sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
         sys.exit(1)
@@ -61,7 +62,7 @@ def _encode(stream: TextIO) -> None:
 
 
 def _keep_stdout() -> None:
-    """Keep stdout for results: what libraries print there, past Python, goes to stderr, as TensorRT's own logger does."""
+    """Keep stdout for results: what libraries print there past Python, as TensorRT's own logger, goes to stderr."""
     stream = sys.stdout
     if sys.platform == "win32" or not isinstance(stream, io.TextIOWrapper):
         return
