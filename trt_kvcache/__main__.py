@@ -64,13 +64,10 @@ def _encode(stream: TextIO) -> None:
 def _keep_stdout() -> None:
     """Keep stdout for results: what libraries print there past Python, as TensorRT's own logger, goes to stderr."""
     stream = sys.stdout
-    if sys.platform == "win32" or not isinstance(stream, io.TextIOWrapper):
-        return
-    ours = open(  # noqa: SIM115
-        os.dup(1), "w", encoding=stream.encoding, errors=stream.errors, buffering=1 if stream.line_buffering else -1
-    )
-    os.dup2(2, 1)
-    sys.stdout = ours
+    if isinstance(stream, io.TextIOWrapper) and os.name == "posix":
+        line = 1 if stream.line_buffering else -1
+        sys.stdout = open(os.dup(1), "w", line, stream.encoding, stream.errors)  # noqa: SIM115
+        os.dup2(2, 1)
 
 
 def _leave(status: int) -> None:
