@@ -53,7 +53,11 @@ class Engine:
         self.engine = self.runtime.deserialize_cuda_engine(path.read_bytes())
         if self.engine is None:
             raise SystemExit(f"{path}: TensorRT {trt.__version__} does not open it; what it says is above")
-        self.context = self.engine.create_execution_context()
+        # Engines for TensorRT for RTX are built to allocate nothing by themselves, and take no other strategy.
+        self.context = self.engine.create_execution_context(trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        told(self.context is not None, "a context")
+        size = max(self.engine.device_memory_size_v2, 1)
+        self.context.set_device_memory(int(check(driver.cuMemAlloc(size))), size)
         self.profile = ""
         self._bind()
 

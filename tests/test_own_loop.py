@@ -27,7 +27,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, **faults: Any) -> Machine:
     """Put the fake GPU where the loop looks for TensorRT and CUDA."""
     machine = Machine(pageable=True)
     bindings = machine.bindings()
-    module = fake_tensorrt.fake_module(machine, own_memory=True, **faults)
+    module = fake_tensorrt.fake_module(machine, **faults)
     monkeypatch.setattr(fake_tensorrt, "_first_logger", {})  # the loop is alone in its process
     monkeypatch.setitem(sys.modules, "tensorrt_rtx", module)
     monkeypatch.setattr(own_loop, "cuda", SimpleNamespace(core=bindings.core))

@@ -7,10 +7,11 @@ message to the logger. What would be undefined behaviour raises `BrokenRuleError
 Enforced: the past and the present of one layer have one address; shapes lie within the selected profile; a profile is
 selected, every tensor bound and every input shaped before a step; a switch of profiles drops shapes and keeps
 addresses; addresses are multiples of 256; memory of a step is allocated, overlaps nothing and is large enough;
-activation memory is there if the caller manages it, and comes out as garbage; a context is there until its steps have
-run; a context that a graph was recorded from is not changed; nothing new is shaped while recording; engines are opened,
-and contexts made, while the GPU is current; there is one logger, TensorRT's own; a context of TensorRT for RTX is taken
-apart only when nothing in Python hears of its errors any more (`hung` of the module otherwise).
+activation memory is the caller's, as TensorRT for RTX demands of engines that `build` writes, and becomes garbage; a
+context is there until its steps have run; a context that a graph was recorded from is not changed; nothing new is
+shaped while recording; engines are opened, and contexts made, while the GPU is current; there is one logger, TensorRT's
+own; a context of TensorRT for RTX is taken apart only when nothing in Python hears of its errors any more (`hung` of
+the module otherwise).
 """
 
 from __future__ import annotations
@@ -93,8 +94,7 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
             step is not recorded; ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps
             are refused; ``fail_graphs``: the same of contexts that record by themselves; ``fail_late``: the same after
             a part of the step was put on the stream; ``no_shapes``: words with which the shapes of outputs are not
-            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data; ``own_memory``: contexts may
-            take activation memory of their own.
+            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data.
     """
     module = SimpleNamespace(
         __version__=version, Logger=Logger, IErrorRecorder=IErrorRecorder, rtx=rtx, TensorLocation=Location,
@@ -206,6 +206,10 @@ class Engine:
             _report(self.error_recorder, "Requested amount of GPU memory could not be allocated.")
             return None
         _check_current(self._module)
+        strategy = how._strategy if isinstance(how, RuntimeConfig) else how
+        if self._module.rtx and strategy is not AllocationStrategy.USER_MANAGED:
+            _report(self.error_recorder, "Engine was built with BuilderFlag::kREQUIRE_USER_ALLOCATION.")
+            return None
         context = Context(self, how)
         self._module.contexts.append(weakref.ref(context))
         return context
@@ -281,9 +285,7 @@ class Context:
 
     def __init__(self, engine: Engine, how: AllocationStrategy | RuntimeConfig) -> None:
         config = how if isinstance(how, RuntimeConfig) else None
-        strategy = config._strategy if config else how
-        own = strategy is AllocationStrategy.STATIC
-        if own and not engine._module.faults.get("own_memory"):
+        if (config._strategy if config else how) is AllocationStrategy.STATIC:
             raise BrokenRuleError("a context takes activation memory of its own")
         self._engine, self._module, self._machine = engine, engine._module, engine._module.machine
         self.error_recorder: Any = None
@@ -294,8 +296,7 @@ class Context:
         self._profile: int | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._addresses: dict[str, int] = {}
-        size = engine.device_memory_size_v2
-        self._memory = (self._machine.take(size, self._machine.device), size) if own else None
+        self._memory: tuple[int, int] | None = None
         self._version = 0  # counts changes: a recorded graph is of one version
         self._settled = -1  # the version that has run outside of a recording
         self._in_graph = False
