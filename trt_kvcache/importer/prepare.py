@@ -16,6 +16,7 @@ from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
+from trt_kvcache.importer.normalize.attention.rejoined import rejoin
 from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.fused.projected import project_apart
@@ -74,7 +75,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     fold_constant(model)
     if (opset_version(model) or _EACH_AXIS) < _EACH_AXIS:
         model = raise_opset(model)
-    unstacked = unstack(write_heads_together(project_apart(model)), weights)
+    unstacked = unstack(write_heads_together(rejoin(project_apart(model))), weights)
     normalized = normalize(unstacked.model, weights, options)
     model = normalized.model
     if normalized.findings is not None:

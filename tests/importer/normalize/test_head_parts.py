@@ -213,31 +213,6 @@ def test_a_cut_along_several_axes_is_no_head(start: list[int]) -> None:
     assert sum(n.op_type == "Slice" and n.input[0] == "present.0.key" for n in made) == (0 if len(start) > 1 else 2)
 
 
-@pytest.mark.parametrize(("whole", "masked"), [(True, False), (False, False), (True, True)])
-def test_scores_of_past_and_new_tokens_apart_are_named(tmp_path: Path, whole: bool, masked: bool) -> None:
-    def attend(g: Build, query: str, keys: str, values: str) -> str:
-        past, new = (next(n for n in g.nodes if n.output[0] == t).input for t in (keys, values))
-        parts = [g.node("MatMul", [query, g.node("Transpose", [t], perm=[0, 1, 3, 2])]) for t in past]
-        if masked:  # of the new tokens alone
-            parts[1] = g.node("Add", [g.constant(np.zeros((1, 1)), np.float32), parts[1]])
-        weights = g.node("Softmax", [g.node("Concat", parts, axis=-1)], axis=-1)
-        bounds = [g.constant([n]) for n in (0, 2**31)]
-        rows = g.node("Unsqueeze", [g.past, g.constant([0])])
-        ends = [(bounds[0], rows), (rows, bounds[1])]
-        some = [g.node("Slice", [weights, *pair, g.constant([3])]) for pair in ends]
-        return g.node("Add", [g.node("MatMul", [s, t]) for s, t in zip(some, new, strict=True)])
-
-    model = make_decoder(Decoder(kv_heads=4, attend=attend))
-    if not whole:
-        for node in [n for n in model.graph.node if n.op_type == "Concat" and n.output[0].startswith("present")]:
-            node.op_type, node.input[:] = "Identity", [node.input[1]]
-            del node.attribute[:]
-    with pytest.raises(
-        UnsupportedModelError, match="joins scores of the past 'past_key_values.0.key' with scores of the"
-    ):
-        rewritten(model, tmp_path)
-
-
 @pytest.mark.parametrize("layers", [True, False])
 def test_parts_that_are_layers_stay_apart(layers: bool) -> None:
     """What the second one writes is made of what the first one holds."""

@@ -1,6 +1,4 @@
-"""Scores of past and new tokens that are computed apart, as some exports for NPUs have them: refused by name.
-
-    Concat(Q @ past K, Q @ new K) -- Softmax -- its first columns @ past V + the others @ new V
+"""Scores of past and new tokens that are computed apart, and that `rejoined` leaves so: refused by name.
 
 The search for caches sees a past that something else reads than its update, which says little.
 """
@@ -30,28 +28,29 @@ def refuse_apart(graph: gs.Graph) -> None:
         if not is_op(node, "Concat") or len(node.inputs) != 2:
             continue
         products = [_product(t) for t in node.inputs]
-        pasts = [_source(p.inputs[1]) for p in products if p is not None]
+        pasts = [moved_from(p.inputs[1]) for p in products if p is not None]
         if len(pasts) < len(products):
             continue
         caches = [t for t in pasts if may_be_cache(graph, t)]
         if len(caches) == 1:
             raise UnsupportedModelError(
                 f"'{node.name}' joins scores of the past '{caches[0].name}' with scores of the new tokens, which are "
-                "computed apart; supported are scores over both at once: join keys, and values, before they are "
-                "multiplied (Q @ Concat(past, new)), and do not split what the softmax gives"
+                "computed apart and not alike; supported are the past in front, the same queries and scales for both, "
+                "keys and values repeated in the same way, and the sum of both products; or join keys, and values, "
+                "before they are multiplied (Q @ Concat(past, new))"
             )
 
 
 def _product(scores: gs.Tensor) -> gs.Node | None:
     """What makes scores, behind their own mask if they have one."""
-    node = producer(_source(scores))
+    node = producer(moved_from(scores))
     masked = node.inputs if node is not None and is_op(node, *_MASKS) else ()
-    makers = [node, *(producer(_source(t)) for t in masked)]
-    return next((m for m in makers if m is not None and is_op(m, "MatMul")), None)
+    makers = [node, *(producer(moved_from(t)) for t in masked)]
+    return next((m for m in makers if m is not None and is_op(m, "MatMul", "Einsum")), None)
 
 
-def _source(tensor: gs.Tensor) -> gs.Tensor:
-    """What a tensor is moved or scaled from."""
+def moved_from(tensor: gs.Tensor) -> gs.Tensor:
+    """What a tensor is moved, repeated or scaled from."""
     while (node := producer(tensor)) is not None and is_op(node, *_MOVES):
         tensor = node.inputs[0]
     return tensor
