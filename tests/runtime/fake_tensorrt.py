@@ -94,7 +94,8 @@ def fake_module(machine: Machine, *, rtx: bool = True, version: str = "1.7.1.116
             step is not recorded; ``no_context``: how many contexts can be made; ``fail_steps``: words with which steps
             are refused; ``fail_graphs``: the same of contexts that record by themselves; ``fail_late``: the same after
             a part of the step was put on the stream; ``no_shapes``: words with which the shapes of outputs are not
-            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data.
+            worked out; ``unknown_sizes``: names of outputs whose sizes depend on the data; ``no_setting``: what a
+            `RuntimeConfig` does not take.
     """
     module = SimpleNamespace(
         __version__=version, Logger=Logger, IErrorRecorder=IErrorRecorder, rtx=rtx, TensorLocation=Location,
@@ -241,7 +242,7 @@ class RtxEngine(Engine):
     """Of TensorRT for RTX."""
 
     def create_runtime_config(self) -> RuntimeConfig:
-        return RuntimeConfig()
+        return RuntimeConfig(self._module.faults.get("no_setting", ""))
 
 
 class RuntimeCache:
@@ -261,20 +262,25 @@ class RuntimeCache:
 
 
 class RuntimeConfig:
-    """Of TensorRT for RTX: ``IRuntimeConfig``."""
+    """Of TensorRT for RTX: ``IRuntimeConfig``. What it refuses to set stays as it was, without a word."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: str) -> None:
         self.cuda_graph_strategy = GraphStrategy.DISABLED
         self.dynamic_shapes_kernel_specialization_strategy = Kernels.LAZY
         self._strategy = AllocationStrategy.STATIC
         self._cache: RuntimeCache | None = None
+        self._refused = refused
 
-    def create_runtime_cache(self) -> RuntimeCache:
-        return RuntimeCache()
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != getattr(self, "_refused", ""):
+            super().__setattr__(name, value)
+
+    def create_runtime_cache(self) -> RuntimeCache | None:
+        return None if self._refused == "create_runtime_cache" else RuntimeCache()
 
     def set_runtime_cache(self, cache: RuntimeCache) -> bool:
         self._cache = cache
-        return True
+        return self._refused != "set_runtime_cache"
 
     def set_execution_context_allocation_strategy(self, strategy: AllocationStrategy) -> None:
         self._strategy = strategy

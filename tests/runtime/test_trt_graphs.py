@@ -13,7 +13,7 @@ from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
-from trt_kvcache.errors import SessionError
+from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
@@ -133,6 +133,24 @@ def test_goes_on_where_rtx_does_not_record(machine: Machine, late: int, tmp_path
     runner.module.faults["fail_steps"] = "out of memory"  # type: ignore[attr-defined]
     with pytest.raises(SessionError, match="out of memory"):
         decode(runner, 1, start=8)
+
+
+@pytest.mark.parametrize("setting", ["cuda_graph_strategy", "dynamic_shapes_kernel_specialization_strategy"])
+def test_a_setting_that_rtx_does_not_take_is_said(machine: Machine, setting: str, tmp_path: Path) -> None:
+    """Setters of attributes do not tell."""
+    rtx = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=600)))
+    runner = open_(rtx, machine, rtx=True, no_setting=setting)
+    with pytest.warns(RuntimeWarning, match=f"without CUDA graphs: .*cannot take [A-Z_]+ as {setting}"):
+        found = decode(runner, 8)
+    np.testing.assert_array_equal(found, decode(open_(rtx, machine, rtx=True, graphs=False), 8))
+
+
+@pytest.mark.parametrize("setting", ["create_runtime_cache", "set_runtime_cache"])
+def test_kernels_that_cannot_be_kept_are_said(machine: Machine, setting: str, tmp_path: Path) -> None:
+    rtx = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1)))
+    with pytest.raises(BackendError, match="cannot keep the kernels that it compiles: it gives no reason"):
+        open_(rtx, machine, rtx=True, no_setting=setting)
+    assert machine.used == 0
 
 
 def test_goes_on_where_cuda_records_nothing(engine: Path, machine: Machine) -> None:

@@ -113,7 +113,7 @@ class ContextFactory:
         self._cuda = cuda
         self._activations = 0
         self._configs: dict[bool, Any] = {}
-        self.kernels = KernelCache(trt.engine.create_runtime_config(), kernels) if trt.rtx and kernels else None
+        self.kernels = KernelCache(trt, self._new_config(), kernels) if trt.rtx and kernels else None
 
     @property
     def activation_bytes(self) -> int:
@@ -126,6 +126,12 @@ class ContextFactory:
         for context in contexts:
             context.lend(self._activations, self.activation_bytes)
 
+    def _new_config(self) -> Any:
+        """An ``IRuntimeConfig``."""
+        config = self._trt.engine.create_runtime_config()
+        self._trt.check(config, "make a runtime configuration")
+        return config
+
     def _config(self, *, graphs: bool) -> Any:
         """The ``IRuntimeConfig`` of TensorRT for RTX for contexts with or without its own CUDA graphs.
 
@@ -134,14 +140,15 @@ class ContextFactory:
         have one shape for life, so they wait for its kernels; others, whose shapes come and go, do not.
         """
         if graphs not in self._configs:
-            module = self._trt.module
-            config = self._trt.engine.create_runtime_config()
-            self._trt.check(config, "make a runtime configuration")
+            module, config = self._trt.module, self._new_config()
             config.set_execution_context_allocation_strategy(module.ExecutionContextAllocationStrategy.USER_MANAGED)
-            strategy = module.CudaGraphStrategy
-            config.cuda_graph_strategy = strategy.WHOLE_GRAPH_CAPTURE if graphs else strategy.DISABLED
-            kernels = module.DynamicShapesKernelSpecializationStrategy
-            config.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER if graphs else kernels.LAZY
+            strategy, kernels = module.CudaGraphStrategy, module.DynamicShapesKernelSpecializationStrategy
+            for name, value in (
+                ("cuda_graph_strategy", strategy.WHOLE_GRAPH_CAPTURE if graphs else strategy.DISABLED),
+                ("dynamic_shapes_kernel_specialization_strategy", kernels.EAGER if graphs else kernels.LAZY),
+            ):
+                setattr(config, name, value)  # which swallows whether it was taken
+                self._trt.check(getattr(config, name) == value, f"take {value.name} as {name}")
             if self.kernels is not None:
                 self.kernels.share(config)
             self._configs[graphs] = config

@@ -12,8 +12,11 @@ from typing import Any
 
 from trt_kvcache.errors import OutputError
 from trt_kvcache.files import atomic_file
+from trt_kvcache.runtime.trt.load import TensorRT
 
 __all__ = ["KernelCache", "kernel_cache_path"]
+
+_KEEP = "keep the kernels that it compiles"
 
 
 def kernel_cache_path(engine: Path, compute_capability: str, folder: Path | None = None) -> Path:
@@ -29,13 +32,18 @@ class KernelCache:
         loaded: kernels were found in the file and fit.
 
     Args:
+        trt: the engine.
         config: an ``IRuntimeConfig`` of TensorRT for RTX, to make the cache from.
         path: of the file; it need not exist.
+
+    Raises:
+        BackendError: TensorRT makes none.
     """
 
-    def __init__(self, config: Any, path: Path) -> None:
-        self._path = path
+    def __init__(self, trt: TensorRT, config: Any, path: Path) -> None:
+        self._trt, self._path = trt, path
         self._cache = config.create_runtime_cache()
+        trt.check(self._cache, _KEEP)
         self._config = config  # TensorRT's bindings do not say whether the cache needs it
         try:
             stored = path.read_bytes()
@@ -45,8 +53,12 @@ class KernelCache:
         self._stored = stored if self.loaded else b""
 
     def share(self, config: Any) -> None:
-        """Let the contexts that are made with a configuration use it."""
-        config.set_runtime_cache(self._cache)
+        """Let the contexts that are made with a configuration use it.
+
+        Raises:
+            BackendError: TensorRT refuses.
+        """
+        self._trt.check(config.set_runtime_cache(self._cache), _KEEP)
 
     def save(self) -> None:
         """Write the file if there is anything new. A folder that cannot be written is worth a warning, not an error."""
