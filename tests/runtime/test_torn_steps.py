@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
+TORN = tuple(f"runtime/{name}.py" for name in ("loop", "cache", "continuation", "streams", "session", "guard"))
+"""Where an interrupt may come."""
 KINDS = ((("linear", 64),), (("linear", 64), ("circular", 8)))
 PROMPTS = ([1, 2], [3, 4], [5])
 
@@ -65,23 +68,24 @@ def test_an_interrupt_while_one_sequence_chooses_harms_no_other(place: int, call
     assert session.cache.slots == ()
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(60))
 def test_an_interrupt_at_any_line_of_the_loop_loses_and_changes_nothing(seed: int) -> None:
     """What it tears ends with an error; all the rest goes on, drafts included, and what is kept can be continued."""
     rng = random.Random(seed)
     runner = HashRunner(rng.choice(KINDS), max_chunk=rng.choice([1, 3, 8]))
     session = DecodeSession(runner)
-    prompts, tokens, counts = {}, {}, {}
+    prompts, tokens, counts, kept = {}, {}, {}, set()
     for _ in range(rng.choice([1, 2, 4])):
         prompt, count = [rng.randrange(4) for _ in range(rng.choice([1, 3, 9]))], rng.randrange(3, 14)
         drafts = {"prompt_lookup_num_tokens": rng.choice([None, 3])}
-        slot = session.add(prompt, config(count, **drafts), keep=rng.random() < 0.5)
+        slot = session.add(prompt, config(count, **drafts), keep=(keep := rng.random() < 0.5))
+        kept |= {slot} if keep else set()
         prompts[slot], tokens[slot], counts[slot] = prompt, list[int | None](), count
     left, failures = rng.randrange(1, 400), 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith(("runtime/loop.py", "runtime/cache.py", "runtime/continuation.py")):
+        if not frame.f_code.co_filename.endswith(TORN):
             return None if "trt_kvcache" not in frame.f_code.co_filename else trace
         left -= event == "line"
         if left == 0:
@@ -108,6 +112,11 @@ def test_an_interrupt_at_any_line_of_the_loop_loses_and_changes_nothing(seed: in
         assert tokens[slot] == want[: len(tokens[slot])]
         failures -= len(tokens[slot]) < len(want)
     assert failures == 0
+    assert {*session.cache.slots} <= kept
+    other = threading.Thread(target=lambda: session.running, daemon=True)
+    other.start()
+    other.join(timeout=10)  # for ever, where the lock was left taken
+    assert not other.is_alive()
     for slot in session.cache.slots:
         held = session.cache.tokens(slot)
         session.add([5], config(3), slot=slot)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import TracebackType
 
 from trt_kvcache.errors import SessionError
@@ -13,26 +11,34 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """The one lock of a session, and whether it is still open: ``with guard:`` around every public operation."""
+    """``with guard.lock, guard.open:`` around every public operation of a session.
+
+    The lock stands on its own, because Ctrl-C can come at any line of Python: in an ``__enter__`` or ``__exit__`` that
+    takes or gives the lock, it would leave it taken, and all other threads waiting for ever. The lock's own have none.
+
+    Attributes:
+        lock: the one lock of the session; a thread that has it may take it again.
+        open: refuses whoever comes once the session is closed.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
+        self.open = _Open()
+
+    def close(self) -> None:
+        """Refuse all who come from now on; to be called with the lock."""
+        self.open.closed = True
+
+
+class _Open:
+    def __init__(self) -> None:
         self.closed = False
 
     def __enter__(self) -> None:
-        self._lock.acquire()
         if self.closed:
-            self._lock.release()
             raise SessionError("the session is closed; open the model again")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._lock.release()
-
-    @contextmanager
-    def ending(self) -> Iterator[bool]:
-        """Close for good; gives whether it was open until now."""
-        with self._lock:
-            first, self.closed = not self.closed, True
-            yield first
+        pass

@@ -28,10 +28,13 @@ from trt_kvcache.runtime.inputs import StepInputs
 from trt_kvcache.runtime.requests import ReadPrompt
 from trt_kvcache.runtime.runner import Logits, Runner, StepBatch
 
-__all__ = ["DecodeLoop", "Outcome"]
+__all__ = ["DecodeLoop", "Outcome", "Outcomes", "Run"]
 
 Outcome = TokenEvent | TrtKvCacheError
 """What a step brings for one sequence; an error ends it."""
+
+Outcomes = list[tuple[int, Outcome]]
+"""Slots and what happened to them, in order."""
 
 
 @dataclass(frozen=True)
@@ -52,13 +55,18 @@ class _Piece:
     keep: int
 
 
-@dataclass
-class _Run:
-    """A sequence that is being continued."""
+@dataclass(frozen=True)
+class Run:
+    """A sequence that is being continued.
+
+    Attributes:
+        outcomes: where those of the sequence go at once: an interrupt finds none on its way.
+    """
 
     slot: int
     continuation: Continuation
     keep_slot: bool
+    outcomes: Outcomes
 
 
 class DecodeLoop:
@@ -74,8 +82,7 @@ class DecodeLoop:
         self._runner = runner
         self._embeddings = embeddings
         self._cache = cache
-        self._runs: dict[int, _Run] = {}
-        self._outcomes: deque[tuple[int, Outcome]] = deque()
+        self._runs: dict[int, Run] = {}
         self._unchosen: deque[tuple[_Piece, Logits]] = deque()  # written, and the next token is not chosen yet
         inputs = StepInputs(runner.plan)
         self._uniform, self._max_rows = inputs.uniform, inputs.max_rows or runner.max_batch
@@ -87,31 +94,28 @@ class DecodeLoop:
         """Of the sequences that run."""
         return tuple(self._runs)
 
-    def add(self, slot: int, continuation: Continuation, *, keep_slot: bool) -> None:
+    def add(self, slot: int, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool) -> None:
         """Continue a slot from the next step on; release it at the end unless `keep_slot`."""
         self._cache.slot(slot).running = True
         continuation.speculation.impossible = self._no_drafts
-        self._runs[slot] = _Run(slot, continuation, keep_slot)
+        self._runs[slot] = Run(slot, continuation, keep_slot, outcomes)
 
-    def remove(self, slot: int) -> Continuation:
+    def remove(self, slot: int) -> Run:
         """Stop continuing a slot, and return what continued it. The slot itself stays."""
         run = self._runs.pop(slot)
         self._cache.slot(slot).running = False
-        return run.continuation
+        return run
 
-    def step(self) -> deque[tuple[int, Outcome]]:
+    def step(self) -> None:
         """Advance every sequence by a piece of its prompt or by a token, or by several where a draft was right.
 
         A sequence whose step fails ends with that error; the others go on. After an interrupt, such as Ctrl-C, the next
         step goes on where it came; a sequence that it left in between ends.
-
-        Returns:
-            Slots and what happened to them, in order; what is not taken out comes again.
         """
         self._cache.compact()
         self._choose_all()
-        for run in [run for run in self._runs.values() if run.continuation.finish_reason is not None]:
-            self._let_go(run.slot)  # which an interrupt kept from it
+        for run in [run for run in self._runs.values() if self._is_told(run)]:
+            self._let_go(run.slot)
         self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
         for group in self._groups([self._next_piece(run) for run in self._runs.values()]):
             slots = [piece.slot for piece in group]
@@ -127,7 +131,6 @@ class DecodeLoop:
                 raise
             self._unchosen.extend((p, scores[len(scores) - p.keep :]) for p, scores in zip(group, logits, strict=True))
             self._choose_all()
-        return self._outcomes
 
     def update(self, tokens: Mapping[int, ReadPrompt], keep: int) -> dict[int, npt.NDArray[np.float32]]:
         """Append tokens to slots that do not run and write them, in as many steps as that takes.
@@ -158,7 +161,7 @@ class DecodeLoop:
             raise
         return {name: np.concatenate(parts) for name, parts in found.items()}
 
-    def _next_piece(self, run: _Run) -> _Piece:
+    def _next_piece(self, run: Run) -> _Piece:
         """The next piece of the prompt, or the token chosen last with a draft."""
         slot = self._cache.slot(run.slot)
         if slot.pending > 1:
@@ -256,7 +259,7 @@ class DecodeLoop:
         chosen = 0
         try:
             for event in run.continuation.verify(piece.tokens[len(piece.tokens) - piece.guesses :], logits):
-                self._outcomes.append((piece.slot, event))
+                run.outcomes.append((piece.slot, event))
                 chosen += 1
         except BaseException as error:
             self._cache.drop(piece.slot, slot.length - (piece.guesses - chosen))
@@ -280,16 +283,22 @@ class DecodeLoop:
     def _has_embedding(self, token: int) -> bool:
         return self._embeddings is None or self._embeddings.missing([token]) is None
 
+    def _is_told(self, run: Run) -> bool:
+        """Whether an interrupt came between the last outcome of a sequence and its end."""
+        ended = run.slot not in self._cache.slots or not self._cache.slot(run.slot).running
+        return ended or run.continuation.finish_reason is not None
+
     def _end(self, slot: int, outcome: Outcome) -> None:
-        self._outcomes.append((slot, outcome))
+        self._runs[slot].outcomes.append((slot, outcome))
         self._let_go(slot)
 
     def _let_go(self, slot: int) -> None:
-        """End a sequence whose last outcome is told."""
-        run = self._runs[slot]
-        self.remove(slot)
-        if not run.keep_slot:
-            self._cache.release(slot)
+        """End a sequence whose last outcome is told. Should an interrupt keep it from that, the next step does it."""
+        if slot in self._cache.slots:
+            self._cache.slot(slot).running = False
+            if not self._runs[slot].keep_slot:
+                self._cache.release(slot)
+        del self._runs[slot]
 
     def _end_torn(self, slots: Iterable[int]) -> None:
         """End sequences of which nobody knows any more what the model said."""

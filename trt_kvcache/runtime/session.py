@@ -144,7 +144,7 @@ class DecodeSession:
 
     def takes(self, token: int) -> bool:
         """Whether prompts may have this token id: it has an embedding, where the model takes these."""
-        with self._guard:
+        with self._guard.lock, self._guard.open:
             return self._reader.takes(token)
 
     @property
@@ -305,29 +305,37 @@ class DecodeSession:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
         if slot is not None and constants is not None:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
-        with self._guard:
+        with self._guard.lock, self._guard.open:
             new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
             continuation = Continuation(0 if slot is None else slot, after.tokens, config, self._tokenizer, index=index)
             if slot is None:
                 slot = continuation.sequence = self.cache.acquire(constants=constants)
             new.append_to(self.cache.slot(slot))
-            self._loop.add(slot, continuation, keep_slot=keep)
+            self._loop.add(slot, continuation, self._streams.added, keep_slot=keep)
             return slot
 
     def step(self) -> list[TokenEvent]:
         """Advance all sequences once; the events of those that `add` brought.
 
+        Ctrl-C may interrupt it: the next call gives what this one did not, and ends what was torn with a SessionError.
+
         Raises:
             SessionError: the session is closed, or the step of a sequence failed; that sequence has ended, and the next
                 call gives the events of the others.
         """
-        with self._guard:
-            return self._streams.step()
+        events: list[TokenEvent] = []
+        try:
+            with self._guard.lock, self._guard.open:
+                self._streams.step(events)
+            return events
+        except BaseException:
+            self._streams.give_back(events)
+            raise
 
     @property
     def running(self) -> tuple[int, ...]:
         """Slots that `step` advances."""
-        with self._guard:
+        with self._guard.lock, self._guard.open:
             return self._loop.slots
 
     def remove(self, slot: int) -> None:
@@ -336,7 +344,7 @@ class DecodeSession:
         Raises:
             SlotError: the slot is not in use.
         """
-        with self._guard:
+        with self._guard.lock, self._guard.open:
             if self.cache.slot(slot).running:
                 self._streams.cancel(slot)
             self.cache.release(slot)
@@ -365,16 +373,16 @@ class DecodeSession:
         Raises:
             PromptError, CapacityError, SlotError, SessionError: see `generate`; a refused update writes nothing.
         """
-        with self._guard:
+        with self._guard.lock, self._guard.open:
             return self._loop.update(self._reader.read_updates(tokens, inputs_embeds or {}, positions or {}), keep)
 
     # --- the end
 
     def close(self) -> None:
         """Free everything; every later call is refused. Closing again does nothing."""
-        with self._guard.ending() as first:
-            if first:
-                self._runner.close()
+        with self._guard.lock:
+            self._guard.close()
+            self._runner.close()
 
     def __enter__(self) -> DecodeSession:
         return self
@@ -388,7 +396,7 @@ class DecodeSession:
 
     def _read(self, prompts: Sequence[Prompt], config: GenerationConfig, *given: Any) -> list[ReadPrompt]:
         """All that is given, checked."""
-        with self._guard:  # a closed session says so at the call
+        with self._guard.lock, self._guard.open:  # a closed session says so at the call
             check_config(config, self.plan)
             return self._reader.read_all(prompts, *given)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from trt_kvcache.errors import ManifestError, PromptError
 from trt_kvcache.importer.plan import TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.source_reader import Array, SourceInput, SourceReader
+from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 __all__ = ["TensorRTEncoder"]
@@ -24,7 +24,7 @@ class TensorRTEncoder:
         path: of the engine; its manifest lies beside it.
         runner: of the decoder.
         constants: what the decoder takes.
-        lock: held while it runs: its steps and the decoder's share a stream.
+        guard: held while it runs: its steps and the decoder's share a stream.
 
     Raises:
         ManifestError: it is no encoder's engine, or not the one that was built with the decoder's.
@@ -32,11 +32,9 @@ class TensorRTEncoder:
         UnsupportedModelError: it wants a tensor in host memory.
     """
 
-    def __init__(
-        self, path: Path, runner: TensorRTRunner, constants: Sequence[TensorRole], lock: AbstractContextManager[None]
-    ) -> None:
+    def __init__(self, path: Path, runner: TensorRTRunner, constants: Sequence[TensorRole], guard: Guard) -> None:
         self.where = ""
-        self._path, self._runner, self._lock = path, runner, lock
+        self._path, self._runner, self._guard = path, runner, guard
         self._manifest = manifest = load_manifest(path)
         _check(path, manifest, runner, constants)
         check_engine(manifest, path)
@@ -52,7 +50,7 @@ class TensorRTEncoder:
         """See `Encoder.encode`; what comes out are `DeviceArray`, and masks, which the host makes."""
         feed = self._reader.read(source)
         self._check(feed)
-        with self._lock, self._runner.running():
+        with self._guard.lock, self._guard.open, self._runner.running():
             found: dict[str, Any] = dict(self._function.run(feed, self._fetch))
         if self._masks:
             length = next(
@@ -65,7 +63,7 @@ class TensorRTEncoder:
         return {t.name: found[t.name] for t in self._constants}
 
     def _fetch(self, address: int, size: int) -> Array:
-        with self._lock, self._runner.running():
+        with self._guard.lock, self._guard.open, self._runner.running():
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
