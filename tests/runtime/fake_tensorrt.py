@@ -10,8 +10,8 @@ addresses; addresses are multiples of 256; memory of a step is allocated, overla
 activation memory is the caller's, as TensorRT for RTX demands of engines that `build` writes, and becomes garbage; a
 context is there until its steps have run; a context that a graph was recorded from is not changed; nothing new is
 shaped while recording; engines are opened, and contexts made, while the GPU is current; there is one logger, TensorRT's
-own; a context of TensorRT for RTX is taken apart only when nothing in Python hears of its errors any more (`hung` of
-the module otherwise).
+own; contexts and engines of TensorRT for RTX are taken apart only when nothing in Python hears of their errors any more
+(`hung` of the module otherwise).
 """
 
 from __future__ import annotations
@@ -178,6 +178,10 @@ class Engine:
         self.num_optimization_profiles = len(self._profiles)
         self.device_memory_size_v2 = ACTIVATIONS + 256 * len(graph.node)
         self._inferred: dict[Any, dict[str, tuple[int, ...]]] = {}
+
+    def __del__(self) -> None:
+        if self.error_recorder is not None and self._module.rtx:  # as of a context
+            self._module.hung.append("engine")
 
     def get_tensor_name(self, index: int) -> str:
         return list(self._tensors)[index]

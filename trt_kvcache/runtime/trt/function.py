@@ -133,8 +133,10 @@ class EngineFunction:
         """Free what TensorRT holds; the memory goes with the GPU's."""
         if "_context" in self.__dict__:
             self._context.let_go()
-        for name in ("_context", "factory", "_trt"):
+        for name in ("_context", "factory"):
             self.__dict__.pop(name, None)
+        if "_trt" in self.__dict__:
+            self.__dict__.pop("_trt").let_go()
 
     def _upload(self, address: int, array: Array) -> None:
         data = array.reshape(-1).view(np.uint8)

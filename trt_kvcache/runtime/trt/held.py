@@ -63,6 +63,7 @@ class Held:
             self.contexts.pop().let_go()
         while self.functions:
             self.functions.pop().let_go()
-        for name in ("factory", "trt"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("factory", None)
+        if "trt" in self.__dict__:
+            self.__dict__.pop("trt").let_go()
         self.cuda.close()

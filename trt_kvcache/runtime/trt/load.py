@@ -63,6 +63,10 @@ class TensorRT:
     title: str
     rtx: bool
 
+    def let_go(self) -> None:
+        """Report nothing to Python any more: to be called before it is dropped, as `Context.let_go` of its contexts."""
+        self.engine.error_recorder = self.runtime.error_recorder = None
+
     def check(self, ok: Any, what: str) -> None:
         """Raise what TensorRT said where it returned False or None.
 
