@@ -100,6 +100,8 @@ def test_engine_for_another_gpu(engine: Path) -> None:
     check_refused(BackendError, words, engine, refuse="no such kernel", diagnostics=Invalidity.UNSUPPORTED_CC)
     edit(engine, lambda m: replace(m, compute_capabilities=()))
     check_refused(BackendError, here, engine, refuse="no such kernel")
+    never = "TensorRT-RTX does not support this compute capability, so the engine cannot be rebuilt for it."
+    check_refused(BackendError, f"{never}; other backends may know this GPU", engine, refuse=never)
     edit(engine, lambda m: replace(m, compute_capabilities=("sm90",)))
     check_refused(
         BackendError, "other backends may know this GPU .*, and the CPU runs", engine, refuse="no such kernel"

@@ -25,6 +25,9 @@ __all__ = ["TensorRT", "check_manifest", "load_tensorrt", "open_engine"]
 _OLD_DRIVER = "CUDA driver version is insufficient"
 """CUDA's own words (cudaErrorInsufficientDriver), which come before TensorRT for RTX 1.7.1 can diagnose anything."""
 
+_OTHER_GPUS = "does not support this compute capability"
+"""Of TensorRT for RTX 1.7.1, about a GPU for which no other build would help either."""
+
 
 def load_tensorrt(backend: str) -> Any:
     """The module of a manifest's backend: ``tensorrt`` or ``tensorrt_rtx``.
@@ -194,7 +197,7 @@ def _refusal(
         advice = f"install version {manifest.backend_version}, or build the engine again with {version}"
     elif "OLD_CUDA_DRIVER" in reasons or _OLD_DRIVER in words:
         advice = "update the NVIDIA driver, which is for CUDA {}.{}".format(*cuda.driver_version)
-    elif sm in manifest.compute_capabilities:
+    elif sm in manifest.compute_capabilities or _OTHER_GPUS in words:
         advice = "other backends may know this GPU (build with --backend), and the CPU runs the model's .onnx file"
     elif manifest.backend == Target.TENSORRT_RTX and sm in RTX_COMPUTE_CAPABILITIES:
         advice = f"build it again with --compute-capabilities {sm}"
