@@ -6,12 +6,16 @@ whose products TensorRT may round to TF32 (10 bits of mantissa) on the way. Toke
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import own_loop
 import pytest
 from decoders import DecoderConfig
 from near_ties import check_greedy
@@ -238,6 +242,20 @@ def test_sessions_write_the_same_tokens(workshop: Any) -> None:
     for prompt, tokens in zip(prompts, actual, strict=True):
         assert len(tokens) == 12
         check_greedy(prompt, tokens, scores_of(workshop.reference(config, options)), TOLERANCE["float32"])
+
+
+def test_the_loop_without_the_package_writes_them_too(workshop: Any) -> None:
+    """In a process of its own: TensorRT takes one logger in each."""
+    config, options = CASES["float32"]
+    workshop.engine(config, options).close()
+    prompt = [str(token) for token in range(20)]
+    code = f"import sys; sys.path.append({str(Path(own_loop.__file__).parent)!r}); import own_loop; own_loop.main()"
+    command = [sys.executable, "-c", code, workshop.built[config, options], *prompt, "--max-new-tokens", "12"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    tokens = [int(token) for token in done.stdout.splitlines()[-1].split()]
+    assert len(tokens) == 12
+    check_greedy(range(20), tokens, scores_of(workshop.reference(config, options)), TOLERANCE["float32"])
 
 
 def test_tokens_are_those_that_the_host_chooses(workshop: Any) -> None:

@@ -1,4 +1,4 @@
-"""A pytest plugin that puts the fake TensorRT where a GPU would be: ``pytest -p runtime.fake_gpu -m gpu tests/gpu``.
+"""The fake TensorRT where a GPU would be, in every process with `tests/runtime/fake_site` in front of its path.
 
 It shows that the GPU tests run and mean what they say. It shows nothing about a GPU.
 """
@@ -9,9 +9,11 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import kernel_device
+import own_loop
 from runtime.fake_cuda import GPU, Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_kernels import FakeKernelDevice
@@ -35,12 +37,24 @@ def install() -> None:
         faults = {"refuse": refuse} if refuse else {}
         return fake_module(machine, rtx=name == "tensorrt-rtx", version=VERSIONS[name], **faults)
 
+    _install_for_own_loop(Machine(pageable=True))
     kernel_device.KernelDevice = FakeKernelDevice
     trt_runner.load_tensorrt = load
     trt_runner.cuda_bindings = machine.bindings
     build.build_engine = _build
     doctor.find_gpus = lambda: ("13.0", (doctor.Gpu(GPU, "9.0", machine.total),), "")
     backend.installed_version = lambda target: VERSIONS[Target(target).value]
+
+
+def _install_for_own_loop(machine: Machine) -> None:
+    bindings = machine.bindings()
+    own_loop.cuda, own_loop.driver = SimpleNamespace(core=bindings.core), bindings.driver
+    names = {module: name for name, module in own_loop.MODULES.items()}
+
+    def load(module: str) -> Any:
+        return fake_module(machine, rtx=module == "tensorrt_rtx", version=VERSIONS[names[module]])
+
+    own_loop.importlib = SimpleNamespace(import_module=load)
 
 
 def _build(

@@ -17,6 +17,7 @@ from runtime.fake_engines import write_engine
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "scripts"))
+SITE = os.pathsep.join((str(ROOT / "tests" / "runtime" / "fake_site"), PATHS))
 NO_GPU = "import gpu_check, sys; sys.exit(gpu_check.main(sys.argv[1:]))"
 
 
@@ -31,8 +32,6 @@ def gpu_tests(**environment: str) -> str:
         "pytest",
         "-q",
         "-p",
-        "runtime.fake_gpu",
-        "-p",
         "no:cacheprovider",
         "-m",
         "gpu",
@@ -40,13 +39,13 @@ def gpu_tests(**environment: str) -> str:
         "tests/gpu/test_embeddings.py",
         "tests/gpu/test_encoder.py",
     ]
-    return run(*command, **environment).stdout
+    return run(*command, PYTHONPATH=SITE, **environment).stdout
 
 
 @pytest.mark.slow
 def test_gpu_tests_pass_on_the_fake() -> None:
     last = gpu_tests(TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx").splitlines()[-1]
-    assert "23 passed" in last
+    assert "24 passed" in last
     assert "failed" not in last
 
 
@@ -54,7 +53,7 @@ def test_gpu_tests_name_what_does_not_run() -> None:
     output = gpu_tests(FAKE_GPU_REFUSES="unsupported SM 9.0", TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx")
     assert "does not run on this GPU; in its own words: " in output
     assert "unsupported SM 9.0" in output
-    assert "23 skipped" in output
+    assert "24 skipped" in output
 
 
 def test_gpu_check_without_a_gpu() -> None:
@@ -70,7 +69,6 @@ def test_gpu_check_without_a_gpu() -> None:
 
 # `scripts/gpu_check`, its steps in processes of their own that all have the fake.
 
-SITE = os.pathsep.join((str(ROOT / "tests" / "runtime" / "fake_site"), PATHS))
 STEM = "nvidia-fake-90-"
 
 
