@@ -66,7 +66,7 @@ def _keep_stdout() -> None:
     stream = sys.stdout
     if isinstance(stream, io.TextIOWrapper) and os.name == "posix":
         line = 1 if stream.line_buffering else -1
-        sys.stdout = open(os.dup(1), "w", line, stream.encoding, stream.errors)  # noqa: SIM115
+        sys.stdout = open(os.dup(1), "w", line, stream.encoding, stream.errors, closefd=False)  # noqa: SIM115
         os.dup2(2, 1)
 
 

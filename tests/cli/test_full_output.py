@@ -81,6 +81,6 @@ main()
 
 def test_what_libraries_print_is_not_in_the_result() -> None:
     """TensorRT's own logger prints to stdout, past Python."""
-    done = subprocess.run([sys.executable, "-c", PRINTS], capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "error", "-c", PRINTS], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "[TRT] [E] no such kernel\n")
     assert json.loads(done.stdout)["backends"]
