@@ -6,6 +6,8 @@ import random
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -253,3 +255,80 @@ def test_scores_that_wait_are_copies() -> None:
         finish(session, tokens)
     finish(session, tokens)
     assert tokens[second] == continued(runner, [3, 4], 8)
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda session, slots, _: session.step(),
+        lambda session, slots, _: session.generate([[7]], config(2)),
+        lambda session, slots, _: session.update({slots[2]: [7]}),  # which would write over the scores of others
+        lambda session, slots, _: session.add([7], config(2)),
+        lambda session, slots, _: session.remove(slots[0]),
+        lambda session, slots, _: session.remove(slots[1]),
+        lambda session, slots, _: session.close(),
+        lambda session, slots, _: session.cache.move(slots[1], 3),
+        lambda session, slots, _: session.cache.compact(),
+        lambda session, slots, _: session.cache.fork(slots[0]),
+        lambda session, slots, _: session.cache.acquire(),
+        lambda session, slots, _: session.cache.crop(slots[2], 0),
+        lambda session, slots, _: session.cache.reset(slots[2]),
+        lambda session, slots, _: session.cache.reorder([0], [slots[2]]),
+        lambda session, slots, path: session.cache.save(path, [slots[2]]),
+        lambda session, slots, path: session.cache.load(path),
+    ],
+)
+@pytest.mark.parametrize("calls", ["processor", "tokenizer"])
+def test_what_a_step_calls_may_not_change_the_session(calls: str, act: Any, tmp_path: Path) -> None:
+    """In its middle, rows are about to be written and scores to be read, which a change would move or write over."""
+    runner = HashRunner()
+
+    class Caller(Tokenizer):
+        ready = False
+
+        def __call__(self, tokens: Any, scores: Any) -> Any:
+            assert session.cache.tokens(slots[0])[0] == 1  # to ask is no matter
+            if len(tokens) == 5:
+                act(session, slots, tmp_path / "saved")
+            return scores
+
+        def decode(self, tokens: Sequence[int]) -> str:
+            if self.ready and calls == "tokenizer" and len(session.cache.tokens(slots[0])) == 5:
+                self.ready = False
+                act(session, slots, tmp_path / "saved")
+            return super().decode(tokens)
+
+    caller = Caller(-1)
+    session = DecodeSession(runner, caller)
+    slots = [session.add([1, 2], config(8, **({"logits_processor": caller} if calls == "processor" else {})))]
+    slots += [session.add([3], config(8)), session.cache.acquire()]
+    session.update({slots[2]: [4, 5]})
+    caller.ready = True
+    tokens: dict[int, list[int | None]] = {slot: [] for slot in slots}
+    with pytest.raises(
+        SessionError, match="in the middle of a step; .* a logits_processor or a tokenizer, must not change"
+    ):
+        finish(session, tokens)
+    while session.running:
+        with suppress(SessionError):
+            finish(session, tokens)
+    for slot, prompt in zip(slots[:2], ([1, 2], [3]), strict=True):
+        want = continued(runner, prompt, 8)
+        assert tokens[slot] == want[: len(tokens[slot])]
+    assert max(len(told) for told in tokens.values()) == 8
+    assert session.cache.slots == (slots[2],)
+    session.close()
+
+
+def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
+    """As where the step collects it as garbage."""
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    left = session.stream([[9], [8, 7]], config(9))
+    next(left)
+    kept = session.add([1, 2], config(8, logits_processor=lambda tokens, scores: (left.close(), scores)[1]))
+    other = session.add([3], config(8))
+    tokens: dict[int, list[int | None]] = {kept: [], other: []}
+    finish(session, tokens)
+    assert tokens == {kept: continued(runner, [1, 2], 8), other: continued(runner, [3], 8)}
+    assert session.cache.slots == ()

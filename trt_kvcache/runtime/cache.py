@@ -163,7 +163,7 @@ class KVCache:
             SlotError: every row holds a sequence.
             PromptError: `tokens` are no ids of the model's, or `constants` are not what it takes.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             ids = read_ids(tokens if isinstance(tokens, np.ndarray) else list(tokens), self._runner.vocab)
             given = self.read_constants(constants)
             row = self._free_row()
@@ -194,7 +194,7 @@ class KVCache:
         Raises:
             SlotError: see `idle`.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             found = self.idle(slot)
             self._slots[slot] = Slot(found.row, constants=found.constants)
             self._clean(found.row, 0)
@@ -205,7 +205,7 @@ class KVCache:
         Raises:
             SlotError: see `slot` and `acquire`.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             found, row = self.slot(source), self._free_row()
             self._copy(found, row)
             return self._name(found.copy(row))
@@ -220,7 +220,7 @@ class KVCache:
             CapacityError: `length` is more than the slot holds; or a circular cache no longer has what the sequence
                 would see at that length; or the model keeps state, which knows the present length only.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             found = self.idle(slot)
             if not 0 <= length <= len(found.tokens):
                 raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
@@ -240,7 +240,7 @@ class KVCache:
             SlotError: see `idle`.
             OptionError: not one index per slot, or an index out of range, or a slot twice.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             names = list(self._slots if slots is None else slots)
             held = [self.idle(name) for name in names]
             if len(indices) != len(names) or len(set(names)) != len(names):
@@ -265,7 +265,7 @@ class KVCache:
         Raises:
             SlotError: see `slot`; or the row is in use or does not exist.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             found = self.slot(slot)
             if found.row == row:
                 return
@@ -278,7 +278,7 @@ class KVCache:
 
     def compact(self) -> None:
         """Move slots so that n of them lie in rows 0 to n - 1, and a step over all of them is one row range."""
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             count = len(self._slots)
             if all(slot.row < count for slot in self._slots.values()):
                 return
@@ -331,7 +331,7 @@ class KVCache:
         """
         from trt_kvcache.runtime.cache_file import save_slots
 
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             chosen = {name: self.slot(name) for name in (self._slots if slots is None else slots)}
             save_slots(path, self._runner, chosen)
 
@@ -347,7 +347,7 @@ class KVCache:
         """
         from trt_kvcache.runtime.cache_file import open_slots
 
-        with self._guard.lock, self._guard.open, open_slots(path, self._runner) as saved:
+        with self._guard.lock, self._guard.idle, open_slots(path, self._runner) as saved:
             if len(saved.slots) > self.free:
                 raise SlotError(
                     f"{path} holds {len(saved.slots)} sequence(s), and {self.free} of {self._runner.max_batch} rows "

@@ -11,7 +11,7 @@ __all__ = ["Guard"]
 
 
 class Guard:
-    """``with guard.lock, guard.open:`` around every public operation of a session.
+    """``with guard.lock, guard.open:`` around whatever asks a session, ``guard.idle`` around whatever changes it.
 
     The lock stands on its own, because Ctrl-C can come at any line of Python: in an ``__enter__`` or ``__exit__`` that
     takes or gives the lock, it would leave it taken, and all other threads waiting for ever. The lock's own have none.
@@ -19,24 +19,47 @@ class Guard:
     Attributes:
         lock: the one lock of the session; a thread that has it may take it again.
         open: refuses whoever comes once the session is closed.
+        idle: refuses those, too, who come from within a step.
+        stepping: taken while a step runs.
     """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.open = _Open()
+        self.stepping = threading.Lock()
+        self.open = _Entry()
+        self.idle = _Entry(self.stepping)
 
     def close(self) -> None:
-        """Refuse all who come from now on; to be called with the lock."""
-        self.open.closed = True
+        """Refuse all who come from now on; to be called with the lock.
+
+        Raises:
+            SessionError: from within a step.
+        """
+        if not self.open.closed:
+            with self.idle:
+                self.open.closed = self.idle.closed = True
 
 
-class _Open:
-    def __init__(self) -> None:
+class _Entry:
+    """Lets nobody in once it is closed, and nobody who would wait for a step that waits for him.
+
+    Args:
+        stepping: taken while a step runs, by a thread that has the session's lock: whoever has that as well is called
+            by this step.
+    """
+
+    def __init__(self, stepping: threading.Lock | None = None) -> None:
         self.closed = False
+        self._stepping = stepping
 
     def __enter__(self) -> None:
         if self.closed:
             raise SessionError("the session is closed; open the model again")
+        if self._stepping is not None and self._stepping.locked():
+            raise SessionError(
+                "the session is in the middle of a step; what this calls, such as a logits_processor or a tokenizer, "
+                "must not change the session: do so between steps"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -305,7 +305,7 @@ class DecodeSession:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
         if slot is not None and constants is not None:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
             continuation = Continuation(0 if slot is None else slot, after.tokens, config, self._tokenizer, index=index)
             if slot is None:
@@ -325,7 +325,7 @@ class DecodeSession:
         """
         events: list[TokenEvent] = []
         try:
-            with self._guard.lock, self._guard.open:
+            with self._guard.lock, self._guard.idle:
                 self._streams.step(events)
             return events
         except BaseException:
@@ -344,7 +344,7 @@ class DecodeSession:
         Raises:
             SlotError: the slot is not in use.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             if self.cache.slot(slot).running:
                 self._streams.cancel(slot)
             self.cache.release(slot)
@@ -373,13 +373,17 @@ class DecodeSession:
         Raises:
             PromptError, CapacityError, SlotError, SessionError: see `generate`; a refused update writes nothing.
         """
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             return self._loop.update(self._reader.read_updates(tokens, inputs_embeds or {}, positions or {}), keep)
 
     # --- the end
 
     def close(self) -> None:
-        """Free everything; every later call is refused. Closing again does nothing."""
+        """Free everything; every later call is refused. Closing again does nothing.
+
+        Raises:
+            SessionError: a step is under way, and calls this; nothing has changed then.
+        """
         with self._guard.lock:
             self._guard.close()
             self._runner.close()

@@ -35,11 +35,12 @@ class Streams:
     def __init__(self, guard: Guard, cache: KVCache, loop: DecodeLoop) -> None:
         self._guard, self._cache, self._loop = guard, cache, loop
         self.added: Outcomes = []
+        self._left: set[int] = set()  # slots of streams that nobody reads any more
 
     def step(self, events: list[TokenEvent]) -> None:
         """See `DecodeSession.step`; fills `events`, which `give_back` takes again."""
         if not any(isinstance(outcome, TrtKvCacheError) for _, outcome in self.added):
-            self._loop.step()
+            self._advance()
         for place, (_, outcome) in enumerate(self.added):
             if isinstance(outcome, TrtKvCacheError):
                 del self.added[place]
@@ -66,10 +67,10 @@ class Streams:
         try:
             while waiting or mine or mailbox:
                 if not mailbox:
-                    with self._guard.lock, self._guard.open:
+                    with self._guard.lock, self._guard.idle:
                         self._join(waiting, mine, mailbox)
                         if not mailbox:  # another thread's step may have filled it meanwhile
-                            self._loop.step()
+                            self._advance()
                 while mailbox:
                     slot, outcome = mailbox.pop(0)
                     if isinstance(outcome, TrtKvCacheError):
@@ -95,14 +96,27 @@ class Streams:
                 f"{len(waiting)} prompt(s) that wait; remove some, or open the session with a larger max_batch"
             )
 
+    def _advance(self) -> None:
+        """One step of the loop."""
+        self._end_left()
+        self._cache.compact()
+        with self._guard.stepping, self._guard.open:  # what is raised on the way out of the second gives back the first
+            self._loop.step()
+
     def _leave(self, mine: set[int]) -> None:
-        """End what is left of a stream."""
+        """End what is left of a stream: now, or before the next step where one is under way that collects garbage."""
         if not mine:
             return
         with suppress(SessionError), self._guard.lock, self._guard.open:  # of a session that was closed meanwhile
-            for slot in mine.intersection(self._loop.slots):
-                self._loop.remove(slot)
-                self._cache.release(slot)
+            self._left |= mine
+            if not self._guard.stepping.locked():
+                self._end_left()
+
+    def _end_left(self) -> None:
+        for slot in self._left.intersection(self._loop.slots):
+            self._loop.remove(slot)
+            self._cache.release(slot)
+        self._left.clear()
 
 
 async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:

@@ -124,7 +124,7 @@ class Sources:
 
     def encode(self, source: Source) -> dict[str, Any]:
         """See `DecodeSession.encode`."""
-        with self._guard.lock, self._guard.open:
+        with self._guard.lock, self._guard.idle:
             if self._encoder is None:
                 if self._open is None:
                     raise OptionError("the session has no encoder; open the model with DecodeSession.open")

@@ -53,7 +53,8 @@ class GenerationConfig:
             ``abs(score) * (factor ** n - 1)`` at the n-th token after the first `start` new ones.
         logits_processor: a `LogitsProcessor`, or several, after all of these rules and before temperature, top-k and
             the like: for grammars, for example. It may write to the scores it gets, has to be a function of the tokens
-            alone (those that prompt lookup proposed come and go), and ends its own sequence where it raises.
+            alone (those that prompt lookup proposed come and go), may not change the session that calls it, and ends
+            its own sequence where it raises.
         eos_token_id: the token, or tokens, that end a sequence.
         stop_strings: text, or texts, that end a sequence; needs a tokenizer. The text ends before it.
         seed: of sampling. Sequence `i` of a call draws from a stream of its own, made of `seed` and `i`, so that its

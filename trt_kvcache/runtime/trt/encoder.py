@@ -50,7 +50,7 @@ class TensorRTEncoder:
         """See `Encoder.encode`; what comes out are `DeviceArray`, and masks, which the host makes."""
         feed = self._reader.read(source)
         self._check(feed)
-        with self._guard.lock, self._guard.open, self._runner.running():
+        with self._guard.lock, self._guard.idle, self._runner.running():
             found: dict[str, Any] = dict(self._function.run(feed, self._fetch))
         if self._masks:
             length = next(
@@ -63,7 +63,7 @@ class TensorRTEncoder:
         return {t.name: found[t.name] for t in self._constants}
 
     def _fetch(self, address: int, size: int) -> Array:
-        with self._guard.lock, self._guard.open, self._runner.running():
+        with self._guard.lock, self._guard.idle, self._runner.running():
             return self._function.fetch(address, size)
 
     def _check(self, feed: Mapping[str, Array]) -> None:
