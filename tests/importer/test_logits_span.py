@@ -206,6 +206,13 @@ def test_the_tail_is_cut_behind_the_last_attention(name: str, tmp_path: Path) ->
     assert (logits.shape, logits.axes) == (("batch", "logits_span", VOCABULARY), ("batch", "kept", ""))
 
 
+def test_axes_that_are_a_scalar_leave_no_trace(tmp_path: Path) -> None:
+    """As onnxsim 0.8 writes them, which ONNX Runtime loads and does not run."""
+    tail = Tail()
+    mean = tail.op("ReduceMean", [tail.x, tail.constant(-1, np.int64)])
+    assert imported(tail.end(tail.head(tail.op("Sub", [tail.x, mean]))), tmp_path).plan.logits_span is not None
+
+
 def cumulative(t: Tail, x: str) -> str:
     return t.op("CumSum", [x, t.constant(1, np.int64)])
 

@@ -162,6 +162,22 @@ def test_a_cache_that_is_read_as_it_comes_is_refused(
         plan_model(path, PlanOptions(capacity=40))
 
 
+def test_a_cache_that_is_written_by_where_and_read_as_it_comes_is_refused(tmp_path: Path) -> None:
+    """onnxconverter-common leaves what reads such an output in float32."""
+
+    def narrow(model: ModelProto) -> None:
+        write = next(node for node in model.graph.node if node.output[0] == "k_cache_out")
+        names = [*write.input[1:], "k_cache_out"]
+        write.input[1:], write.output[0] = [f"{name}_narrow" for name in names[:2]], "k_cache_narrow_out"
+        for name in names[:2]:
+            model.graph.node.append(helper.make_node("Cast", [name], [f"{name}_narrow"], f"narrow {name}", to=FLOAT16))
+        model.graph.node.append(helper.make_node("Cast", ["k_cache_narrow_out"], names[2:], "wide", to=FLOAT))
+
+    words = "Unsqueeze .* reads the cache 'k_cache_out' as float, .* convert the model again with keep_io_types=False"
+    with pytest.raises(UnsupportedModelError, match=words):
+        plan_model(edited("plain-torch/where_dynamo_op18", tmp_path, narrow))
+
+
 @pytest.mark.parametrize("to", [FLOAT, FLOAT16])
 def test_a_cache_that_is_given_twice_is_refused(tmp_path: Path, to: int) -> None:
     def twice(model: ModelProto) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import onnx
 import pytest
 from concat_decode import CAPACITY, Decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from new_row_graphs import as_joined, give_new_rows, lay_caches, turn_within
+from stored import edited
 
+from trt_kvcache import UnsupportedModelError, plan_model, verify_model
 from trt_kvcache.verify import verify_import
 
 KEYS, VALUES = (0, 1, 3, 2), (0, 1, 2, 3)
@@ -54,6 +57,23 @@ def test_sizes_read_off_a_past_are_no_use_of_it(tmp_path: Path) -> None:
     result = rewritten(lay_caches(whole, KEYS, VALUES), tmp_path)
     assert {c.route.value for c in result.plan.caches} == {"native"}
     Decode(whole, result.model).check()
+
+
+@pytest.mark.parametrize("perm", [(1, 2, 0, 3), (1, 2, 3, 0)])
+def test_read_before_it_is_transposed_for_the_caller(tmp_path: Path, perm: tuple[int, ...]) -> None:
+    """onnxsim brings the Transpose in front of an output together with the one behind it."""
+
+    def fuse(model: onnx.ModelProto) -> None:
+        written = next(node.output[0] for node in model.graph.node if node.op_type == "ScatterND")
+        reader = next(node for node in model.graph.node if list(node.input) == ["k_cache_out"])
+        reader.input[0], reader.attribute[0].ints[:] = written, perm
+
+    path = edited("plain-torch/bshd_index_put_dynamo_op18", tmp_path, fuse)
+    if perm == (1, 2, 0, 3):
+        verify_model(path).check()
+        return
+    with pytest.raises(UnsupportedModelError):  # another order of axes
+        plan_model(path)
 
 
 @pytest.mark.parametrize("positions", ["input", "present"])

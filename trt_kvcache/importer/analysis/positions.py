@@ -115,7 +115,7 @@ def _softmax(node: gs.Node, axis: int, behind: Mapping[str, frozenset[str]]) -> 
 
 def _reduced(node: gs.Node, axis: int, behind: Mapping[str, frozenset[str]]) -> dict[int, int]:
     operand, rank = small_constant(input_or_none(node, 1)), _rank(node.inputs[0])
-    axes = node.attrs.get("axes") if operand is None else operand.tolist()
+    axes = node.attrs.get("axes") if operand is None else operand.reshape(-1).tolist()
     if not axes:
         raise MixedError(f"{node.op} '{node.name}' is over axes that are not known")
     along = [int(a) % rank for a in axes]

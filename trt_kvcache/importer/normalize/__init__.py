@@ -65,7 +65,7 @@ from trt_kvcache.importer.normalize.fused.operators import holds_cache
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
 from trt_kvcache.importer.normalize.idioms.new_rows import say_new_rows
-from trt_kvcache.importer.normalize.idioms.relayout import Relayout, relay_caches, say_layouts
+from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presents, relay_caches, say_layouts
 from trt_kvcache.importer.normalize.idioms.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.interface import Interface
@@ -113,6 +113,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     check_presents(graph)
     wide = narrow_caches(graph)
     laid = relay_caches(graph)
+    read_presents(graph)
     if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
     exported = read_exported(graph, weights, options)

@@ -29,7 +29,7 @@ from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.views import permutation
 from trt_kvcache.importer.plan import Dim, OriginalTensor
 
-__all__ = ["Relayout", "relay_caches", "say_layouts"]
+__all__ = ["Relayout", "read_presents", "relay_caches", "say_layouts"]
 
 Order = tuple[int, ...]
 
@@ -66,6 +66,24 @@ def relay_caches(graph: gs.Graph) -> dict[str, Relayout]:
             found |= {str(t.name): Relayout(tuple(dims(t) or ()), order) for t in names}
             _relay(graph, emit, candidate, order)
     return found
+
+
+def read_presents(graph: gs.Graph) -> None:
+    """Let, in place, what reads a cache of fixed length before it is transposed for the caller read what that gets.
+
+    Optimizers leave it so that bring ``Transpose(Transpose(written))`` together.
+    """
+    emit = Emitter(graph)
+    for candidate in find_candidates(graph):
+        outside = producer(candidate.present)
+        if candidate.reason or candidate.growing or outside is None or not is_op(outside, "Transpose"):
+            continue
+        inside = outside.inputs[0]
+        readers = [node for node in consumers(inside) if node is not outside]
+        if readers:
+            back = [int(axis) for axis in np.argsort(permutation(outside, len(candidate.past.shape)))]
+            _read(readers, inside, emit.op("Transpose", [candidate.present], "present", perm=back))
+            graph.toposort()
 
 
 def _is_single(graph: gs.Graph, candidates: Sequence[Candidate]) -> bool:
