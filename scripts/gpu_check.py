@@ -47,6 +47,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -102,7 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.compute_capabilities:
         os.environ[BUILT_FOR] = options.compute_capabilities  # of all steps
-    driver, gpus, problem = doctor.find_gpus()
+    driver, gpus, problem = _find_gpus()
     if problem:
         print(f"gpu_check: nothing was checked: {problem}", file=sys.stderr)
         return 1
@@ -158,9 +159,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 FAILED = ("failed", "timeout")
 MOST_LOG = 1 << 20  # bytes of what a step prints
+MOST_FOR_DRIVER = 60.0  # seconds until it says which GPUs there are
 ANSWERS = "answers"
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
 """Whose versions are written down with the results."""
+
+
+def _find_gpus() -> tuple[str | None, tuple[doctor.Gpu, ...], str]:
+    """As `doctor` does, but not for longer than a driver takes that works: one whose GPU is lost may never answer."""
+    found: list[tuple[str | None, tuple[doctor.Gpu, ...], str]] = []
+    thread = threading.Thread(target=lambda: found.append(doctor.find_gpus()), daemon=True)
+    thread.start()
+    thread.join(MOST_FOR_DRIVER)
+    return found[0] if found else (None, (), f"the driver does not answer within {MOST_FOR_DRIVER:g} seconds")
 
 
 def _packages() -> dict[str, str]:

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -324,6 +325,20 @@ def test_results_that_cannot_be_written_are_printed(
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
     assert gpu_check.main([f"--output={tmp_path / 'nvidia-fake-90-kernel.json' / 'below'}"]) == 1
     assert "nothing was checked: [Errno 20] Not a directory" in capsys.readouterr().err
+
+
+def test_a_driver_that_never_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import gpu_check
+
+    answer = threading.Event()
+    monkeypatch.setattr(gpu_check, "MOST_FOR_DRIVER", 0.1)
+    monkeypatch.setattr(gpu_check.doctor, "find_gpus", answer.wait)
+    assert gpu_check.main([f"--output={tmp_path}"]) == 1
+    answer.set()
+    told = "gpu_check: nothing was checked: the driver does not answer within 0.1 seconds\n"
+    assert capsys.readouterr().err == told
 
 
 @pytest.mark.usefixtures("two_steps")
