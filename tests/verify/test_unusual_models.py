@@ -221,6 +221,15 @@ def test_an_original_that_reads_unused_rows_gets_small_garbage(tmp_path: Path) -
     assert any("reads cache rows that were never written" in note for note in report.notes)
 
 
+def test_caches_that_no_caller_carries_are_no_decode(tmp_path: Path) -> None:
+    text = """decoder (float[B,2,S,16] k, float[B,2,32,16] c, int64[B] wi) => (float[B,2,32,16] o) {
+        doubled = Add(c, c)
+        o = TensorScatter<axis=-2>(doubled, k, wi)
+    }"""
+    with pytest.raises(OptionError, match="there is no decode to verify"):
+        verify(tmp_path, text)
+
+
 def test_packed_updates_run_by_their_definition(tmp_path: Path) -> None:
     report = verify(
         tmp_path,

@@ -87,7 +87,7 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
     Raises:
         OptionError: the model has no cache.
     """
-    if not plan.caches:
+    if not any(cache.carried for cache in plan.caches):
         raise OptionError("the model has no cache update: there is no decode to verify")
     fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
     batch = min(fixed_batches, default=options.batch)

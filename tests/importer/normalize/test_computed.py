@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from latent_graphs import Latent, latent_decoder, written
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.plan import Route, Sliding, Target
 from trt_kvcache.verify import verify_import
 
@@ -272,7 +272,7 @@ def test_a_transpose_that_is_none(tmp_path: Path, where: str) -> None:
         if node.op_type == "Transpose" and list(attribute.ints) == [0, 1, 2, 3]
     )
     perm[:] = [0, 2, 0, 3]
-    with pytest.raises(UnsupportedModelError, match=r"perm"):
+    with pytest.raises(InvalidModelError, match=r"has the perm \[0, 2, 0, 3\], which is none"):
         rewritten(model, tmp_path)
 
 

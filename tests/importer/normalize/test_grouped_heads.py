@@ -77,6 +77,25 @@ def test_values_of_other_heads_than_keys_are_refused(tmp_path: Path) -> None:
         rewritten(make_decoder(_decoder({"batch": 1}, form="flat", crossed=True)), tmp_path)
 
 
+@pytest.mark.parametrize("heads", [4, 6])
+@pytest.mark.parametrize("place", [0, 1], ids=["queries", "weights"])
+def test_groups_in_front_of_the_sequences_are_refused(place: int, heads: int, tmp_path: Path) -> None:
+    """``[G * B, N, S, D]``, with which one sequence alone fits: its keys broadcast, and each head meets another one."""
+    model = make_decoder(_decoder({"heads": heads}, form="rows"))
+    reshapes = [n for n in model.graph.node if n.op_type == "Reshape"]
+    readers = {n.input[0]: n for n in model.graph.node if n.op_type == "MatMul"}
+    shape = [n for n in reshapes if n.output[0] in readers and "concat" in n.input[1]][place].input[1]
+    concat = next(n for n in model.graph.node if n.output[0] == shape)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([heads // 2]), "group"))
+    model.graph.node.insert(
+        list(model.graph.node).index(concat),
+        onnx.helper.make_node("Mul", [concat.input[0], "group"], ["groups"], "groups"),
+    )
+    concat.input[0] = "groups"
+    with pytest.raises(UnsupportedModelError):
+        rewritten(model, tmp_path)
+
+
 def test_a_mask_of_no_sequence_is_refused(tmp_path: Path) -> None:
     """Keys are counted backwards, so that none is; it ended with an IndexError."""
     model = make_decoder(_decoder({}, form="folded"))

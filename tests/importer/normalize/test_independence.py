@@ -32,6 +32,16 @@ def by_the_shortest(g: Build, x: str) -> str:
     return _scaled(g, x, g.node("ReduceMin", [g.position_ids], keepdims=0))
 
 
+def by_the_first(g: Build, x: str) -> str:
+    rows = g.node("Unsqueeze", [g.position_ids, g.constant([2])])
+    return _scaled(g, x, g.node("Gather", [rows, g.constant([0])], axis=0))
+
+
+def by_the_last(g: Build, x: str) -> str:
+    rows = g.node("Unsqueeze", [g.position_ids, g.constant([2])])
+    return _scaled(g, x, g.node("Gather", [rows, g.constant([-1])], axis=0))
+
+
 def by_a_row_of_a_table(g: Build, x: str) -> str:
     """Weights are looked up behind an offset: no value shows, only which rows are taken."""
     long = g.node("Greater", [g.node("ReduceMax", [g.position_ids], keepdims=0), g.constant(SWITCH)])
@@ -54,7 +64,7 @@ def by_a_table_cut_to_the_longest(g: Build, x: str) -> str:
     return g.node("Mul", [x, g.node("Gather", [cut, rows], axis=0)])
 
 
-@pytest.mark.parametrize("after", [by_the_longest, by_the_shortest, by_a_row_of_a_table])
+@pytest.mark.parametrize("after", [by_the_longest, by_the_shortest, by_the_first, by_the_last, by_a_row_of_a_table])
 def test_a_factor_chosen_for_the_whole_batch_is_refused(tmp_path: Path, after) -> None:
     with pytest.raises(UnsupportedModelError, match="depends on the positions of the others"):
         rewritten(make_decoder(Decoder(after=after)), tmp_path)

@@ -17,6 +17,7 @@ from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto,
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.files.element_types import check_element_types
+from trt_kvcache.importer.files.moves import check_moves
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Shape,
@@ -75,6 +76,7 @@ def check_graph(model: ModelProto, source: str) -> None:
         raise InvalidModelError(
             f"{source}: shape inference fails: {_one_line(error)}; export the model again"
         ) from None
+    check_moves(inferred.graph, source)
     _check_scatters(inferred.graph, {}, source)
     check_element_types(inferred.graph, opset_version(inferred), source)
 

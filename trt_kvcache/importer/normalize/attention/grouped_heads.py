@@ -13,7 +13,7 @@ proven of the result, as for any attention; in which order, `head_order` sees to
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
@@ -62,8 +62,9 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
                 scores |= {n.outputs[0].name for n in (node, *around)}
                 found.update((id(n), group) for n in (node, *around) if not is_op(n, "Reshape"))
                 products = [n for inner in around for n in consumers(inner.outputs[0]) if is_op(n, "MatMul")]
+                alike = _alike(node, around)
                 found.update((id(n), group) for n in products
-                             if past_behind(n.inputs[1], pasts) is not None and _fits(n, group))  # fmt: skip
+                             if past_behind(n.inputs[1], pasts) is not None and _fits(n, group, alike))  # fmt: skip
     merger = _Merger(graph, scores)
     for node in list(graph.nodes):
         if (found_group := found.get(id(node))) is not None:
@@ -121,8 +122,23 @@ def _keeps_keys(node: gs.Node) -> bool:
     return bool(axes) and all(axis in (-1, len(dims(node.inputs[0]) or ()) - 1) for axis in axes)
 
 
-def _fits(product: gs.Node, group: _Group) -> bool:
-    """Whether queries, or weights, meet the keys or values of the head that their group has."""
+def _alike(product: gs.Node, around: list[gs.Node]) -> set[str]:
+    """Scores, and what is made of them number by number: as many sequences, heads and queries."""
+    names = {str(product.outputs[0].name)}
+    for node in around:
+        if not is_op(node, "Reshape") and any(t.name in names for t in node.inputs):
+            names.add(str(node.outputs[0].name))
+    return names
+
+
+def _fits(product: gs.Node, group: _Group, alike: Collection[str] = ()) -> bool:
+    """Whether queries, or weights, meet the keys or values of the head that their group has.
+
+    Args:
+        product: of them.
+        group: that they have.
+        alike: names of what is known to have as many sequences and heads as scores that fit.
+    """
     left, right = (dims(t) or () for t in product.inputs)
     if len(right) == 5:
         sizes = (group.heads, group.size)
@@ -133,10 +149,8 @@ def _fits(product: gs.Node, group: _Group) -> bool:
         return (left[1], right[1]) == (group.size, 1)
     if not left[1] == right[1] == group.heads:
         return False
-    # As many heads as queries in a group: which of them an axis holds, only the one in front of it says. Where keys
-    # have the cache's batch there, of any size, no other axis fits.
-    is_batch = _has_batch(right, group.past) and isinstance(left[0], str)
-    return group.heads != group.size or left[0] == right[0] != "?" or is_batch
+    # Of as many sequences: keys of a single one would broadcast over a part of its query heads, in front of the others.
+    return product.inputs[0].name in alike or left[0] == right[0] != "?"
 
 
 def _has_batch(shape: tuple[Dim, ...], past: gs.Tensor) -> bool:

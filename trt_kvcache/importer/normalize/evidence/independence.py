@@ -4,14 +4,15 @@
     cos  = Cos(positions * Where(long, long_factors, short_factors))
 
 Exporters write a rotary embedding that depends on the length (LongRoPE, dynamic NTK) with the length of the longest
-sequence. Two steps are evaluated that differ in where the other sequences are, and in nothing else: whatever reaches
-weights or tokens must then be the same for the first sequence. This is asked of every model: of one that normalization
-changed by what is known of it as exported, of others by the roles of their inputs.
+sequence. Steps are evaluated that differ in where the other sequences are, and in nothing else: whatever reaches
+weights or tokens must then be the same for the first sequence, and for the last. This is asked of every model: of one
+that normalization changed by what is known of it as exported, of others by the roles of their inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import product
 
 import numpy as np
 import onnx
@@ -59,11 +60,11 @@ def check_independence(
     blueprint = Blueprint(model, {})
     roles = {t.name: interface.inputs[t.name].role for t in graph.inputs if t.name in interface.inputs}
     sources = [t.name for t in graph.inputs if roles.get(t.name, OriginalRole.POSITIONS) is OriginalRole.POSITIONS]
-    for own, other in ((0, last), (last, 0)):
+    for (own, other), row in product(((0, last), (last, 0)), (0, sample.batch - 1)):
         alone, beside = np.full(sample.batch, own, np.int64), np.full(sample.batch, other, np.int64)
-        beside[0] = own
+        beside[row] = own
         steps = [canonical_step(graph, canonical, interface, blueprint, sample, s) for s in (alone, beside)]
-        _compare(model, sources, steps[0], steps[1], sample.batch)
+        _compare(model, sources, steps[0], steps[1], sample.batch, row)
     for seed in range(_DRAWS if ids else 0):
         rng = np.random.default_rng(seed)
         row = (0, sample.batch - 1)[seed % 2]  # what is summed up over the batch, the first one does not show
@@ -98,11 +99,12 @@ def check_exported(model: onnx.ModelProto, roles: Sequence[TensorRole], capacity
         return
     blueprint = Blueprint(model, {})
     sources = [r.name for r in inputs if r.role in _SOURCES]
-    for own, other in ((0, last), (last, 0)):
+    for (own, other), row in product(((0, last), (last, 0)), (0, batch - 1)):
         starts = np.full((2, batch), own, np.int64)
-        starts[1, 1:] = other
+        starts[1] = other
+        starts[1, row] = own
         alone, beside = (_exported_step(blueprint, inputs, s, length, capacity) for s in starts)
-        _compare(model, sources, alone, beside, batch)
+        _compare(model, sources, alone, beside, batch, row)
 
 
 def _exported_step(

@@ -27,6 +27,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.analysis.attention_facts import is_used
 from trt_kvcache.importer.graph import (
     BOOL,
     INT64,
@@ -87,6 +88,12 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
     for pair in _find(graph):
         rows = pair.window + chunk - 1
         names = [str(update.inputs[0].name) for update in (pair.keys, pair.values)]
+        if computed := _computed(graph, pair):
+            notes.append(
+                f"caches '{names[0]}' and '{names[1]}' stay linear: '{computed.name}' is computed in the graph, and "
+                "what a ring shows follows from write indices and lengths as a caller gives them"
+            )
+            continue
         if reader := _length_reader(pair):
             notes.append(
                 f"caches '{names[0]}' and '{names[1]}' stay linear: Shape '{reader.name}' reads how long they are"
@@ -109,6 +116,12 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
     elif not notes:
         notes.append("no cache became circular: no attention sees a window only")
     return Rings(longest, tuple(notes))
+
+
+def _computed(graph: gs.Graph, pair: _Windowed) -> gs.Tensor | None:
+    """What says where rows go or how many hold tokens, and is no input, so that nothing says how both are related."""
+    given = [pair.keys.inputs[2], pair.values.inputs[2], *(node.inputs[6] for node in pair.readers)]
+    return next((tensor for tensor in given if not contains(graph.inputs, tensor)), None)
 
 
 def _length_reader(pair: _Windowed) -> gs.Node | None:
@@ -140,7 +153,7 @@ def _find(graph: gs.Graph) -> list[_Windowed]:
     found = []
     done: set[str] = set()
     for name, nodes in readers.items():
-        windows = {int(n.attrs.get("left_window_size", -1)) if _windowed(n) else -1 for n in nodes}
+        windows = {int(n.attrs.get("left_window_size", -1)) if _windowed(graph, n) else -1 for n in nodes}
         if name in done or len(windows) != 1 or -1 in windows:
             continue
         behind = [_cache_of(t, updates) for n in nodes for t in n.inputs[1:3]]
@@ -162,8 +175,10 @@ def _plain(graph: gs.Graph, update: gs.Node) -> bool:
     return linear and contains(graph.inputs, update.inputs[0]) and contains(graph.outputs, update.outputs[0])
 
 
-def _windowed(node: gs.Node) -> bool:
+def _windowed(graph: gs.Graph, node: gs.Node) -> bool:
     """Whether a node sees a window of the newest tokens: without lengths, causality starts at the first row."""
+    if any(is_used(graph, tensor) for tensor in node.outputs[1:]):
+        return False  # of scores, a column is a row of the cache
     causal = is_op(node, "Attention") and bool(node.attrs.get("is_causal", 0)) and input_or_none(node, 6) is not None
     plain = input_or_none(node, 3) is None and input_or_none(node, SLOPES) is None
     return causal and plain and int(node.attrs.get("left_window_size", -1)) >= 0
