@@ -24,7 +24,13 @@ from trt_kvcache import (
     rewrite_model,
 )
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.quantized.block_quantizers import is_block_operator
+from trt_kvcache.importer.quantized.block_quantizers import (
+    DOMAIN,
+    FP4_QUANTIZE,
+    MX_DEQUANTIZE,
+    MX_QUANTIZE,
+    is_block_operator,
+)
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 from trt_kvcache.verify.blocks import with_plain_blocks
 
@@ -106,6 +112,19 @@ def test_scales_that_are_read_elsewhere_are_refused() -> None:
     model.graph.output.append(helper.make_tensor_value_info("scales", TensorProto.FLOAT, None))
     with pytest.raises(UnsupportedModelError, match="'scales' is computed from the scales of numbers"):
         with_plain_blocks(model)
+
+
+@pytest.mark.parametrize("op", [FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE])
+def test_what_they_read_may_have_no_known_type(op: str) -> None:
+    nodes = [
+        helper.make_node("Unknown", ["x"], ["y"], domain="my"),
+        helper.make_node(op, ["y", "y"][: 1 + (op == MX_DEQUANTIZE)], ["z"], domain=DOMAIN),
+    ]
+    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 32])
+    opsets = [helper.make_opsetid(domain, 23 if not domain else 1) for domain in ("", "my", DOMAIN)]
+    model = helper.make_model(helper.make_graph(nodes, "g", [value], []), opset_imports=opsets)
+    inferred = {v.name: v.type.tensor_type.elem_type for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
+    assert inferred["z"]
 
 
 def test_the_cpu_does_not_run_them(tmp_path: Path) -> None:

@@ -83,10 +83,11 @@ def _infer_dequantized(context: InferenceContext) -> None:
     context.set_output_type(0, _of(context.get_input_type(0), kind))
 
 
-def _of(given: TypeProto, kind: int) -> TypeProto:
-    """The same shape, if any, of another type."""
+def _of(given: TypeProto | None, kind: int) -> TypeProto:
+    """The same shape, if any, of another type; what operators without inference make has none."""
     made = TypeProto()
-    made.CopyFrom(given)
+    if given is not None:
+        made.CopyFrom(given)
     made.tensor_type.elem_type = kind
     return made
 
