@@ -18,6 +18,7 @@ from trt_kvcache.errors import UnsupportedModelError
     [
         ("com.microsoft", "BeamSearch", "found: com.microsoft::BeamSearch 'node_y', which holds the decoder in itself"),
         ("LlmExporter", "FusedAttention", "LlmExporter::FusedAttention 'node_y', which holds its cache itself, if"),
+        ("", "XlaDynamicUpdateSlice", "found: XlaDynamicUpdateSlice 'node_y', which is no operator of ONNX"),
         ("LlmExporter", "Other", "found: no cache at all"),
     ],
 )

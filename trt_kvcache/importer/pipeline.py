@@ -53,7 +53,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
         ModelError: the model is unreadable, illegal or unsupported.
         OptionError: an option does not fit the model.
     """
-    source = load_source(model)
+    source = load_source(model, config=options.config)
     recorded = recorded_plan(source.proto, options)
     if recorded is not None:
         return recorded
@@ -69,7 +69,7 @@ def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
     Raises:
         ModelError, OptionError: see `plan_model`.
     """
-    return import_source(load_source(model), options)
+    return import_source(load_source(model, config=options.config), options)
 
 
 def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> ImportedModel:

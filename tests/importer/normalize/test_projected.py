@@ -100,6 +100,16 @@ def test_what_is_refused_by_name(options: dict[str, Any], words: str, tmp_path: 
         plan_model(saved(tmp_path, decoder(**options)), OPTIONS)
 
 
+def test_what_is_proven_later_is_named_as_exported(tmp_path: Path) -> None:
+    model = decoder()
+    model.graph.node.insert(0, onnx.helper.make_node("Sub", ["attention_mask", "one"], ["hidden"]))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1, np.int32), "one"))
+    for node in (n for n in model.graph.node if n.op_type == "Attention"):
+        node.input[3] = "hidden"
+    with pytest.raises(UnsupportedModelError, match="mask_index 'hidden' of Attention 'node_attended_0' hides"):
+        plan_model(saved(tmp_path, model), OPTIONS)
+
+
 def test_a_past_that_is_computed_is_refused() -> None:
     model = decoder()
     model.graph.node.insert(0, onnx.helper.make_node("Neg", ["past_1"], ["flipped"]))

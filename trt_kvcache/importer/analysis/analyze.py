@@ -160,11 +160,13 @@ def _foreign_cache(graph: gs.Graph) -> str:
 
 
 def _holder(graph: gs.Graph) -> str:
-    """The first operator of others that may hold a cache, or the whole decoder, in itself, or an empty string."""
+    """The first operator that may hold a cache in itself, or the whole decoder, or that ONNX lacks; or nothing."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
             held = "the decoder in itself" if node.op in _GENERATORS else "its cache itself, if there is one"
             return f"{node.domain}::{node.op} '{node.name}', which holds {held}"
+        if node.domain in ONNX_DOMAINS and not onnx.defs.has(node.op):
+            return f"{node.op} '{node.name}', which is no operator of ONNX: the exporter did not convert it"
     return ""
 
 

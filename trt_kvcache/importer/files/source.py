@@ -23,6 +23,7 @@ from trt_kvcache.importer.files.lenient import make_strict
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
 from trt_kvcache.importer.quantized.quantizers import standardize
+from trt_kvcache.importer.roles.config import load_patterns
 
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 
@@ -72,14 +73,16 @@ class SourceModel:
     is_edited: bool = False
 
 
-def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> SourceModel:
+def load_source(path: str | os.PathLike[str], *, first_step: bool = False, config: str | None = None) -> SourceModel:
     """Read a model without its external data, and check files and graph.
 
     Args:
         path: of the file, or of the folder of an export with one decoder in it.
         first_step: take the export of the first step alone as well: caches come out of it, and none go in.
+        config: a YAML file with name patterns for roles: inputs with such a name have no default.
 
     Raises:
+        OptionError: `config` cannot be read.
         UnsupportedModelError: the export of the first step alone; see `check_takes_past`.
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
@@ -94,7 +97,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False) -> So
     proto = _parse(path)
     make_strict(proto)
     check_graph(proto, str(path))
-    is_edited = drop_defaults(proto.graph) | standardize(proto)
+    is_edited = drop_defaults(proto.graph, load_patterns(config) if config is not None else ()) | standardize(proto)
     if not first_step:
         check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)

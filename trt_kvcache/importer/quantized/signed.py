@@ -90,7 +90,7 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
     raise UnsupportedModelError(
         f"DequantizeLinear '{node.name}' has {kind} weights '{weight.name}' with zero points other than {middle}, "
         "which TensorRT does not take; supported are those of MatMulNBits, and of blocks of rows [K, N] that only "
-        "MatMul reads: quantize symmetrically"
+        "MatMul reads: quantize symmetrically with positive scales, or to 4 bits (NNCF: INT4_SYM with backup_mode=NONE)"
     )
 
 
@@ -105,7 +105,8 @@ def _check_scales(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto], fo
     raise UnsupportedModelError(
         f"DequantizeLinear '{node.name}' has 8-bit weights '{node.input[0]}' with scales that are not positive, which "
         "TensorRT does not take; supported are 8 bits with positive scales, and 4 bits with any: quantize "
-        "asymmetrically (onnxruntime-genai: extra option is_symmetric=false), or to 4 bits"
+        "to 4 bits (NNCF: INT4_SYM with backup_mode=NONE), or MatMulNBits asymmetrically (onnxruntime-genai: extra "
+        "option is_symmetric=false)"
     )
 
 

@@ -15,7 +15,17 @@ from dataclasses import dataclass, replace
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, elem_type, input_or_none, is_op
+from trt_kvcache.importer.graph import (
+    NAME_PREFIX,
+    Emitter,
+    consumers,
+    contains,
+    dims,
+    elem_type,
+    input_or_none,
+    is_op,
+    producer,
+)
 from trt_kvcache.importer.normalize.attention.mask_values import MaskUse
 from trt_kvcache.importer.normalize.attention.masks import check_bias, classify
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
@@ -24,6 +34,9 @@ from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Visibility
 from trt_kvcache.importer.normalize.fused.contrib import become
 from trt_kvcache.importer.normalize.interface import Interface
+
+PROJECTED = "projected"
+"""What emitted names begin with around ONNX Runtime's Attention."""
 
 Rewrite = Callable[[Canonical], None]
 """Edits the graph as proven before."""
@@ -62,8 +75,14 @@ class Heads:
 
 
 def label(node: gs.Node) -> str:
-    """The node in a message."""
-    return f"{node.op} '{node.name}'"
+    """The node in a message, as the model as exported has it."""
+    return f"{'Attention' if was_attention(node) else node.op} '{node.name}'"
+
+
+def was_attention(node: gs.Node) -> bool:
+    """Whether a MultiHeadAttention stands in the place of ONNX Runtime's Attention (see `projected`)."""
+    maker = producer(node.inputs[0]) if node.op == "MultiHeadAttention" and node.inputs else None
+    return maker is not None and str(maker.name).startswith(f"{NAME_PREFIX}{PROJECTED}")
 
 
 def has_past(node: gs.Node, pasts: Sequence[int]) -> bool:

@@ -47,6 +47,7 @@ from trt_kvcache.importer.normalize.fused.held import (
     split_heads,
     state_cache_shape,
     visibility,
+    was_attention,
 )
 from trt_kvcache.importer.normalize.interface import Interface
 
@@ -90,7 +91,8 @@ def lower_mha(graph: gs.Graph) -> None:
         _check_options(graph, node)
         if input_or_none(node, _PADDING) is not None:
             raise UnsupportedModelError(
-                f"{label(node)} has a key_padding_mask and no past; supported is attention_bias: export the mask as one"
+                f"{label(node)} has a {_padding_of(node)} and no past; supported is attention_bias: export the mask as "
+                "one"
             )
         for index in _PRESENTS:
             if used(graph, node, index):
@@ -160,6 +162,10 @@ def _check_options(graph: gs.Graph, node: gs.Node) -> None:
         raise UnsupportedModelError(f"{label(node)} {found}: export without it")
 
 
+def _padding_of(node: gs.Node) -> str:
+    return "mask_index" if was_attention(node) else "key_padding_mask"
+
+
 def _sizes(node: gs.Node) -> tuple[int, int]:
     """Number and size of heads."""
     heads = int(node.attrs.get("num_heads", 0))
@@ -174,9 +180,9 @@ def _check_padding(node: gs.Node, padding: gs.Tensor, samples: Samples) -> None:
         hides = np.ones((sample.batch, sample.total), bool) if sample.padding is None else sample.padding != 0
         if value is None or not np.array_equal(value != 0, hides):
             raise UnsupportedModelError(
-                f"key_padding_mask '{padding.name}' of {label(node)} hides something else than the padding mask of the "
-                f"model (batch {sample.batch}, {sample.past} tokens in the cache, {sample.length} new); supported are "
-                "masks [B, P + S] that hide padded tokens and nothing else"
+                f"{_padding_of(node)} '{padding.name}' of {label(node)} hides something else than the padding mask of "
+                f"the model (batch {sample.batch}, {sample.past} tokens in the cache, {sample.length} new); supported "
+                "are masks [B, P + S] that hide padded tokens and nothing else"
             )
 
     samples.hold([padding.name], "padding", hides_padding)

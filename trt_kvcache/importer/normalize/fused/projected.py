@@ -21,7 +21,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter, contains, dims, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
-from trt_kvcache.importer.normalize.fused.held import label
+from trt_kvcache.importer.normalize.fused.held import PROJECTED, label
 
 _BIAS, _MASK, _PAST, _SCORE_BIAS, _SHARED = 2, 3, 4, 5, 6
 _SAME = ("num_heads", "scale", "unidirectional", "mask_filter_value")
@@ -77,9 +77,9 @@ def _source(past: gs.Tensor | None) -> gs.Tensor | None:
 def _project(emit: Emitter, node: gs.Node) -> None:
     x, weight = node.inputs[:2]
     sizes = [int(n) for n in node.attrs.get("qkv_hidden_sizes", [])] or [int(weight.shape[-1]) // 3] * 3
-    projected = emit.op("MatMul", [x, weight], "projected")
-    parts = [gs.Variable(emit.name(f"projected_{kind}"), dtype=x.dtype) for kind in "qkv"]
-    split = emit.name("projected:Split")
+    projected = emit.op("MatMul", [x, weight], PROJECTED)
+    parts = [gs.Variable(emit.name(f"{PROJECTED}_{kind}"), dtype=x.dtype) for kind in "qkv"]
+    split = emit.name(f"{PROJECTED}:Split")
     emit.graph.nodes.append(gs.Node("Split", split, {"axis": -1}, [projected, emit.ints(sizes)], parts))
     absent = gs.Variable.empty()
     given = {index: input_or_none(node, index) or absent for index in (_BIAS, _MASK, _SCORE_BIAS)}
