@@ -116,9 +116,10 @@ def test_scales_that_are_read_elsewhere_are_refused() -> None:
 
 @pytest.mark.parametrize("op", [FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE])
 def test_what_they_read_may_have_no_known_type(op: str) -> None:
+    inputs, outputs = (["y", "y"], ["z"]) if op == MX_DEQUANTIZE else (["y"], ["z", "scales"])
     nodes = [
         helper.make_node("Unknown", ["x"], ["y"], domain="my"),
-        helper.make_node(op, ["y", "y"][: 1 + (op == MX_DEQUANTIZE)], ["z"], domain=DOMAIN),
+        helper.make_node(op, inputs, outputs, domain=DOMAIN),
     ]
     value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 32])
     opsets = [helper.make_opsetid(domain, 23 if not domain else 1) for domain in ("", "my", DOMAIN)]
