@@ -13,7 +13,7 @@ from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
-from trt_kvcache.errors import BackendError, SessionError
+from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
@@ -148,9 +148,9 @@ def test_a_setting_that_rtx_does_not_take_is_said(machine: Machine, setting: str
 @pytest.mark.parametrize("setting", ["create_runtime_cache", "set_runtime_cache"])
 def test_kernels_that_cannot_be_kept_are_said(machine: Machine, setting: str, tmp_path: Path) -> None:
     rtx = write_engine(write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1)))
-    with pytest.raises(BackendError, match="cannot keep the kernels that it compiles: it gives no reason"):
-        open_(rtx, machine, rtx=True, no_setting=setting)
-    assert machine.used == 0
+    with pytest.warns(RuntimeWarning, match="for the next start: .*cannot keep the kernels that it compiles"):
+        found = decode(open_(rtx, machine, rtx=True, no_setting=setting), 8)
+    np.testing.assert_array_equal(found, decode(open_(rtx, machine, rtx=True), 8))
 
 
 def test_goes_on_where_cuda_records_nothing(engine: Path, machine: Machine) -> None:

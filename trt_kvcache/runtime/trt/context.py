@@ -16,8 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.errors import BackendError
 from trt_kvcache.runtime.trt.cuda import Cuda
-from trt_kvcache.runtime.trt.jit import KernelCache
+from trt_kvcache.runtime.trt.jit import KernelCache, warn_not_kept
 from trt_kvcache.runtime.trt.load import TensorRT
 
 __all__ = ["Context", "ContextFactory"]
@@ -113,7 +114,12 @@ class ContextFactory:
         self._cuda = cuda
         self._activations = 0
         self._configs: dict[bool, Any] = {}
-        self.kernels = KernelCache(trt, self._new_config(), kernels) if trt.rtx and kernels else None
+        self.kernels: KernelCache | None = None
+        if trt.rtx and kernels:
+            try:
+                self.kernels = KernelCache(trt, self._new_config(), kernels)
+            except BackendError as error:
+                warn_not_kept(error)
 
     @property
     def activation_bytes(self) -> int:

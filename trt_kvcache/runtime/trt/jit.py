@@ -10,11 +10,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.errors import OutputError
+from trt_kvcache.errors import BackendError, OutputError
 from trt_kvcache.files import atomic_file
 from trt_kvcache.runtime.trt.load import TensorRT
 
-__all__ = ["KernelCache", "kernel_cache_path"]
+__all__ = ["KernelCache", "kernel_cache_path", "warn_not_kept"]
 
 _KEEP = "keep the kernels that it compiles"
 
@@ -53,12 +53,11 @@ class KernelCache:
         self._stored = stored if self.loaded else b""
 
     def share(self, config: Any) -> None:
-        """Let the contexts that are made with a configuration use it.
-
-        Raises:
-            BackendError: TensorRT refuses.
-        """
-        self._trt.check(config.set_runtime_cache(self._cache), _KEEP)
+        """Let the contexts that are made with a configuration use it. Where TensorRT refuses, they do without."""
+        try:
+            self._trt.check(config.set_runtime_cache(self._cache), _KEEP)
+        except BackendError as error:
+            warn_not_kept(error)
 
     def save(self) -> None:
         """Write the file if there is anything new. A folder that cannot be written is worth a warning, not an error."""
@@ -70,6 +69,11 @@ class KernelCache:
             with atomic_file(self._path) as file:
                 file.write(content)
         except OutputError as error:
-            warnings.warn(f"compiled kernels are not kept for the next start: {error}", RuntimeWarning, stacklevel=2)
+            warn_not_kept(error)
             return
         self._stored = content
+
+
+def warn_not_kept(why: Exception) -> None:
+    """Say that the next start compiles again, which is worth no error."""
+    warnings.warn(f"compiled kernels are not kept for the next start: {why}", RuntimeWarning, stacklevel=3)
