@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from decoders import DecoderConfig, write_decoder
 from gpu_measure import BUILT_FOR, Opened, built_for, write_json
-from gpu_supervise import ENGINE, runs_only_if_built_here, supervise
+from gpu_supervise import AGAIN, ENGINE, runs_only_if_built_here, supervise
 
 from trt_kvcache.engine import build
 from trt_kvcache.engine.manifest import load_manifest
@@ -59,7 +59,8 @@ def runs(engine: Path, name: str) -> Answer:
     with Opened(engine) as runner:
         opened = time.perf_counter() - start
         logits = runner.step(StepBatch(0, np.ones((2, 4), np.int64), np.zeros(2, np.int64)))
-        return {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": opened}
+        found: Answer = {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": opened}
+        return found if found["yes"] else found | {"error": "its logits are not all finite", "unexpected": True}
 
 
 def runs_if_built_here(engine: Path, name: str) -> Answer:
@@ -215,6 +216,12 @@ def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> N
     def keep(asking: str) -> None:
         write_json(output, result | {"asking": asking})
 
+    def end_where_lost(answer: Answer) -> None:
+        error = answer.get("error", "")
+        if error.startswith("CUDA:") or (answer.get("unexpected") and "cuda" in error.lower()):
+            keep("")
+            raise SystemExit(AGAIN)
+
     asked = {engine["engine"] for engine in result["engines"]}
     for path in engines:
         if path.name in asked:
@@ -223,11 +230,13 @@ def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> N
         answer = _asked(lambda path=path: foreign(path, name))
         if answer:
             result["engines"].append({"engine": path.name} | answer)
+            end_where_lost(answer)
     engine = folder / "model.engine"
     for question, ask in ({"builds": builds} | QUESTIONS).items():
         if question not in answers:
             keep(question)
             answers[question] = _asked(lambda ask=ask, engine=engine: ask(engine, name))
+            end_where_lost(answers[question])
         if question == "runs_if_built_here" and runs_only_if_built_here(answers):
             engine = engine.with_name(HERE)
             os.environ[BUILT_FOR] = "current"

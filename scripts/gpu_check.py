@@ -61,7 +61,7 @@ from cuda.pathfinder import load_nvidia_dynamic_lib
 from gpu_measure import BUILT_FOR, write_json
 from gpu_outcomes import counted, counts, unfinished
 from gpu_report import table
-from gpu_supervise import runs_only_if_built_here
+from gpu_supervise import runs_only_if_built_here, without_modules
 
 from trt_kvcache.engine import backend, doctor
 from trt_kvcache.importer.plan import Target
@@ -286,7 +286,7 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
             _signal(process, signal.SIGKILL)  # and its children, which may outlive it and keep the GPU's memory
             with suppress(subprocess.TimeoutExpired):
                 process.wait(4)  # no longer: one that waits for a GPU that is lost cannot be killed
-    text = log.read_text(errors="replace")
+    text = without_modules(log.read_text(errors="replace"))
     about |= {"status": "timeout" if code is None else "failed" if code else "ok", "exit_code": code}
     about["seconds"] = round(time.monotonic() - start, 1)
     if any(words in text for words in NO_SANITIZER) and step.name == "sanitizer":
@@ -296,7 +296,8 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     if about["status"] == "timeout" and (test := unfinished(text)):
         about["ended_at"] = test
     try:
-        _take(step, part, out, text)
+        if not _take(step, part, out, text) and about["status"] == "ok":
+            about |= {"status": "failed", "output": f"it ended well, and without results: {text[-6000:]}"}
     except Exception as error:  # noqa: BLE001 - whatever it wrote, the next step is run
         about["unreadable"] = f"{type(error).__name__}: {error}"
     return about
@@ -313,20 +314,21 @@ def _signal(process: subprocess.Popen[bytes], kind: signal.Signals) -> None:
         os.killpg(process.pid, kind)
 
 
-def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
-    """Put what a step wrote into its part, as much as there is."""
+def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
+    """Put what a step wrote into its part, as much as there is; gives whether there is any."""
     try:
         if step.name.endswith("tests") or step.name == "sanitizer":
             found = counts(out) if out.exists() else counted(text)
         elif step.name == "compile":
-            rows = json.loads(text[text.index("[") :])  # after what else is said
+            # Between what else is said, as by TensorRT or in warnings.
+            rows, _ = json.JSONDecoder().raw_decode(text, f"\n{text}".index("\n[\n"))
             spills = [row["kernel"] for row in rows if row["spill_bytes"]]
             most = max(row["registers"] for row in rows)
             found = {"kernels": len(rows), "most_registers": most, "with_spills": spills}
         else:
             found = json.loads(out.read_text())
     except (OSError, ValueError, ParseError):
-        return  # it ended before it had anything; its status and its output say why
+        return False  # it ended before it had anything; its status and its output say why
     if step.merged:
         for key, value in found.items():
             if isinstance(value, list):
@@ -335,6 +337,7 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> None:
                 part[key] = value
     else:
         part[step.name.replace(" ", "_")] = found
+    return True
 
 
 def _python_path() -> str:

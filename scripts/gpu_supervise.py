@@ -4,12 +4,14 @@ The process writes a JSON file, again after every answer (`gpu_answers`)::
 
     {"answers": {QUESTION: {...}}, "engines": [{"engine": NAME, ...}], "asking": what is being asked; "" at the end}
 
-Started again, it goes on behind what has an answer there.
+Started again, it goes on behind what has an answer there. It ends with `AGAIN` where it should be: a fault of the GPU
+stays with the process that it happened in, and every later answer would be that fault.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +24,13 @@ from typing import Any
 
 from gpu_measure import write_json
 
-__all__ = ["ENGINE", "runs_only_if_built_here", "supervise"]
+__all__ = ["AGAIN", "ENGINE", "runs_only_if_built_here", "supervise", "without_modules"]
 
 ENGINE = "engine "
 """Before the name of an engine that is being asked about."""
+
+AGAIN = 75
+"""Exit code of a process that wants to be started again for what is left."""
 
 _GRACE = 4.0  # seconds, to say where it hangs
 _WORDS = 1500  # of its output that are kept
@@ -59,13 +64,15 @@ def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
                 with suppress(subprocess.TimeoutExpired):
                     child.wait(_GRACE)  # no longer: one that waits for a GPU that is lost cannot be killed
                 log.seek(0)
-                text = log.read().decode(errors="replace")
+                text = without_modules(log.read().decode(errors="replace"))
                 sys.stderr.write(text)
-        if not how:
-            return well
-        well = False
         result = json.loads(output.read_text())
         asked = result.pop("asking")
+        if not asked and how == "exit 0":
+            return well
+        if not asked and how == f"exit {AGAIN}":
+            continue
+        well = False
         if not asked:
             raise SystemExit(f"{how} before it asked anything")
         answer = {"yes": False, "error": f"{how}: {text[-_WORDS:].strip()}", "unexpected": True}
@@ -77,7 +84,7 @@ def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
 
 
 def _wait(child: subprocess.Popen[bytes], output: Path, limit: float) -> str:
-    """How the process ended; empty where it did as it should."""
+    """How the process ended."""
     last, since = output.stat().st_mtime_ns, time.monotonic()
     while child.poll() is None:
         with suppress(subprocess.TimeoutExpired):
@@ -90,4 +97,9 @@ def _wait(child: subprocess.Popen[bytes], output: Path, limit: float) -> str:
                 child.wait(_GRACE)
             return f"it took more than {limit:g} seconds"
     status = child.returncode
-    return "" if status == 0 else f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
+    return f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
+
+
+def without_modules(text: str) -> str:
+    """What a process printed, without the list of all its modules that Python puts behind the place of a crash."""
+    return re.sub(r"^Extension modules: .*\n?", "", text, flags=re.MULTILINE)

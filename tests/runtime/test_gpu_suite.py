@@ -192,7 +192,7 @@ def keep(asking):
     part.write_text(json.dumps(result | {"asking": asking}))
     part.replace(out)
 
-for name in ("good", "dies", "engine a.engine", "hangs", "last"):
+for name in ("good", "dies", "engine a.engine", "hangs", "leaves", "fault", "last"):
     if name in result["answers"] or any("engine " + e["engine"] == name for e in result["engines"]):
         continue
     keep(name)
@@ -203,7 +203,12 @@ for name in ("good", "dies", "engine a.engine", "hangs", "last"):
         os._exit(3)
     elif name == "hangs":
         time.sleep(60)
+    elif name == "leaves":
+        os._exit(0)
     result["answers"][name] = {"yes": True}
+    if name == "fault":
+        keep("")
+        sys.exit(75)
 keep("")
 """
 
@@ -216,7 +221,8 @@ def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Pa
     result = json.loads(out.read_text())
     assert result["asking"] == ""
     answers, (engine,) = result["answers"], result["engines"]
-    assert [name for name, answer in answers.items() if answer["yes"]] == ["good", "last"]
+    assert [name for name, answer in answers.items() if answer["yes"]] == ["good", "fault", "last"]
+    assert answers["leaves"]["error"].startswith("exit 0: at leaves")
     assert answers["dies"]["error"].startswith("it was killed by SIGABRT: at good")
     assert answers["hangs"]["error"].startswith("it took more than 1.5 seconds: at hangs")
     assert answers["hangs"]["unexpected"]
@@ -224,6 +230,64 @@ def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Pa
     assert supervise([sys.executable, "-c", "pass"], out, 60)
     with pytest.raises(SystemExit, match="exit 1 before it asked anything"):
         supervise([sys.executable, "-c", "import none_such"], out, 60)
+
+
+def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA says it again to every later call of the process: another one asks the rest."""
+    import gpu_answers
+    from gpu_supervise import AGAIN
+
+    from trt_kvcache.errors import BackendError, SessionError
+
+    words = "CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
+
+    def fails(error: Exception) -> Any:
+        def ask(engine: Path, name: str) -> dict[str, Any]:
+            raise error
+
+        return ask
+
+    questions = {
+        "refused": fails(BackendError("TensorRT says: Cuda Runtime (unsupported)")),
+        "late": fails(SessionError(words)),
+        "early": fails(BackendError(words)),
+        "other": fails(AttributeError("Builder")),
+    }
+    monkeypatch.setattr(gpu_answers, "QUESTIONS", questions)
+    out = tmp_path / "answers.json"
+    out.write_text(json.dumps({"answers": {"builds": {"yes": True}}, "engines": []}))
+    for last in ("late", "early"):
+        with pytest.raises(SystemExit) as end:
+            gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
+        result = json.loads(out.read_text())
+        assert (end.value.code, list(result["answers"])[-1], result["asking"]) == (AGAIN, last, "")
+    gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
+    assert list(json.loads(out.read_text())["answers"]) == ["builds", *questions]
+
+
+def test_logits_that_are_no_numbers_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_answers
+
+    class Runner:
+        name = "a GPU"
+
+        def step(self, batch: Any) -> Any:
+            return batch.tokens * float("nan")
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr("gpu_measure.TensorRTRunner", lambda engine: Runner())
+    answer = gpu_answers.runs(tmp_path, "tensorrt-rtx")
+    assert (answer["yes"], answer["error"]) == (False, "its logits are not all finite")
+
+
+def test_a_crash_shows_its_place_and_not_all_modules() -> None:
+    from gpu_supervise import without_modules
+
+    crash = "import numpy, onnx, faulthandler; faulthandler.enable(); faulthandler._sigsegv()"
+    told = without_modules(run("-c", crash).stderr)
+    assert told.startswith("Fatal Python error: Segmentation fault")
+    assert told.strip().endswith('File "<string>", line 1 in <module>')
 
 
 def test_what_has_an_answer_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -356,11 +420,12 @@ def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
     import psutil
 
     child = "[sys.executable, '-c', 'import time; time.sleep(60)']"
-    sleeps = f"import subprocess, sys; print(subprocess.Popen({child}).pid)"
+    sleeps = f"import subprocess, sys; open('{{out}}', 'w').write(str(subprocess.Popen({child}).pid))"
     step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", sleeps), 60)
-    about = gpu_check.run_step(step, {}, tmp_path, time.monotonic() + 60)
+    part: dict[str, Any] = {}
+    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
     assert about["status"] == "ok"
-    number = int((tmp_path / "kernel-bench.log").read_text())
+    number = part["bench"]
     for _ in range(100):  # it takes a moment
         with suppress(psutil.NoSuchProcess):
             if psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
@@ -389,7 +454,7 @@ def test_a_process_that_cannot_be_killed_is_left(tmp_path: Path, monkeypatch: py
     about = gpu_check.run_step(step, {}, tmp_path, time.monotonic() + 60)
     assert about["status"] == "timeout"
     out = tmp_path / "answers.json"
-    asks = ASKS.replace('"good", "dies", "engine a.engine", "hangs", "last"', '"hangs", "last"')
+    asks = ASKS.replace('"good", "dies", "engine a.engine", "hangs", "leaves", "fault", "last"', '"hangs", "last"')
     assert not gpu_supervise.supervise([sys.executable, "-c", asks, str(out)], out, 1)
     assert list(json.loads(out.read_text())["answers"]) == ["hangs", "last"]
 
@@ -427,6 +492,20 @@ def test_tests_that_hang_keep_what_came_before(tmp_path: Path, first: str) -> No
     assert (tests["passed"], tests["failed"], list(tests["failures"])) == (1, 1, ["test_that_fails"])
     assert ("traces" in tests) is (first == "pass")  # else pytest came to no report
     assert first != "pass" or "assert 1 == 2" in tests["traces"]["test_that_fails"]
+
+
+def test_a_step_that_ends_well_without_results_has_failed(tmp_path: Path) -> None:
+    import gpu_check
+
+    part: dict[str, Any] = {}
+    step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", "print('nothing')"), 60)
+    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
+    assert (about["status"], about["output"]) == ("failed", "it ended well, and without results: nothing\n")
+    rows = json.dumps([{"kernel": "one", "registers": 12, "spill_bytes": 0}], indent=2)
+    says = f"print('[W] first'); print({rows!r}); print('[W] last')"
+    step = gpu_check.Step("kernel", "compile", (sys.executable, "-c", says), 60)
+    assert gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)["status"] == "ok"
+    assert part["compile"] == {"kernels": 1, "most_registers": 12, "with_spills": []}
 
 
 def test_what_cannot_be_read_costs_nothing_else(tmp_path: Path) -> None:
