@@ -133,3 +133,14 @@ def test_positions_counted_in_the_graph_stay_within_their_table(op: str, rows: i
             normalize(model, {}, PlanOptions(capacity=40))
     else:
         normalize(model, {}, PlanOptions(capacity=40))
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_bound_that_is_a_scalar_is_refused(place: int) -> None:
+    model = decoder(use="MatMul")
+    cut = next(n for n in model.graph.node if n.name == "node_rows")
+    number = onnx.helper.make_node("Squeeze", [cut.input[place]], ["number"], "number")
+    model.graph.node.insert(list(model.graph.node).index(cut), number)
+    cut.input[place] = "number"
+    with pytest.raises(UnsupportedModelError, match="computes 'x' from the length of the cache together with"):
+        normalize(model, {}, PlanOptions(capacity=CAPACITY))

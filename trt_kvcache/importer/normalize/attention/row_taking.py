@@ -47,7 +47,7 @@ class Taking:
         if self.op == "Gather":
             alone = first.size == max(first.shape) and first.dtype.kind in "iu"
             return np.where(first < 0, first + len(rows), first).reshape(-1) if alone else None
-        if last is None or first.size != 1 or (step is not None and np.any(step != 1)):
+        if last is None or not first.shape == last.shape == (1,) or (step is not None and np.any(step != 1)):
             return None
         start, end = int(first[0]), int(last[0])
         if 0 <= start < len(rows) < end <= sample.total:  # a table that ends before: whoever asks says so
