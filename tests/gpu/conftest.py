@@ -8,7 +8,8 @@ have run on is the fake of `tests/runtime/fake_gpu.py`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,21 @@ from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 MAX_BATCH, MAX_CHUNK = 3, 16
+
+LOST = re.compile(
+    "CUDA_ERROR_(ILLEGAL_ADDRESS|ILLEGAL_INSTRUCTION|MISALIGNED_ADDRESS|INVALID_PC|LAUNCH_FAILED|LAUNCH_TIMEOUT|ASSERT"
+    "|HARDWARE_STACK_ERROR|INVALID_ADDRESS_SPACE|ECC_UNCORRECTABLE)|cudaError (700|702|710|71[4-9]|214)\\b"
+)
+"""What CUDA says, from then on to every call, of a process whose kernel went wrong."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """End with the test that loses the GPU: the others would fail with its words."""
+    report = yield
+    if report.failed and (words := LOST.search(report.longreprtext)):
+        item.session.shouldfail = f"{words[0]}: nothing runs on the GPU any more in this process"
+    return report
 
 
 def backends() -> list[str]:

@@ -57,6 +57,26 @@ def test_gpu_tests_name_what_does_not_run() -> None:
     assert "24 skipped" in output
 
 
+LOSES = """
+def test_fails(): assert "CUDA_ERROR_OUT_OF_MEMORY" == 1
+def test_loses_the_gpu(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+def test_more(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
+"""
+
+
+def test_gpu_tests_end_with_the_one_that_loses_the_gpu(tmp_path: Path) -> None:
+    from gpu_outcomes import counts
+
+    (tmp_path / "gpu_conftest.py").write_text((ROOT / "tests" / "gpu" / "conftest.py").read_text())
+    (tmp_path / "test_some.py").write_text(LOSES)
+    paths, report = os.pathsep.join((str(tmp_path), PATHS)), tmp_path / "report.xml"
+    command = ("-m", "pytest", "-p", "gpu_conftest", "-p", "no:cacheprovider", f"--junitxml={report}")
+    done = run(*command, str(tmp_path / "test_some.py"), PYTHONPATH=paths)
+    assert "CUDA_ERROR_ILLEGAL_ADDRESS: nothing runs on the GPU any more in this process" in done.stdout
+    found = counts(report)
+    assert (found["failed"], list(found["failures"])) == (2, ["test_fails", "test_loses_the_gpu"])
+
+
 def test_gpu_check_without_a_gpu() -> None:
     from trt_kvcache.engine.doctor import find_gpus
 
