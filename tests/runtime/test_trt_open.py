@@ -169,6 +169,21 @@ def _axes(manifest: Manifest) -> Manifest:
     return replace(manifest, plan=replace(manifest.plan, tensors=tensors))
 
 
+def _no_span(manifest: Manifest) -> Manifest:
+    return replace(manifest, plan=replace(manifest.plan, spans=()))
+
+
+def _logits_span(manifest: Manifest) -> Manifest:
+    assert manifest.plan.logits_span is not None
+    span = replace(manifest.plan.logits_span, name="input_ids")
+    return replace(manifest, plan=replace(manifest.plan, logits_span=span))
+
+
+def _dtype(manifest: Manifest) -> Manifest:
+    first, *others = manifest.plan.tensors
+    return replace(manifest, plan=replace(manifest.plan, tensors=(replace(first, dtype="int65"), *others)))
+
+
 def _double(manifest: Manifest) -> Manifest:
     return replace(manifest, double_buffered={"updated_key_cache.0": "key_cache.0"})
 
@@ -180,6 +195,11 @@ def _double(manifest: Manifest) -> Manifest:
         (_capacity, "cache 'key_cache.0' has a capacity of 4096, its shape says otherwise"),
         (_shape, r"input 'key_cache.0' is float \['batch', 2, 64, 16\], its cache float \['batch', 2, 4096, 16\]"),
         (_double, "double_buffered binds 'updated_key_cache.0' to 'key_cache.0', the plan to None"),
+        (
+            lambda m: replace(m, plan=replace(m.plan, spans=())),
+            "span 'attention_span' is not both an input and described",
+        ),
+        (_logits_span, "span 'input_ids' is not both an input and described; span 'logits_span' is not both"),
         (lambda m: replace(m, max_batch=9), "max_batch is 9, the profiles of 'input_ids' end at 3"),
         (lambda m: replace(m, max_chunk=9), "max_chunk is 9, the profiles of 'input_ids' end at 8"),
     ],
@@ -194,9 +214,10 @@ def test_manifest_edited_by_hand(engine: Path, change: Callable[[Manifest], Mani
     [
         (_rank, r"cache 'key_cache.0' \['batch'\] has no axis 2"),
         (_axes, r"input 'input_ids' \[.*\] has axes or profiles of another length"),
+        (lambda m: replace(m, backend="tensorrt-x"), "backend 'tensorrt-x'; there are tensorrt, tensorrt-rtx"),
     ],
 )
-def test_shapes_of_another_length(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
+def test_manifests_that_are_none(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
     edit(engine, change)
     check_refused(ManifestError, f"not a valid manifest: {words}; build the engine again", engine)
     with pytest.raises(ManifestError, match=words):  # as inspect and others read it

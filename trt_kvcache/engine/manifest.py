@@ -11,7 +11,7 @@ import msgspec
 
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.plan import CachePlan, Target
 
 __all__ = [
     "ENCODER",
@@ -172,7 +172,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
                 "use the version of trt_kvcache that built the engine, or build it again"
             )
         manifest = msgspec.json.decode(data, type=Manifest)
-        _check_ranks(manifest)
+        _check(manifest)
         return manifest
     except msgspec.ValidationError as error:
         raise ManifestError(f"{file}: not a valid manifest: {error}; {advice}") from error
@@ -180,12 +180,15 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise ManifestError(f"{file}: not JSON: {error}; {advice}") from error
 
 
-def _check_ranks(manifest: Manifest) -> None:
+def _check(manifest: Manifest) -> None:
     """Make sure that axes, profiles and shapes go together, as everything that reads a manifest takes for granted.
 
     Raises:
-        ValidationError: they do not.
+        ValidationError: they do not; or there is no such backend.
     """
+    backends = [target.value for target in Target]
+    if manifest.backend not in backends:
+        raise msgspec.ValidationError(f"backend {manifest.backend!r}; there are {', '.join(backends)}")
     for cache in manifest.plan.caches:
         if not 0 <= cache.physical_sequence_axis < len(cache.physical_shape):
             shape = list(cache.physical_shape)

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-__all__ = ["array_dtype"]
+__all__ = ["array_dtype", "is_dtype"]
 
 _NAMES = {
     "float": "float32", "double": "float64", "float8e4m3fn": "float8_e4m3fn", "float8e4m3fnuz": "float8_e4m3fnuz",
@@ -20,3 +20,12 @@ def array_dtype(name: str) -> np.dtype[Any]:
     """The NumPy dtype (or that of ml_dtypes) of an ONNX dtype name such as ``"bfloat16"``."""
     name = _NAMES.get(name, name)
     return np.dtype(getattr(ml_dtypes, name, name))
+
+
+def is_dtype(name: str) -> bool:
+    """Whether `array_dtype` knows the name."""
+    try:
+        array_dtype(name)
+    except TypeError:
+        return False
+    return True

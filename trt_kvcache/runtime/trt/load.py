@@ -17,7 +17,8 @@ from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
-from trt_kvcache.importer.plan import Target
+from trt_kvcache.importer.plan import Role, Target
+from trt_kvcache.runtime.dtypes import is_dtype
 from trt_kvcache.runtime.trt.cuda import Cuda
 
 __all__ = ["TensorRT", "check_manifest", "load_tensorrt", "open_engine"]
@@ -161,6 +162,11 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
             if tensor is None or tensor.shape[1:] != state.shape[1:] or tensor.dtype != state.dtype:
                 found_text = "nothing" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
                 problems.append(f"{key[0]} {key[1]!r} is {found_text}, its state {state.dtype} {list(state.shape)}")
+    logits_span = manifest.plan.logits_span
+    spans = {span.name for span in manifest.plan.spans} | ({logits_span.name} if logits_span else set())
+    inputs = {t.name for t in manifest.plan.tensors if t.io == "input" and t.role is Role.SPAN}
+    problems += [f"span {name!r} is not both an input and described" for name in sorted(spans ^ inputs)]
+    problems += [f"{t.io} {t.name!r} has dtype {t.dtype!r}" for t in tensors.values() if not is_dtype(t.dtype)]
     problems += _limits(manifest)
     if problems:
         raise ManifestError(f"{path}: its manifest contradicts itself: {'; '.join(problems)}; build the engine again")
@@ -168,7 +174,8 @@ def check_manifest(manifest: Manifest, path: Path) -> None:
 
 def _limits(manifest: Manifest) -> list[str]:
     """What `max_batch`, `max_chunk` and `max_logits` promise beyond the profiles."""
-    problems = []
+    limits = {"max_batch": manifest.max_batch, "max_chunk": manifest.max_chunk, "max_logits": manifest.max_logits}
+    problems = [f"{what} is {limit}" for what, limit in limits.items() if limit is not None and limit < 1]
     if (manifest.max_logits is None) is not (manifest.plan.logits_span is None):
         problems.append(f"max_logits is {manifest.max_logits}, and the plan says otherwise")
     for tensor in manifest.plan.tensors:
