@@ -22,8 +22,8 @@ first:
   bandwidth (``gpu_measure.py``);
 - engine tests, encoder tests, ..., for each backend: ``tests/gpu/test_engines.py``, ``test_encoder.py``,
   ``test_embeddings.py``, ``test_plugin_engines.py``;
-- compile, kernel tests, choice tests: every kernel compiled for this GPU (registers, spills), and against numpy: cache
-  updates, and the choice of tokens;
+- compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy:
+  cache updates, and the choice of tokens;
 - sanitizer: some kernels under compute-sanitizer, where there is one.
 
 Where engines for all GPUs do not run on this one, and engines that were built for it alone do, the steps after the
@@ -220,7 +220,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
     command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")
     found.append(Step(KERNEL, "compile", command, 75))
-    for what, file in zip(("kernel", "choice"), kernels, strict=True):
+    for what, file in zip(("kernel", "choosing"), kernels, strict=True):
         found.append(Step(KERNEL, f"{what} tests", (*tests, file), 120))
     if sanitizer := shutil.which("compute-sanitizer") or _in_toolkit("compute-sanitizer"):
         guard = (sanitizer, "--error-exitcode", "9")
