@@ -7,6 +7,7 @@ import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import example, given, settings
@@ -19,6 +20,8 @@ from trt_kvcache.runtime.text.tokenizer import Tokenizer
 pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
 
 from runtime.tokenizers_in_code import byte_fallback, byte_level
+from tokenizers import Tokenizer as Raw
+from tokenizers import models
 
 patient = settings(deadline=None, max_examples=200)
 
@@ -183,6 +186,19 @@ def test_a_file_or_its_folder(tmp_path: Path) -> None:
 def test_a_text_that_is_none_is_refused() -> None:
     with pytest.raises(PromptError, match="a lone surrogate at character 2"):
         gpt().encode("ab\udcff")
+
+
+@pytest.mark.parametrize("error", [None, BaseException("no entry found for key")], ids=["error", "panic"])
+def test_a_text_on_which_the_tokenizer_fails_is_refused(error: BaseException | None) -> None:
+    """Words that it does not know, and no token for those; and panics of the library's, which are no Exceptions."""
+    raw: Any = Raw(models.WordLevel({"a": 0}, unk_token="<unk>"))
+    words = "Missing .UNK. token from the vocabulary"
+    if error is not None:
+        raw, words = Mock(**{"encode.side_effect": error}), "no entry found for key"
+    with pytest.raises(PromptError, match=f"words.json fails on the text: .*{words}; use the tokenizer of the model"):
+        Tokenizer(raw, name="words.json").encode("b")
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer(Mock(**{"encode.side_effect": KeyboardInterrupt})).encode("b")
 
 
 def test_ids_past_the_tokenizer_have_no_text() -> None:

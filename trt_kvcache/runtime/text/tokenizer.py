@@ -88,13 +88,22 @@ class Tokenizer:
                 special tokens already.
 
         Raises:
-            PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none.
+            PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none; or the tokenizer
+                fails on it.
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"the text is no Unicode text: a lone surrogate at character {error.start}") from None
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        try:
+            ids: list[int] = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # a panic of the library's is no Exception
+            raise PromptError(
+                f"{self.name} fails on the text: {' '.join(str(error).split())}; use the tokenizer of the model, or give "
+                "token ids"
+            ) from error
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
