@@ -33,9 +33,9 @@ class TokenEvent:
         sequence: which one: the index of its prompt, or its slot where it was added on its own.
         token: the chosen id; None in an event that only ends the sequence.
         text: what has become certain of its text with this event: nothing while a character or a possible stop string
-            is incomplete, and nothing at all without a tokenizer. The texts of a sequence, joined, are its text; only where
-            bytes that are no UTF-8 follow one another, a tokenizer that falls back to bytes may read fewer characters from
-            all of them than it did from the first.
+            is incomplete, and nothing at all without a tokenizer. The texts of a sequence, joined, are its text; only
+            where bytes that are no UTF-8 follow one another, a tokenizer that falls back to bytes may read fewer
+            characters from all of them than it did from the first.
         logprob: natural logarithm of the token's probability under the model's own distribution, before penalties,
             temperature and truncation; None unless `GenerationConfig.output_logprobs`.
         finish_reason: in the sequence's last event, and only there.

@@ -88,8 +88,8 @@ class Tokenizer:
                 special tokens already.
 
         Raises:
-            PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none; or the tokenizer
-                fails on it.
+            PromptError: `text` cannot be written as UTF-8, as where it was made of bytes that were none; or the
+                tokenizer fails on it.
         """
         try:
             text.encode()
@@ -101,8 +101,8 @@ class Tokenizer:
             raise
         except BaseException as error:  # a panic of the library's is no Exception
             raise PromptError(
-                f"{self.name} fails on the text: {' '.join(str(error).split())}; use the tokenizer of the model, or give "
-                "token ids"
+                f"{self.name} fails on the text: {' '.join(str(error).split())}; use the tokenizer of the model, or "
+                "give token ids"
             ) from error
         return ids
 
