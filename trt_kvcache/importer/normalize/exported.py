@@ -17,7 +17,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.computed import Computed, find_computed
 from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
-from trt_kvcache.importer.normalize.attention.merged_heads import split_heads
+from trt_kvcache.importer.normalize.attention.merged_heads import split_heads, turn_keys
 from trt_kvcache.importer.normalize.attention.rounded import round_first
 from trt_kvcache.importer.normalize.attention.square_masks import hold_by_position, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
@@ -127,6 +127,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     lower_presents(graph)
     shift_zero_points(graph)
     lower_contrib(graph)
+    turn_keys(graph)
     graph.cleanup().toposort()
     candidates = find_candidates(graph)
     merge_groups(graph, candidates)

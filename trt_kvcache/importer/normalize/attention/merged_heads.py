@@ -60,6 +60,27 @@ def split_heads(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
             splitter.split(node, past)
 
 
+def turn_keys(graph: gs.Graph) -> None:
+    """Let keys, in place, be ``[B, N, T, D]`` before they are transposed for the scores, where one Transpose does both.
+
+    Args:
+        graph: with shapes as far as they are known.
+    """
+    emit = Emitter(graph)
+    for node in list(graph.nodes):
+        turn = producer(node.inputs[1]) if is_op(node, "MatMul") else None
+        perm = (
+            [int(axis) for axis in turn.attrs.get("perm", ())] if turn is not None and is_op(turn, "Transpose") else []
+        )
+        if len(perm) == 4 and perm[:2] != [0, 1] and perm[0] == 0 and scored(node.outputs[0]):
+            assert turn is not None
+            shape = node.inputs[1].shape
+            rows = emit.op("Transpose", [turn.inputs[0]], "rows", perm=[*perm[:2], perm[3], perm[2]])
+            turned = emit.op("Transpose", [rows], "turned", perm=[0, 1, 3, 2])
+            turned.shape, rows.shape = shape, None if shape is None else [*shape[:2], shape[3], shape[2]]
+            node.inputs[1] = turned
+
+
 def read_of(candidates: Iterable[Candidate]) -> Iterator[tuple[str, gs.Tensor]]:
     """What attention may read of a cache, by name: the present, and what that is a view of."""
     for candidate in candidates:

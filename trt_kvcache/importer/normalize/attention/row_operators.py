@@ -185,7 +185,9 @@ class RowOperators:
             axes = tuple(kept + more * (kept > axis) for kept in found.axes)
             return self._one(node, axes, sign=found.sign, is_moved=found.is_moved)
         self._check_slice(node, found.axes, rank)
-        return self._one(node, found.axes, sign=found.sign, is_moved=found.is_moved)
+        last = max(axis for axis in range(rank) if axis not in found.axes)  # of one head, behind the heads
+        sizes = [self._shape(tensor, self._samples[0])[last] for tensor in (node.inputs[0], node.outputs[0])]
+        return self._one(node, found.axes, sign=found.sign, is_moved=found.is_moved and sizes[0] == sizes[1])
 
     def _check_slice(self, node: gs.Node, axes: Axes, rank: int) -> None:
         bounds = [self._constant(t) for t in node.inputs[1:]]

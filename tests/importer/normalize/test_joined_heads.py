@@ -1,0 +1,116 @@
+"""Keys and values side by side in one cache, cut apart by Slice or Split; keys transposed straight to the scores."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from graphs import Graph
+from onnx import TensorProto
+
+from trt_kvcache import PlanOptions, UnsupportedModelError, plan_model, verify_model
+
+HEADS, SIZE, TOKENS = 3, 8, 16
+WIDTH = HEADS * SIZE
+OPTIONS = PlanOptions(capacity=20)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """How a decoder holds both.
+
+    Attributes:
+        cache: "heads" (``[B, N, T, 2D]``) or "flat" (``[B, T, 2ND]``).
+        cut: "slice" or "split".
+        at: where keys end and values begin, as exported: in half, if nothing is wrong.
+        straight: keys are transposed once only, to ``[B, N, D, T]``.
+    """
+
+    cache: str = "heads"
+    cut: str = "slice"
+    at: tuple[int, int] | None = None
+    straight: bool = False
+
+    def model(self) -> onnx.ModelProto:
+        g, rng, axis = Graph(), np.random.default_rng(5), 2 if self.cache == "heads" else 1
+        weight = lambda *shape: g.constant(rng.standard_normal(shape) / 4, np.float32)  # noqa: E731
+        shape = ["B", HEADS, "P", 2 * SIZE] if axis == 2 else ["B", "P", 2 * WIDTH]
+        g.input("input_ids", TensorProto.INT64, ["B", "S"])
+        past = g.input("past", TensorProto.FLOAT, shape)
+        x = g.node("Gather", [weight(TOKENS, WIDTH), "input_ids"])
+        new = g.node("MatMul", [x, weight(WIDTH, 2 * WIDTH)])
+        if axis == 2:
+            new = self._heads(g, new, 2 * SIZE)
+        both = g.node("Concat", [past, new], "present", axis=axis)
+        half = SIZE if axis == 2 else WIDTH
+        key, value = self._apart(g, both, half)
+        query = self._heads(g, g.node("MatMul", [x, weight(WIDTH, WIDTH)]), SIZE)
+        if axis == 1:
+            value = self._heads(g, value, SIZE)
+        if axis == 1 and self.straight:
+            turned = g.node("Transpose", [self._split(g, key, SIZE)], perm=[0, 2, 3, 1])
+        else:
+            turned = g.node("Transpose", [key if axis == 2 else self._heads(g, key, SIZE)], perm=[0, 1, 3, 2])
+        scores = g.node("Mul", [g.node("MatMul", [query, turned]), g.constant(0.5, np.float32)])
+        rows, total = (
+            g.node("Gather", [g.node("Shape", [t]), g.constant(i)], axis=0) for t, i in ((past, axis), (both, axis))
+        )
+        keys, queries = (g.node("Range", [n, total, g.constant(1)]) for n in (g.constant(0), rows))
+        seen = g.node("LessOrEqual", [keys, g.node("Unsqueeze", [queries, g.constant([1])])])
+        weights = g.node("Softmax", [g.node("Where", [seen, scores, g.constant(-1e4, np.float32)])], axis=-1)
+        found = g.node("Transpose", [g.node("MatMul", [weights, value])], perm=[0, 2, 1, 3])
+        g.node("MatMul", [g.node("Reshape", [found, g.constant([0, 0, WIDTH])]), weight(WIDTH, TOKENS)], "logits")
+        g.output("logits", TensorProto.FLOAT, ["B", "S", TOKENS])
+        g.output("present", TensorProto.FLOAT, ["T" if d == "P" else d for d in shape])
+        return g.model(18)
+
+    def _apart(self, g: Graph, both: str, half: int) -> tuple[str, str]:
+        if self.cut == "split":
+            g.node("Split", [both, g.constant([half, half])], ["key", "value"], axis=-1)
+            return "key", "value"
+        first, second = self.at or (0, half)
+        bounds = ((first, first + half), (second, second + half))
+        key, value = (g.node("Slice", [both, g.constant([a]), g.constant([b]), g.constant([-1])]) for a, b in bounds)
+        return key, value
+
+    def _split(self, g: Graph, tensor: str, size: int) -> str:
+        return g.node("Reshape", [tensor, g.constant([0, 0, HEADS, size])])
+
+    def _heads(self, g: Graph, tensor: str, size: int) -> str:
+        return g.node("Transpose", [self._split(g, tensor, size)], perm=[0, 2, 1, 3])
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        Joined(),
+        Joined(cut="split"),
+        Joined(at=(SIZE, 0)),  # values in front
+        Joined(at=(0, 0)),  # keys are values
+        Joined("flat"),
+        Joined("flat", straight=True),
+        Joined("flat", "split", straight=True),
+        Joined("flat", at=(WIDTH, 0), straight=True),
+        Joined("flat", at=(4, 20)),  # of parts of two heads as they were meant
+    ],
+    ids=str,
+)
+def test_same_numbers(form: Joined, tmp_path: Path) -> None:
+    onnx.save(form.model(), tmp_path / "model.onnx")
+    plan = plan_model(tmp_path / "model.onnx", OPTIONS)
+    assert len(plan.caches) == 1
+    assert [(a.query_heads, a.kv_heads, a.head_size) for a in plan.attention] == [(HEADS, HEADS, SIZE)]
+    verify_model(tmp_path / "model.onnx", OPTIONS).check()
+
+
+@pytest.mark.parametrize("perm", [(0, 3, 2, 1), (1, 2, 3, 0), (0, 1, 3, 2)])
+def test_other_orders_are_refused(perm: tuple[int, ...], tmp_path: Path) -> None:
+    model = Joined("flat", straight=True).model()
+    turn = next(n for n in model.graph.node if n.op_type == "Transpose" and list(n.attribute[0].ints) == [0, 2, 3, 1])
+    turn.attribute[0].ints[:] = perm
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError):
+        plan_model(tmp_path / "model.onnx", OPTIONS)
