@@ -6,6 +6,7 @@ import re
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
 from decoders import DecoderConfig, write_decoder
@@ -64,6 +65,14 @@ def test_inputs_that_are_none_are_one_line(content: bytes, tmp_path: Path) -> No
     assert result.exit_code == 1
     assert re.fullmatch(r"error: [^\n]*inputs.npz: cannot be read as an .npz file [^\n]*\n", result.stderr)
     assert "pickle" not in result.stderr
+
+
+def test_one_array_where_names_are_needed_is_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "inputs.npy", np.zeros(3))
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    result = run(app, ["verify", str(model), "--inputs", str(tmp_path / "inputs.npy")])
+    assert result.exit_code == 1
+    assert "one array without a name, as in an .npy file; np.savez writes names" in result.stderr
 
 
 def test_more_threads_than_there_can_be_are_one_line(tmp_path: Path) -> None:

@@ -203,6 +203,7 @@ def test_unwritable_output_of_rewrite(tmp_path: Path, output: str, said: str) ->
             "--max-chunk is 17, but cache 'key_cache.0' holds 16 tokens; give --max-chunk 16 or less",
         ),
         (["--capacity", 8], "leave the option out, or export with a symbolic length"),
+        (["--capacity", 10**30], "it must be at most 16777216 tokens"),
         (["--config", "no.yaml"], "no.yaml: the role config cannot be read"),
     ],
 )

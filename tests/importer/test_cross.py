@@ -63,9 +63,9 @@ def test_shapes_given_by_name(tmp_path: Path) -> None:
 
 
 def test_options_that_do_not_fit(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="opt_encoder is 3 and max_encoder None"):
+    with pytest.raises(OptionError, match="opt_encoder is 3, .* and none is given"):
         BuildOptions(opt_encoder=3)
-    with pytest.raises(OptionError, match="opt_encoder is 3 and max_encoder 2"):
+    with pytest.raises(OptionError, match="opt_encoder is 3, .* and it is 2"):
         BuildOptions(opt_encoder=3, max_encoder=2)
     model = cross_model("hidden")
     dims = next(i for i in model.graph.input if i.name == "encoder_hidden_states").type.tensor_type.shape.dim

@@ -418,16 +418,22 @@ def test_save_refuses_to_replace_a_different_data_file(stored: Path, tmp_path: P
         ("link.onnx", "belongs to the source model"),
         ("source", "is a directory"),
         ("/", "is a directory"),
+        ("pipe", "is not a regular file"),
+        ("to_pipe", "is not a regular file"),
         ("no/out.onnx", "its folder does not exist; create"),
     ],
 )
 def test_save_refuses_the_target(stored: Path, tmp_path: Path, output: str, said: str) -> None:
     (tmp_path / "link.onnx").symlink_to(stored)
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "to_pipe").symlink_to("pipe")
     before = listing(tmp_path)
     source = load_source(stored)
     with pytest.raises(OutputError, match=said):
         save_model(source.proto, tmp_path / output, source)
     assert listing(tmp_path) == before
+    assert (tmp_path / "pipe").is_fifo()
+    assert (tmp_path / "to_pipe").is_symlink()
 
 
 def test_save_refuses_names_that_are_no_text(stored: Path, tmp_path: Path) -> None:

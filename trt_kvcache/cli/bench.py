@@ -35,7 +35,9 @@ def bench(
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="Steps that count.")] = 20,
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Steps before them.")] = 3,
     device: Annotated[Device, typer.Option(help="auto: what the file is for.")] = Device.AUTO,
-    max_batch: Annotated[int | None, typer.Option(metavar="N", help="Rows of the caches.")] = None,
+    max_batch: Annotated[
+        int | None, typer.Option(metavar="N", help="Rows of the caches. Default: the engine's, else 8.")
+    ] = None,
     threads: Annotated[int | None, typer.Option(metavar="N", help="Of ONNX Runtime; default: one per core.")] = None,
     embeddings: EmbeddingsOption = None,
     capacity: CapacityOption = None,

@@ -158,7 +158,7 @@ def generate(
             rich_help_panel=_CHOICE,
         ),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="128.", rich_help_panel=_END)] = None,
+    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Default: 128.", rich_help_panel=_END)] = None,
     min_new_tokens: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_END)] = None,
     eos: Annotated[
         list[int] | None,
@@ -168,10 +168,16 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", rich_help_panel=_END)] = None,
     device: Annotated[Device, typer.Option(help="auto: what the file is for.", rich_help_panel=_RUN)] = Device.AUTO,
     max_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Most sequences at a time.", rich_help_panel=_RUN)
+        int | None,
+        typer.Option(
+            metavar="N", help="Most sequences at a time. Default: the engine's, else 8.", rich_help_panel=_RUN
+        ),
     ] = None,
     max_chunk: Annotated[
-        int | None, typer.Option(metavar="TOKENS", help="Longest update in a step.", rich_help_panel=_RUN)
+        int | None,
+        typer.Option(
+            metavar="TOKENS", help="Longest update in a step. Default: the engine's, else 512.", rich_help_panel=_RUN
+        ),
     ] = None,
     capacity: CapacityOption = None,
     sliding: SlidingOption = Sliding.LINEAR,

@@ -102,8 +102,9 @@ class BuildOptions:
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         if self.opt_encoder is not None and self.opt_encoder > (self.max_encoder or 0):
+            most = "none is given" if self.max_encoder is None else f"it is {self.max_encoder}"
             raise OptionError(
-                f"opt_encoder is {self.opt_encoder} and max_encoder {self.max_encoder}; it must be at least as much"
+                f"opt_encoder is {self.opt_encoder}, which needs a max_encoder of at least as much, and {most}"
             )
         if self.opt_level is not None and not 0 <= self.opt_level <= 5:
             raise OptionError(f"opt_level is {self.opt_level}; it must be 0 to 5")

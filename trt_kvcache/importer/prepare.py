@@ -29,6 +29,7 @@ from trt_kvcache.importer.stacks import unstack, write_heads_together
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _EACH_AXIS = 13  # the opset from which axes and sizes are inputs, as what reads and edits graphs here expects
+_MOST_TOKENS = 1 << 24  # float32 counts no further: positions, from which masks and rotary factors are computed
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
 
 
@@ -56,11 +57,13 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
 
     Raises:
         UnsupportedModelError: a cache update sits in a body that cannot be inlined, or cannot be normalized.
-        OptionError: the capacity is missing, not positive, or contradicts the model.
+        OptionError: the capacity is missing, out of range, or contradicts the model.
     """
     capacity = options.capacity
     if capacity is not None and capacity < 1:
         raise OptionError(f"--capacity is {capacity}; it must be at least 1 token")
+    if capacity is not None and capacity > _MOST_TOKENS:
+        raise OptionError(f"--capacity is {capacity}; it must be at most {_MOST_TOKENS} tokens")
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     merged = take_past_branch(model.graph)

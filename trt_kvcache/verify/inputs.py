@@ -250,10 +250,13 @@ def load_inputs(path: str | None) -> dict[str, Array]:
     if path is None:
         return {}
     try:
-        with np.load(path, allow_pickle=False) as file:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
+        with file:
             return {name: file[name] for name in file.files}
     except Exception as error:  # noqa: BLE001 - whatever zipfile, zlib and NumPy make of bytes that are none
-        said = str(error) or type(error).__name__
+        said = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
         if "pickle" in said:  # NumPy takes whatever it does not know for one, and says how to run it
             said = "it is none, or holds Python objects"
         raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None

@@ -52,7 +52,7 @@ def save_model(
         OutputError: the file cannot be written, is one of the source's own, or a different file stands where a data
             file must be copied. Nothing is left behind.
     """
-    target = Path(output).absolute()
+    target = Path(output).resolve()  # through links, as `build` writes: what they lead to may be a device
     _check_target(target, source)
     changed = target.with_name(f"{target.name}.signed")
     if flipped:
@@ -82,8 +82,9 @@ def save_model(
 def _check_target(target: Path, source: SourceModel) -> None:
     if not is_text(target):
         raise OutputError(f"{target}: this name is not UTF-8, as ONNX Runtime wants names; give another one")
-    if target.is_dir():
-        raise OutputError(f"{target}: is a directory; give the path of the file to write")
+    if target.exists() and not target.is_file():
+        what = "a directory" if target.is_dir() else "not a regular file"
+        raise OutputError(f"{target}: is {what}; give the path of the file to write")
     if not target.parent.is_dir():
         raise OutputError(f"{target}: its folder does not exist; create {target.parent} first")
     for file in (source.path, *source.external_files):

@@ -82,8 +82,9 @@ class Cuda:
             self._check("cuInit", self._driver.cuInit(0))
             count = int(self._check("cuDeviceGetCount", self._driver.cuDeviceGetCount()))
         except (RuntimeError, BackendError) as error:  # cuda-python's DynamicLibNotFoundError is a RuntimeError
+            said = " ".join(str(error).split()).rstrip(".")
             raise BackendError(
-                f"an engine runs on an NVIDIA GPU, and no driver works here: {' '.join(str(error).split())}; install "
+                f"an engine runs on an NVIDIA GPU, and no driver works here: {said}; install "
                 "the NVIDIA driver, or run the model's .onnx file, which needs no GPU"
             ) from error
         if not 0 <= device < count:
