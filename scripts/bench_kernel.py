@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,16 @@ def compared(name: str, large: float, moved: int, one: float, copy_rate: float, 
     return Result(name, large * 1e6, moved, moved / large / copy_rate, one * 1e6, (one - nothing) * 1e6)
 
 
+def failed(name: str, error: Exception) -> dict[str, Any]:
+    """In the place of what was measured."""
+    return {"name": name, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+
+
 def targets(kernels: Sequence[dict[str, Any]]) -> dict[str, str]:
     """The two targets, and of the kernels as engines have them the one that is farthest from each."""
-    kernels = [k for k in kernels if not k["name"].endswith(CUBIN)]
+    kernels = [k for k in kernels if not k["name"].endswith(CUBIN) and "error" not in k]
+    if not kernels:
+        return {}
     slow, late = min(kernels, key=lambda k: k["copy_ratio"]), max(kernels, key=lambda k: k["over_empty_us"])
     return {
         "85 % of a copy": ("met" if slow["copy_ratio"] >= 0.85 else "missed") + f" ({slow['name']})",
@@ -138,7 +146,7 @@ def peer(name: str, make: Make, copy_rate: float, nothing: float) -> dict[str, A
 
         large, one = (torch_seconds(torch, make(torch, *sizes)) for sizes in (LARGE, ONE))
     except Exception as error:  # noqa: BLE001 - it is not here, or not for this GPU: one peer less
-        return {"name": name, "error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
+        return failed(name, error)
     moved = 4 * LARGE[0] * HEADS * LARGE[2] * SIZE * 2
     return asdict(compared(name, large, moved, one, copy_rate, nothing))
 
@@ -185,9 +193,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     for cubin, suffix in ((False, ""), (True, CUBIN)):
         for name, config in CONFIGS.items():
-            large, moved = seconds(device, config, *LARGE, cubin=cubin)
-            one, _ = seconds(device, config, *ONE, cubin=cubin)
-            keep("kernels", asdict(compared(name + suffix, large, moved, one, copy_rate, nothing)))
+            try:
+                large, moved = seconds(device, config, *LARGE, cubin=cubin)
+                one, _ = seconds(device, config, *ONE, cubin=cubin)
+            except Exception as error:  # noqa: BLE001 - as PTX that is too new for the driver: the others are measured
+                keep("kernels", failed(name + suffix, error))
+                with suppress(RuntimeError):  # where the GPU is lost
+                    device.free()
+            else:
+                keep("kernels", asdict(compared(name + suffix, large, moved, one, copy_rate, nothing)))
     for name, make in PEERS.items():
         keep("peers", peer(name, make, copy_rate, nothing))
     print(f"{device.name}: copy {copy_rate / 1e9:.0f} GB/s (read and written), empty kernel {nothing * 1e6:.2f} us")
@@ -201,6 +215,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{x['over_empty_us']:8.2f} us"
         )
     print(json.dumps(result))
+    if any("error" in kernel for kernel in result["kernels"]):
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -107,7 +107,9 @@ def _kernels(part: dict[str, Any]) -> list[str]:
             f"{k['over_empty_us']:.2f} us",
         )  # fmt: skip
         lines += [f"| {k['name']} | {' | '.join(cells)} |"]
-    return [*lines, "", f"Targets: {', '.join(f'{k} {v}' for k, v in bench['targets'].items())}.", ""]
+    if bench["targets"]:
+        lines += ["", f"Targets: {', '.join(f'{k} {v}' for k, v in bench['targets'].items())}."]
+    return [*lines, ""]
 
 
 def _choice(part: dict[str, Any]) -> list[str]:

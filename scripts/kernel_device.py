@@ -1,7 +1,8 @@
 """Launches kernels on a GPU, without TensorRT: for their tests and benchmarks.
 
 Kernels are loaded as an engine carries them: PTX, which the driver compiles; ``cuda.core.ObjectCode`` (1.2.2) hands it
-to ``cuLibraryLoadData`` without options. A cubin is what NVRTC's own ptxas makes of the same source.
+to ``cuLibraryLoadData`` without options. A cubin is what NVRTC's own ptxas makes of the same source, and what a driver
+takes that is older than NVRTC.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trt_kvcache.plugins.compile import compile_kernel
+from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
 from trt_kvcache.plugins.spec import KernelConfig
 
 _BUSY_BYTES = 1 << 30
@@ -38,12 +39,15 @@ class KernelDevice:
         self._handle = int(self.stream.handle)
         self._kernels: dict[tuple[str, bool], Any] = {}
         self._memory: list[int] = []
+        version = self._check(driver.cuDriverGetVersion())
+        self._cuda = version // 1000, version % 1000 // 10
 
-    def kernel(self, config: KernelConfig, *, cubin: bool = False) -> Any:
-        """The kernel, loaded once: from PTX, or from a cubin for this GPU."""
+    def kernel(self, config: KernelConfig, *, cubin: bool | None = None) -> Any:
+        """The kernel, loaded once: from a cubin for this GPU, or from PTX; None: from PTX where the driver takes it."""
+        cubin = self._cuda < nvrtc_version() if cubin is None else cubin
         key = config.name, cubin
         if key not in self._kernels:
-            made = compile_kernel(config, self.arch, ptx=not cubin)
+            made = compile_kernel(config, self.arch, ptx=not cubin, driver=self._cuda)
             load = self._core.ObjectCode.from_cubin if cubin else self._core.ObjectCode.from_ptx
             self._kernels[key] = load(made.code, name=config.name).get_kernel(config.name)
         return self._kernels[key]
@@ -78,7 +82,7 @@ class KernelDevice:
         scalars: Sequence[int],
         outputs: Sequence[int],
         *,
-        cubin: bool = False,
+        cubin: bool | None = None,
     ) -> None:
         """Put an update on the stream, its arguments in TensorRT's order."""
         self.launch(self.kernel(config, cubin=cubin), grid, block, *inputs, *map(np.int32, scalars), *outputs)

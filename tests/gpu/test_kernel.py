@@ -1,6 +1,7 @@
 """The cache-update kernel on a GPU against numpy, byte for byte: the cases that the host build passes, too.
 
-Loaded as engines carry it: PTX, compiled by the driver. Nobody has run these tests on a GPU yet. For memory errors:
+Loaded as engines carry it: PTX, compiled by the driver; as a cubin where the driver is older than NVRTC. Nobody has run
+these tests on a GPU yet. For memory errors:
 ``compute-sanitizer python -m pytest -m gpu tests/gpu/test_kernel.py``.
 """
 

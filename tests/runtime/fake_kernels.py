@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from trt_kvcache.errors import OptionError
 from trt_kvcache.plugins.spec import KernelConfig, arguments
 
 SECONDS = 1e-4
@@ -40,8 +41,10 @@ class FakeKernelDevice:
 
     def launch_update(
         self, config: KernelConfig, grid: int, block: int, inputs: Sequence[int], scalars: Sequence[int],
-        outputs: Sequence[int], *, cubin: bool = False,
+        outputs: Sequence[int], *, cubin: bool | None = None,
     ) -> None:  # fmt: skip
+        if not cubin and os.environ.get("FAKE_KERNELS_OLD_DRIVER"):
+            raise OptionError("the driver is for CUDA 13.0, and PTX of NVRTC 13.5 needs CUDA 13.5")
         expected = arguments(config)
         given = (len(inputs), len(scalars), len(outputs))
         assert given == (len(expected.inputs), len(expected.scalars), len(expected.outputs))

@@ -157,6 +157,20 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     assert (last["ok"], last["backends"]) == (True, {"tensorrt-rtx": True})
 
 
+def test_kernels_that_do_not_load_cost_the_others_nothing(tmp_path: Path) -> None:
+    """As PTX with a driver that is older than NVRTC."""
+    done = check(tmp_path, *only("bench"), FAKE_KERNELS_OLD_DRIVER="1")
+    assert done.returncode == 1
+    kernel = result_of(tmp_path, "kernel")
+    assert statuses(kernel) == {"bench": "failed"}
+    errors = {k["name"]: k["error"] for k in kernel["bench"]["kernels"] if "error" in k}
+    assert set(errors) == {k["name"].removesuffix(", cubin") for k in kernel["bench"]["kernels"]}
+    assert set(errors.values()) == {"OptionError: the driver is for CUDA 13.0, and PTX of NVRTC 13.5 needs CUDA 13.5"}
+    table = (tmp_path / f"{STEM}kernel.md").read_text()
+    assert "| float16 | OptionError: the driver is for CUDA 13.0" in table
+    assert "| float16, cubin | 100.0 us |" in table
+
+
 def test_gpu_check_says_what_the_backend_says(tmp_path: Path) -> None:
     words = "need compute capability 80 or above, found 72"
     done = check(tmp_path, *only("answers", "measure", "engine tests"), FAKE_GPU_REFUSES=words)
