@@ -196,3 +196,20 @@ def test_tanh_alone_caps_at_one(tmp_path: Path, mask: str) -> None:
 
 def test_a_floor_below_all_scores_says_nothing(tmp_path: Path) -> None:
     check_decode(make_decoder(Decoder(scores=lambda g, t: g.node("Max", [t, g.number(-1e4)]))), tmp_path)
+
+
+def _repeated_by_batch(g: Build, tensor: str) -> str:
+    """One sequence has its heads one after the other twice, two have each of them twice."""
+    axis = g.node("Unsqueeze", [g.size_of(g.tokens, 0), g.constant([0])])
+    sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
+    shape = g.node("Concat", [sizes[0], g.constant([2, 2]), sizes[1], g.constant([4])], axis=0)
+    spread = g.node("Expand", [g.node("Unsqueeze", [tensor, axis]), shape])
+    return g.node("Reshape", [spread, g.constant([0, 4, -1, 4])])
+
+
+@pytest.mark.parametrize("where", ["keys", "values"])
+def test_heads_in_an_order_of_the_batch_are_refused(tmp_path: Path, where: str) -> None:
+    repeats = dict.fromkeys(("keys", "values"), lambda g, t: g.node("Gather", [t, g.constant([0, 0, 1, 1])], axis=1))
+    decoder: dict[str, Any] = {"repeat": "none", **repeats, where: _repeated_by_batch}
+    with pytest.raises(UnsupportedModelError, match="in one order for . sequences and in another for"):
+        rewritten(make_decoder(Decoder(**decoder)), tmp_path)

@@ -181,3 +181,20 @@ def test_a_count_that_is_the_same_at_any_capacity_stays(tmp_path: Path) -> None:
         return g.node("Mul", [x, g.node("Cast", [some], to=TensorProto.FLOAT)])
 
     check_decode(make_decoder(Decoder(after=after)), tmp_path)
+
+
+def _along_heads(g: Build, x: str) -> str:
+    """Halves of the hidden states as heads [B, 2, S, W / 2], times factors [1, S, 1]."""
+    heads = g.node("Transpose", [g.node("Reshape", [x, g.constant([0, 0, 2, 8])])], perm=[0, 2, 1, 3])
+    rows = g.node("Transpose", [g.query_rows], perm=[1, 0])
+    factor = g.node("Cos", [g.node("Cast", [g.node("Unsqueeze", [rows, g.constant([2])])], to=TensorProto.FLOAT)])
+    turned = g.node("Transpose", [g.node("Mul", [heads, factor])], perm=[0, 2, 1, 3])
+    return g.node("Reshape", [turned, g.constant([0, 0, 16])])
+
+
+def test_positions_of_as_many_heads_as_rows_are_refused(tmp_path: Path) -> None:
+    """A batch of two meets two heads: the factors of each row would be those of a head."""
+    check_decode(make_decoder(Decoder(after=_along_heads)), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="from the length of the cache together with weights or tokens"):
+        rewritten(make_decoder(Decoder(after=_along_heads, batch=2)), tmp_path)
+    rewritten(make_decoder(Decoder(after=_along_heads, batch=3)), tmp_path)

@@ -25,6 +25,7 @@ from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import count_per_row
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
+from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.positioned import Positioned
@@ -35,6 +36,10 @@ Array = npt.NDArray[Any]
 
 _FAR = 1 << 31  # no position
 _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
+_BROADCASTS = (
+    "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Where", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual",
+    "Greater", "GreaterOrEqual", "MatMul",
+)  # fmt: skip
 
 
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> set[int]:
@@ -191,6 +196,38 @@ def _check_rows(graph: gs.Graph, output: gs.Tensor, offset: int, samples: Sample
                     f"the batch, '{tensor.name}' {becomes} instead of {list(before)}; supported are positions [1, S] "
                     "and [B, S]"
                 )
+        if (node := _misplaced(output, sample, rows)) is not None:
+            raise UnsupportedModelError(
+                f"'{output.name}' holds the positions of the new tokens, which {node.op} '{node.name}' takes along "
+                f"another axis than that of the batch; both are {sample.batch} long, so that each row of the batch "
+                "would have those of another axis. Supported are positions [1, S] and [B, S] along the batch"
+            )
+
+
+def _misplaced(output: gs.Tensor, sample: Sample, rows: Probe) -> gs.Node | None:
+    """The operator in which positions per row meet an axis that is as long as the batch, and is another one.
+
+    Args:
+        output: the positions as exported, the same for all rows.
+        sample: a step.
+        rows: the same with positions of its own for each row.
+    """
+    pending, seen = [output], {output.name}
+    while pending:
+        tensor = pending.pop()
+        before, after = sample.probe.shape(tensor.name), rows.shape(tensor.name)
+        if before is None or after is None or len(before) != len(after) or before == after:
+            continue
+        axis = next(i for i, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
+        for node in consumers(tensor):
+            made = node.outputs[0]
+            whole = sample.probe.shape(made.name)
+            if whole != rows.shape(made.name):
+                pending += [made] if made.name not in seen else []
+                seen.add(made.name)
+            elif whole is not None and is_op(node, *_BROADCASTS) and len(whole) - len(before) + axis > 0:
+                return node
+    return None
 
 
 def _is_cancelled(output: gs.Tensor, pair: tuple[Sample, Sample], samples: Samples) -> bool:

@@ -123,6 +123,11 @@ class CacheReads:
         assert chain is not None
         few = self._samples.plain[: 2 if write.growing else 1]
         seen = {self._compare(name, tensor, write, heads, chain[1], s, transposed=transposed) for s in few}
+        if len(seen) > 1:
+            raise UnsupportedModelError(
+                f"'{name}' reads the heads of cache '{write.past.name}' in one order for {few[0].batch} sequences and "
+                f"in another for {few[1].batch}; supported is one order for any batch"
+            )
         whole, in_use = True, not write.growing
         for sample in self._samples.plain:  # of the others numbers would cost too much
             shape = sample.probe.shape(tensor.name)
