@@ -44,7 +44,7 @@ def test_what_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "m.onnx").write_bytes(b"")
     monkeypatch.chdir(tmp_path)
     for path in (tmp_path, ".", "", "/"):
-        with pytest.raises(ManifestError, match="a folder; give the path of an engine or its manifest"):
+        with pytest.raises(ManifestError, match="a folder; give the path of an engine$"):
             load_manifest(path)
     with pytest.raises(ManifestError, match=r"m.onnx: a model without a manifest; .*'trt-kvcache plan' shows models"):
         load_manifest("m.onnx")
@@ -89,6 +89,13 @@ def test_garbage_is_refused(engine: Path, data: bytes) -> None:
         ManifestError, match=r"model.engine.json: not (JSON|a valid manifest): .*; build the engine again"
     ):
         load_manifest(engine)
+
+
+def test_the_manifest_in_place_of_its_engine_is_refused(engine: Path) -> None:
+    with pytest.raises(
+        ManifestError, match=r"model.engine.json: a manifest; give the engine beside it, .*model.engine$"
+    ):
+        check_engine(load_manifest(engine), manifest_path(engine))
 
 
 def test_another_engine_is_refused(engine: Path) -> None:

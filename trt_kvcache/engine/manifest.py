@@ -147,7 +147,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     path = Path(path)
     if path.is_dir():
-        raise ManifestError(f"{path}: a folder; give the path of an engine or its manifest")
+        raise ManifestError(f"{path}: a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)
     try:
         data = file.read_bytes()
@@ -209,6 +209,8 @@ def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
         ManifestError: it is missing or another.
     """
     engine = Path(engine)
+    if engine.suffix == ".json":
+        raise ManifestError(f"{engine}: a manifest; give the engine beside it, {engine.with_suffix('')}")
     advice = "the manifest is not of this engine; build again, or put back the pair that was built together"
     try:
         size = engine.stat().st_size
