@@ -97,3 +97,20 @@ def test_plot(model: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["bench", str(model), *sizes, "--plot", str(plot)])
     assert result.exit_code == 0, result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("plot.foo", "no picture has this ending; supported are"),
+        ("plot", "no picture has this ending"),
+        ("no/plot.png", "no such folder"),
+    ],
+)
+def test_plots_that_cannot_be_are_refused_before_anything_is_measured(
+    name: str, said: str, model: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
+    result = CliRunner().invoke(app, ["bench", str(model), "--plot", str(tmp_path / name)])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert said in result.stderr

@@ -56,7 +56,7 @@ def bench(
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
-    pyplot = None if plot is None else load_pyplot()  # asked for before anything is measured
+    pyplot = None if plot is None else load_pyplot(plot)
     options = runner_options(model, capacity, sliding, window_chunk, latent_attention, logits)
     sizes = [_numbers(name, text) for name, text in (("lengths", lengths), ("positions", positions))]
     with DecodeSession.open(
@@ -76,12 +76,12 @@ def bench(
                 )
             ),
         )
-    if plot is not None:
-        draw(pyplot, measured, plot)
     out = console()
     if not json:
         _print(measured)
     out.print(msgspec.json.encode(measured).decode(), soft_wrap=True)
+    if plot is not None:
+        draw(pyplot, measured, plot)
 
 
 def _print(measured: BenchReport) -> None:

@@ -7,20 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import OptionError, OutputError
+from trt_kvcache.files import check_output
 from trt_kvcache.runtime.bench import BenchReport, Timing
 
 
-def load_pyplot() -> Any:
-    """Matplotlib, which only this needs.
+def load_pyplot(path: Path) -> Any:
+    """Matplotlib, which only this needs, for a picture at `path`; asked for before anything is measured.
 
     Raises:
-        OptionError: it is not installed.
+        OptionError: it is not installed, or knows no such pictures.
+        OutputError: nothing can be written there.
     """
     try:
         import_module("matplotlib").use("agg")
-        return import_module("matplotlib.pyplot")
+        pyplot = import_module("matplotlib.pyplot")
     except ImportError:
         raise OptionError("--plot needs matplotlib: pip install matplotlib; or leave --plot out") from None
+    check_output(path)
+    kinds = import_module("matplotlib.backend_bases").FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in kinds:
+        raise OptionError(f"--plot {path}: no picture has this ending; supported are {', '.join(kinds)}")
+    return pyplot
 
 
 def draw(pyplot: Any, measured: BenchReport, path: Path) -> None:
