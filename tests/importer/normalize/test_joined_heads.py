@@ -26,12 +26,14 @@ class Joined:
         cache: "heads" (``[B, N, T, 2D]``) or "flat" (``[B, T, 2ND]``).
         cut: "slice" or "split".
         at: where keys end and values begin, as exported: in half, if nothing is wrong.
+        apart: the past is cut, each part is written by itself, and both are joined again (WeNet), in which order.
         straight: keys are transposed once only, to ``[B, N, D, T]``.
     """
 
     cache: str = "heads"
     cut: str = "slice"
     at: tuple[int, int] | None = None
+    apart: tuple[int, int] | None = None
     straight: bool = False
 
     def model(self) -> onnx.ModelProto:
@@ -44,9 +46,14 @@ class Joined:
         new = g.node("MatMul", [x, weight(WIDTH, 2 * WIDTH)])
         if axis == 2:
             new = self._heads(g, new, 2 * SIZE)
-        both = g.node("Concat", [past, new], "present", axis=axis)
         half = SIZE if axis == 2 else WIDTH
-        key, value = self._apart(g, both, half)
+        if self.apart is not None:
+            pairs = zip(self._apart(g, past, half), self._apart(g, new, half), strict=True)
+            key, value = (g.node("Concat", list(pair), axis=axis) for pair in pairs)
+            both = g.node("Concat", [(key, value)[i] for i in self.apart], "present", axis=-1)
+        else:
+            both = g.node("Concat", [past, new], "present", axis=axis)
+            key, value = self._apart(g, both, half)
         query = self._heads(g, g.node("MatMul", [x, weight(WIDTH, WIDTH)]), SIZE)
         if axis == 1:
             value = self._heads(g, value, SIZE)
@@ -69,8 +76,9 @@ class Joined:
 
     def _apart(self, g: Graph, both: str, half: int) -> tuple[str, str]:
         if self.cut == "split":
-            g.node("Split", [both, g.constant([half, half])], ["key", "value"], axis=-1)
-            return "key", "value"
+            names = [f"{both}_key", f"{both}_value"]
+            g.node("Split", [both, g.constant([half, half])], names, axis=-1)
+            return names[0], names[1]
         first, second = self.at or (0, half)
         bounds = ((first, first + half), (second, second + half))
         key, value = (g.node("Slice", [both, g.constant([a]), g.constant([b]), g.constant([-1])]) for a, b in bounds)
@@ -90,6 +98,9 @@ class Joined:
         Joined(cut="split"),
         Joined(at=(SIZE, 0)),  # values in front
         Joined(at=(0, 0)),  # keys are values
+        Joined(apart=(0, 1)),
+        Joined(cut="split", apart=(0, 1)),
+        Joined(at=(SIZE, 0), apart=(1, 0)),
         Joined("flat"),
         Joined("flat", straight=True),
         Joined("flat", "split", straight=True),
@@ -113,4 +124,15 @@ def test_other_orders_are_refused(perm: tuple[int, ...], tmp_path: Path) -> None
     turn.attribute[0].ints[:] = perm
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises(UnsupportedModelError):
+        plan_model(tmp_path / "model.onnx", OPTIONS)
+
+
+@pytest.mark.parametrize(
+    "form", [Joined(apart=(1, 0)), Joined(cut="split", apart=(1, 0)), Joined(at=(0, 4), apart=(0, 1))], ids=str
+)
+def test_parts_that_come_back_elsewhere_are_refused(form: Joined, tmp_path: Path) -> None:
+    onnx.save(form.model(), tmp_path / "model.onnx")
+    with pytest.raises(
+        UnsupportedModelError, match="moves its rows in every step|heads of one cache that come back in"
+    ):
         plan_model(tmp_path / "model.onnx", OPTIONS)

@@ -8,7 +8,7 @@
     past -- Concat(Concat(new rows of all heads)) -> present -- Slice(n:n+1) -- what attends to head n
 
 That is the same, whatever the tensors hold, where the Slices are all of an input, each head once, and no new rows are
-made of what a head holds.
+made of what a head holds. So it is where the last axis is cut, by Slice or Split: keys and values side by side.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ class _Part:
     """One head of a cache.
 
     Attributes:
-        place: which one.
-        axis: of the heads.
+        start, end: which one, or which part of the last axis.
+        axis: of the heads, or the last one.
         write: the Concat of it and its new rows.
         rows: the axis of these.
     """
 
-    place: int
+    start: int
+    end: int
     axis: int
     write: gs.Node
     rows: int
@@ -60,7 +61,7 @@ def write_heads_together(model: onnx.ModelProto) -> onnx.ModelProto:
         model: flat, with shapes as far as they are known. Not changed.
     """
     inputs = {v.name for v in model.graph.input if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _RANK}
-    if not any(node.op_type == "Slice" and node.input[0] in inputs for node in model.graph.node):
+    if not any(node.op_type in ("Slice", "Split") and node.input[0] in inputs for node in model.graph.node):
         return model
     graph: gs.Graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     emit = Emitter(graph)
@@ -74,20 +75,19 @@ def write_heads_together(model: onnx.ModelProto) -> onnx.ModelProto:
 
 def _join(past: gs.Tensor, graph: gs.Graph, emit: Emitter) -> bool:
     """Write all heads of one cache together, if they are not."""
-    cuts = [node for node in consumers(past) if not is_op(node, "Shape")]
-    parts = [part for node in cuts if (part := _part(node)) is not None]
-    parts.sort(key=lambda part: part.place)
-    if len(parts) < 2 or len(parts) != len(cuts) or len({(part.axis, part.rows) for part in parts}) > 1:
+    found = [_parts(node) for node in consumers(past) if not is_op(node, "Shape")]
+    parts = sorted((part for some in found for part in some), key=lambda part: part.start)
+    if len(parts) < 2 or not all(found) or len({(part.axis, part.rows) for part in parts}) > 1:
         return False
-    axis, rows = parts[0].axis, parts[0].rows
-    if axis == rows or [part.place for part in parts] != list(range(len(parts))) or past.shape[axis] != len(parts):
+    axis, rows, ends = parts[0].axis, parts[0].rows, [part.end for part in parts]
+    if axis == rows or [part.start for part in parts] != [0, *ends[:-1]] or past.shape[axis] != ends[-1]:
         return False
     if _depends(parts):
         return False
     kind = elem_type(past)
     heads = [part.write.inputs[1] for part in parts]
     joined = next(_joined(heads, axis), None)
-    new = _cut_of(heads, axis) if joined is None else joined.outputs[0]
+    new = _cut_of(heads, parts) if joined is None else joined.outputs[0]
     if new is None:
         new = emit.op("Concat", heads, "new_rows", kind, axis=axis)
     whole = emit.op("Concat", [past, new], "whole_cache", kind, axis=rows)
@@ -99,21 +99,26 @@ def _join(past: gs.Tensor, graph: gs.Graph, emit: Emitter) -> bool:
             replace_uses(whole, output)
             maker.outputs, whole = [output], output
     for part in parts:
-        bounds = [emit.ints([n]) for n in (part.place, part.place + 1, axis)]
+        bounds = [emit.ints([n]) for n in (part.start, part.end, axis)]
         replace_uses(part.write.outputs[0], emit.op("Slice", [whole, *bounds], "head", kind))
     return True
 
 
-def _part(node: gs.Node) -> _Part | None:
-    """The head that a reader of a cache cuts out of it and writes to; None where it does something else."""
-    cut = _cut(node)
-    readers = [n for n in consumers(node.outputs[0]) if not is_op(n, "Shape")]
-    if cut is None or len(readers) != 1 or not is_op(readers[0], "Concat") or len(readers[0].inputs) != 2:
+def _parts(node: gs.Node) -> list[_Part]:
+    """What a reader of a cache cuts out of it, and who writes to that; nothing where it does something else."""
+    cuts = _cuts(node)
+    parts = [_part(tensor, *cut) for tensor, cut in zip(node.outputs, cuts, strict=True)] if cuts else []
+    return [part for part in parts if part is not None] if None not in parts else []
+
+
+def _part(tensor: gs.Tensor, axis: int, start: int, end: int) -> _Part | None:
+    readers = [n for n in consumers(tensor) if not is_op(n, "Shape")]
+    if len(readers) != 1 or not is_op(readers[0], "Concat") or len(readers[0].inputs) != 2:
         return None
     write = readers[0]
-    if write.inputs[0] is not node.outputs[0] or write.inputs[1] is node.outputs[0]:
+    if write.inputs[0] is not tensor or write.inputs[1] is tensor:
         return None
-    return _Part(cut[1], cut[0], write, int(write.attrs["axis"]) % _RANK)
+    return _Part(start, end, axis, write, int(write.attrs["axis"]) % _RANK)
 
 
 def _depends(parts: Sequence[_Part]) -> bool:
@@ -130,10 +135,23 @@ def _depends(parts: Sequence[_Part]) -> bool:
     return False
 
 
-def _cut(node: gs.Node) -> tuple[int, int] | None:
-    """The axis of which a Slice takes one place, and which; None where it does something else."""
-    if not is_op(node, "Slice") or len(node.inputs[0].shape or ()) != _RANK:
-        return None
+_Cut = tuple[int, int, int]
+
+
+def _cuts(node: gs.Node) -> list[_Cut]:
+    """The axis of each output of a Slice or Split, where it starts and ends; nothing where that is not known."""
+    if len(node.inputs[0].shape or ()) != _RANK:
+        return []
+    if is_op(node, "Split") and int(node.attrs.get("axis", 0)) in (-1, _RANK - 1):
+        sizes = [size for t in node.outputs if isinstance(size := (t.shape or ("?",))[-1], int)]
+        if len(sizes) < len(node.outputs):
+            return []
+        return [(_RANK - 1, sum(sizes[:i]), sum(sizes[: i + 1])) for i in range(len(sizes))]
+    cut = _cut(node) if is_op(node, "Slice") else None
+    return [] if cut is None else [cut]
+
+
+def _cut(node: gs.Node) -> _Cut | None:
     starts, ends, axes, steps = (small_constant(input_or_none(node, i)) for i in range(1, 5))
     if any(numbers is None or numbers.size != 1 for numbers in (starts, ends, axes)):
         return None
@@ -141,18 +159,18 @@ def _cut(node: gs.Node) -> tuple[int, int] | None:
     size = node.inputs[0].shape[axis]
     if not isinstance(size, int) or (len(node.inputs) > 4 and (steps is None or steps.tolist() != [1])):
         return None
-    taken = range(size)[start:end]
-    return (axis % _RANK, taken[0]) if len(taken) == 1 else None
+    taken, axis = range(size)[start:end], axis % _RANK
+    return (axis, taken[0], taken[-1] + 1) if len(taken) == 1 or (taken and axis == _RANK - 1) else None
 
 
-def _cut_of(heads: Sequence[gs.Tensor], axis: int) -> gs.Tensor | None:
+def _cut_of(heads: Sequence[gs.Tensor], parts: Sequence[_Part]) -> gs.Tensor | None:
     """The tensor that is cut into these heads, and holds no others; None where there is none."""
     nodes = [producer(head) for head in heads]
-    cuts = [(node.inputs[0], _cut(node)) for node in nodes if node is not None and is_op(node, "Slice")]
-    if len(cuts) != len(heads) or any(cut != (axis, n) for n, (_, cut) in enumerate(cuts)):
+    cuts = [(node.inputs[0], _cuts(node)) for node in nodes if node is not None and is_op(node, "Slice")]
+    if [cut for _, cut in cuts] != [[(part.axis, part.start, part.end)] for part in parts]:
         return None
     source = cuts[0][0]
-    return source if all(t is source for t, _ in cuts) and source.shape[axis] == len(heads) else None
+    return source if all(t is source for t, _ in cuts) and source.shape[parts[0].axis] == parts[-1].end else None
 
 
 def _joined(heads: Sequence[gs.Tensor], axis: int) -> Iterator[gs.Node]:
