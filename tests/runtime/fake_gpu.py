@@ -14,7 +14,7 @@ from typing import Any
 
 import kernel_device
 import own_loop
-from runtime.fake_cuda import GPU, Machine
+from runtime.fake_cuda import GPU, Machine, Status
 from runtime.fake_engines import write_engine
 from runtime.fake_kernels import FakeKernelDevice
 from runtime.fake_tensorrt import fake_module
@@ -32,6 +32,8 @@ def install() -> None:
     """Replace what touches TensorRT and CUDA, in this process."""
     machine = Machine(total=4 << 30)
     refuse = os.environ.get("FAKE_GPU_REFUSES", "")
+    if os.environ.get("FAKE_GPU_IS_LOST"):
+        machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
 
     def load(name: str) -> Any:
         faults = {"refuse": refuse} if refuse else {}

@@ -57,6 +57,13 @@ def test_gpu_tests_name_what_does_not_run() -> None:
     assert "24 skipped" in output
 
 
+def test_gpu_tests_are_not_skipped_where_the_gpu_fails() -> None:
+    output = gpu_tests(FAKE_GPU_IS_LOST="1", TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx")
+    assert "BackendError: CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS" in output
+    assert "1 error in" in output
+    assert "skipped" not in output
+
+
 LOSES = """
 def test_fails(): assert "CUDA_ERROR_OUT_OF_MEMORY" == 1
 def test_loses_the_gpu(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memory access was encountered")
