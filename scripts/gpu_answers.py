@@ -217,8 +217,7 @@ def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> N
         write_json(output, result | {"asking": asking})
 
     def end_where_lost(answer: Answer) -> None:
-        error = answer.get("error", "")
-        if error.startswith("CUDA:") or (answer.get("unexpected") and "cuda" in error.lower()):
+        if answer.get("unexpected") and "cuda" in answer["error"].lower():
             keep("")
             raise SystemExit(AGAIN)
 
@@ -246,10 +245,11 @@ def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> N
 def _asked(ask: Callable[[], Answer | None]) -> Answer:
     try:
         return ask() or {}
-    except SessionError as error:  # it opens, and a step fails: not the backend's word on this GPU
-        return {"yes": False, "error": str(error), "unexpected": True}
     except TrtKvCacheError as error:
-        return {"yes": False, "error": str(error)}
+        answer: Answer = {"yes": False, "error": str(error)}
+        # It opens, and a step fails, or CUDA does: not the backend's word on this GPU.
+        failed = isinstance(error, SessionError) or answer["error"].startswith("CUDA:")
+        return answer | ({"unexpected": True} if failed else {})
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the answer, and the next question is asked
         return {"yes": False, "error": f"{type(error).__name__}: {error}", "unexpected": True}
 
