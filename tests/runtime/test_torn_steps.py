@@ -332,3 +332,56 @@ def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
     finish(session, tokens)
     assert tokens == {kept: continued(runner, [1, 2], 8), other: continued(runner, [3], 8)}
     assert session.cache.slots == ()
+
+
+@pytest.mark.parametrize("act", ["update", "crop", "reorder", "fork", "compact", "reset", "beams"])
+def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: str) -> None:
+    """Each slot that is left gives what its tokens alone give, or is gone."""
+    line, interrupted = 0, True
+    while interrupted:
+        line += 7 if act in ("update", "beams") else 1
+        runner = HashRunner(KINDS[1])
+        session = DecodeSession(runner)
+        cache = session.cache
+        a, b = cache.acquire(), cache.acquire()
+        session.update({a: [1, 2, 3, 4], b: [5, 6]})
+        left = line
+
+        def trace(frame: Any, event: str, _: Any) -> Any:
+            nonlocal left
+            if "trt_kvcache" not in frame.f_code.co_filename:
+                return None
+            left -= event == "line"
+            if left == 0:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+            return trace
+
+        before = sys.gettrace()
+        sys.settrace(trace)
+        try:
+            match act:
+                case "update":
+                    session.update({a: [7, 8], b: [9]})
+                case "crop":
+                    cache.crop(a, 2)
+                case "reorder":
+                    cache.reorder([1, 1])
+                case "fork":
+                    cache.fork(a)
+                case "compact":
+                    cache.move(a, 3)
+                    cache.compact()
+                case "reset":
+                    cache.reset(a)
+                case _:
+                    session.generate([[1, 2]], config(3, num_beams=2))
+            interrupted = False
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        for slot in cache.slots:
+            tokens = [*cache.tokens(slot), 30]
+            assert int(session.update({slot: [30]})[slot][-1].argmax()) == continued(runner, tokens, 1)[0]
+        assert len({cache.slot(slot).row for slot in cache.slots}) == len(cache.slots)

@@ -225,7 +225,8 @@ class KVCache:
             if not 0 <= length <= len(found.tokens):
                 raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
             check_crop(self._runner.plan, slot, found, length)
-            self.drop(slot, length)
+            self._forget(found, length)  # first: what an interrupt leaves of the tokens waits to be written again
+            found.cut(length)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """Give each slot the contents that another one has now: the step between two steps of a beam search.
@@ -249,15 +250,19 @@ class KVCache:
                 )
             if any(not 0 <= i < len(names) for i in indices):
                 raise OptionError(f"reorder takes indices 0 to {len(names) - 1}, not {list(indices)}")
-            dropped = [held[i].row for i in range(len(names)) if i not in set(indices)]
+            dropped = [i for i in range(len(names)) if i not in set(indices)]
+            before, after = self._slots, {}
+            # Of what is written over, an interrupt leaves nothing rather than something else.
+            self._slots = {name: slot for name, slot in before.items() if name not in {names[i] for i in dropped}}
             taken: set[int] = set()
             for name, index in zip(names, indices, strict=True):
                 source, row = held[index], held[index].row
                 if index in taken:
-                    row = dropped.pop()
+                    row = held[dropped.pop()].row
                     self._copy(source, row)
                 taken.add(index)
-                self._slots[name] = source.copy(row)
+                after[name] = source.copy(row)
+            self._slots = {name: after.get(name, slot) for name, slot in before.items()}
 
     def move(self, slot: int, row: int) -> None:
         """Move a slot to a row that no slot uses.
@@ -290,9 +295,13 @@ class KVCache:
     # --- what the loop says
 
     def drop(self, slot: int, length: int) -> None:
-        """`crop` without its checks."""
+        """`crop` without its checks, for a slot that runs: one that an interrupt leaves with fewer tokens is torn."""
         found = self._slots[slot]
         found.cut(length)
+        self._forget(found, length)
+
+    def _forget(self, found: Slot, length: int) -> None:
+        """Drop the cache rows of a slot from `length` on."""
         if length >= found.length:
             return
         found.length = length

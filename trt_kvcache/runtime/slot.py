@@ -63,9 +63,9 @@ class Slot:
 
     def cut(self, length: int) -> None:
         """Forget the tokens from `length` on. What the caches hold stays."""
-        del self.tokens[length:]
-        self.embeds = self.embeds.within(0, length)
-        self.positions = self.positions.cut(length)
+        embeds, positions = self.embeds.within(0, length), self.positions.cut(length)
+        del self.tokens[length:]  # and the others with them: nothing is called here, so that no interrupt comes between
+        self.embeds, self.positions = embeds, positions
 
     def copy(self, row: int) -> Slot:
         """The same sequence in another row, which nobody continues yet."""
