@@ -59,6 +59,7 @@ class Machine:
         templates, graphs: ``CUgraph`` and ``CUgraphExec`` that were not destroyed.
         driver: the CUDA version of its driver, as the driver tells it.
         capability: its compute capability.
+        integrated: its memory is the machine's.
         launched: how often a kernel was launched.
         no_launches: words with which every launch fails.
         wrong_tokens: bits of tokens that kernels get wrong.
@@ -80,6 +81,7 @@ class Machine:
     launches: int = 0
     driver: int = 13_050
     capability: tuple[int, int] = (9, 0)
+    integrated: bool = False
     launched: int = 0
     no_launches: str = ""
     wrong_tokens: int = 0
@@ -158,6 +160,7 @@ class Driver:
     CUDA_MEMCPY2D = real.CUDA_MEMCPY2D
     CUmemorytype = real.CUmemorytype
     CUstreamCaptureMode = real.CUstreamCaptureMode
+    CUdevice_attribute = real.CUdevice_attribute
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -170,6 +173,13 @@ class Driver:
 
     def cuDeviceGetCount(self) -> tuple[Any, int]:
         return SUCCESS, self._machine.devices
+
+    def cuDeviceGet(self, index: int) -> tuple[Any, Any]:
+        return SUCCESS, real.CUdevice(index)
+
+    def cuDeviceGetAttribute(self, which: Any, device: Any) -> tuple[Any, int]:
+        assert which == self.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
+        return SUCCESS, int(self._machine.integrated)
 
     def cuCtxGetCurrent(self) -> tuple[Any, Any]:
         return SUCCESS, getattr(CURRENT, "machine", None)

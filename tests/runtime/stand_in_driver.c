@@ -9,7 +9,7 @@
 
 typedef unsigned long long Address;
 enum { OK = 0, INVALID = 1, OUT_OF_MEMORY = 2, NO_CONTEXT = 201, NOT_SUPPORTED = 801, CAPTURING = 900 };
-enum { RELAXED = 2, HOST = 1, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
+enum { RELAXED = 2, HOST = 1, INTEGRATED = 18, CAPABILITY_MAJOR = 75, CAPABILITY_MINOR = 76 };
 
 static void *const THE_CONTEXT = (void *)0xC0DE;
 static __thread void *current;
@@ -27,7 +27,7 @@ static int device_get(int *device, int index) { *device = index; return index ? 
 static int device_name(char *name, int size, int device) { return snprintf(name, size, "Stand-in") < 0 ? INVALID : OK; }
 static int device_memory(size_t *size, int device) { *size = (size_t)8 << 30; return OK; }
 static int device_attribute(int *value, int which, int device) {
-    *value = which == CAPABILITY_MAJOR ? 9 : which == CAPABILITY_MINOR ? 0 : 1;
+    *value = which == CAPABILITY_MAJOR ? 9 : which == CAPABILITY_MINOR || which == INTEGRATED ? 0 : 1;
     return OK;
 }
 static int context_retain(void **context, int device) { *context = THE_CONTEXT; return OK; }

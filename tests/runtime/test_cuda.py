@@ -91,6 +91,22 @@ def test_a_recording_that_fails_says_why_and_leaves_the_stream_usable(gpu: cuda.
     assert machine.graphs == 0
 
 
+def test_free_memory_of_a_gpu_that_shares_the_machines(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA counts pages of files that were read, as the engine's, for memory in use: the system gives them back."""
+    machine.integrated = True
+    shared = cuda.Cuda(0, machine.bindings())
+    shared.allocate(machine.total // 2)
+    for available, expected in ((1 << 20, machine.total // 2), (900 << 20, 900 << 20), (1 << 40, machine.total)):
+        monkeypatch.setattr(cuda, "free_memory", lambda available=available: available)
+        assert shared.free_memory() == (expected, machine.total)
+    shared.close()
+    machine.integrated = False
+    own = cuda.Cuda(0, machine.bindings())
+    own.allocate(machine.total // 2)
+    assert own.free_memory() == (machine.total // 2, machine.total)
+    own.close()
+
+
 @pytest.mark.parametrize(
     ("kind", "given"),
     [

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import BackendError
+from trt_kvcache.machine import free_memory
 
 __all__ = ["ALIGNMENT", "Cuda", "CudaBindings", "Pinned", "cuda_bindings"]
 
@@ -96,6 +97,10 @@ class Cuda:
             self.compute_capability = "{}.{}".format(*gpu.compute_capability)
             self._stream = gpu.create_stream()
         self._context = self._check("cuCtxGetCurrent", self._driver.cuCtxGetCurrent())
+        attribute = self._driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_INTEGRATED
+        handle = self._check("cuDeviceGet", self._driver.cuDeviceGet(device))
+        integrated = self._check("cuDeviceGetAttribute", self._driver.cuDeviceGetAttribute(attribute, handle))
+        self._integrated = bool(integrated)
         self.stream = int(self._stream.handle)
 
     def activate(self) -> None:
@@ -126,9 +131,13 @@ class Cuda:
             driver.cuCtxSetCurrent(before)
 
     def free_memory(self) -> tuple[int, int]:
-        """Free and total bytes of the GPU, as the driver counts them."""
-        free, total = self._check("cuMemGetInfo", self._driver.cuMemGetInfo())
-        return int(free), int(total)
+        """Free and total bytes of the GPU, as the driver counts them.
+
+        Of one that shares the machine's memory, as DGX Spark's, the driver counts pages of files that were read, such
+        as the engine's, for memory in use, which the system gives back when it is asked for.
+        """
+        free, total = map(int, self._check("cuMemGetInfo", self._driver.cuMemGetInfo()))
+        return max(free, min(free_memory(), total)) if self._integrated else free, total
 
     @property
     def allocated(self) -> int:
