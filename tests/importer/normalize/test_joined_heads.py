@@ -117,6 +117,15 @@ def test_same_numbers(form: Joined, tmp_path: Path) -> None:
     verify_model(tmp_path / "model.onnx", OPTIONS).check()
 
 
+def test_an_empty_part_is_refused(tmp_path: Path) -> None:
+    model = Joined().model()
+    cut = next(n for n in model.graph.node if n.op_type == "Slice")
+    cut.input[2] = cut.input[1]
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError):
+        plan_model(tmp_path / "model.onnx", OPTIONS)
+
+
 @pytest.mark.parametrize("perm", [(0, 3, 2, 1), (1, 2, 3, 0), (0, 1, 3, 2)])
 def test_other_orders_are_refused(perm: tuple[int, ...], tmp_path: Path) -> None:
     model = Joined("flat", straight=True).model()

@@ -3,6 +3,7 @@
     com.microsoft operators -> standard ones            fused: contrib (contrib_shapes), rotary, nbits, zero_points,
                                                         moe (expert_blocks)
     opset 17..23 -> 24; Einsum -> MatMul, Mul           opset, einsum
+    Softmax in five operators                           softmax
     what is read and proven, in which order             exported
     what the inputs are, samples of a step              interface, evidence: samples, probe (blueprint), sizes
     constants in disguise                               evidence: fixed, factors

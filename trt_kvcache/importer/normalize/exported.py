@@ -45,6 +45,7 @@ from trt_kvcache.importer.normalize.idioms.states import find_states, resized
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.opset import raise_opset
+from trt_kvcache.importer.normalize.softmax import join_softmax
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 
 __all__ = ["Exported", "read_exported"]
@@ -123,6 +124,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     """The same in standard operators of opset 24, as a graph and as a model; and the caches that operators hold."""
     lower_einsum(graph)
     graph = gs.import_onnx(infer_shapes(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
+    join_softmax(graph)
     lower_mha(graph)
     lower_presents(graph)
     shift_zero_points(graph)

@@ -187,6 +187,8 @@ class RowOperators:
         self._check_slice(node, found.axes, rank)
         last = max(axis for axis in range(rank) if axis not in found.axes)  # of one head, behind the heads
         sizes = [self._shape(tensor, self._samples[0])[last] for tensor in (node.inputs[0], node.outputs[0])]
+        if not sizes[1]:
+            raise MixedError(f"Slice '{node.name}' leaves nothing of a row")
         return self._one(node, found.axes, sign=found.sign, is_moved=found.is_moved and sizes[0] == sizes[1])
 
     def _check_slice(self, node: gs.Node, axes: Axes, rank: int) -> None:
