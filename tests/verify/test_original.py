@@ -12,12 +12,15 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig
-from onnx import ModelProto, helper
+from onnx import ModelProto, TensorProto, helper
 from originals import Editor, OriginalConfig, import_pair
 
-from trt_kvcache.errors import OptionError, VerificationError
+from trt_kvcache.errors import OptionError, UnsupportedModelError, VerificationError
+from trt_kvcache.importer import import_model
 from trt_kvcache.importer.files.source import load_source
+from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 from trt_kvcache.verify.original import OriginalInterface
 
@@ -275,3 +278,16 @@ def test_rows_that_start_apart_are_refused_where_the_batch_is_fixed(tmp_path: Pa
     plan = import_pair(tmp_path, replace(CONCAT, batch=2)).plan
     with pytest.raises(OptionError, match=r"exported for 2 rows that start together, not at \[4, 0\]"):
         OriginalInterface(plan, twin=False).groups({"write_indices": np.array([4, 0])})
+
+
+def test_outputs_as_long_as_each_text_are_refused(tmp_path: Path) -> None:
+    """It ended with an error of NumPy's: rows that the original runs one by one have other lengths."""
+    model = make_decoder(Decoder(mask="own", apply="where"))
+    model.graph.node.append(helper.make_node("Not", ["mask"], ["hidden"], "node_hidden"))
+    shape = ["batch", 1, "sequence", "total"]
+    model.graph.output.append(helper.make_tensor_value_info("hidden", TensorProto.BOOL, shape))
+    onnx.save(model, tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="output 'hidden' is as long as the text of each sequence"):
+        verify_import(
+            import_model(tmp_path / "model.onnx", PlanOptions(capacity=20)), VerifyOptions(batch=3, chunks=(4,))
+        )

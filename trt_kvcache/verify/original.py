@@ -247,6 +247,12 @@ class OriginalInterface:
                     parts[name].append(outputs[name])
         for name, values in parts.items():
             axes = seen[name].axes
+            if len({np.delete(v.shape, axes.index("batch")).tobytes() for v in values if "batch" in axes}) > 1:
+                raise UnsupportedModelError(
+                    f"the original's output '{name}' is as long as the text of each sequence (here "
+                    f"{' and '.join(sorted({str(list(v.shape)) for v in values}))}), and its rewritten form has one "
+                    "length for all; supported are outputs that do not show how much a cache holds: leave it out"
+                )
             made[name] = np.concatenate(values, axes.index("batch")) if "batch" in axes else values[0]
         return {name: made[name] for name in seen}
 
