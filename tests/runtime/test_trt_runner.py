@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,10 @@ from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
+from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt.io import StepBuffers
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
@@ -352,3 +357,44 @@ def test_closes_once_and_for_all(model: Path, open_engine: Open) -> None:
     assert not [c for c in module.contexts if c() is not None]
     with pytest.raises(SessionError, match="the runner is closed; open the engine again"):
         runner.step(StepBatch(0, np.zeros((1, 1), np.int64), np.zeros(1, np.int64)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_interrupt_at_any_line_leaves_the_next_steps_right(open_engine: Open, model: Path, backend: str) -> None:
+    """Shapes and addresses that are half set, a stream that records, copies on their way: none reaches another step."""
+    prompts = ([5, 9, 3], list(range(10, 23)), [7, 7])
+    config = GenerationConfig(max_new_tokens=9)
+    with DecodeSession(OnnxRuntimeRunner(model, max_batch=3, max_chunk=8)) as plain:
+        wanted = [result.tokens for result in plain.generate(prompts, config)]
+    session = DecodeSession(open_engine(model, backend)[0])
+    rng, left, interrupts = random.Random(3), 0, 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal left, interrupts
+        if "trt_kvcache" not in frame.f_code.co_filename:
+            return None  # the driver's and TensorRT's own calls, which no signal interrupts
+        left -= event == "line" and "runtime/trt/" in frame.f_code.co_filename
+        if left == 0:
+            sys.settrace(None)
+            interrupts += 1
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    for _ in range(60):
+        slots = [session.add(prompt, config) for prompt in prompts]
+        tokens: dict[int, list[int | None]] = {slot: [] for slot in slots}
+        left = rng.randrange(1, 1500)
+        while session.running:
+            sys.settrace(trace if left > 0 else None)
+            try:
+                with suppress(KeyboardInterrupt, SessionError):
+                    for event in session.step():
+                        tokens[event.sequence].append(event.token)
+            finally:
+                sys.settrace(before)
+        for slot, want in zip(slots, wanted, strict=True):
+            assert tokens[slot] == want[: len(tokens[slot])]
+    assert interrupts > 20
+    assert session.generate(prompts, config)[1].tokens == wanted[1]
+    session.close()

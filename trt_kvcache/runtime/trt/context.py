@@ -60,13 +60,13 @@ class Context:
             return
         self._last = None, None  # in case one is refused
         for name, shape in shapes.items():
-            if self._shapes.get(name) != shape:
+            if self._shapes.pop(name, None) != shape:  # not known while it is set, as an interrupt may leave it
                 self._trt.check(self._context.set_input_shape(name, shape), f"take {name!r} as {list(shape)}")
-                self._shapes[name] = shape
+            self._shapes[name] = shape
         for name, address in addresses.items():
-            if self._addresses.get(name) != address:
+            if self._addresses.pop(name, None) != address:
                 self._trt.check(self._context.set_tensor_address(name, address), f"bind {name!r}")
-                self._addresses[name] = address
+            self._addresses[name] = address
         self._last = shapes, addresses
 
     def output_shape(self, name: str) -> Shape:
@@ -90,6 +90,10 @@ class Context:
         TensorRT for RTX may still compile for it in a thread, which its end waits for.
         """
         self._context.error_recorder = None
+
+    def __del__(self) -> None:
+        """Dropped without `let_go`, as where an interrupt came between its making and its keeping."""
+        self.let_go()
 
     def enqueue(self) -> None:
         """Put a step on the stream.
@@ -174,9 +178,9 @@ class ContextFactory:
         how = self._config(graphs=graphs) if trt.rtx else trt.module.ExecutionContextAllocationStrategy.USER_MANAGED
         context = trt.engine.create_execution_context(how)
         trt.check(context, "make an execution context")
+        made = Context(trt, context, self._cuda.stream, (how, self.kernels))
         context.error_recorder = self._trt.recorder
         trt.check(context.set_optimization_profile_async(profile, self._cuda.stream), f"use profile {profile}")
-        made = Context(trt, context, self._cuda.stream, (how, self.kernels))
         if self._activations:
             made.lend(self._activations, self.activation_bytes)
         return made

@@ -222,8 +222,8 @@ class Cuda:
         driver = self._driver
         # Not "relaxed": a call that would allocate or wait must fail here instead of being left out.
         mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
-        self._check("cuStreamBeginCapture", driver.cuStreamBeginCapture(self.stream, mode))
         try:
+            self._check("cuStreamBeginCapture", driver.cuStreamBeginCapture(self.stream, mode))
             work()
         except BaseException:
             status, graph = driver.cuStreamEndCapture(self.stream)  # fails too, and says less than `work` does

@@ -309,6 +309,9 @@ class TensorRTRunner:
             yield
         except BackendError as error:
             raise SessionError(str(error)) from error
+        except BaseException:
+            self._cuda.sync()  # what an interrupt left on the stream reads what the next step fills
+            raise
         finally:
             self._held.in_use = False
 
