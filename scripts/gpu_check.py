@@ -63,6 +63,7 @@ from gpu_outcomes import counted, counts, unfinished
 from gpu_report import table
 from gpu_supervise import runs_only_if_built_here, without_modules
 
+from trt_kvcache.cli.signals import end_by_unwinding
 from trt_kvcache.engine import backend, doctor
 from trt_kvcache.importer.plan import Target
 
@@ -86,7 +87,7 @@ class Step:
     Attributes:
         part: the file that its results go to: ``"kernel"`` or a backend.
         name: the key of its results there.
-        command: ``{out}`` is the JSON or XML file that it writes.
+        command: ``{out}`` is the JSON or XML file that it writes. Empty: there is no compute-sanitizer to run it.
         limit: seconds.
         merged: its results are lists to append to those of the part.
     """
@@ -222,9 +223,9 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     found.append(Step(KERNEL, "compile", command, 75))
     for what, file in zip(("kernel", "choosing"), kernels, strict=True):
         found.append(Step(KERNEL, f"{what} tests", (*tests, file), 120))
-    if sanitizer := shutil.which("compute-sanitizer") or _in_toolkit("compute-sanitizer"):
-        guard = (sanitizer, "--error-exitcode", "9")
-        found.append(Step(KERNEL, "sanitizer", (*guard, *tests, *kernels, "-k", SANITIZED), 90))
+    sanitizer = shutil.which("compute-sanitizer") or _in_toolkit("compute-sanitizer")
+    guarded = (sanitizer, "--error-exitcode", "9", *tests, *kernels, "-k", SANITIZED) if sanitizer else ()
+    found.append(Step(KERNEL, "sanitizer", guarded, 90))
     return found
 
 
@@ -251,6 +252,8 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
         ``seconds``, and the end of its output where it is not ok.
     """
     about: dict[str, Any] = {"step": step.name}
+    if not step.command:
+        return about | {"status": "not possible", "output": "compute-sanitizer is neither on PATH nor in CUDA_HOME"}
     limit = min(step.limit, deadline - time.monotonic())
     if limit < 5:
         return about | {"status": "no time"}
@@ -384,4 +387,5 @@ def _table(part: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    end_by_unwinding()  # so that SIGTERM, as from timeout, ends the step too
     sys.exit(main())

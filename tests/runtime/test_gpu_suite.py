@@ -479,6 +479,39 @@ def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
     pytest.fail("it is still there")
 
 
+def test_sigterm_ends_the_step(tmp_path: Path) -> None:
+    """As from `timeout`."""
+    code = f"""
+import gpu_check, sys
+sleeps = "import os, time; print(os.getpid()); time.sleep(60)"
+step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", sleeps), 60)
+gpu_check.end_by_unwinding()
+gpu_check.run_step(step, {{}}, gpu_check.Path({str(tmp_path)!r}), gpu_check.time.monotonic() + 60)
+"""
+    import psutil
+
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": PATHS}, stderr=subprocess.DEVNULL
+    )
+    log = tmp_path / "kernel-bench.log"
+    while not (log.exists() and log.read_text().endswith("\n")):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    assert process.wait(30) != 0
+    assert not psutil.pid_exists(int(log.read_text()))
+
+
+def test_no_sanitizer_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import gpu_check
+
+    monkeypatch.setattr(gpu_check.shutil, "which", lambda *_, **__: None)
+    step = gpu_check.steps([], gpu_check._parse([]), "9.0")[-1]
+    about = gpu_check.run_step(step, {}, tmp_path, time.monotonic() + 60)
+    assert (about["step"], about["status"]) == ("sanitizer", "not possible")
+    assert about["output"] == "compute-sanitizer is neither on PATH nor in CUDA_HOME"
+
+
 def test_a_process_that_cannot_be_killed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits in the driver for a GPU that is lost."""
     import gpu_check
