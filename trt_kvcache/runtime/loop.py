@@ -96,9 +96,10 @@ class DecodeLoop:
 
     def add(self, slot: int, continuation: Continuation, outcomes: Outcomes, *, keep_slot: bool) -> None:
         """Continue a slot from the next step on; release it at the end unless `keep_slot`."""
-        self._cache.slot(slot).running = True
+        found = self._cache.slot(slot)
         continuation.speculation.impossible = self._no_drafts
         self._runs[slot] = Run(slot, continuation, keep_slot, outcomes)
+        found.running = True  # last: the next step lets go of a run that an interrupt kept from it
 
     def remove(self, slot: int) -> Run:
         """Stop continuing a slot, and return what continued it. The slot itself stays."""

@@ -84,12 +84,18 @@ class Streams:
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
         """Give free rows to the prompts that wait."""
-        while waiting and self._cache.free:
-            continuation, prompt = waiting.popleft()
-            slot = self._cache.acquire(constants=prompt.constants)
-            prompt.append_to(self._cache.slot(slot))
-            mine.add(slot)
-            self._loop.add(slot, continuation, mailbox, keep_slot=False)
+        known = set(self._cache.slots)
+        try:
+            while waiting and self._cache.free:
+                continuation, prompt = waiting.popleft()
+                slot = self._cache.acquire(constants=prompt.constants)
+                prompt.append_to(self._cache.slot(slot))
+                mine.add(slot)
+                self._loop.add(slot, continuation, mailbox, keep_slot=False)
+        except BaseException:  # an interrupt, before anybody knows of the slot
+            for slot in set(self._cache.slots) - known - set(self._loop.slots):
+                self._cache.release(slot)
+            raise
         if waiting and not self._loop.slots:
             raise SlotError(
                 f"all {self._cache.rows} rows hold sequences that do not run, so no row will ever be free for the "
