@@ -87,6 +87,7 @@ def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pyte
     [
         ({"backend": "cuda"}, "backend is 'cuda'; it must be one of auto, tensorrt, tensorrt-rtx"),
         ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
+        ({"max_batch": "4"}, "max_batch is '4'; it must be a whole number"),
         ({"max_chunk": -1}, "max_chunk is -1"),
         ({"opt_level": 6}, "opt_level is 6; it must be 0 to 5"),
         ({"profiling_verbosity": "loud"}, "must be one of none, layer-names-only, detailed"),

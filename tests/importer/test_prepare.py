@@ -11,7 +11,7 @@ from graphs import Graph, scatter_model
 from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.plan import LogitPositions, PlanOptions, Sliding
 from trt_kvcache.importer.prepare import attach_weights, detach_weights
 
 F32, I64 = TensorProto.FLOAT, TensorProto.INT64
@@ -176,3 +176,23 @@ def test_unused_outputs_of_a_norm_are_dropped(tmp_path):
     result = harness.imported(model, tmp_path)
     norms = [node for node in result.model.graph.node if node.op_type == "LayerNormalization"]
     assert sorted(len(node.output) for node in norms) == [1, 2]
+
+
+def test_options_given_as_text_are_those_of_their_enums():
+    """They were taken, and did nothing."""
+    options = PlanOptions(sliding="circular", logits="all")
+    assert options.sliding is Sliding.CIRCULAR
+    assert options.logits is LogitPositions.ALL
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"sliding": "round"}, "sliding is 'round'; it must be one of linear, circular"),
+        ({"target": None}, "target is None; it must be one of tensorrt, tensorrt-rtx"),
+        ({"capacity": "64"}, "capacity is '64'; it must be a whole number of tokens"),
+    ],
+)
+def test_options_that_are_none(options, said):
+    with pytest.raises(OptionError, match=said):
+        PlanOptions(**options)

@@ -93,6 +93,8 @@ def test_token_ids_and_text(tmp_path: Path) -> None:
         for wrong in ([1.5], [], [[1], [2]]):
             with pytest.raises(PromptError, match=r"'input_ids' is .*, and the encoder takes int64 \[1, length\]"):
                 session.encode(wrong)  # type: ignore[arg-type]
+        with pytest.raises(PromptError, match="'input_ids' is empty, and the encoder takes"):
+            session.encode("")
         with pytest.raises(PromptError, match="'input_ids' is a list of lists of different lengths"):
             session.encode([[1], [2, 3]])  # type: ignore[list-item]
         # ONNX Runtime takes rows of a table from its end.

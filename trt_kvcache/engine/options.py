@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Integral
 from pathlib import Path
 
 from trt_kvcache.errors import OptionError
@@ -99,6 +100,8 @@ class BuildOptions:
         _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
         for name in ("max_batch", "opt_batch", "max_chunk", "max_logits", "max_encoder", "opt_encoder", "workspace"):
             value = getattr(self, name)
+            if value is not None and not isinstance(value, Integral):
+                raise OptionError(f"{name} is {value!r}; it must be a whole number")
             if value is not None and value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         if self.opt_encoder is not None and self.opt_encoder > (self.max_encoder or 0):

@@ -7,6 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from numbers import Integral
+
+from trt_kvcache.errors import OptionError
 
 
 class Target(str, Enum):
@@ -81,6 +84,9 @@ class PlanOptions:
             beside the window.
         latent_attention: how to attend over latents.
         logits: of which positions of a step the logits are computed.
+
+    Raises:
+        OptionError: a value is none of its enum's, or no whole number. Those of enums may be given as text.
     """
 
     target: Target = Target.TENSORRT_RTX
@@ -94,3 +100,25 @@ class PlanOptions:
     window_chunk: int = 128
     latent_attention: LatentAttention = LatentAttention.ABSORBED
     logits: LogitPositions = LogitPositions.LAST
+
+    def __post_init__(self) -> None:
+        for name, kind in _ENUMS.items():
+            try:
+                object.__setattr__(self, name, kind(getattr(self, name)))
+            except ValueError:
+                legal = ", ".join(member.value for member in kind)
+                raise OptionError(f"{name} is {getattr(self, name)!r}; it must be one of {legal}") from None
+        for name in ("capacity", "window_chunk"):
+            value = getattr(self, name)
+            if value is not None and not isinstance(value, Integral):
+                raise OptionError(f"{name} is {value!r}; it must be a whole number of tokens")
+
+
+_ENUMS: dict[str, type[Enum]] = {
+    "target": Target,
+    "cache_layout": CacheLayout,
+    "fallback": Fallback,
+    "sliding": Sliding,
+    "latent_attention": LatentAttention,
+    "logits": LogitPositions,
+}

@@ -133,8 +133,8 @@ def _checked(value: SourceInput, given: Any) -> Array:
         size == want if isinstance(want, int) else size >= 1 for size, want in zip(array.shape, wanted, strict=True)
     )
     if not fits or not np.can_cast(array.dtype, value.dtype, "same_kind"):
+        found = f"{array.dtype} {list(np.shape(given))}" if np.shape(given) != (0,) else "empty"
         raise PromptError(
-            f"'{value.name}' is {array.dtype} {list(np.shape(given))}, and the encoder takes {value.dtype} "
-            f"{value.sizes} for each sequence"
+            f"'{value.name}' is {found}, and the encoder takes {value.dtype} {value.sizes} for each sequence"
         )
     return np.ascontiguousarray(array, value.dtype)
