@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ from hybrids import cross_logits, cross_model, encoder_constants, greedy, hybrid
 from runtime.fake_cuda import Machine
 from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
+from sample_plans import sample_plan
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, verify_model
 from trt_kvcache.errors import OptionError, PromptError, SessionError, UnsupportedModelError
+from trt_kvcache.importer.plan import Role, TensorRole
+from trt_kvcache.runtime.encoders.constants import ConstantInputs
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
@@ -188,6 +192,14 @@ def test_longer_than_the_engine_takes(tmp_path: Path) -> None:
             SessionError, match=r"'encoder_hidden_states' \[1, 13, 32\] fits none of the engine's profiles"
         ):
             session.step()
+
+
+def test_many_that_are_missing_are_counted() -> None:
+    plan = sample_plan(layers=1)
+    held = [TensorRole(f"c{n}", "input", Role.CONSTANT, "float", ("batch", 4), "", ("batch", "")) for n in range(9)]
+    inputs = ConstantInputs(replace(plan, tensors=(*plan.tensors, *held)))
+    with pytest.raises(PromptError, match=r"'c3' \(float \[1, 4\]\) and 5 more are missing; let the encoder"):
+        inputs.read({})
 
 
 def test_constants_that_grow_with_the_text_are_refused(tmp_path: Path) -> None:

@@ -249,7 +249,11 @@ def generate(
             return session_of(**options)
         except NoCapacityError:  # caches grow: as long as these texts can become
             longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
-            return session_of(**runner_options(model, longest, sliding, window_chunk, latent_attention, logits))
+            try:
+                return session_of(**runner_options(model, longest, sliding, window_chunk, latent_attention, logits))
+            except OptionError as error:
+                derived = f"{longest} are the longest prompt and --max-new-tokens"
+                raise OptionError(f"{error} ({derived}, where --capacity is left out)") from None
 
     if run(
         open_session,

@@ -20,6 +20,8 @@ __all__ = ["NO_CONSTANTS", "ConstantInputs", "Constants"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
+_SHOWN = 4  # names in a message; deep models have a hundred
+
 
 @dataclass(frozen=True, eq=False)
 class Constants:
@@ -86,8 +88,10 @@ class ConstantInputs:
         given = self._parted(given or {})
         names = [t.name for t in self.tensors]
         if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in given]:
+            shown = ", ".join(missing[:_SHOWN])
+            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
             raise PromptError(
-                f"the model takes inputs that are given once per sequence, and {', '.join(missing)} "
+                f"the model takes inputs that are given once per sequence, and {shown}{more} "
                 f"{'are' if len(missing) > 1 else 'is'} missing{self._wholes}; let the encoder make them "
                 "(session.encode, on the command line --source), or give them as constants={name: array} (--constants "
                 "FILE.npz)"
