@@ -88,6 +88,7 @@ def test_a_symbolic_link_stays_one(tmp_path: Path) -> None:
         ("missing/out", "no such folder: .*missing; create it first"),
         (".", "a directory; give the name of a file"),
         ("/dev/null", "not a regular file"),
+        ("/dev/stdout", "not a regular file"),  # even where it leads to one
     ],
 )
 def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, path: str, message: str) -> None:

@@ -23,6 +23,7 @@ if sys.platform != "win32":
     import fcntl
 
 _BLOCK = 1 << 20
+_OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # files that are open
 _NEW = 10.0  # seconds; between the making of a temporary file and its lock is less
 
 
@@ -67,6 +68,8 @@ def check_output(path: str | os.PathLike[str]) -> Path:
     Raises:
         OutputError: a file cannot be written there, as far as can be known before writing.
     """
+    if Path(path).absolute().as_posix().startswith(_OPEN):  # which may be a file, and would be replaced
+        raise OutputError(f"{path}: not a regular file; give the name of a file to write")
     real = Path(path).expanduser().resolve()
     if not is_text(real):
         raise OutputError(f"{path}: this name is not UTF-8, and a manifest is; give another one")

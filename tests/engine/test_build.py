@@ -202,6 +202,7 @@ def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
         ("model.onnx", "is a file of the model"),
         ("model.onnx.data", "is a file of the model"),
         ("engine.json", "manifests end in .json"),
+        ("engine.onnx", "models end in .onnx"),
         ("taken", "taken.json: a directory"),
     ],
 )

@@ -90,6 +90,8 @@ def build_engine(
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
     del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
     _check_not_model(engine_path, part.files)
+    if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
+        raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
 
     watched = _Watched(progress)
     if build.encoder != "auto":
