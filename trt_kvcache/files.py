@@ -72,7 +72,7 @@ def check_output(path: str | os.PathLike[str]) -> Path:
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
     real = Path(path).expanduser().resolve()
     if not is_text(real):
-        raise OutputError(f"{path}: this name is not UTF-8, and a manifest is; give another one")
+        raise OutputError(f"{path}: this name is not UTF-8, as models and manifests have names; give another one")
     if not real.parent.is_dir():
         raise OutputError(f"{path}: no such folder: {real.parent}; create it first")
     if real.exists() and not stat.S_ISREG(real.stat().st_mode):

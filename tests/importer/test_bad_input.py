@@ -182,8 +182,8 @@ def test_a_real_process_says_one_line_and_exits_with_1(tmp_path: Path) -> None:
     [
         ("source/model.onnx", "belongs to the source model, which must stay as it is"),
         ("source/model.onnx.data", "belongs to the source model, which must stay as it is"),
-        ("source", "is a directory"),
-        ("no/out.onnx", "its folder does not exist; create"),
+        ("source", "a directory; give"),
+        ("no/out.onnx", "no such folder: "),
         ("/proc/out.onnx", "cannot be written: No such file or directory"),
     ],
 )

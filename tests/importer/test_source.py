@@ -416,11 +416,12 @@ def test_save_refuses_to_replace_a_different_data_file(stored: Path, tmp_path: P
         ("source/model.onnx", "belongs to the source model"),
         ("source/weights/a.bin", "belongs to the source model"),
         ("link.onnx", "belongs to the source model"),
-        ("source", "is a directory"),
-        ("/", "is a directory"),
-        ("pipe", "is not a regular file"),
-        ("to_pipe", "is not a regular file"),
-        ("no/out.onnx", "its folder does not exist; create"),
+        ("source", "a directory; give"),
+        ("/", "a directory; give"),
+        ("pipe", "not a regular file"),
+        ("/dev/stdout", "not a regular file"),
+        ("to_pipe", "not a regular file"),
+        ("no/out.onnx", "no such folder: .*no; create it first"),
     ],
 )
 def test_save_refuses_the_target(stored: Path, tmp_path: Path, output: str, said: str) -> None:
@@ -440,7 +441,7 @@ def test_save_refuses_names_that_are_no_text(stored: Path, tmp_path: Path) -> No
     """In another folder, too: ONNX Runtime opens neither."""
     source, before = load_source(stored), listing(tmp_path)
     for output in (os.fsdecode(b"m\xff.onnx"), os.fsdecode(b"f\xff/m.onnx")):
-        with pytest.raises(OutputError, match="this name is not UTF-8, as ONNX Runtime wants names; give another one"):
+        with pytest.raises(OutputError, match="this name is not UTF-8, as models and manifests have names"):
             save_model(source.proto, tmp_path / output, source)
     assert listing(tmp_path) == before
 

@@ -22,7 +22,7 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto, TensorProto
 
 from trt_kvcache.errors import OutputError
-from trt_kvcache.files import is_text
+from trt_kvcache.files import check_output
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 
@@ -52,7 +52,7 @@ def save_model(
         OutputError: the file cannot be written, is one of the source's own, or a different file stands where a data
             file must be copied. Nothing is left behind.
     """
-    target = Path(output).resolve()  # through links, as `build` writes: what they lead to may be a device
+    target = check_output(output)
     _check_target(target, source)
     changed = target.with_name(f"{target.name}.signed")
     if flipped:
@@ -80,13 +80,6 @@ def save_model(
 
 
 def _check_target(target: Path, source: SourceModel) -> None:
-    if not is_text(target):
-        raise OutputError(f"{target}: this name is not UTF-8, as ONNX Runtime wants names; give another one")
-    if target.exists() and not target.is_file():
-        what = "a directory" if target.is_dir() else "not a regular file"
-        raise OutputError(f"{target}: is {what}; give the path of the file to write")
-    if not target.parent.is_dir():
-        raise OutputError(f"{target}: its folder does not exist; create {target.parent} first")
     for file in (source.path, *source.external_files):
         if target.exists() and target.samefile(file):
             raise OutputError(f"{target}: belongs to the source model, which must stay as it is; write to another path")
