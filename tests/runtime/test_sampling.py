@@ -145,7 +145,7 @@ def test_rules_that_overflow_are_an_error(settings: dict[str, Any]) -> None:
         {"min_new_tokens": 4, "eos_token_id": [1, 10**30]},
         {"suppress_tokens": [1, 2**63], "bad_words_ids": [[10**30], [1, 2**64]]},
     ],
-    ids=str,
+    ids="+".join,
 )
 def test_numbers_that_no_score_or_token_has_are_no_matter(settings: dict[str, Any]) -> None:
     tokens = drawn(GenerationConfig(**settings), 0, [row(0, 1, 2)])
