@@ -56,6 +56,10 @@ class KVCache:
         with self._guard.lock, self._guard.open:
             return tuple(self._slots)
 
+    def __contains__(self, slot: int) -> bool:
+        """Whether a slot is in use."""
+        return slot in self._slots
+
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens in the cache by slot."""

@@ -103,8 +103,10 @@ class DecodeLoop:
 
     def remove(self, slot: int) -> Run:
         """Stop continuing a slot, and return what continued it. The slot itself stays."""
-        run = self._runs.pop(slot)
-        self._cache.slot(slot).running = False
+        run = self._runs[slot]
+        if slot in self._cache:  # else an interrupt came within `_let_go`
+            self._cache.slot(slot).running = False
+        del self._runs[slot]
         return run
 
     def step(self) -> None:
@@ -287,7 +289,7 @@ class DecodeLoop:
 
     def _is_told(self, run: Run) -> bool:
         """Whether an interrupt came between the last outcome of a sequence and its end."""
-        ended = run.slot not in self._cache.slots or not self._cache.slot(run.slot).running
+        ended = run.slot not in self._cache or not self._cache.slot(run.slot).running
         return ended or run.continuation.finish_reason is not None
 
     def _end(self, slot: int, outcome: Outcome) -> None:
@@ -296,7 +298,7 @@ class DecodeLoop:
 
     def _let_go(self, slot: int) -> None:
         """End a sequence whose last outcome is told. Should an interrupt keep it from that, the next step does it."""
-        if slot in self._cache.slots:
+        if slot in self._cache:
             self._cache.slot(slot).running = False
             if not self._runs[slot].keep_slot:
                 self._cache.release(slot)

@@ -119,10 +119,13 @@ class Streams:
                 self._end_left()
 
     def _end_left(self) -> None:
-        for slot in self._left.intersection(self._loop.slots):
-            self._loop.remove(slot)
-            self._cache.release(slot)
-        self._left.clear()
+        while self._left:
+            slot = min(self._left)
+            if slot in self._loop.slots:
+                self._loop.remove(slot)
+            if slot in self._cache:
+                self._cache.release(slot)
+            self._left.discard(slot)  # last: what an interrupt left is ended before the next step
 
 
 async def in_a_thread(events: Iterator[TokenEvent]) -> AsyncGenerator[TokenEvent, None]:

@@ -75,7 +75,7 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
             best = beam_search(ids, logits, _SlotBeams(session, slots), config, room=room)[0]
         finally:
             with suppress(SessionError):  # closed meanwhile
-                for slot in [slot for slot in session.cache.slots if slot in slots]:  # an interrupt may have ended some
+                for slot in [slot for slot in slots if slot in session.cache]:  # an interrupt may have ended some
                     session.remove(slot)
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)
 
