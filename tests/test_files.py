@@ -96,6 +96,13 @@ def test_outputs_that_cannot_be_written_are_refused(tmp_path: Path, path: str, m
         check_output(tmp_path / path)
 
 
+def test_an_output_that_no_path_leads_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "circle").symlink_to("circle")
+    for path in (tmp_path / "circle", Path("~nobody-has-this-name/out")):
+        with pytest.raises(OutputError, match=f"{path.name}: leads to no file; give the name of a file to write"):
+            check_output(path)
+
+
 def test_a_folder_without_permission_is_an_output_error() -> None:
     # /proc refuses new files even to root.
     with pytest.raises(OutputError, match="/proc/out: cannot be written"), temporary_file(Path("/proc/out")):

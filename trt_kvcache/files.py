@@ -70,7 +70,12 @@ def check_output(path: str | os.PathLike[str]) -> Path:
     """
     if Path(path).absolute().as_posix().startswith(_OPEN):  # which may be a file, and would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
-    real = Path(path).expanduser().resolve()
+    try:
+        real = Path(path).expanduser().resolve()
+        if real.is_symlink():
+            raise RuntimeError  # as `resolve` does until Python 3.13
+    except RuntimeError:  # links in a circle, or the home of nobody
+        raise OutputError(f"{path}: leads to no file; give the name of a file to write") from None
     if not is_text(real):
         raise OutputError(f"{path}: this name is not UTF-8, as models and manifests have names; give another one")
     if not real.parent.is_dir():
