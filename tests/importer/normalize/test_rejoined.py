@@ -53,6 +53,10 @@ def test_new_rows_returned(tmp_path: Path, heads: bool) -> None:
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another scale": ({"scores": scaled_by(0.5, 1)}, "joins scores of the past .* computed apart"),
+    "another number of bounds": (
+        {"scores": lambda g, t, i: g.node("Max", [t, *[g.constant(-6e4, g.decoder.dtype)] * (i + 1)])},
+        "reads its past as well",
+    ),
     "other keys": ({"keys": scaled_by(0.5, 0)}, "joins scores of the past"),
     "other weights": ({"weights": scaled_by(0.5, 0)}, "joins scores of the past"),
     "other values": ({"values": scaled_by(0.5, 1)}, "joins scores of the past"),

@@ -100,7 +100,8 @@ class _Joiner:
             return None
         if is_op(first, "MatMul") and is_op(second, "MatMul"):
             return self._product(first, second)
-        if is_op(first, *_ELEMENTWISE) and (first.op, first.attrs) == (second.op, second.attrs):
+        keys = [(node.op, node.attrs, len(node.inputs)) for node in (first, second)]
+        if is_op(first, *_ELEMENTWISE) and keys[0] == keys[1]:
             return self._elementwise(first, second)
         for side, node in enumerate((first, second)):
             if is_op(node, *_MASKS) and sum(_product(t) is not None for t in node.inputs) == 1:
