@@ -200,7 +200,7 @@ def test_operators_of_onnx_runtime(causal: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("odd", "words"),
     [
-        ("mask", "'att' has a key_padding_mask and no past"),
+        ("mask", "Attention 'att' has a mask_index and no past"),
         ("do_rotary", "Attention 'att' rotates queries and keys"),
         ("present", "'att' gives a present"),
     ],

@@ -348,10 +348,11 @@ def test_counts_that_cancel_out_before_they_are_canonical_only(capacity: int, pa
     """Rows of the past less a position, at that position: 0 as exported; the capacity less it afterwards."""
 
     def after(g: Build, x: str) -> str:
-        first = g.node("Gather", [g.node("Gather", [g.position_ids, g.constant(0)], axis=0), g.constant(0)], axis=0)
+        first = g.node("Gather", [g.position_ids, g.constant([0])], axis=1)  # [B, 1], of each row its own
         there = g.node("Cast", [g.node("Equal", [first, g.constant(past)])], to=TensorProto.INT64)
         nothing = g.node("Mul", [there, g.node("Sub", [g.past, g.constant(past)])])
-        return g.node("Add", [x, g.node("Cast", [nothing], to=TensorProto.FLOAT)])
+        as_x = g.node("Unsqueeze", [g.node("Cast", [nothing], to=TensorProto.FLOAT), g.constant([2])])
+        return g.node("Add", [x, as_x])
 
     with pytest.raises(UnsupportedModelError, match="the number of new tokens as the rows of the present"):
         _plan(make_decoder(Decoder(after=after)), capacity)

@@ -245,8 +245,7 @@ def _check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:
     Raises:
         UnsupportedModelError: naming the reader.
     """
-    updates = {n.inputs[0].name: n for n in graph.nodes if is_op(n, "TensorScatter")}
-    for update in [updates[t.name] for t in graph.inputs if t.name in updates]:
+    for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
         for tensor in (update.inputs[0], update.outputs[0]):
             reader = _other_reader(graph, tensor)
             if reader is not None:
