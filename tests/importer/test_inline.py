@@ -12,6 +12,7 @@ from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.plan import Route
 
 F32, I64 = TensorProto.FLOAT, TensorProto.INT64
@@ -98,6 +99,16 @@ def test_functions_of_another_opset_are_refused(domain, tmp_path):
     next(o for o in function.opset_import if o.domain == domain).version = 25
     with pytest.raises(UnsupportedModelError, match=r"function local::Write is of opset 25 of '.*'.* the model of"):
         harness.imported(graph.model(domains=["local"], functions=[function]), tmp_path)
+
+
+def test_functions_that_stay_may_be_of_another_opset():
+    """Those that only say what an update means are not inlined."""
+    graph, inputs = cache_graph()
+    graph.node("TRT_KVCacheUpdate", inputs, "present", domain="local")
+    function = scatter_function("TRT_KVCacheUpdate")
+    function.opset_import[0].version = 25
+    model = graph.model(domains=["local"], functions=[function])
+    assert inline_bodies(model) == (model, ())
 
 
 def test_recursive_functions_are_refused(tmp_path):

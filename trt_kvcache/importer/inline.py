@@ -15,7 +15,7 @@ Any other body that hides a cache update or an attention is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import onnx
@@ -38,8 +38,9 @@ def inline_bodies(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, .
             function is of another opset than the model.
     """
     done: list[str] = []
-    _check_opsets(model)
-    if functions := [(f.domain, f.name) for f in model.functions if not _is_update(f)]:
+    if inlined := [f for f in model.functions if not _is_update(f)]:
+        _check_opsets(model, inlined)
+        functions = [(f.domain, f.name) for f in inlined]
         done += [f"function {domain}::{name}" for domain, name in functions]
         model = onnx.inliner.inline_selected_functions(model, functions)
         for node in model.graph.node:  # inputs that calls leave out: empty ones kill ONNX Runtime 1.31 in its fusions
@@ -50,10 +51,10 @@ def inline_bodies(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, .
     return model, tuple(done)
 
 
-def _check_opsets(model: onnx.ModelProto) -> None:
+def _check_opsets(model: onnx.ModelProto, functions: Iterable[onnx.FunctionProto]) -> None:
     """ONNX's inliner knows no operators of two versions."""
     of_model = {entry.domain: entry.version for entry in model.opset_import}
-    for function in model.functions:
+    for function in functions:
         for entry in function.opset_import:
             if (known := of_model.get(entry.domain, entry.version)) != entry.version:
                 raise UnsupportedModelError(

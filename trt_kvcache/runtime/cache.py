@@ -20,6 +20,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.limits import SequenceLimits
+from trt_kvcache.runtime.rows import Rows
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.tokens import read_ids
@@ -48,7 +49,7 @@ class KVCache:
         self._constants = ConstantInputs(runner.plan, runner.home)
         self._slots: dict[int, Slot] = {}
         self._next = 0
-        self._dirty = [0] * runner.max_batch  # per row: cache rows from here on are 0
+        self._rows = Rows(runner)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -171,7 +172,7 @@ class KVCache:
             ids = read_ids(tokens if isinstance(tokens, np.ndarray) else list(tokens), self._runner.vocab)
             given = self.read_constants(constants)
             row = self._free_row()
-            self._clean(row, 0)
+            self._rows.clean(row, 0)
             return self._name(Slot(row, ids, constants=given))
 
     def read_constants(self, given: Mapping[str, Array] | Constants | None) -> Constants:
@@ -201,7 +202,7 @@ class KVCache:
         with self._guard.lock, self._guard.idle:
             found = self.idle(slot)
             self._slots[slot] = Slot(found.row, constants=found.constants)
-            self._clean(found.row, 0)
+            self._rows.clean(found.row, 0)
 
     def fork(self, source: int) -> int:
         """A new slot with the same tokens and the same cache contents: sequences that share a prefix compute it once.
@@ -211,7 +212,7 @@ class KVCache:
         """
         with self._guard.lock, self._guard.idle:
             found, row = self.slot(source), self._free_row()
-            self._copy(found, row)
+            self._rows.copy(found.row, row)
             return self._name(found.copy(row))
 
     def crop(self, slot: int, length: int) -> None:
@@ -254,16 +255,17 @@ class KVCache:
                 )
             if any(not 0 <= i < len(names) for i in indices):
                 raise OptionError(f"reorder takes indices 0 to {len(names) - 1}, not {list(indices)}")
-            dropped = [i for i in range(len(names)) if i not in set(indices)]
+            dropped = sorted(set(range(len(names))) - set(indices))
+            lost = {names[i] for i in dropped}
             before, after = self._slots, {}
             # Of what is written over, an interrupt leaves nothing rather than something else.
-            self._slots = {name: slot for name, slot in before.items() if name not in {names[i] for i in dropped}}
+            self._slots = {name: slot for name, slot in before.items() if name not in lost}
             taken: set[int] = set()
             for name, index in zip(names, indices, strict=True):
                 source, row = held[index], held[index].row
                 if index in taken:
                     row = held[dropped.pop()].row
-                    self._copy(source, row)
+                    self._rows.copy(source.row, row)
                 taken.add(index)
                 after[name] = source.copy(row)
             self._slots = {name: after.get(name, slot) for name, slot in before.items()}
@@ -282,7 +284,7 @@ class KVCache:
                 raise SlotError(
                     f"row {row} is in use, or not one of the {self._runner.max_batch} rows; move to a free one"
                 )
-            self._copy(found, row)
+            self._rows.copy(found.row, row)
             found.row = row
 
     def compact(self) -> None:
@@ -312,8 +314,7 @@ class KVCache:
         # Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
         if not any(found.written > rows for rows in self._rings):
             found.written = length
-        self._runner.zero_rows(found.row, length, self._dirty[found.row])
-        self._dirty[found.row] = max(length, found.written)
+        self._rows.cut(found.row, length, found.written)
 
     def note_written(self, slot: int, tokens: int) -> None:
         """The runner has written this many of the slot's waiting tokens."""
@@ -321,12 +322,11 @@ class KVCache:
         found.length += tokens
         found.written = max(found.written, found.length)
         found.embeds = found.embeds.within(found.length)
-        self._dirty[found.row] = max(self._dirty[found.row], found.length)
+        self._rows.touch(found.row, found.length)
 
     def note_touched(self, slot: int, stop: int) -> None:
         """A step will write rows up to `stop`: should it fail half-way, they are zeroed before they are reused."""
-        row = self._slots[slot].row
-        self._dirty[row] = max(self._dirty[row], stop)
+        self._rows.touch(self._slots[slot].row, stop)
 
     # --- files
 
@@ -371,7 +371,7 @@ class KVCache:
                 for old, slot in saved.slots.items():
                     names[old] = self.acquire(constants=slot.constants)
                     row = self._slots[names[old]].row
-                    self._dirty[row] = slot.written
+                    self._rows.touch(row, slot.written)
                     saved.read(old, row)
                     self._slots[names[old]] = slot.copy(row)
                 saved.check()
@@ -388,24 +388,4 @@ class KVCache:
         return name
 
     def _free_row(self) -> int:
-        used = {s.row for s in self._slots.values()}
-        row = next((r for r in range(self._runner.max_batch) if r not in used), None)
-        if row is None:
-            raise SlotError(
-                f"all {self._runner.max_batch} rows hold a sequence; remove one, or open the session with a larger "
-                "max_batch"
-            )
-        return row
-
-    def _clean(self, row: int, start: int) -> None:
-        """Zero what a row holds from cache row `start` on."""
-        if self._dirty[row] > start:
-            self._runner.zero_rows(row, start, self._dirty[row])
-            self._dirty[row] = start
-
-    def _copy(self, source: Slot, row: int) -> None:
-        """Copy the contents of a slot to a row, and nothing else of that row's past."""
-        held = self._dirty[source.row]
-        self._clean(row, held)
-        self._dirty[row] = max(self._dirty[row], held)
-        self._runner.copy_rows(source.row, row, held)
+        return self._rows.free({slot.row for slot in self._slots.values()})

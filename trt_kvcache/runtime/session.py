@@ -323,14 +323,7 @@ class DecodeSession:
             SessionError: the session is closed, or the step of a sequence failed; that sequence has ended, and the next
                 call gives the events of the others.
         """
-        events: list[TokenEvent] = []
-        try:
-            with self._guard.lock, self._guard.idle:
-                self._streams.step(events)
-            return events
-        except BaseException:
-            self._streams.give_back(events)
-            raise
+        return self._streams.step()
 
     @property
     def running(self) -> tuple[int, ...]:
@@ -395,8 +388,6 @@ class DecodeSession:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    # --- inside
 
     def _read(self, prompts: Sequence[Prompt], config: GenerationConfig, *given: Any) -> list[ReadPrompt]:
         """All that is given, checked."""

@@ -24,7 +24,7 @@ class Streams:
     """Steps a loop, and keeps each outcome where it is waited for.
 
     Args:
-        guard: of the session; held by whoever calls, but for `stream`, which takes it itself.
+        guard: of the session; held by whoever calls, but for `step` and `stream`, which take it themselves.
         cache: of the session.
         loop: over the same cache.
 
@@ -37,8 +37,19 @@ class Streams:
         self.added: Outcomes = []
         self._left: set[int] = set()  # slots of streams that nobody reads any more
 
-    def step(self, events: list[TokenEvent]) -> None:
-        """See `DecodeSession.step`; fills `events`, which `give_back` takes again."""
+    def step(self) -> list[TokenEvent]:
+        """See `DecodeSession.step`."""
+        events: list[TokenEvent] = []
+        try:
+            with self._guard.lock, self._guard.idle:
+                self._collect(events)
+            return events
+        except BaseException:  # an interrupt: the next step gives what this one kept from whoever waits for it
+            kept = {id(outcome) for _, outcome in self.added}
+            self.added[:0] = [(event.sequence, event) for event in events if id(event) not in kept]
+            raise
+
+    def _collect(self, events: list[TokenEvent]) -> None:
         if not any(isinstance(outcome, TrtKvCacheError) for _, outcome in self.added):
             self._advance()
         for place, (_, outcome) in enumerate(self.added):
@@ -47,11 +58,6 @@ class Streams:
                 raise outcome
         events += [outcome for _, outcome in self.added if isinstance(outcome, TokenEvent)]
         del self.added[:]
-
-    def give_back(self, events: Sequence[TokenEvent]) -> None:
-        """Let the next step give what an interrupt kept from whoever waits for it."""
-        kept = {id(outcome) for _, outcome in self.added}
-        self.added[:0] = [(event.sequence, event) for event in events if id(event) not in kept]
 
     def cancel(self, slot: int) -> None:
         """End a sequence that runs; who waits for it hears of it."""
@@ -84,6 +90,8 @@ class Streams:
 
     def _join(self, waiting: _Waiting, mine: set[int], mailbox: Outcomes) -> None:
         """Give free rows to the prompts that wait."""
+        if not waiting:
+            return
         known = set(self._cache.slots)
         try:
             while waiting and self._cache.free:
