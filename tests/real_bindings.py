@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from functools import lru_cache
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from needs import c_compiler
 
 ROOT = Path(__file__).parents[1]
 OLDEST, NEWEST = "10.15.1.29", "11.4.0.106"
@@ -67,9 +67,7 @@ def _fits(site: Path) -> bool:
 
 
 def _stubs(major: str, lean: Path | None, folder: Path) -> Path:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler for the stand-in libraries; install gcc")
+    compiler = c_compiler()
     null = _BUILDER if lean is not None else _BUILDER + _LEAN
     source = folder / "stubs.c"
     source.write_text("\n".join(f"void *{name}(void) {{ return 0; }}" for name in null))

@@ -6,12 +6,12 @@ What these accept, convert and check is theirs; only the driver below them is a 
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from needs import c_compiler
 
 HERE = Path(__file__).parent
 
@@ -86,9 +86,7 @@ print("left", ctypes.CDLL("libcuda.so.1").left_over())
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a ``libcuda.so.1``."""
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None or sys.platform != "linux":
-        pytest.skip("no C compiler for the stand-in driver; install gcc")
+    compiler = c_compiler()
     folder = tmp_path_factory.mktemp("driver")
     flags = ["-shared", "-fPIC", "-fvisibility=hidden", "-o", str(folder / "libcuda.so.1")]
     subprocess.run([compiler, *flags, str(HERE / "stand_in_driver.c")], check=True, capture_output=True)

@@ -1,0 +1,24 @@
+"""An engine that a test may change."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+from runtime.fake_engines import write_engine
+
+from trt_kvcache.engine.manifest import manifest_path
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_engine(write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig()))
+
+
+@pytest.fixture
+def engine(built: Path, tmp_path: Path) -> Path:
+    for path in (built, manifest_path(built)):
+        shutil.copy(path, tmp_path)
+    return tmp_path / built.name
