@@ -213,8 +213,9 @@ def test_what_is_no_such_product_is_refused_by_name(edit: str) -> None:
 def test_other_integers_are_refused_by_name(op: str, domain: str) -> None:
     graph = Graph()
     graph.input("x", FLOAT, [K])
-    graph.node(op, ["x"], "y", domain=domain)
-    with pytest.raises(UnsupportedModelError, match=rf"{op} 'node_y'.*QDQ"):
+    graph.node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"])
+    graph.node(op, ["q"], "y", domain=domain)
+    with pytest.raises(UnsupportedModelError, match=rf"{op} 'node_y'.*op_types_to_quantize=\['MatMul'\].*QDQ"):
         refuse_integers(graph.model(21))
 
 

@@ -1,16 +1,18 @@
-"""What ONNX Runtime takes and ONNX forbids: nodes in any order, no import of ONNX Runtime's own domain."""
+"""What ONNX forbids and tools write: nodes in any order, no import of ONNX Runtime's own domain, scalars for lists."""
 
 from __future__ import annotations
 
 import random
 from pathlib import Path
 
+import numpy as np
 import onnx
+import onnxruntime as ort
 import pytest
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 from graphs import Graph
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import InvalidModelError
@@ -100,3 +102,45 @@ def test_other_domains_need_their_import(tmp_path: Path) -> None:
     graph.output("y", TensorProto.FLOAT, [4])
     with pytest.raises(InvalidModelError, match=r"com\.own"):
         load_source(written(tmp_path, graph.model()))
+
+
+def scalars_for_lists(model: onnx.ModelProto) -> set[str]:
+    """Let, in place, operators read a scalar where they read a list of one number; which operators."""
+    lists = {t.name: t for t in model.graph.initializer if t.data_type == TensorProto.INT64 and t.dims == [1]}
+    found = set()
+    for node in model.graph.node:
+        for place, name in enumerate(node.input):
+            if place and name in lists and node.op_type not in ("Gather", "Equal", "Where"):
+                node.input[place] = f"{name}/scalar"
+                found.add(node.op_type)
+    for name, tensor in lists.items():
+        values = numpy_helper.to_array(tensor)
+        model.graph.initializer.append(numpy_helper.from_array(values.reshape(()), f"{name}/scalar"))
+    return found
+
+
+def test_scalars_stand_for_lists_of_one_number(tmp_path: Path) -> None:
+    """As onnxsim 0.8.1 leaves them, of a model by onnxruntime-genai: ONNX Runtime does not reduce so."""
+    model = make_foreign("concat", SMALL)
+    assert {"Concat", "ReduceMean", "Slice", "Unsqueeze"} <= scalars_for_lists(model)
+    source = load_source(written(tmp_path, model))
+    assert source.is_edited
+    onnx.checker.check_model(source.proto, full_check=True)
+    verify_model(tmp_path / "model.onnx", PlanOptions(capacity=16)).check()
+
+
+def test_a_body_reads_scalars_from_outside(tmp_path: Path) -> None:
+    graph = Graph()
+    graph.input("x", TensorProto.FLOAT, ["B", 4])
+    graph.input("choice", TensorProto.BOOL, [])
+    inputs = ["x", graph.constant(0)]
+    most, total = (
+        branch([helper.make_node(op, inputs, ["made"], keepdims=1)], "made") for op in ("ReduceMax", "ReduceSum")
+    )
+    graph.node("If", ["choice"], "y", then_branch=most, else_branch=total)
+    graph.output("y", TensorProto.FLOAT, ["B", 4])
+    source = load_source(written(tmp_path, graph.model()))
+    run = ort.InferenceSession(source.proto.SerializeToString(), providers=["CPUExecutionProvider"])
+    x = np.arange(8, dtype=np.float32).reshape(2, 4)
+    for choice, wanted in ((True, x.max(0)), (False, x.sum(0))):
+        assert np.array_equal(run.run(None, {"x": x, "choice": np.array(choice)})[0], [wanted])

@@ -69,7 +69,10 @@ def quantized() -> onnx.ModelProto:
         (stated_otherwise, "Cast 'node_cast' casts to float, and the model states float16"),
         (stated_output, "Cast 'node_y' casts to float, and the model states float16"),
         (mixed, "Add 'node_y' reads 'half' of float16 and 'float' of float, where ONNX demands one type"),
-        (quantized, "Add 'node_y' reads 'half' .*NVIDIA ModelOpt quantizes ONNX files of float32"),
+        (
+            quantized,
+            "Add 'node_y' reads 'half' .*quantize the export in float32: .*ModelOpt quantizes ONNX files of",
+        ),
         (mixed_far, "Concat 'node_y' reads 'half' of float16 and 'negative' of float"),
     ],
 )

@@ -19,8 +19,9 @@ _ADVICE = (
     "onnxruntime.transformers.float16, or export it in the wanted type"
 )
 _QUANTIZED = (
-    "; NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest float16), and a "
-    "torch model that it quantized is exported as model.half()"
+    "ONNX Runtime does not load it either; quantize the export in float32: quantize_dynamic of onnxruntime leaves such "
+    "types of float16, and NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest "
+    "float16); a torch model that ModelOpt quantized is exported as model.half()"
 )
 
 
@@ -35,9 +36,8 @@ def check_element_types(graph: GraphProto, version: int | None, source: str) -> 
     Raises:
         InvalidModelError: naming the node.
     """
-    advice = _ADVICE + (
-        _QUANTIZED if any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node) else ""
-    )
+    is_quantized = any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node)
+    advice = _QUANTIZED if is_quantized else _ADVICE
     infos = (*graph.value_info, *graph.output, *graph.input)
     types = {info.name: kind for info in infos if (kind := elem_type_of(info))}
     types |= {tensor.name: tensor.data_type for tensor in graph.initializer}

@@ -20,6 +20,7 @@ from trt_kvcache.importer.files.checks import check_graph
 from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.lenient import make_strict
+from trt_kvcache.importer.files.lists import list_scalars
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
 from trt_kvcache.importer.quantized.quantizers import standardize
@@ -63,8 +64,8 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
-        is_edited: the graph says what the file says in other operators, which ONNX Runtime knows, or without
-            defaults of inputs.
+        is_edited: the graph says what the file says in other operators, which ONNX Runtime knows, with lists
+            for scalars, or without defaults of inputs.
     """
 
     path: Path
@@ -96,8 +97,9 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto = _parse(path)
     make_strict(proto)
+    is_edited = list_scalars(proto)
     check_graph(proto, str(path))
-    is_edited = drop_defaults(proto.graph, load_patterns(config) if config is not None else ()) | standardize(proto)
+    is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ()) | standardize(proto)
     if not first_step:
         check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)

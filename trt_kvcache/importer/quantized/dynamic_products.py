@@ -70,14 +70,19 @@ def refuse_integers(model: ModelProto) -> None:
     Raises:
         UnsupportedModelError: naming the first.
     """
-    for node in (node for scope in iter_scopes(model) for node in scope.node):
-        own = node.domain == _CONTRIB and (node.op_type in _INTEGER_CONTRIB or node.op_type.startswith("QLinear"))
-        if own or (node.domain in DEFAULT_DOMAINS and node.op_type in _INTEGER):
-            raise UnsupportedModelError(
-                f"{describe(node)} computes with integers of 8 bits, which TensorRT has no operator for; supported are "
-                "MatMulInteger with one weight [K, N], as quantize_dynamic writes it, and weights in DequantizeLinear "
-                "or MatMulNBits: quantize weights alone, or in the QDQ format (quant_format=QuantFormat.QDQ)"
-            )
+    found = [node for scope in iter_scopes(model) for node in scope.node if _is_integer(node)]
+    for node in sorted(found, key=lambda node: node.op_type == "DynamicQuantizeLinear"):  # what reads it says more
+        raise UnsupportedModelError(
+            f"{describe(node)} computes with integers of 8 bits, which TensorRT has no operator for; supported are "
+            "MatMulInteger with one weight [K, N], as quantize_dynamic writes it, and weights in DequantizeLinear or "
+            "MatMulNBits: quantize products alone (op_types_to_quantize=['MatMul']), weights alone, or in the QDQ "
+            "format (quant_format=QuantFormat.QDQ)"
+        )
+
+
+def _is_integer(node: NodeProto) -> bool:
+    own = node.domain == _CONTRIB and (node.op_type in _INTEGER_CONTRIB or node.op_type.startswith("QLinear"))
+    return own or (node.domain in DEFAULT_DOMAINS and node.op_type in _INTEGER)
 
 
 @dataclass(frozen=True)
