@@ -108,7 +108,12 @@ class Machine:
     @property
     def used(self) -> int:
         """Bytes of GPU memory in use."""
-        return sum(len(block) for block in self.device.values())
+        return sum(self.taken(len(block)) for block in self.device.values())
+
+    @staticmethod
+    def taken(size: int) -> int:
+        """What an allocation costs: pages of 2 MiB, of which small ones share one."""
+        return size if size <= 1 << 20 else (size + (2 << 20) - 1) >> 21 << 21
 
     def take(self, size: int, memory: dict[int, Any]) -> int:
         """Memory at an aligned address, full of garbage."""
@@ -198,7 +203,7 @@ class Driver:
         machine = self._machine
         if self._records():
             return Status.CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, 0
-        if machine.used + size > machine.total:
+        if machine.used + machine.taken(size) > machine.total:
             return Status.CUDA_ERROR_OUT_OF_MEMORY, 0
         machine.allocations += 1
         return self._status(), real.CUdeviceptr(machine.take(size, machine.device))

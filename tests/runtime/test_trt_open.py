@@ -19,7 +19,7 @@ from runtime.opened import check_refused, edit, open_
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, UnsupportedModelError
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.admission import Need, admit
-from trt_kvcache.runtime.trt.cuda import CudaBindings
+from trt_kvcache.runtime.trt.cuda import CudaBindings, taken
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 
@@ -101,7 +101,7 @@ def test_memory_that_only_the_engine_knows(engine: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr("runtime.fake_tensorrt.ACTIVATIONS", 1 << 28)
     machine = Machine(total=1 << 28)
     words = (
-        r"needed: caches for 3 sequences 96\.0 KiB, activations 256\.0 MiB, inputs and outputs [\d.]+ KiB, choice of "
+        r"needed: caches for 3 sequences 96\.0 KiB, activations 258\.0 MiB, inputs and outputs [\d.]+ KiB, choice of "
         r"tokens 64\.0 KiB, reserve"
     )
     check_refused(BackendError, words, engine, machine=machine)
@@ -109,9 +109,9 @@ def test_memory_that_only_the_engine_knows(engine: Path, monkeypatch: pytest.Mon
 
 
 @needs_nvrtc
-@pytest.mark.parametrize("rows", [1, 3, 20])
-def test_every_byte_is_asked_for(rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is admitted is what is taken, choice of tokens included."""
+@pytest.mark.parametrize(("rows", "capacity"), [(1, 64), (3, 64), (20, 64), (2, 9216)])
+def test_every_byte_is_asked_for(rows: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is admitted is what the driver takes, choice of tokens included."""
     asked: list[int] = []
 
     def counting(needs: Sequence[Need], *more: Any) -> None:
@@ -119,11 +119,26 @@ def test_every_byte_is_asked_for(rows: int, tmp_path: Path, monkeypatch: pytest.
         admit(needs, *more)
 
     monkeypatch.setattr("trt_kvcache.runtime.trt.runner.admit", counting)
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig())
-    runner = open_(write_engine(model, max_batch=rows))
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=capacity, positions=16))
+    machine = Machine()
+    runner = open_(write_engine(model, max_batch=rows), machine)
     assert runner.host_choice == ""
-    assert sum(asked) == runner.device_bytes
+    assert sum(asked) == runner.device_bytes == machine.used
     runner.close()
+
+
+def test_the_driver_takes_memory_in_pages() -> None:
+    """Three buffers of 0.6 MiB for each row: whole pages from 1 MiB on, so that the last row that fits is not where a
+    page is full."""
+    needs = [Need("caches", caches_of(8), caches_of)]
+    free = (128 << 20) + 3 * (4 << 20)
+    with pytest.raises(BackendError, match=r"and 146\.0 MiB are needed: caches 18\.0 MiB, .* open it with max_batch 6 "):
+        admit(needs, free, 1 << 30, "A GPU", 8)
+    admit([Need("caches", caches_of(6))], free, 1 << 30, "A GPU", 6)
+
+
+def caches_of(rows: int) -> int:
+    return 3 * taken(rows * 600 << 10)
 
 
 def test_more_rows_than_built_for(engine: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trt_kvcache.errors import BackendError
@@ -19,13 +19,13 @@ class Need:
 
     Attributes:
         what: ``"caches"``.
-        size: bytes.
-        per_row: the part of `size` that grows with each row of the batch.
+        size: bytes, as the driver takes them.
+        for_rows: the same for a batch of fewer rows; None: it is the same.
     """
 
     what: str
     size: int
-    per_row: int = 0
+    for_rows: Callable[[int], int] | None = None
 
 
 def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int, advice: str | None = None) -> None:
@@ -48,15 +48,17 @@ def admit(needs: Sequence[Need], free: int, total: int, gpu: str, max_batch: int
     parts = ", ".join(f"{need.what} {format_size(need.size)}" for need in needs)
     raise BackendError(
         f"{gpu} has {format_size(free)} of {format_size(total)} free, and {format_size(needed)} are needed: {parts}, "
-        f"reserve {format_size(RESERVE)}; {advice or _advice(needs, needed - free, max_batch)}"
+        f"reserve {format_size(RESERVE)}; {advice or _advice(needs, free, max_batch)}"
     )
 
 
-def _advice(needs: Sequence[Need], excess: int, max_batch: int) -> str:
-    per_row = sum(need.per_row for need in needs)
+def _advice(needs: Sequence[Need], free: int, max_batch: int) -> str:
+    def fits(rows: int) -> bool:
+        return sum(need.for_rows(rows) if need.for_rows else need.size for need in needs) + RESERVE <= free
+
     others = "build the engine again with a smaller --capacity or --max-chunk, or free memory that other programs hold"
-    fitting = max_batch - -(-excess // per_row) if per_row else 0
-    if fitting >= 1:
+    fitting = next(filter(fits, range(max_batch - 1, 0, -1)), 0)
+    if fitting:
         return f"open it with max_batch {fitting} instead of {max_batch}, {others}"
     return f"not even one sequence fits: {others}"
 

@@ -17,7 +17,7 @@ from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.runner import Array
-from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken
 
 __all__ = ["CacheBuffer", "DeviceCaches"]
 
@@ -95,10 +95,9 @@ class DeviceCaches:
         self._sides = np.zeros(max_batch, np.int8)
         self._addresses: dict[str, tuple[int, ...]] = {}
 
-    @property
-    def bytes_per_row(self) -> int:
-        """GPU memory that each row of the batch takes."""
-        return sum(b.row_bytes * (1 if b.carried.in_place else 2) for b in self.buffers.values())
+    def bytes_for(self, rows: int) -> int:
+        """GPU memory that so many rows of the batch take."""
+        return sum(taken(rows * b.row_bytes) * (1 if b.carried.in_place else 2) for b in self.buffers.values())
 
     def allocate(self) -> None:
         """Take the memory, zeroed."""

@@ -31,7 +31,7 @@ from trt_kvcache.plugins.choice import (
 from trt_kvcache.plugins.spec import THREADS
 from trt_kvcache.runtime.generation.greedy import CHOICE, best
 from trt_kvcache.runtime.runner import Array
-from trt_kvcache.runtime.trt.cuda import Cuda, Pinned
+from trt_kvcache.runtime.trt.cuda import Cuda, Pinned, taken
 
 __all__ = ["DeviceChoice", "choice_bytes", "open_choice"]
 
@@ -180,7 +180,7 @@ class DeviceChoice:
 def choice_bytes(dtype: np.dtype[Any], vocab: int, rows: int, most: int) -> int:
     """GPU memory that a `DeviceChoice` takes; 0 where there is none for such logits."""
     try:
-        return sum(_sizes(dtype, vocab, rows, most))
+        return sum(map(taken, _sizes(dtype, vocab, rows, most)))
     except OptionError:
         return 0
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from trt_kvcache.errors import BackendError
 from trt_kvcache.machine import free_memory
 
-__all__ = ["ALIGNMENT", "Cuda", "CudaBindings", "Pinned", "cuda_bindings"]
+__all__ = ["ALIGNMENT", "Cuda", "CudaBindings", "Pinned", "cuda_bindings", "taken"]
 
 ALIGNMENT = 256
 """Bytes. What TensorRT asks of every tensor's address (NvInferRuntime.h, setTensorAddress)."""
@@ -30,7 +30,15 @@ ALIGNMENT = 256
 _MAX_PITCH = 2**31 - 1
 """Bytes. CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far: rows of a 2-D copy cannot be farther apart."""
 
+_PAGE = 2 << 20
+"""Bytes. The driver takes a GPU's memory in pages of this size: common knowledge (PyTorch's allocator), not documented."""
+
 _DEVICE, _HOST = "Device", "Host"
+
+
+def taken(size: int) -> int:
+    """Bytes of a GPU's memory that an allocation of `size` bytes takes: whole pages, but for small ones, which share."""
+    return size if size <= _PAGE // 2 else -(-size // _PAGE) * _PAGE
 
 
 @dataclass(frozen=True)
@@ -141,8 +149,8 @@ class Cuda:
 
     @property
     def allocated(self) -> int:
-        """Bytes of GPU memory that are held here."""
-        return sum(self._memory.values())
+        """Bytes of GPU memory that are held here, as the driver takes them."""
+        return sum(map(taken, self._memory.values()))
 
     @property
     def driver_version(self) -> tuple[int, int]:

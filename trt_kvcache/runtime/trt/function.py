@@ -15,7 +15,7 @@ from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.context import Context, ContextFactory
-from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken
 from trt_kvcache.runtime.trt.device_array import DeviceArray, DeviceBlock
 from trt_kvcache.runtime.trt.load import TensorRT, open_engine
 
@@ -77,9 +77,9 @@ class EngineFunction:
         made, _ = self._layout()
         sizes = {name: prod(largest[name]) * dtype.itemsize for name, dtype in self._inputs.items()}
         needs = [
-            Need("the encoder's activations", self.factory.activation_bytes),
-            Need("its inputs", sum(sizes.values())),
-            Need("what it makes of one source", made),
+            Need("the encoder's activations", taken(self.factory.activation_bytes)),
+            Need("its inputs", sum(map(taken, sizes.values()))),
+            Need("what it makes of one source", taken(made)),
         ]
         admit(needs, *cuda.free_memory(), cuda.name, 1, _LESS)
         self._addresses = {name: cuda.allocate(size) for name, size in sizes.items()}

@@ -16,7 +16,7 @@ from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 from trt_kvcache.runtime.trt.choice import DeviceChoice, choice_bytes, open_choice
-from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Pinned
+from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, Pinned, taken
 from trt_kvcache.runtime.trt.device_array import DeviceArray
 
 __all__ = ["StepBuffers"]
@@ -65,7 +65,7 @@ class StepBuffers:
     @property
     def device_bytes(self) -> int:
         """GPU memory that `allocate` takes."""
-        return sum(self._size(name) for name in self._tensors)
+        return sum(taken(self._size(name)) for name in self._tensors)
 
     @property
     def choice_bytes(self) -> int:

@@ -28,7 +28,7 @@ from trt_kvcache.runtime.runner import Array, Logits, StepBatch
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.caches import DeviceCaches
 from trt_kvcache.runtime.trt.context import Context, ContextFactory
-from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, cuda_bindings
+from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, cuda_bindings, taken
 from trt_kvcache.runtime.trt.function import EngineFunction
 from trt_kvcache.runtime.trt.graphs import StepGraphs
 from trt_kvcache.runtime.trt.held import Held
@@ -112,8 +112,8 @@ class TensorRTRunner:
         manifest, cuda = self._manifest, self._cuda
         self._caches = DeviceCaches(cuda, manifest.plan, self._max_batch)
         self._shapes = StepShapes(manifest, self._inputs, self._caches.buffers)
-        per_row = self._caches.bytes_per_row
-        caches = Need(f"caches for {self._max_batch} sequences", self._max_batch * per_row, per_row)
+        needed = self._caches.bytes_for
+        caches = Need(f"caches for {self._max_batch} sequences", needed(self._max_batch), needed)
         # Before the engine is opened, which takes memory for the weights: about as much as the file is long.
         admit([Need("weights", manifest.engine.size), caches], *cuda.free_memory(), cuda.name, self._max_batch)
         self._held.trt = trt = open_engine(path, manifest, module, cuda)
@@ -127,7 +127,7 @@ class TensorRTRunner:
         self._buffers = StepBuffers(cuda, manifest.plan, largest, self._max_batch)
         needs = [
             caches,
-            Need("activations", factory.activation_bytes),
+            Need("activations", taken(factory.activation_bytes)),
             Need("inputs and outputs", self._buffers.device_bytes),
             Need("choice of tokens", self._buffers.choice_bytes),
         ]
