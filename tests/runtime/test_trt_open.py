@@ -132,7 +132,7 @@ def test_the_driver_takes_memory_in_pages() -> None:
     page is full."""
     needs = [Need("caches", caches_of(8), caches_of)]
     free = (128 << 20) + 3 * (4 << 20)
-    with pytest.raises(BackendError, match=r"and 146\.0 MiB are needed: caches 18\.0 MiB, .* open it with max_batch 6 "):
+    with pytest.raises(BackendError, match=r"146\.0 MiB are needed: caches 18\.0 MiB, .* open it with max_batch 6 "):
         admit(needs, free, 1 << 30, "A GPU", 8)
     admit([Need("caches", caches_of(6))], free, 1 << 30, "A GPU", 6)
 

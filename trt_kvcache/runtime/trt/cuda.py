@@ -31,13 +31,13 @@ _MAX_PITCH = 2**31 - 1
 """Bytes. CU_DEVICE_ATTRIBUTE_MAX_PITCH of every GPU so far: rows of a 2-D copy cannot be farther apart."""
 
 _PAGE = 2 << 20
-"""Bytes. The driver takes a GPU's memory in pages of this size: common knowledge (PyTorch's allocator), not documented."""
+"""Bytes. In pages of this size the driver takes a GPU's memory: seen by many, and not documented."""
 
 _DEVICE, _HOST = "Device", "Host"
 
 
 def taken(size: int) -> int:
-    """Bytes of a GPU's memory that an allocation of `size` bytes takes: whole pages, but for small ones, which share."""
+    """Bytes of GPU memory that an allocation of `size` takes: whole pages; small ones share one."""
     return size if size <= _PAGE // 2 else -(-size // _PAGE) * _PAGE
 
 
