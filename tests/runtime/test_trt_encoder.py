@@ -149,6 +149,19 @@ def test_what_a_closed_session_made_cannot_be_copied(machine: Machine, tmp_path:
     assert machine.used == 0
 
 
+def test_nothing_is_copied_within_a_step(machine: Machine, tmp_path: Path) -> None:
+    with DecodeSession.open(built(tmp_path)) as session:
+        made = session.encode({"input_features": heard(6, 0)})
+        peek = replace(
+            CONFIG, logits_processor=lambda tokens, scores: (np.asarray(made["encoder_hidden_states"]), scores)[1]
+        )
+        with pytest.raises(
+            SessionError, match="in the middle of a step; .* or copy what that left on the GPU: do so betw"
+        ):
+            session.generate([PROMPTS[0]], peek, [made])
+        assert session.generate([PROMPTS[0]], CONFIG, [made])[0].tokens == expected(0)
+
+
 def test_sources_between_the_steps_of_a_stream(machine: Machine, tmp_path: Path) -> None:
     """Threads that encode while others decode, with graphs."""
     with DecodeSession.open(built(tmp_path)) as session:

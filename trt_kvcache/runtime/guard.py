@@ -1,7 +1,8 @@
-"""Who may use a session now: one thread at a time, and nobody once it is closed."""
+"""Who may use a session now: one thread at a time of the process that opened it, and nobody once it is closed."""
 
 from __future__ import annotations
 
+import os
 import threading
 from types import TracebackType
 
@@ -17,17 +18,37 @@ class Guard:
     takes or gives the lock, it would leave it taken, and all other threads waiting for ever. The lock's own have none.
 
     Attributes:
-        lock: the one lock of the session; a thread that has it may take it again.
         open: refuses whoever comes once the session is closed.
         idle: refuses those, too, who come from within a step.
         stepping: taken while a step runs.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
+        self._process = os.getpid()
+        self._lock = threading.RLock()
         self.stepping = threading.Lock()
         self.open = _Entry()
         self.idle = _Entry(self.stepping)
+
+    @property
+    def lock(self) -> threading._RLock:
+        """The one lock of the session; a thread that has it may take it again.
+
+        Raises:
+            SessionError: in a forked process. There the lock may be held by a thread that was not forked with it, and
+                what the runner waits for, such as threads of ONNX Runtime and the GPU, stayed behind as well.
+        """
+        if self.elsewhere:
+            raise SessionError(
+                f"the session was opened in process {self._process}, and this is a fork of it, {os.getpid()}, without "
+                "its threads and GPU; open the model in this one"
+            )
+        return self._lock
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this is a fork of the process that opened the session."""
+        return os.getpid() != self._process
 
     def close(self) -> None:
         """Refuse all who come from now on; to be called with the lock.
@@ -58,7 +79,7 @@ class _Entry:
         if self._stepping is not None and self._stepping.locked():
             raise SessionError(
                 "the session is in the middle of a step; what this calls, such as a logits_processor or a tokenizer, "
-                "must not change the session: do so between steps"
+                "must not change the session, ask its encoder or copy what that left on the GPU: do so between steps"
             )
 
     def __exit__(

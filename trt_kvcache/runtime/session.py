@@ -52,7 +52,8 @@ class DecodeSession:
             for event in session.stream([[1, 2, 3]], GenerationConfig(max_new_tokens=64)):
                 print(event.token)
 
-    Any method may be called from any thread: one lock serializes the steps, and sequences of all threads share them.
+    Any method may be called from any thread: one lock serializes the steps, and sequences of all threads share them. In
+    a forked process all are refused: open the model there.
     Sequences that fail or end leave the others alone.
 
     Args:
@@ -372,11 +373,13 @@ class DecodeSession:
     # --- the end
 
     def close(self) -> None:
-        """Free everything; every later call is refused. Closing again does nothing.
+        """Free everything; every later call is refused. Closing again, or in a forked process, does nothing.
 
         Raises:
             SessionError: a step is under way, and calls this; nothing has changed then.
         """
+        if self._guard.elsewhere:
+            return
         with self._guard.lock:
             self._guard.close()
             self._runner.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 
 from trt_kvcache.errors import BackendError
@@ -36,13 +37,15 @@ class Held:
         self.functions: list[EngineFunction] = []
         self.graphs: StepGraphs | None = None
         self.in_use = False
+        self._process = os.getpid()
 
     def close(self) -> None:
         """Free everything, and keep compiled kernels for the next start.
 
-        Nothing where a call is under way: the process ends, and a thread is left that does not.
+        Nothing where a call is under way: the process ends, and a thread is left that does not. Nor in a fork: CUDA
+        does not work there.
         """
-        if self.in_use:
+        if self.in_use or os.getpid() != self._process:
             return
         with self.cuda.apart():
             try:
