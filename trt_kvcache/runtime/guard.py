@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from trt_kvcache.errors import SessionError
@@ -31,7 +32,7 @@ class Guard:
         self.idle = _Entry(self.stepping)
 
     @property
-    def lock(self) -> threading._RLock:
+    def lock(self) -> AbstractContextManager[bool]:
         """The one lock of the session; a thread that has it may take it again.
 
         Raises:
