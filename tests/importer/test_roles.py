@@ -502,6 +502,8 @@ def test_patterns_match_whole_names_and_the_right_side(tmp_path: Path) -> None:
     [
         ("roles: [", "is not YAML: "),
         ("roles: {tokens: \x07}", "is not YAML: "),
+        ("roles: {tokens: 2001-99-99}", "is not YAML: month must be in 1..12"),
+        ("[" * 10_000, "is not YAML: "),
         ("", "is one mapping under the key 'roles'"),
         ("tokens: input_ids", "is one mapping under the key 'roles'"),
         ("roles: [tokens]", "is one mapping under the key 'roles'"),

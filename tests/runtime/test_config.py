@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from contextlib import suppress
+from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from runtime.hash_runner import HashRunner
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import OptionError, TrtKvCacheError
 from trt_kvcache.importer.files.generation import settings_beside
 from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.session import DecodeSession
 
 
 @pytest.mark.parametrize(
@@ -83,6 +88,53 @@ from trt_kvcache.runtime.generation.config import GenerationConfig
 def test_refusals(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         GenerationConfig(**settings)
+
+
+NONE = {
+    "beyond float64": 10**400, "below": -(10**400), "beyond decimals": 10**5000, "nan": math.nan, "inf": math.inf,
+    "-inf": -math.inf, "switch": True, "NumPy's": np.bool_(True), "huge": 1e300, "as much below": -1e300,
+    "next to nothing": 5e-324, "text": "1", "bytes": b"1", "None": None, "complex": 1j,
+    "list": [1],
+}  # fmt: skip
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "length_penalty")
+WHOLE = ("max_new_tokens", "min_new_tokens", "min_length", "top_k", "no_repeat_ngram_size", "seed", "num_beams",
+         "prompt_lookup_num_tokens", "max_matching_ngram_size")  # fmt: skip
+IDS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id")
+
+
+@pytest.mark.parametrize("value", NONE.values(), ids=NONE)
+def test_numbers_that_are_none(value: Any) -> None:
+    """Each is refused by the name of its setting, or decodes: none ends in a trace behind the first tokens."""
+    settings = [{name: value} for name in (*NUMBERS, *WHOLE, *IDS)]
+    settings += [{"exponential_decay_length_penalty": pair} for pair in ((1, value), (value, 1.5), (value, value))]
+    settings += [{"sequence_bias": {5: value}}, {"suppress_tokens": [value]}, {"bad_words_ids": [[value]]}]
+    for setting in settings:
+        (name,) = setting
+        beams = {"num_beams": 2} if name == "length_penalty" else {}
+        drawn = {"do_sample": True} if name in ("temperature", "top_k", "top_p", "min_p", "seed") else {}
+        try:
+            config = GenerationConfig(**{"max_new_tokens": 3, **beams, **drawn, **setting})
+        except OptionError as error:
+            said = str(error)
+        else:
+            said = name
+            with DecodeSession(HashRunner()) as session, suppress(TrtKvCacheError):
+                session.generate([[1, 2]], config)
+        assert name in said
+        assert len(said) < 400
+
+
+def test_numbers_of_any_type_are_plain_ones() -> None:
+    """A byte's 255 has no number behind it, and NumPy's or a Fraction's are no numbers of JSON."""
+    config = GenerationConfig(
+        max_new_tokens=np.uint8(255), temperature=Fraction(1, 2), top_p=np.float16(0.5), do_sample=True,
+        seed=np.int8(3), exponential_decay_length_penalty=[np.uint8(0), 2],
+    )  # fmt: skip
+    values = (config.max_new_tokens, config.temperature, config.top_p, config.seed)
+    assert [type(value) for value in values] == [int, float, float, int]
+    assert config.exponential_decay_length_penalty == (0, 2.0)
+    with DecodeSession(HashRunner()) as session:
+        assert len(session.generate([[1, 2]], replace(config, max_new_tokens=5))[0].tokens) == 5
 
 
 def test_values_are_kept_as_they_were_given() -> None:
@@ -259,6 +311,33 @@ def test_files_that_are_none(text: str | None, message: str, tmp_path: Path) -> 
         path.write_text(text, encoding="utf-8")
     with pytest.raises(OptionError, match=message):
         GenerationConfig.from_file(path)
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "genai_config.json"])
+def test_a_wrong_value_in_a_file_is_told_with_its_name(file: str, tmp_path: Path) -> None:
+    """Unless another value counts."""
+    settings = {"eos_token_id": "</s>", "suppress_tokens": [3]}
+    (tmp_path / file).write_text(json.dumps({"model": settings} if "genai" in file else settings))
+    model = tmp_path / "model.onnx"
+    with pytest.raises(OptionError, match=rf"{file}: eos_token_id is '</s>'; supported: a token id"):
+        GenerationConfig.for_model(model)
+    assert GenerationConfig.for_model(model, eos_token_id=4).suppress_tokens == (3,)
+    with pytest.raises(OptionError, match="^top_p=0.5 has no effect"):
+        GenerationConfig.for_model(model, eos_token_id=4, top_p=0.5)
+    if "genai" in file:
+        written(tmp_path, {"eos_token_id": 4})
+        assert GenerationConfig.for_model(model).eos_token_ids == (4,)
+    else:
+        with pytest.raises(OptionError, match=rf"{file}: eos_token_id is '</s>'"):
+            GenerationConfig.from_file(tmp_path / file)
+        with pytest.raises(OptionError, match="^seed is -1"):
+            GenerationConfig.from_file(tmp_path / file, seed=-1)
+
+
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
+    for other in ({"version": "1.0", "truncation": None, "added_tokens": [], "model": {}}, {"model": {}, "search": {}}):
+        with pytest.raises(OptionError, match="has none of the settings of a generation_config.json, but .*model"):
+            GenerationConfig.from_file(written(tmp_path, other))
 
 
 def test_its_text_is_what_differs_from_the_default() -> None:

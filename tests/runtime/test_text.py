@@ -227,6 +227,12 @@ def test_special_tokens_are_named_beside_it(eos: object, tmp_path: Path) -> None
         ("tokenizer.json", None, "tokenizer.json cannot be read: No such file"),
         ("tokenizer.json", "{}", "tokenizer.json is not a tokenizer.json that this tokenizers library reads"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json is not JSON"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "a\\ud800"}',
+            r"tokenizer.json: its eos_token 'a\\ud800' is no Unicode text",
+        ),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds list"),
     ],
 )

@@ -46,7 +46,7 @@ def _candidates(model: Path) -> Iterator[Path]:
 def _named_by_genai(folder: Path) -> Iterator[Path]:
     try:
         name = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["embedding"]["filename"]
-    except (OSError, ValueError, KeyError, TypeError):  # none, or another layout
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):  # none, or another layout
         return
     if isinstance(name, str):
         yield folder / name
@@ -60,7 +60,7 @@ def scaled_by(checkpoint: Path) -> str | None:
     """
     try:
         config = json.loads((checkpoint.parent / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     parts = [config, config.get("text_config")] if isinstance(config, dict) else []
     for part in (p for p in parts if isinstance(p, dict)):

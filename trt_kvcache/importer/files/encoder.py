@@ -78,6 +78,6 @@ def _read(file: Path) -> dict[str, Any]:
     """A config, or an empty one where there is none that can be read."""
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return config if isinstance(config, dict) else {}

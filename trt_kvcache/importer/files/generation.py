@@ -8,7 +8,7 @@ from typing import Any
 
 from trt_kvcache.errors import OptionError
 
-__all__ = ["load_settings", "settings_beside"]
+__all__ = ["each_beside", "load_settings", "settings_beside"]
 
 _OF_MODEL = (
     # What the model was trained with, whatever way its tokens are chosen.
@@ -30,14 +30,21 @@ def settings_beside(model: Path) -> dict[str, Any]:
     Raises:
         OptionError: a file is unreadable.
     """
+    return {name: value for found in each_beside(model).values() for name, value in found.items()}
+
+
+def each_beside(model: Path) -> dict[Path, dict[str, Any]]:
+    """The same by file; what the later ones say counts."""
     folder = model if model.is_dir() else model.parent
-    found: dict[str, Any] = {}
+    found: dict[Path, dict[str, Any]] = {}
     if (path := folder / "genai_config.json").exists():
         of_model = load_settings(path).get("model")
-        found |= of_model if isinstance(of_model, dict) else {}
+        found[path] = of_model if isinstance(of_model, dict) else {}
     if (path := folder / "generation_config.json").exists():
-        found |= load_settings(path)
-    return {name: found[name] for name in _OF_MODEL if found.get(name) is not None}
+        found[path] = load_settings(path)
+    return {
+        path: {name: said[name] for name in _OF_MODEL if said.get(name) is not None} for path, said in found.items()
+    }
 
 
 def load_settings(path: Path) -> dict[str, Any]:
@@ -50,7 +57,7 @@ def load_settings(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
         raise OptionError(f"{path} holds {type(data).__name__}, not the object of a generation_config.json")

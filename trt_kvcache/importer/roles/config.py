@@ -71,7 +71,7 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise OptionError(f"{path}: the role config cannot be read ({error.strerror}); give a YAML file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of dates that are none, too
         raise OptionError(f"{path}: the role config is not YAML: {' '.join(str(error).split())}") from None
     roles = content.get("roles") if isinstance(content, dict) else None
     if not isinstance(roles, dict) or set(content) - {"roles"}:

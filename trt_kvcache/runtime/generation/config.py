@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.given import shown
 
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
@@ -157,7 +158,12 @@ class GenerationConfig:
         """
         from trt_kvcache.runtime.generation.config_file import read_config_file
 
-        return cls(**read_config_file(Path(path), changes))
+        settings = read_config_file(Path(path), changes)
+        try:
+            return cls(**settings)
+        except OptionError as error:
+            cls(**changes)  # what the caller says alone
+            raise OptionError(f"{path}: {error}") from None
 
     @classmethod
     def for_model(cls, model: str | Path, **changes: Any) -> GenerationConfig:
@@ -176,15 +182,29 @@ class GenerationConfig:
             ManifestError: that of an engine is unreadable.
         """
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
-        from trt_kvcache.importer.files.generation import settings_beside
+        from trt_kvcache.importer.files.generation import each_beside
 
         path = Path(model)
         is_engine = path.suffix.lower() != ".onnx" and not path.is_dir() and manifest_path(path).is_file()
-        built = load_manifest(path).generation if is_engine else {}
-        return cls(**{**built, **settings_beside(path), **changes})
+        sources = {manifest_path(path): dict(load_manifest(path).generation)} if is_engine else {}
+        settings = dict(changes)
+        for file, said in reversed((sources | each_beside(path)).items()):
+            counts = {name: value for name, value in said.items() if name not in settings}
+            try:
+                cls(**counts)
+            except OptionError as error:
+                raise OptionError(f"{file}: {error}") from None
+            settings |= counts
+        return cls(**settings)
 
     def _normalize(self) -> None:
-        for name in (*_TOKENS, "stop_strings", "exponential_decay_length_penalty", "logits_processor"):
+        for name in (*_INTEGERS, *_OPTIONAL_INTEGERS, *_NUMBERS, "min_p"):
+            if (value := getattr(self, name)) is not None:  # plain ones: NumPy's of 8 bits have no number behind 255
+                object.__setattr__(self, name, float(value) if name in (*_NUMBERS, "min_p") else int(value))
+        if self.exponential_decay_length_penalty is not None:
+            start, factor = self.exponential_decay_length_penalty
+            object.__setattr__(self, "exponential_decay_length_penalty", (int(start), float(factor)))
+        for name in (*_TOKENS, "stop_strings", "logits_processor"):
             value = getattr(self, name)
             if not isinstance(value, (Integral, str, type(None))) and not callable(value):
                 object.__setattr__(self, name, tuple(value))
@@ -215,17 +235,18 @@ class GenerationConfig:
         _require(all(self.stops), self, "stop_strings", "texts of at least one character")
         _require(self.seed is None or self.seed >= 0, self, "seed", "0 or more")
         _require(self.num_beams >= 1, self, "num_beams", "at least 1; 1 is no beam search")
-        _require(math.isfinite(self.length_penalty), self, "length_penalty", "finite")
+        # Beyond, a power of 16 million tokens is infinite or 0.
+        _require(-32 <= self.length_penalty <= 32, self, "length_penalty", "between -32 and 32")
         proposed = self.prompt_lookup_num_tokens
         _require(proposed is None or proposed >= 1, self, "prompt_lookup_num_tokens", "at least 1, or None for off")
         _require(self.max_matching_ngram_size >= 1, self, "max_matching_ngram_size", "at least 1")
         for tokens, bias in self.biases:
             if not tokens or min(tokens) < 0:
                 raise OptionError(
-                    f"sequence_bias of {tokens}: keys are token ids, or tuples of at least one, from 0 on"
+                    f"sequence_bias of {shown(tokens)}: keys are token ids, or tuples of at least one, from 0 on"
                 )
             if math.isnan(bias) or bias == math.inf:
-                raise OptionError(f"sequence_bias of {tokens} is {bias}; supported: numbers, and -inf to forbid")
+                raise OptionError(f"sequence_bias of {shown(tokens)} is {bias}; supported: numbers, and -inf to forbid")
 
     def _check_together(self) -> None:
         if self.min_new_tokens > self.max_new_tokens:
@@ -327,15 +348,23 @@ def _check_types(config: GenerationConfig) -> None:
 
 def _require(holds: bool, config: GenerationConfig, name: str, supported: str) -> None:
     if not holds:
-        raise OptionError(f"{name} is {getattr(config, name)!r}; supported: {supported}")
+        raise OptionError(f"{name} is {shown(getattr(config, name))}; supported: {supported}")
 
 
 def _is_integer(value: object) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
+    """Whether it is a whole number that can be meant: up to a seed of 256 bits."""
+    return not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) < 1 << 256
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    """Whether a float64 can hold it, be it NaN or infinite."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
 
 
 def _all(values: object, test: Any) -> bool:

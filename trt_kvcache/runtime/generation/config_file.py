@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.given import shown
 from trt_kvcache.importer.files.generation import load_settings
 from trt_kvcache.runtime.generation.config import GenerationConfig, idle_settings
 
@@ -47,6 +48,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "watermarking_config": (),
 }
 
+_SAID = {"forced_decoder_ids", "max_length"}
+"""Settings of which more is said where a file has them."""
+
 
 def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that the file sets, with `changes` in place of the file's.
@@ -63,6 +67,12 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     """
     found = {key: value for key, value in load_settings(path).items() if value is not None}
     known = {field.name for field in fields(GenerationConfig)}
+    strange = found.keys() - known - _WITHOUT_EFFECT - _UNSUPPORTED.keys() - _SAID
+    if len(strange) > 1 and strange == found.keys():
+        raise OptionError(
+            f"{path} has none of the settings of a generation_config.json, but {', '.join(sorted(strange)[:4])}; give "
+            "the file of that name"
+        )
     for key in sorted(found.keys() - known - _WITHOUT_EFFECT):
         _check_other(path, key, found[key], changes)
     settings = {key: found[key] for key in known & found.keys()}
@@ -72,17 +82,20 @@ def read_config_file(path: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
     # Models ship such files (a temperature without do_sample); transformers ignores the setting, with a warning too.
     for switch, names in idle_settings(settings).items():
         for name in [name for name in names if name not in changes]:
-            _warn(path, f"{name}={settings.pop(name)!r} has no effect without {switch}; ignored")
+            _warn(path, f"{name}={shown(settings.pop(name))} has no effect without {switch}; ignored")
     return settings
 
 
 def _check_other(path: Path, key: str, value: Any, changes: Mapping[str, Any]) -> None:
     if key in _UNSUPPORTED:
         if (tuple(value) if isinstance(value, list) else value) not in _UNSUPPORTED[key]:
-            raise OptionError(f"{path}: {key}={value!r} is not supported; remove it from the file, or do without it")
+            raise OptionError(
+                f"{path}: {key}={shown(value)} is not supported; remove it from the file, or do without it"
+            )
     elif key == "forced_decoder_ids":
         raise OptionError(
-            f"{path}: {key}={value!r} is not supported; give these tokens as the prompt, and remove it from the file"
+            f"{path}: {key}={shown(value)} is not supported; give these tokens as the prompt, and remove it from the "
+            "file"
         )
     elif key == "max_length":
         if "max_new_tokens" not in changes:
@@ -98,7 +111,7 @@ def _sequence_bias(path: Path, value: Any) -> dict[tuple[int, ...], float]:
             raise TypeError
         return {tuple(int(token) for token in tokens): float(bias) for tokens, bias in value}
     except (TypeError, ValueError):
-        raise OptionError(f"{path}: sequence_bias is {value!r}; supported: [[[token, ...], bias], ...]") from None
+        raise OptionError(f"{path}: sequence_bias is {shown(value)}; supported: [[[token, ...], bias], ...]") from None
 
 
 def _warn(path: Path, message: str) -> None:

@@ -25,10 +25,18 @@ class Tokenizer:
             tokenizer: of the ``tokenizers`` library.
             settings: what ``tokenizer_config.json`` says.
             name: for messages.
+
+        Raises:
+            OptionError: the text of a special token cannot be written as UTF-8.
         """
         self._tokenizer = tokenizer
         self._settings = settings or {}
         self.name = name or "the tokenizer"
+        for token, text in self.special_tokens.items():
+            if not _is_unicode(text):
+                raise OptionError(
+                    f"{self.name}: its {token} {text!a} is no Unicode text; mend it in tokenizer_config.json"
+                )
 
     @classmethod
     def load(cls, path: str | Path) -> Tokenizer:
@@ -150,9 +158,13 @@ def _settings_beside(path: Path) -> dict[str, Any]:
             settings["chat_template"] = _text(template)
     except OSError as error:
         raise OptionError(f"{error.filename} cannot be read: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise OptionError(f"{config} is not JSON: {error}") from None
     return settings
+
+
+def _is_unicode(text: str) -> bool:
+    return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _text(file: Path) -> str:
