@@ -11,7 +11,6 @@ questions behind that are asked about such engines.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import shutil
@@ -39,8 +38,6 @@ CONFIG = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", position
 BATCH, HEADS, KEYS, SIZE = 2, 4, 64, 64
 LENGTHS = (5, 33)
 """Valid keys of each row in the questions about IAttention."""
-LIMIT = 45.0
-"""Seconds for one question."""
 HERE = "here.engine"
 """Name of the engine that was built for this GPU alone."""
 Answer = dict[str, Any]
@@ -58,7 +55,8 @@ def runs(engine: Path, name: str) -> Answer:
     start = time.perf_counter()
     with Opened(engine) as runner:
         opened = time.perf_counter() - start
-        logits = runner.step(StepBatch(0, np.ones((2, 4), np.int64), np.zeros(2, np.int64)))
+        rows, length = min(2, runner.max_batch), min(4, runner.max_chunk)
+        logits = runner.step(StepBatch(0, np.ones((rows, length), np.int64), np.zeros(rows, np.int64)))
         found: Answer = {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": opened}
         return found if found["yes"] else found | {"error": "its logits are not all finite", "unexpected": True}
 
@@ -66,8 +64,7 @@ def runs(engine: Path, name: str) -> Answer:
 def runs_if_built_here(engine: Path, name: str) -> Answer:
     """The same for an engine that was built for this GPU alone."""
     here = engine.with_name(HERE)
-    capabilities = ("current",) if name == "tensorrt-rtx" else ()
-    chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, compute_capabilities=capabilities)
+    chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, compute_capabilities=("current",))
     model = shutil.copy(engine.with_suffix(".onnx"), here.with_suffix(".onnx"))
     build.build_engine(model, here, build=chosen)
     return runs(here, name)
@@ -166,20 +163,25 @@ def attention(how: str, dtype: str) -> Callable[[Path, str], Answer]:
     return answer
 
 
+FIRST: dict[str, Callable[[Path, str], Answer]] = {"builds": builds, "runs": runs}
+"""Without which nothing else says much."""
+
+HERE_ONLY: dict[str, Callable[[Path, str], Answer]] = {"runs_if_built_here": runs_if_built_here}
+"""Next where engines for all GPUs do not run, else last: another build. TensorRT builds no others."""
+
 QUESTIONS: dict[str, Callable[[Path, str], Answer]] = {
-    "runs": runs,
-    "runs_if_built_here": runs_if_built_here,
     "aliases": aliases,
-    "decode_steps_become_cuda_graphs": graphs,
-    "greedy_tokens_are_chosen_on_the_gpu": chooses,
     "garbage_in_unused_rows_is_not_seen": unused_rows(1e4),
     "nan_in_unused_rows_is_not_seen": unused_rows(float("nan")),
     "writes_out_of_range_are_dropped": writes_out_of_range,
-} | {
-    f"attention_{how}_{dtype}": attention(how, dtype)
-    for dtype, how in itertools.product(("float16", "bfloat16"), ("mask", "lengths"))
+    "decode_steps_become_cuda_graphs": graphs,
+    "attention_mask_float16": attention("mask", "float16"),
+    "attention_mask_bfloat16": attention("mask", "bfloat16"),
+    "attention_lengths_float16": attention("lengths", "float16"),
+    "attention_lengths_bfloat16": attention("lengths", "bfloat16"),
+    "greedy_tokens_are_chosen_on_the_gpu": chooses,
 }
-"""The most dangerous last."""
+"""The most telling first: time may end before all are asked."""
 
 
 def foreign(path: Path, name: str) -> Answer | None:
@@ -188,7 +190,11 @@ def foreign(path: Path, name: str) -> Answer | None:
     if manifest.backend != name:
         return None
     said = {"built_for": list(manifest.compute_capabilities), "built_with": manifest.backend_version}
-    return {**said, **_asked(lambda: runs(path, name) | {"aliases": aliases(path, name)["yes"]})}
+    return said | _asked(_runs_in_place, path, name)
+
+
+def _runs_in_place(engine: Path, name: str) -> Answer:
+    return runs(engine, name) | {"aliases": aliases(engine, name)["yes"]}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -204,8 +210,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, f"--backend={options.backend}", f"--output={options.output}"]
         command += [f"--folder={folder}", *(f"--engine={path}" for path in options.engine)]
-        if not supervise(command, options.output, LIMIT):
+        if not supervise(command, options.output, limit):
             raise SystemExit("questions ended the process that asked them: see their answers")
+
+
+def limit(question: str) -> float:
+    """Seconds for a question. More where TensorRT is loaded, times kernels, or compiles all that an engine has."""
+    return 100.0 if question in (FIRST | HERE_ONLY) or question.startswith(ENGINE) else 45.0
 
 
 def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> None:
@@ -221,30 +232,36 @@ def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> N
             keep("")
             raise SystemExit(AGAIN)
 
-    asked = {engine["engine"] for engine in result["engines"]}
-    for path in engines:
-        if path.name in asked:
-            continue
-        keep(f"{ENGINE}{path.name}")
-        answer = _asked(lambda path=path: foreign(path, name))
-        if answer:
-            result["engines"].append({"engine": path.name} | answer)
-            end_where_lost(answer)
-    engine = folder / "model.engine"
-    for question, ask in ({"builds": builds} | QUESTIONS).items():
-        if question not in answers:
-            keep(question)
-            answers[question] = _asked(lambda ask=ask, engine=engine: ask(engine, name))
-            end_where_lost(answers[question])
-        if question == "runs_if_built_here" and runs_only_if_built_here(answers):
+    def put(questions: dict[str, Callable[[Path, str], Answer]], engine: Path) -> None:
+        for question, ask in questions.items():
+            if question not in answers:
+                keep(question)
+                answers[question] = _asked(ask, engine, name)
+                end_where_lost(answers[question])
+
+    engine, here_only = folder / "model.engine", HERE_ONLY if name == "tensorrt-rtx" else {}
+    put(FIRST, engine)
+    if "error" in answers["runs"]:
+        put(here_only, engine)
+        if runs_only_if_built_here(answers):
             engine = engine.with_name(HERE)
             os.environ[BUILT_FOR] = "current"
+    asked = {found["engine"] for found in result["engines"]}
+    for path in engines:
+        if path.name not in asked:
+            keep(f"{ENGINE}{path.name}")
+            answer = _asked(foreign, path, name)
+            if answer:
+                result["engines"].append({"engine": path.name} | answer)
+                end_where_lost(answer)
+    put(QUESTIONS, engine)
+    put(here_only, engine)
     keep("")
 
 
-def _asked(ask: Callable[[], Answer | None]) -> Answer:
+def _asked(ask: Callable[[Path, str], Answer | None], engine: Path, name: str) -> Answer:
     try:
-        return ask() or {}
+        return ask(engine, name) or {}
     except TrtKvCacheError as error:
         answer: Answer = {"yes": False, "error": str(error)}
         # It opens, and a step fails, or CUDA does: not the backend's word on this GPU.

@@ -13,13 +13,14 @@ Every step is a process with a time limit; one that fails, crashes or hangs says
 then, and costs no other step; each step's results are on disk before the next begins. In this order, the most telling
 first:
 
+- answers, for each backend: does it run here at all, in its own words; do engines that were built without a GPU, or
+  elsewhere, open; aliases; garbage and NaN in unused rows; CUDA graphs; IAttention's masks and lengths
+  (``gpu_answers.py``);
+- measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
+  bandwidth (``gpu_measure.py``). Behind the first capacity:
 - bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
   FlashInfer's append kernel (``bench_kernel.py``);
 - choice: greedy tokens chosen on the GPU against those of the host, and the time of both (``bench_choice.py``);
-- answers, for each backend: does it run here at all, in its own words; do engines that were built without a GPU, or
-  elsewhere, open; aliases; garbage and NaN in unused rows; IAttention's masks and lengths (``gpu_answers.py``);
-- measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
-  bandwidth (``gpu_measure.py``);
 - engine tests, encoder tests, ..., for each backend: ``tests/gpu/test_engines.py``, ``test_encoder.py``,
   ``test_embeddings.py``, ``test_plugin_engines.py``;
 - compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy:
@@ -109,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"gpu_check: nothing was checked: {problem}", file=sys.stderr)
         return 1
     deadline = time.monotonic() + options.minutes * 60
-    versions = {t.value: backend.installed_version(t) for t in Target}
+    versions = {t.value: backend.installed_version(t) for t in (Target.TENSORRT_RTX, Target.TENSORRT)}
     chosen = [name for name, version in versions.items() if version and options.backend in (None, name)]
     if options.backend and not chosen:
         print(f"gpu_check: {options.backend} is not installed", file=sys.stderr)
@@ -203,14 +204,16 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     tests += ("--junitxml={out}",)
     arch = "sm_" + capability.replace(".", "")
     kernels = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("kernel", "choice")]
-    found = [Step(KERNEL, "bench", (python, str(SCRIPTS / "bench_kernel.py"), "--output={out}"), 75)]
     sizes = ("--vocab", "1001", "--repeats", "3") if options.small else ()
-    found.append(Step(KERNEL, "choice", (python, str(SCRIPTS / "bench_choice.py"), "--output={out}", *sizes), 60))
+    bench = Step(KERNEL, "bench", (python, str(SCRIPTS / "bench_kernel.py"), "--output={out}"), 75)
+    choice = Step(KERNEL, "choice", (python, str(SCRIPTS / "bench_choice.py"), "--output={out}", *sizes), 60)
+    found = []
     for name in backends:
         given = [f"--engine={path.resolve()}" for path in options.engine]
         command = (python, str(SCRIPTS / "gpu_answers.py"), f"--backend={name}", "--output={out}", *given)
-        found.append(Step(name, ANSWERS, command, 240, merged=True))  # each has its own limit, too
-    for capacity in CAPACITIES[options.small]:
+        found.append(Step(name, ANSWERS, command, 200, merged=True))  # each has its own limit, too
+    for i, capacity in enumerate(CAPACITIES[options.small]):
+        found += [bench, choice] if i == 1 else []
         for name in backends:
             command = (python, str(SCRIPTS / "gpu_measure.py"), f"--backend={name}", f"--capacity={capacity}")
             command += ("--output={out}", *(["--small"] if options.small else []))

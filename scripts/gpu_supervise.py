@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,13 @@ def runs_only_if_built_here(answers: Mapping[str, Any]) -> bool:
     return "error" in answers.get("runs", {}) and bool(answers.get("runs_if_built_here", {}).get("yes"))
 
 
-def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
+def supervise(command: Sequence[str], output: Path, limit: Callable[[str], float]) -> bool:
     """Run a process until everything has an answer.
 
     Args:
         command: the process.
         output: the file that it writes.
-        limit: seconds for one question.
+        limit: seconds for a question, by its name; for what comes before the first one, which has none.
 
     Returns:
         Whether no question ended it.
@@ -83,19 +83,19 @@ def supervise(command: Sequence[str], output: Path, limit: float) -> bool:
         write_json(output, result | {"asking": ""})
 
 
-def _wait(child: subprocess.Popen[bytes], output: Path, limit: float) -> str:
+def _wait(child: subprocess.Popen[bytes], output: Path, limit: Callable[[str], float]) -> str:
     """How the process ended."""
-    last, since = output.stat().st_mtime_ns, time.monotonic()
+    last, since, most = output.stat().st_mtime_ns, time.monotonic(), limit("")
     while child.poll() is None:
         with suppress(subprocess.TimeoutExpired):
             child.wait(0.1)
         if (now := output.stat().st_mtime_ns) != last:
-            last, since = now, time.monotonic()
-        if time.monotonic() - since > limit and child.poll() is None:
+            last, since, most = now, time.monotonic(), limit(json.loads(output.read_text())["asking"])
+        if time.monotonic() - since > most and child.poll() is None:
             child.send_signal(signal.SIGABRT)  # Python shows where it is
             with suppress(subprocess.TimeoutExpired):
                 child.wait(_GRACE)
-            return f"it took more than {limit:g} seconds"
+            return f"it took more than {most:g} seconds"
     status = child.returncode
     return f"it was killed by {signal.Signals(-status).name}" if status < 0 else f"exit {status}"
 

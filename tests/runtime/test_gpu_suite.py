@@ -119,7 +119,7 @@ def statuses(result: Any) -> dict[str, str]:
 
 def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "other.onnx", DecoderConfig(dtype="float16"))
-    engine = write_engine(model)
+    engine = write_engine(model, max_batch=1, max_chunk=2)
     done = check(tmp_path, *only("bench", "choice", "answers", "measure"), f"--engine={engine}")
     assert done.returncode == 0, done.stderr + done.stdout
     result = result_of(tmp_path)
@@ -193,7 +193,7 @@ def test_gpu_check_says_what_the_backend_says(tmp_path: Path) -> None:
 
 def test_a_step_that_hangs_or_crashes_costs_its_own_results_only(tmp_path: Path) -> None:
     """The kernel's benchmark hangs until no time is left for the last steps; what was there stays there."""
-    done = check(tmp_path, *only("bench", "measure 64"), "--minutes=0.1", FAKE_KERNELS_HANG="1")
+    done = check(tmp_path, *only("bench", "measure 128"), "--minutes=0.1", FAKE_KERNELS_HANG="1")
     assert done.returncode == 1
     assert statuses(result_of(tmp_path, "kernel")) == {"bench": "timeout"}
     assert json.loads(done.stdout.splitlines()[-1])["failed"][0] == "kernel: bench"
@@ -258,7 +258,8 @@ def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Pa
     from gpu_supervise import supervise
 
     out = tmp_path / "answers.json"
-    assert not supervise([sys.executable, "-c", ASKS, str(out)], out, 1.5)
+    limits = {"": 60.0, "hangs": 1.5}
+    assert not supervise([sys.executable, "-c", ASKS, str(out)], out, lambda asked: limits.get(asked, 30.0))
     result = json.loads(out.read_text())
     assert result["asking"] == ""
     answers, (engine,) = result["answers"], result["engines"]
@@ -268,9 +269,9 @@ def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Pa
     assert answers["hangs"]["error"].startswith("it took more than 1.5 seconds: at hangs")
     assert answers["hangs"]["unexpected"]
     assert (engine["engine"], engine["error"][:6]) == ("a.engine", "exit 3")
-    assert supervise([sys.executable, "-c", "pass"], out, 60)
+    assert supervise([sys.executable, "-c", "pass"], out, lambda _: 60)
     with pytest.raises(SystemExit, match="exit 1 before it asked anything"):
-        supervise([sys.executable, "-c", "import none_such"], out, 60)
+        supervise([sys.executable, "-c", "import none_such"], out, lambda _: 60)
 
 
 def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -296,7 +297,8 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
     }
     monkeypatch.setattr(gpu_answers, "QUESTIONS", questions)
     out = tmp_path / "answers.json"
-    out.write_text(json.dumps({"answers": {"builds": {"yes": True}}, "engines": []}))
+    first = {name: {"yes": True} for name in (*gpu_answers.FIRST, *gpu_answers.HERE_ONLY)}
+    out.write_text(json.dumps({"answers": first, "engines": []}))
     for last in ("late", "early"):
         with pytest.raises(SystemExit) as end:
             gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
@@ -304,7 +306,7 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
         assert (end.value.code, list(result["answers"])[-1], result["asking"]) == (AGAIN, last, "")
     gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
     answers = json.loads(out.read_text())["answers"]
-    assert list(answers) == ["builds", *questions]
+    assert list(answers) == [*first, *questions]
     # What else the backend could do is asked all the same, unless it refuses.
     assert {name for name, answer in answers.items() if answer.get("unexpected")} == {"late", "early", "other"}
 
@@ -313,7 +315,7 @@ def test_logits_that_are_no_numbers_are_said(tmp_path: Path, monkeypatch: pytest
     import gpu_answers
 
     class Runner:
-        name = "a GPU"
+        name, max_batch, max_chunk = "a GPU", 3, 16
 
         def step(self, batch: Any) -> Any:
             return batch.tokens * float("nan")
@@ -334,6 +336,40 @@ def test_a_crash_shows_its_place_and_not_all_modules() -> None:
     assert told.strip().endswith('File "<string>", line 1 in <module>')
 
 
+def test_the_most_telling_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where builds take a minute and compilation another, time ends before all is asked: of which nothing else is."""
+    import gpu_answers
+    import gpu_check
+
+    steps = gpu_check.steps(["tensorrt-rtx", "tensorrt"], gpu_check._parse([]), "9.0")
+    assert [(step.part, step.name) for step in steps[:6]] == [
+        ("tensorrt-rtx", "answers"), ("tensorrt", "answers"), ("tensorrt-rtx", "measure 8192"),
+        ("tensorrt", "measure 8192"), ("kernel", "bench"), ("kernel", "choice"),
+    ]  # fmt: skip
+    assert sum(step.limit for step in steps[:2]) < 7.5 * 60
+    assert {gpu_answers.limit(asked) for asked in ("builds", "runs", "runs_if_built_here", "engine a")} == {100.0}
+    assert gpu_answers.limit("") == gpu_answers.limit("aliases") == 45.0
+    asked: list[str] = []
+
+    def note(question: str) -> Any:
+        def ask(path: Path, name: str) -> dict[str, Any]:
+            asked.append(question)
+            return {"yes": True}
+
+        return ask
+
+    for name in ("FIRST", "HERE_ONLY", "QUESTIONS"):
+        monkeypatch.setattr(gpu_answers, name, {question: note(question) for question in getattr(gpu_answers, name)})
+    monkeypatch.setattr(gpu_answers, "foreign", note("elsewhere"))
+    out = tmp_path / "answers.json"
+    for name, last in (("tensorrt-rtx", ["runs_if_built_here"]), ("tensorrt", [])):
+        out.write_text('{"answers": {}, "engines": []}')
+        asked.clear()
+        gpu_answers.ask_all(tmp_path, name, out, [Path("a.engine")])
+        assert asked[:4] == ["builds", "runs", "elsewhere", "aliases"]
+        assert asked[4:] == [*list(gpu_answers.QUESTIONS)[1:], *last]
+
+
 def test_what_has_an_answer_is_not_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And behind an engine that runs only if it is built here, questions are about such engines."""
     import gpu_answers
@@ -348,19 +384,19 @@ def test_what_has_an_answer_is_not_asked_again(tmp_path: Path, monkeypatch: pyte
 
         return ask
 
-    questions = {
-        "runs": note("runs", {"yes": False, "error": "sm_90"}),
-        "runs_if_built_here": note("runs_if_built_here", {"yes": True}),
-        "aliases": note("aliases", {"yes": True}),
-    }
-    monkeypatch.setattr(gpu_answers, "QUESTIONS", questions)
+    for name, question, answer in (
+        ("FIRST", "runs", {"yes": False, "error": "sm_90"}),
+        ("HERE_ONLY", "runs_if_built_here", {"yes": True}),
+        ("QUESTIONS", "aliases", {"yes": True}),
+    ):
+        monkeypatch.setattr(gpu_answers, name, {question: note(question, answer)})
     out = tmp_path / "answers.json"
     out.write_text(json.dumps({"answers": {"builds": {"yes": True}, "runs": {"error": "x"}}, "engines": []}))
     here = "here.engine", {"compute_capabilities": ("current",)}
     for _ in range(2):
         gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
         result = json.loads(out.read_text())
-        assert list(result["answers"]) == ["builds", "runs", *list(questions)[1:]]
+        assert list(result["answers"]) == ["builds", "runs", "runs_if_built_here", "aliases"]
         assert asked == [("runs_if_built_here", "model.engine", {}), ("aliases", *here)]
 
 
@@ -532,7 +568,7 @@ def test_a_process_that_cannot_be_killed_is_left(tmp_path: Path, monkeypatch: py
     assert about["status"] == "timeout"
     out = tmp_path / "answers.json"
     asks = ASKS.replace('"good", "dies", "engine a.engine", "hangs", "leaves", "fault", "last"', '"hangs", "last"')
-    assert not gpu_supervise.supervise([sys.executable, "-c", asks, str(out)], out, 1)
+    assert not gpu_supervise.supervise([sys.executable, "-c", asks, str(out)], out, lambda _: 1)
     assert list(json.loads(out.read_text())["answers"]) == ["hangs", "last"]
 
 
