@@ -5,7 +5,8 @@
 A step of `scripts/gpu_check`, in a process of its own. Builds a decoder of 0.1 billion float16 parameters and measures,
 with medians over repeated steps:
 
-- decode latency against position, and with and without CUDA graphs;
+- decode latency against position, and with and without CUDA graphs; the slowest of the first steps there, in which
+  TensorRT for RTX compiles kernels for a new span;
 - prefill latency against length;
 - tokens per second against batch, with all scores and with the best tokens alone on the host;
 - for a batch of one, decode with the weights of prefill against decode with weights of its own: time and engine size;
@@ -129,7 +130,8 @@ def decode(
     def step() -> None:
         runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64), highest=int(best)))
 
-    seconds, spread = _median(step, repeats, 6, settle)
+    slowest = max(_times(step, 6))
+    seconds, spread = _median(step, repeats, 0, settle)
     batch = StepBatch(0, ids, np.full(rows, position, np.int64))
     sizes = runner.inputs.span_sizes(batch)
     spans = max((sizes[span.name] for span in runner.plan.spans), default=0)
@@ -140,6 +142,7 @@ def decode(
     return {
         "ms": seconds * 1e3,
         "spread_ms": spread * 1e3,
+        "ms_at_first": slowest * 1e3,
         "tokens_per_s": rows / seconds,
         "span": spans,
         "gb_per_s": read / seconds / 1e9,
@@ -185,13 +188,19 @@ def _median(work: Callable[[], object], repeats: int, warm_up: int, settle: floa
     if settle:
         time.sleep(settle)
         work()
+    times = _times(work, repeats)
+    low, *_, high = statistics.quantiles(times, n=10)
+    return statistics.median(times), high - low
+
+
+def _times(work: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each call."""
     times = []
     for _ in range(repeats):
         start = time.perf_counter()
         work()
         times.append(time.perf_counter() - start)
-    low, *_, high = statistics.quantiles(times, n=10)
-    return statistics.median(times), high - low
+    return times
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

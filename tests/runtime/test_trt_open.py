@@ -16,7 +16,7 @@ from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import Invalidity, fake_module
 from runtime.opened import check_refused, edit, open_
 
-from trt_kvcache.errors import BackendError, ManifestError, OptionError, UnsupportedModelError
+from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.cuda import CudaBindings, taken
@@ -72,6 +72,13 @@ def test_engine_for_another_gpu(engine: Path) -> None:
     # What TensorRT for RTX 1.7.1 says then, and diagnoses nothing: CUDA fails before it reads the engine.
     words = "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is insufficient for CUDA runtime version"
     check_refused(BackendError, update, engine, machine=old, refuse=words)
+    # Where the library has no code for the GPU, and its PTX is too new for the driver, perhaps not before a step.
+    words = "Cuda Runtime (cudaError 222: the provided PTX was compiled with an unsupported toolchain.)"
+    check_refused(BackendError, update, engine, machine=old, refuse=words)
+    runner = open_(engine, Machine(), fail_steps=words)
+    with pytest.raises(SessionError, match="cannot run a step: .*; update the NVIDIA driver"):
+        runner.step(StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64)))
+    runner.close()
 
 
 def test_tensorrt_has_no_diagnostics(engine: Path) -> None:

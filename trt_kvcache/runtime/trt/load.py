@@ -23,8 +23,9 @@ from trt_kvcache.runtime.trt.cuda import Cuda
 
 __all__ = ["TensorRT", "check_manifest", "load_tensorrt", "open_engine"]
 
-_OLD_DRIVER = "CUDA driver version is insufficient"
-"""CUDA's own words (cudaErrorInsufficientDriver), which come before TensorRT for RTX 1.7.1 can diagnose anything."""
+_OLD_DRIVER = ("CUDA driver version is insufficient", "compiled with an unsupported toolchain")
+"""CUDA's own words: cudaErrorInsufficientDriver, which comes before TensorRT for RTX 1.7.1 can diagnose anything, and
+cudaErrorUnsupportedPtxVersion, for a GPU that a library has no code of its own for: the driver compiles PTX for it."""
 
 _OTHER_GPUS = "does not support this compute capability"
 """Of TensorRT for RTX 1.7.1, about a GPU for which no other build would help either."""
@@ -78,7 +79,13 @@ class TensorRT:
             BackendError: it did.
         """
         if ok is None or ok is False:
-            raise BackendError(f"{self.title} cannot {what}: {self.recorder.take()}")
+            words = self.recorder.take()
+            advice = "; update the NVIDIA driver" if _is_old_driver(words) else ""
+            raise BackendError(f"{self.title} cannot {what}: {words}{advice}")
+
+
+def _is_old_driver(words: str) -> bool:
+    return any(said in words for said in _OLD_DRIVER)
 
 
 def open_engine(path: Path, manifest: Manifest, module: Any, cuda: Cuda) -> TensorRT:
@@ -202,7 +209,7 @@ def _refusal(
     sm = "sm" + cuda.compute_capability.replace(".", "")
     if version != manifest.backend_version:
         advice = f"install version {manifest.backend_version}, or build the engine again with {version}"
-    elif "OLD_CUDA_DRIVER" in reasons or _OLD_DRIVER in words:
+    elif "OLD_CUDA_DRIVER" in reasons or _is_old_driver(words):
         advice = "update the NVIDIA driver, which is for CUDA {}.{}".format(*cuda.driver_version)
     elif sm in manifest.compute_capabilities or _OTHER_GPUS in words:
         advice = "other backends may know this GPU (build with --backend), and the CPU runs the model's .onnx file"
