@@ -58,7 +58,7 @@ def _measured(part: dict[str, Any]) -> list[str]:
     if part.get("decode"):
         copy = part["copy_gb_per_s"]
         lines += [f"Copy within the GPU: {copy:.0f} GB/s.", ""]
-        lines += ["| decode: capacity | position | span | CUDA graphs | ms per token | at first | GB/s read | of a copy |"]
+        lines += ["| decode: capacity | position | span | graphs | ms per token | at first | GB/s read | of a copy |"]
         lines += ["| ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: |"]
         lines += [
             f"| {r['capacity']} | {r['position']} | {r['span']} | {'on' if r['graphs'] == 'on' else 'off'} | "
