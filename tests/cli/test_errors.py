@@ -144,12 +144,10 @@ def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         (["build", "m.onnx", "-o", "e", "--workspace", "much"], "'much'"),
         (["build", "m.onnx", "-o", "e", "--compute-capabilities", "hopper"], "'hopper'"),
         (["verify", "m.onnx", "--chunks", "5,x"], "'5,x'"),
-        (["verify", "m.onnx", "--batch", "0"], "batch is 0"),
         (["verify", "m.onnx", "--batch", "100000000000000000000"], "it must be at least 1, at most 65536"),
         (["verify", "m.onnx", "--tokens", "100000000000000000000"], "there must be 0 or more, at most 1048576"),
         (["verify", "m.onnx", "--chunks", "100000000000000000000"], "each must be at least 1 token, at most 1048576"),
-        (["verify", "m.onnx", "--seed", "-1"], "the seed is -1; it must be 0 or more"),
-        (["verify", "m.onnx", "--tokens", "-1"], "-1 single-token steps; there must be 0 or more"),
+        (["verify", "m.onnx", "--tolerance", "1"], "the tolerance is 1.0; it is a share"),
         (["verify", "m.onnx", "--chunks", "", "--tokens", "0"], "0 single-token steps and no chunk"),
     ],
 )
@@ -157,3 +155,68 @@ def test_illegal_option_values_are_one_line(arguments: list[str], message: str) 
     result = run(app, arguments)
     assert result.exit_code == 1
     assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(f"{command} --max-batch 0" for command in ("plan", "build", "generate", "bench")),
+        *(f"{command} --capacity 0" for command in ("plan", "rewrite", "build", "verify", "generate", "bench")),
+        *(f"{command} --window-chunk 0" for command in ("plan", "rewrite", "build", "verify", "generate", "bench")),
+        *(f"{command} --max-chunk 0" for command in ("build", "generate")),
+        *(f"build --{name} 0" for name in ("opt-batch", "max-logits", "max-encoder", "opt-encoder")),
+        "build --opt-level 6", "build --encoder", "build --backend cuda", "plan --target cuda", "plan --sliding round",
+        "plan --attention-span maybe", "verify --batch 0", "verify --tokens -1", "verify --tolerance -1",
+        "verify --seed -1", "bench --repeats 0", "bench --warmup -1", "bench --threads 0", "generate --device tpu",
+        "generate --top-k -1", "generate --min-p 1.5", "generate --seed -1", "generate --no-repeat-ngram-size -1",
+        "generate --num-beams 0", "generate --prompt-lookup 0", "generate --max-new-tokens 0",
+        "generate --min-new-tokens -1", "generate --eos -1", "generate --early-stopping perhaps",
+        "generate --temperature warm", "inspect --batch 3", "plugins --arch", "doctor --gpu",
+    ],
+)  # fmt: skip
+def test_what_help_rules_out_is_2(arguments: str) -> None:
+    command, *more = arguments.split()
+    result = run(app, [command, *([] if command in ("plugins", "doctor") else ["m.onnx"]), *more])
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert more[0] in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *((f"{command} --window-chunk 9", "--window-chunk 9 has no effect without --sliding circular; add that")
+          for command in ("plan", "rewrite -o r.onnx", "build -o e", "verify", "generate --tokens 1", "bench")),
+        ("generate --tokens 1 --seed 3", "--seed 3 is of sampling, and greedy decoding draws nothing; add --sample"),
+        ("generate --tokens 1 --greedy --top-k 3", "top_k=3 has no effect without do_sample"),
+        ("generate --tokens 1 --length-penalty 2", "length_penalty=2.0 has no effect without num_beams above 1"),
+        ("generate --tokens 1 --early-stopping true", "early_stopping=True has no effect without num_beams above 1"),
+        ("generate --tokens 1 --chat", "--chat needs messages as text; give --prompt or --prompt-file"),
+        ("generate --source-tokens 1 --chat", "--chat needs messages as text"),
+        ("generate --source-tokens 1 --system x", "--system is a message of a chat; add --chat"),
+        ("generate --tokens 1 --system x", "--system is a message of a chat; add --chat"),
+        ("generate --tokens 1 --logprobs", "--logprobs are shown by --json; add it"),
+        ("generate --tokens 1 --encoder x.onnx", "--encoder x.onnx has nothing to read"),
+        ("generate --tokens 1 --embeddings x.npy", "embeddings are given, and the model takes token ids"),
+        ("generate --tokens 1 --stop x", "need a tokenizer"),
+        ("generate --tokens 1 --eos 7 --eos 500", "--eos is 500, which never comes: the model has tokens 0 to 255"),
+        ("build -o e --opt-encoder 3", "opt_encoder is 3, which needs a max_encoder of at least as much"),
+        ("build -o e --max-encoder 3", "--max-encoder is given, and no input of the model is as long"),
+        ("build -o e --encoder x.onnx", "--encoder names an encoder, and"),
+        ("build -o e --logits all --max-logits 3", "--max-logits is 3, and the plan leaves the model's logits as they"),
+        ("build -o e --opt-batch 3", "--opt-batch is 3, more than the largest batch (1); raise --max-batch"),
+        ("build -o e --max-batch 2 --decode-weights own", "--decode-weights own is for a batch of one, and --max-bat"),
+        ("build -o e --timing-cache t", "--timing-cache"),
+        ("build -o e --opt-level 3", "--opt-level"),
+    ],
+)  # fmt: skip
+def test_options_without_effect_are_refused(
+    arguments: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever gave one took it for something that it is not."""
+    monkeypatch.chdir(tmp_path)
+    write_decoder(tmp_path / "m.onnx", DecoderConfig(layers=1))
+    command, *more = arguments.split()
+    result = run(app, [command, "m.onnx", *more])
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)
+    assert list(tmp_path.iterdir()) == [tmp_path / "m.onnx"]

@@ -315,7 +315,7 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
         (["--tokens", "5", "--stop", "x"], "need a tokenizer"),
         (["--tokens", "5", "--greedy", "--temperature", "0.5"], "temperature=0.5 has no effect"),
         (["--tokens", "5", "--temperature", "0"], "temperature is 0.0"),
-        (["--tokens", "5", "--early-stopping", "perhaps", "--num-beams", "2"], "early_stopping is 'perhaps'"),
+        (["--tokens", "5", "--top-p", "2"], "top_p is 2.0; supported: above 0 and at most 1"),
         (["--tokens", "5", "--logit-bias", "7"], "'7' is not ID=BIAS"),
         (["--tokens", "5", "--logit-bias", "7=1=2"], "'7=1=2' is not ID=BIAS"),
         (["--tokens", "5", "--eos", "3", "--ignore-eos"], "use one of them"),

@@ -9,7 +9,6 @@ import typer
 
 from trt_kvcache.cli.generate import Device
 from trt_kvcache.cli.options import (
-    WINDOW_CHUNK,
     CapacityOption,
     EmbeddingsOption,
     JsonOption,
@@ -36,13 +35,15 @@ def bench(
     warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Steps before them.")] = 3,
     device: Annotated[Device, typer.Option(help="auto: what the file is for.")] = Device.AUTO,
     max_batch: Annotated[
-        int | None, typer.Option(metavar="N", help="Rows of the caches. Default: the engine's, else 8.")
+        int | None, typer.Option(min=1, metavar="N", help="Rows of the caches. Default: the engine's, else 8.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="Of ONNX Runtime; default: one per core.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of ONNX Runtime; default: one per core.")
+    ] = None,
     embeddings: EmbeddingsOption = None,
     capacity: CapacityOption = None,
     sliding: SlidingOption = Sliding.LINEAR,
-    window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    window_chunk: WindowChunkOption = None,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
     logits: LogitsOption = LogitPositions.LAST,
     plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.")] = None,

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.options import (
-    WINDOW_CHUNK,
     BackendChoice,
     CacheLayoutOption,
     CapacityOption,
@@ -162,18 +161,20 @@ def build(
     attention_span: SpanOption = Switch.ON,
     fallback: FallbackOption = Fallback.AUTO,
     sliding: SlidingOption = Sliding.LINEAR,
-    window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    window_chunk: WindowChunkOption = None,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
     logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,
     json: JsonOption = False,
 ) -> None:
     """Build an engine whose caches are updated in place, and its manifest beside it."""
-    from trt_kvcache import BuildOptions, build_engine
+    from trt_kvcache import BuildOptions, OptionError, build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
     from trt_kvcache.cli.progress import build_progress
     from trt_kvcache.engine.options import parse_bytes, parse_shapes
 
+    if decode_weights is DecodeWeights.OWN and max_batch is not None and max_batch > 1:
+        raise OptionError(f"--decode-weights own is for a batch of one, and --max-batch is {max_batch}; leave one out")
     options = BuildOptions(
         backend=backend.value,
         max_batch=max_batch,

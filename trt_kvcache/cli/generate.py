@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trt_kvcache.cli.options import (
-    WINDOW_CHUNK,
     CapacityOption,
     EmbeddingsOption,
     JsonOption,
@@ -35,6 +34,16 @@ class Device(str, Enum):
     CPU = "cpu"
     CUDA = "cuda"
 
+
+class EarlyStopping(str, Enum):
+    """When a beam search ends."""
+
+    TRUE = "true"
+    FALSE = "false"
+    NEVER = "never"
+
+
+_EARLY = {EarlyStopping.TRUE: True, EarlyStopping.FALSE: False, EarlyStopping.NEVER: "never"}
 
 _PROMPTS = "What to continue"
 _SOURCES = "What an encoder reads (translation, speech, ...)"
@@ -127,27 +136,29 @@ def generate(
     ] = None,
     temperature: Annotated[float | None, typer.Option(metavar="T", rich_help_panel=_CHOICE)] = None,
     top_k: Annotated[
-        int | None, typer.Option(metavar="N", help="0 keeps all; 50 while sampling.", rich_help_panel=_CHOICE)
+        int | None, typer.Option(min=0, metavar="N", help="0 keeps all; 50 while sampling.", rich_help_panel=_CHOICE)
     ] = None,
     top_p: Annotated[float | None, typer.Option(metavar="P", rich_help_panel=_CHOICE)] = None,
-    min_p: Annotated[float | None, typer.Option(metavar="P", rich_help_panel=_CHOICE)] = None,
+    min_p: Annotated[float | None, typer.Option(min=0, max=1, metavar="P", rich_help_panel=_CHOICE)] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Default: a fresh one, told.", rich_help_panel=_CHOICE)
+        int | None, typer.Option(min=0, metavar="N", help="Default: a fresh one, told.", rich_help_panel=_CHOICE)
     ] = None,
     repetition_penalty: Annotated[float | None, typer.Option(metavar="X", rich_help_panel=_CHOICE)] = None,
-    no_repeat_ngram_size: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_CHOICE)] = None,
+    no_repeat_ngram_size: Annotated[int | None, typer.Option(min=0, metavar="N", rich_help_panel=_CHOICE)] = None,
     logit_bias: Annotated[
         list[str] | None,
         typer.Option(metavar="ID=BIAS", help="Added to a token's score; -inf forbids it.", rich_help_panel=_CHOICE),
     ] = None,
-    num_beams: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_CHOICE)] = None,
+    num_beams: Annotated[int | None, typer.Option(min=1, metavar="N", rich_help_panel=_CHOICE)] = None,
     length_penalty: Annotated[float | None, typer.Option(metavar="X", rich_help_panel=_CHOICE)] = None,
     early_stopping: Annotated[
-        str | None, typer.Option(metavar="true|false|never", help="Of beam search.", rich_help_panel=_CHOICE)
+        EarlyStopping | None, typer.Option(help="Of beam search.", rich_help_panel=_CHOICE)
     ] = None,
     prompt_lookup: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Propose N tokens at a time from what came before.", rich_help_panel=_CHOICE),
+        typer.Option(
+            min=1, metavar="N", help="Propose N tokens at a time from what came before.", rich_help_panel=_CHOICE
+        ),
     ] = None,
     generation_config: Annotated[
         Path | None,
@@ -158,11 +169,15 @@ def generate(
             rich_help_panel=_CHOICE,
         ),
     ] = None,
-    max_new_tokens: Annotated[int | None, typer.Option(metavar="N", help="Default: 128.", rich_help_panel=_END)] = None,
-    min_new_tokens: Annotated[int | None, typer.Option(metavar="N", rich_help_panel=_END)] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Default: 128.", rich_help_panel=_END)
+    ] = None,
+    min_new_tokens: Annotated[int | None, typer.Option(min=0, metavar="N", rich_help_panel=_END)] = None,
     eos: Annotated[
         list[int] | None,
-        typer.Option(metavar="ID", help="Default: the file's or model's, else the tokenizer's.", rich_help_panel=_END),
+        typer.Option(
+            min=0, metavar="ID", help="Default: the file's or model's, else the tokenizer's.", rich_help_panel=_END
+        ),
     ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", rich_help_panel=_END)] = False,
     stop: Annotated[list[str] | None, typer.Option(metavar="TEXT", rich_help_panel=_END)] = None,
@@ -170,18 +185,21 @@ def generate(
     max_batch: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Most sequences at a time. Default: the engine's, else 8.", rich_help_panel=_RUN
+            min=1, metavar="N", help="Most sequences at a time. Default: the engine's, else 8.", rich_help_panel=_RUN
         ),
     ] = None,
     max_chunk: Annotated[
         int | None,
         typer.Option(
-            metavar="TOKENS", help="Longest update in a step. Default: the engine's, else 512.", rich_help_panel=_RUN
+            min=1,
+            metavar="TOKENS",
+            help="Longest update in a step. Default: the engine's, else 512.",
+            rich_help_panel=_RUN,
         ),
     ] = None,
     capacity: CapacityOption = None,
     sliding: SlidingOption = Sliding.LINEAR,
-    window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    window_chunk: WindowChunkOption = None,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
     logits: LogitsOption = LogitPositions.LAST,
     logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: of each token.")] = False,
@@ -196,6 +214,10 @@ def generate(
 
     if logprobs and not json:
         raise OptionError("--logprobs are shown by --json; add it")
+    if chat and not (prompt or prompt_file):
+        raise OptionError("--chat needs messages as text; give --prompt or --prompt-file, or leave it out")
+    if system is not None and not chat:
+        raise OptionError("--system is a message of a chat; add --chat")
     reader = _tokenizer(model, tokenizer, needed=bool(prompt or prompt_file or chat or source))
     given = [read_prompt(file) for file in inputs_embeds or []]
     sources = read_sources(source or [], source_tokens or [], source_inputs or [])
@@ -222,7 +244,7 @@ def generate(
             "sequence_bias": _biases(logit_bias) if logit_bias else None,
             "num_beams": num_beams,
             "length_penalty": length_penalty,
-            "early_stopping": {"true": True, "false": False}.get(early_stopping or "", early_stopping),
+            "early_stopping": None if early_stopping is None else _EARLY[early_stopping],
             "prompt_lookup_num_tokens": prompt_lookup,
             "max_new_tokens": max_new_tokens,
             "min_new_tokens": min_new_tokens,
@@ -245,6 +267,15 @@ def generate(
     )
 
     def open_session() -> DecodeSession:
+        session = open_any()
+        if unknown := [token for token in eos or [] if token >= session.vocab]:
+            session.close()
+            raise OptionError(
+                f"--eos is {unknown[0]}, which never comes: the model has tokens 0 to {session.vocab - 1}"
+            )
+        return session
+
+    def open_any() -> DecodeSession:
         try:
             return session_of(**options)
         except NoCapacityError:  # caches grow: as long as these texts can become
@@ -313,8 +344,6 @@ def _prompts(
         raise OptionError("nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds, or --source")
     if chat and ids:
         raise OptionError("--chat needs messages as text, and --tokens gives ids; use one of them")
-    if system is not None and not chat:
-        raise OptionError("--system is a message of a chat; add --chat")
     prompts = []
     for text in texts:
         assert tokenizer is not None  # there is text
@@ -380,6 +409,10 @@ def _config(
         config = replace(config, eos_token_id=None, forced_eos_token_id=None)
     elif not config.eos_token_ids and tokenizer is not None:
         config = replace(config, eos_token_id=tokenizer.eos_token_id)
+    if "seed" in given and not config.do_sample:
+        raise OptionError(
+            f"--seed {config.seed} is of sampling, and greedy decoding draws nothing; add --sample, or leave it out"
+        )
     if config.do_sample and config.seed is None:
         # Told with the result, so that the run can be repeated.
         config = replace(config, seed=secrets.randbelow(2**32))

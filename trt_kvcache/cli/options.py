@@ -105,12 +105,14 @@ SlidingOption = Annotated[
     ),
 ]
 WindowChunkOption = Annotated[
-    int,
+    int | None,
     typer.Option(
-        min=1, metavar="TOKENS", help="With --sliding circular: longest update in a step.", rich_help_panel=_PLAN
+        min=1,
+        metavar="TOKENS",
+        help=f"With --sliding circular: longest update in a step. Default: {PlanOptions().window_chunk}.",
+        rich_help_panel=_PLAN,
     ),
 ]
-WINDOW_CHUNK = PlanOptions().window_chunk
 LatentOption = Annotated[
     LatentAttention,
     typer.Option(
@@ -148,12 +150,16 @@ def plan_options(
     fallback: Fallback,
     config: Path | None,
     sliding: Sliding,
-    window_chunk: int,
+    window_chunk: int | None,
     latent_attention: LatentAttention,
     logits: LogitPositions,
     packed_native: Switch = Switch.ON,
 ) -> PlanOptions:
-    """Make `PlanOptions` of the options as given on the command line."""
+    """Make `PlanOptions` of the options as given on the command line.
+
+    Raises:
+        OptionError: one has no effect without another.
+    """
     return PlanOptions(
         target=target,
         capacity=capacity,
@@ -163,7 +169,7 @@ def plan_options(
         packed_native=packed_native is Switch.ON,
         config=None if config is None else str(config),
         sliding=sliding,
-        window_chunk=window_chunk,
+        window_chunk=_window_chunk(sliding, window_chunk),
         latent_attention=latent_attention,
         logits=logits,
     )
@@ -173,27 +179,35 @@ def runner_options(
     model: Path,
     capacity: int | None,
     sliding: Sliding,
-    window_chunk: int,
+    window_chunk: int | None,
     latent_attention: LatentAttention,
     logits: LogitPositions,
 ) -> dict[str, Any]:
     """Options of `DecodeSession.open` made of those that plan a model; none where none was given.
 
     Raises:
-        OptionError: they are given for an engine, which was planned when it was built.
+        OptionError: they are given for an engine, which was planned when it was built; or one has no effect without
+            another.
     """
-    options = PlanOptions(
-        capacity=capacity,
-        sliding=sliding,
-        window_chunk=window_chunk,
-        latent_attention=latent_attention,
-        logits=logits,
-    )
-    if options == PlanOptions():
+    given = (capacity, sliding, window_chunk, latent_attention, logits)
+    if given == (None, Sliding.LINEAR, None, LatentAttention.ABSORBED, LogitPositions.LAST):
         return {}
     if model.suffix.lower() != ".onnx" and not model.is_dir():
         raise OptionError(
             f"--capacity, --sliding, --window-chunk, --latent-attention and --logits plan a model, and {model} is "
             "taken for an engine, which was planned when it was built; leave them out, or give the .onnx file"
         )
+    options = PlanOptions(
+        capacity=capacity,
+        sliding=sliding,
+        window_chunk=_window_chunk(sliding, window_chunk),
+        latent_attention=latent_attention,
+        logits=logits,
+    )
     return {"plan_options": options}
+
+
+def _window_chunk(sliding: Sliding, given: int | None) -> int:
+    if given is not None and sliding is not Sliding.CIRCULAR:
+        raise OptionError(f"--window-chunk {given} has no effect without --sliding circular; add that, or leave it out")
+    return PlanOptions().window_chunk if given is None else given

@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.options import (
-    WINDOW_CHUNK,
     AllOption,
     CacheLayoutOption,
     CapacityOption,
@@ -37,7 +36,7 @@ def plan(
     fallback: FallbackOption = Fallback.AUTO,
     packed_native: PackedOption = Switch.ON,
     sliding: SlidingOption = Sliding.LINEAR,
-    window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    window_chunk: WindowChunkOption = None,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
     logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.options import (
-    WINDOW_CHUNK,
     AllOption,
     CacheLayoutOption,
     CapacityOption,
@@ -36,19 +35,23 @@ if TYPE_CHECKING:
 
 def verify(
     model: ModelArgument,
-    batch: Annotated[int, typer.Option(metavar="N", help="Sequences, each with its own length.")] = 3,
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences, each with its own length.")] = 3,
     chunks: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the prefill chunks.")] = "5,3",
     tokens: Annotated[
         int | None,
         typer.Option(
-            metavar="N", help="Single-token steps after the chunks. Default: 4; 3x the chunks where caches change."
+            min=0,
+            metavar="N",
+            help="Single-token steps after the chunks. Default: 4; 3x the chunks where caches change.",
         ),
     ] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(metavar="SHARE", help="Largest difference, as a share of an output's scale. Default: by dtype."),
+        typer.Option(
+            min=0, metavar="SHARE", help="Largest difference, as a share of an output's scale. Default: by dtype."
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of tokens, caches and garbage.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of tokens, caches and garbage.")] = 0,
     inputs: Annotated[
         Path | None, typer.Option(metavar="FILE.npz", help="Values by name for inputs of unknown role.")
     ] = None,
@@ -59,7 +62,7 @@ def verify(
     fallback: FallbackOption = Fallback.AUTO,
     packed_native: PackedOption = Switch.ON,
     sliding: SlidingOption = Sliding.LINEAR,
-    window_chunk: WindowChunkOption = WINDOW_CHUNK,
+    window_chunk: WindowChunkOption = None,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
     logits: LogitsOption = LogitPositions.LAST,
     config: ConfigOption = None,
