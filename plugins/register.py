@@ -1,6 +1,6 @@
 """Registers the plugin's operators with TensorRT: quickly deployable plugins with an ahead-of-time implementation.
 
-TensorRT embeds the kernel that `aot_impl` returns in the engine, so that an engine runs under trtexec, Triton or C++
+TensorRT embeds the kernel that `aot_impl` returns in the engine, so that an engine opens under trtexec, Triton or C++
 with no Python. The bindings check the signatures of the two functions of an operator, which are therefore made for it.
 Rules: the bindings' own checks (``tensorrt.plugin``, read in 10.15 and 11.4).
 """
