@@ -106,3 +106,14 @@ def test_batches_in_which_a_model_does_something_else(where: str, odd: Odd, tmp_
 def test_a_sequence_that_sees_something_else(row: int, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=f"2 new, in a batch of {5 if row == 4 else 71}, the last query"):
         rewritten(make_decoder(hidden(in_row(row))), tmp_path)
+
+
+def test_heads_that_grow_with_one_batch_only(tmp_path: Path) -> None:
+    """Three sequences read head 3 where others read head 1: as bounds of a view do that grow with the batch."""
+
+    def keys(g: Build, tensor: str) -> str:
+        heads = g.node("Where", [equal(3)(g), g.constant([0, 3, 2, 3]), g.constant([0, 1, 2, 3])])
+        return g.node("Gather", [tensor, heads], axis=1)
+
+    with pytest.raises(UnsupportedModelError, match=r"is \[0, 3, 2, 3\] with 3 tokens .* in a batch of 3, and"):
+        rewritten(make_decoder(Decoder(keys=keys)), tmp_path)

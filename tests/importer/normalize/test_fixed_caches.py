@@ -21,8 +21,15 @@ WIDTH = HEADS * SIZE
 Mask = Callable[[Graph, str, str], str]
 
 
-def decoder(mask: Mask, factor: Callable[[Graph], str] | None = None) -> onnx.ModelProto:
-    """One layer; `mask` makes a bool ``[S, L]`` or ``[L]`` from the rows of the new tokens and their number."""
+def decoder(
+    mask: Mask,
+    factor: Callable[[Graph], str] | None = None,
+    repeat: Callable[[Graph, str], str] | None = None,
+) -> onnx.ModelProto:
+    """One layer; `mask` makes a bool ``[S, L]`` or ``[L]`` from the rows of the new tokens and their number.
+
+    `factor` makes that of the scores; `repeat` is given a cache of half as many heads.
+    """
     g = Graph()
     rng = np.random.default_rng(3)
     x = g.input("inputs_embeds", FLOAT, ["batch", "sequence", WIDTH])
@@ -30,18 +37,19 @@ def decoder(mask: Mask, factor: Callable[[Graph], str] | None = None) -> onnx.Mo
     new_tokens = g.node("Gather", [g.node("Shape", [x]), g.constant(1)], axis=0)
     rows = g.node("Add", [g.node("Range", [g.constant(0), new_tokens, g.constant(1)]), count])
 
-    def heads() -> str:
-        weight = g.constant(rng.standard_normal((WIDTH, WIDTH)) / 4, np.float32)
-        return g.node("Reshape", [g.node("MatMul", [x, weight]), g.constant([0, 0, HEADS, SIZE])])
+    def heads(count: int = HEADS) -> str:
+        weight = g.constant(rng.standard_normal((WIDTH, count * SIZE)) / 4, np.float32)
+        return g.node("Reshape", [g.node("MatMul", [x, weight]), g.constant([0, 0, count, SIZE])])
 
     presents = []
+    few = HEADS // 2 if repeat else HEADS
     for kind in ("key", "value"):
-        past = g.input(f"past_{kind}", FLOAT, ["batch", CAPACITY, HEADS, SIZE])
-        first = [g.node("Transpose", [t], perm=[1, 0, 2, 3]) for t in (past, heads())]
+        past = g.input(f"past_{kind}", FLOAT, ["batch", CAPACITY, few, SIZE])
+        first = [g.node("Transpose", [t], perm=[1, 0, 2, 3]) for t in (past, heads(few))]
         written = g.node("ScatterND", [first[0], g.node("Unsqueeze", [rows, g.constant([1])]), first[1]])
         present = g.node("Transpose", [written], f"present_{kind}", perm=[1, 0, 2, 3])
-        g.output(present, FLOAT, ["batch", CAPACITY, HEADS, SIZE])
-        presents.append(present)
+        g.output(present, FLOAT, ["batch", CAPACITY, few, SIZE])
+        presents.append(repeat(g, present) if repeat else present)
     query = g.node("Transpose", [heads()], perm=[0, 2, 1, 3])
     scores = g.node("MatMul", [query, g.node("Transpose", [presents[0]], perm=[0, 2, 3, 1])])
     scores = g.node("Mul", [scores, factor(g) if factor else g.constant(0.5, np.float32)])
@@ -84,12 +92,12 @@ def nothing(g: Graph, rows: str, new: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("mask", [causal, window, written])
-def test_decode(tmp_path: Path, mask: Mask) -> None:
-    model = decoder(mask)
-    result = rewritten(model, tmp_path)
+def check_decode(model: onnx.ModelProto, folder: Path) -> None:
+    """Several steps, against ONNX Runtime on the model as it is."""
+    result = rewritten(model, folder)
     rng = np.random.default_rng(0)
-    before = {name: np.zeros((2, CAPACITY, HEADS, SIZE), np.float32) for name in ("past_key", "past_value")}
+    shapes = {v.name: [d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input}
+    before = {name: np.zeros([2, *shapes[name][1:]], np.float32) for name in ("past_key", "past_value")}
     after = {c.past: np.full((2, *c.physical_shape[1:]), GARBAGE, np.float32) for c in result.plan.caches}
     past = 0
     for new in (5, 1, 3, 1, 1, 2, 4):
@@ -109,6 +117,11 @@ def test_decode(tmp_path: Path, mask: Mask) -> None:
         past += new
 
 
+@pytest.mark.parametrize("mask", [causal, window, written])
+def test_decode(tmp_path: Path, mask: Mask) -> None:
+    check_decode(decoder(mask), tmp_path)
+
+
 @pytest.mark.parametrize("mask", [nothing, one_row_more])
 def test_rows_without_tokens_that_are_seen_are_refused(tmp_path: Path, mask: Mask) -> None:
     """Zeros there are keys, too: their scores are 0, not the lowest."""
@@ -122,3 +135,23 @@ def test_scores_that_follow_the_counter_are_refused(tmp_path: Path) -> None:
 
     with pytest.raises(UnsupportedModelError, match="reads the cache 'past_(key|value)' and is no attention"):
         rewritten(decoder(causal, factor), tmp_path)
+
+
+def by_batch(g: Graph, present: str) -> str:
+    """``[B, L, 2, D]``: one sequence has its heads one after the other twice, two have each of them twice."""
+    batch, rows = (g.node("Shape", [present], start=i, end=i + 1) for i in (0, 1))
+    heads = g.node("Transpose", [present], perm=[0, 2, 1, 3])
+    shape = g.node("Concat", [batch, g.constant([2, 2]), rows, g.constant([SIZE])], axis=0)
+    spread = g.node("Expand", [g.node("Unsqueeze", [heads, batch]), shape])
+    merged = g.node("Reshape", [spread, g.constant([0, HEADS, -1, SIZE])])
+    return g.node("Transpose", [merged], perm=[0, 2, 1, 3])
+
+
+def in_turn(g: Graph, present: str) -> str:
+    return g.node("Gather", [present, g.constant([0, 1, 0, 1])], axis=2)
+
+
+def test_heads_in_an_order_of_the_batch_are_refused(tmp_path: Path) -> None:
+    check_decode(decoder(causal, repeat=in_turn), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="in one order for . sequences with . tokens in the cache and in"):
+        rewritten(decoder(causal, repeat=by_batch), tmp_path)

@@ -121,12 +121,13 @@ class CacheReads:
         """Prove that `tensor` is a cache with repeated heads."""
         chain = self._chain(tensor)
         assert chain is not None
-        few = self._samples.plain[: 2 if write.growing else 1]
+        few = self._samples.plain[:2]
         seen = {self._compare(name, tensor, write, heads, chain[1], s, transposed=transposed) for s in few}
         if len(seen) > 1:
             raise UnsupportedModelError(
-                f"'{name}' reads the heads of cache '{write.past.name}' in one order for {few[0].batch} sequences and "
-                f"in another for {few[1].batch}; supported is one order for any batch"
+                f"'{name}' reads the heads of cache '{write.past.name}' in one order for {few[0].batch} sequences with "
+                f"{few[0].past} tokens in the cache and in another for {few[1].batch} with {few[1].past}; supported is "
+                "one order for any batch and length"
             )
         whole, in_use = True, not write.growing
         for sample in self._samples.plain:  # of the others numbers would cost too much
@@ -175,20 +176,16 @@ class CacheReads:
             is_front = not write.growing and made.shape[3 if transposed else 2] == sample.total
             major = _heads_major(front if is_front else numbers, write, size)
             if major is not None:
-                repeats = made.shape[1] // major.shape[1]  # an Attention node may leave the repetition to itself
-                wanted = factor * (major.swapaxes(2, 3) if transposed else major).astype(np.float64)
-                tolerance = 4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5
-
-                def is_read(expected: Array) -> bool:
-                    return expected.shape == made.shape and np.allclose(made, expected, rtol=tolerance, atol=0)
-
+                wide = np.float64 if np.dtype(dtype).itemsize == 8 else np.float32
+                wanted = (major.swapaxes(2, 3) if transposed else major).astype(wide) * wide(factor)
+                tolerance = wide(4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5)
                 count = int(major.shape[1])
-                if heads % count == 0 and is_read(np.repeat(wanted, max(repeats, 1), axis=1)):
+                if heads % count == 0 and _is_repeated(made, wanted, tolerance):
                     return 0, None
-                if made.shape[1] == heads and is_read(np.tile(wanted, (1, max(repeats, 1), 1, 1))):
+                if made.shape[1] == heads and _is_repeated(made, wanted, tolerance, in_turn=True):
                     return count, None
                 for head in range(count):
-                    if is_read(np.repeat(wanted[:, head : head + 1], made.shape[1], axis=1)):
+                    if _is_repeated(made, wanted[:, head : head + 1], tolerance):
                         return 0, (head, count)
         raise UnsupportedModelError(
             f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
@@ -216,6 +213,18 @@ def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
         made: Array = numbers.reshape(*numbers.shape[:2], -1, size).swapaxes(1, 2)
         return made
     return None
+
+
+def _is_repeated(made: Array, heads: Array, tolerance: np.floating[Any], *, in_turn: bool = False) -> bool:
+    """Whether ``[B, k * N, ...]`` holds N heads k times: each by itself, or one after the other."""
+    batch, count, *rest = heads.shape
+    times = made.shape[1] // count  # an Attention node may leave the repetition to itself
+    if made.shape != (batch, times * count, *rest):
+        return False
+    axis = 1 if in_turn else 2
+    apart = made.reshape(batch, *((times, count) if in_turn else (count, times)), *rest)
+    difference = apart - np.expand_dims(heads, axis)
+    return bool((np.abs(difference, out=difference) <= np.expand_dims(np.abs(heads) * tolerance, axis)).all())
 
 
 def elem_type_of(tensor: gs.Tensor) -> int:

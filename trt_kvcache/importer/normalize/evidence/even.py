@@ -3,12 +3,14 @@
     Reshape(x, [B, N, P + S, D])    Slice(x, 0, P + S)    Expand(x, [B, N, 4, P + S, D])    =  a + b * P + c * S
 
 What a chain of such operators does is shown by numbers in a few steps. In all others it does the same if its operands
-go on as they did: with the amounts that the few steps show, learnt from them.
+go on as they did: with the amounts that the few steps show, learnt from them. In batches a number stays, or is as many
+times as large as there are sequences: in all of them, or in none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -24,6 +26,27 @@ def operands(nodes: Iterable[gs.Node]) -> tuple[gs.Tensor, ...]:
     """What decides how views arrange their first input, constants left out."""
     found = {t.name: t for node in nodes for t in node.inputs[1:] if not t.is_empty()}
     return tuple(t for t in found.values() if not isinstance(t, gs.Constant))
+
+
+@dataclass(frozen=True, eq=False)
+class _Growth:
+    """What the numbers of a tensor are in each step.
+
+    Attributes:
+        slopes: what each of them is with the sizes of a step of one sequence, int64 ``[numbers, sizes]``.
+        per_sequence: which are as many times as large as there are sequences, bool ``[numbers]``.
+    """
+
+    slopes: Array
+    per_sequence: Array
+
+    @property
+    def content(self) -> Hashable:
+        return self.slopes.shape, self.slopes.tobytes(), self.per_sequence.tobytes()
+
+    def at(self, sample: Sample, samples: Samples) -> Array:
+        one = self.slopes @ samples.sizes(sample.past, sample.length)
+        return np.asarray(np.where(self.per_sequence, sample.batch * one, one))
 
 
 def hold_even(tensors: Sequence[gs.Tensor], samples: Samples, where: str) -> None:
@@ -43,11 +66,11 @@ def hold_even(tensors: Sequence[gs.Tensor], samples: Samples, where: str) -> Non
         values = [sample.probe.value(tensor.name) for sample in samples.learning]
         known = [value for value in values if value is not None]
         slopes = _slopes(known, samples) if len(known) == len(values) else None
+        growth = None if slopes is None else _Growth(slopes, _per_sequence(tensor.name, slopes, samples))
 
-        def goes_on(sample: Sample, name: str = tensor.name, slopes: Array | None = slopes) -> None:
+        def goes_on(sample: Sample, name: str = tensor.name, growth: _Growth | None = growth) -> None:
             value = sample.probe.value(name)
-            expected = None if slopes is None or value is None else slopes @ samples.sizes(sample.past, sample.length)
-            if value is None or expected is None or not _is_expected(_bounded(value), expected, sample):
+            if value is None or growth is None or not np.array_equal(_bounded(value), growth.at(sample, samples)):
                 shown = "unknown" if value is None else value.reshape(-1)[:8].tolist()
                 raise UnsupportedModelError(
                     f"'{name}', which arranges {where}, is {shown} with {sample.past} tokens in the cache and "
@@ -55,7 +78,11 @@ def hold_even(tensors: Sequence[gs.Tensor], samples: Samples, where: str) -> Non
                     "else at other lengths; supported are shapes and bounds that grow evenly with both"
                 )
 
-        content = None if slopes is None else (slopes.shape, slopes.tobytes())
+        content = (
+            None
+            if growth is None
+            else (growth.slopes.shape, *(a.tobytes() for a in (growth.slopes, growth.per_sequence)))
+        )
         samples.promise([tensor.name], ("even", content), goes_on)
 
 
@@ -69,9 +96,13 @@ def _slopes(values: Sequence[Array], samples: Samples) -> Array | None:
     return np.asarray(np.rint(np.linalg.lstsq(sizes, targets, rcond=None)[0]).astype(np.int64).T)
 
 
-def _is_expected(value: Array, expected: Array, sample: Sample) -> bool:
-    """Whether numbers are those of one sequence, or as many times as large as there are sequences."""
-    return value.shape == expected.shape and bool(np.all((value == expected) | (value == expected * sample.batch)))
+def _per_sequence(name: str, slopes: Array, samples: Samples) -> Array:
+    """Which numbers grow with the batch, bool ``[numbers]``."""
+    sample = samples.beside
+    value, one = sample.probe.value(name), slopes @ samples.sizes(sample.past, sample.length)
+    if value is None or value.size != len(one):
+        return np.zeros(len(one), bool)
+    return np.asarray(_bounded(value) != one)
 
 
 def _bounded(value: Array) -> Array:

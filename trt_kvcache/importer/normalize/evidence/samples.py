@@ -150,6 +150,12 @@ class Samples:
                 fitting = [(p, s) for p, s in steps if p + s <= self.capacity]
         return tuple(self.step(1, p, s) for p, s in fitting or [(0, self.fixed_length or 1)])
 
+    @cached_property
+    def beside(self) -> Sample:
+        """The first step of `learning`, of two sequences unless the model fixes how many."""
+        first = self.learning[0]
+        return self.step(2, first.past, first.length)
+
     def sizes(self, past: int, length: int) -> Array:
         """What shapes grow with: 1, P, S, and the rows of each kind of past that is cut."""
         return np.array([1, past, length, *(min(past, kept) for kept in self.kept)])
