@@ -295,7 +295,10 @@ def _attention_engine(trt: Any, name: str, how: str, dtype: str) -> Any:
     q = network.add_input("q", kind, (BATCH, HEADS, 1, SIZE))
     k, v = (network.add_input(n, kind, (BATCH, HEADS, KEYS, SIZE)) for n in ("k", "v"))
     softmax = trt.AttentionNormalizationOp.SOFTMAX
-    layer = network.add_attention_v2(q, k, v, softmax, trt.CausalMaskKind.NONE)
+    if hasattr(network, "add_attention_v2"):
+        layer = network.add_attention_v2(q, k, v, softmax, trt.CausalMaskKind.NONE)
+    else:  # TensorRT before 11.0, which knows no lengths either
+        layer = network.add_attention(q, k, v, softmax, False)
     if how == "mask":
         layer.mask = network.add_input("mask", trt.bool, (BATCH, 1, 1, KEYS))
     else:

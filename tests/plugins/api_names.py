@@ -32,13 +32,20 @@ OBJECTS = {
         "config": "IRuntimeConfig", "self._config": "IRuntimeConfig",
     },
     "plugins/*.py": {"trtp": "plugin"},
+    "scripts/gpu_answers.py": {
+        "builder": "Builder", "network": "INetworkDefinition", "layer": "IAttention", "config": "IBuilderConfig",
+        "runtime": "Runtime", "engine": "ICudaEngine", "context": "IExecutionContext",
+    },
+    "scripts/own_loop.py": {
+        "self.runtime": "Runtime", "self.engine": "ICudaEngine", "self.context": "IExecutionContext",
+    },
 }  # fmt: skip
 """By file: names of objects, and their classes."""
 
 OURS = {
     "IExecutionContext": {"enqueue", "lend", "let_go", "output_shape", "prepare"},  # our own context around TensorRT's
     "ParserError": {"strerror"},
-    "ICudaEngine": {"name", "parent", "stat", "unlink", "with_name"},  # paths
+    "ICudaEngine": {"name", "parent", "stat", "unlink", "with_name", "with_suffix"},  # paths
     "module": {"check", "engine", "module", "rtx", "title"},  # our own TensorRT object
 }
 """What is not TensorRT's under these names."""
@@ -47,9 +54,13 @@ RTX_ONLY = {
     "IRuntimeConfig.create_runtime_cache", "IRuntimeConfig.set_runtime_cache", "IRuntimeConfig.cuda_graph_strategy",
     "IRuntimeConfig.dynamic_shapes_kernel_specialization_strategy", "Runtime.get_engine_validity",
     "BuilderFlag.REQUIRE_USER_ALLOCATION", "EngineInvalidityDiagnostics", "CudaGraphStrategy",
-    "DynamicShapesKernelSpecializationStrategy",
+    "DynamicShapesKernelSpecializationStrategy", "ComputeCapability", "IBuilderConfig.num_compute_capabilities",
+    "IBuilderConfig.set_compute_capability",
 }  # fmt: skip
 """What the sources ask of TensorRT for RTX alone."""
+
+SINCE_11 = {"INetworkDefinition.add_attention_v2", "CausalMaskKind", "IAttention.key_value_lengths"}
+"""What the sources do without on TensorRT 10."""
 
 FULL_ONLY = {"LayerType.PLUGIN_V3", "PreviewFeature.ALIASED_PLUGIN_IO_10_03", "get_plugin_registry"}
 """What the sources ask of TensorRT alone."""

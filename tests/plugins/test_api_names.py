@@ -29,7 +29,7 @@ def test_the_sources_are_read() -> None:
         "Builder.create_network", "OnnxParser.parse", "LayerType.KV_CACHE_UPDATE", "INetworkDefinition.get_layer",
         "IAttention.decomposable", "ICudaEngine.get_aliased_input_tensor", "IExecutionContext.set_tensor_address",
         "IExecutionContext.execute_async_v3", "IBuilderConfig.set_preview_feature", "plugin.aot_impl",
-        "plugin.KernelLaunchParams", "BuilderFlag.REQUIRE_USER_ALLOCATION",
+        "plugin.KernelLaunchParams", "BuilderFlag.REQUIRE_USER_ALLOCATION", "INetworkDefinition.add_attention",
     }  # fmt: skip
     assert any(use.arguments == 2 for use in USES if use.name == "IExecutionContext.set_tensor_address")
 
@@ -40,7 +40,8 @@ def relevant(excluded: set[str]) -> list[Any]:
 
 @pytest.mark.parametrize("version", [OLDEST, NEWEST])
 def test_names_and_arguments_of_tensorrt(version: str, tmp_path: Path) -> None:
-    question = [dataclasses.astuple(use) for use in relevant(api_names.RTX_ONLY)]
+    absent = api_names.RTX_ONLY | (api_names.SINCE_11 if version == OLDEST else set())
+    question = [dataclasses.astuple(use) for use in relevant(absent)]
     answer = ask(version, Path(__file__).with_name("check_api_names.py"), question, tmp_path, registry=False)
     assert answer["version"] == version
     assert len(answer["answers"]) == len(question) > 60
