@@ -1,7 +1,7 @@
 """What TensorRT for RTX makes of quantized weights and numbers.
 
 A failure here means that TensorRT changed: `importer.signed`, `normalize.nbits`, `normalize.zero_points`, `importer.
-quantizers` and `importer.block_quantizers` rely on these facts.
+quantizers`, `importer.spelled` and `importer.block_quantizers` rely on these facts.
 """
 
 from __future__ import annotations
@@ -111,9 +111,21 @@ REFUSED: dict[str, tuple[Callable[[], ModelProto], str]] = {
     "activations with a zero point": (
         lambda: product(int8(), rounded=rounds(np.int8(3))), "Non-zero zero point is not supported",
     ),
+    "activations of 16 bits": (lambda: product(int8(), rounded=rounds(np.int16(0))), "Failed to import initializer"),
+    "rows of a table before they are dequantized": (lambda: table(), "Quantized constant"),
     "uint4": (lambda: product(int4(TensorProto.UINT4, zero=8)), "Failed to import initializer"),
     "a scale that is not positive": (lambda: product(int8(scale=-0.01)), "scale"),
 }  # fmt: skip
+
+
+def table() -> ModelProto:
+    """What onnxruntime's quantizers make of an embedding."""
+    g = Graph()
+    g.input("ids", TensorProto.INT64, ["batch"])
+    rows = g.node("Gather", [raw(g, TensorProto.INT8, (SIZE, SIZE), random_bytes(SIZE * SIZE)), "ids"])
+    g.node("Relu", [g.node("DequantizeLinear", [rows, g.constant(0.1, np.float16)])], "y")
+    g.output("y", TensorProto.FLOAT16, ["batch", SIZE])
+    return g.model(opset=24)
 
 
 def of_trt(model: ModelProto, opset: int) -> ModelProto:

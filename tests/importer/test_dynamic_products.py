@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -290,3 +291,43 @@ def test_of_a_model_with_canonical_caches_it_is_said_too(tmp_path: Path) -> None
     found = import_model(path)
     assert NOTE in found.plan.notes
     verify_import(found).check()
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+@pytest.mark.parametrize("order", ["rows first", "table first"])
+def test_a_table_with_a_zero_point_beside_plain_products(tmp_path: Path, kind: Any, order: str) -> None:
+    """Olive's dynamic quantization of a model in float16 leaves products alone; quantize_static writes tables first."""
+    model = make_decoder(replace(SMALL, dtype="float16"))
+    weights = {t.name: t for t in model.graph.initializer}
+    (at, node), *_ = [(i, n) for i, n in enumerate(model.graph.node) if n.op_type == "Gather" and n.input[0] in weights]
+    numbers, scale, zero = quantized(
+        numpy_helper.to_array(weights[node.input[0]]).astype(np.float32), kind, False, None
+    )
+    for name, value in (("table_q", numbers), ("table_s", scale.astype(np.float16)), ("table_z", zero)):
+        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    rows, made = ["table_q", node.input[1]], node.output[0]
+    if order == "rows first":
+        chain = [("Gather", rows, "mid"), ("DequantizeLinear", ["mid", "table_s", "table_z"], made)]
+    else:
+        chain = [("DequantizeLinear", ["table_q", "table_s", "table_z"], "mid"), ("Gather", ["mid", rows[1]], made)]
+    del model.graph.node[at]
+    for place, (op, inputs, output) in enumerate(chain):
+        model.graph.node.insert(at + place, helper.make_node(op, inputs, [output], f"n_{output}"))
+    path = tmp_path / "model.onnx"
+    onnx.save(model, path)
+    found = import_model(path)
+    assert NOTE not in found.plan.notes
+    verify_import(found).check()
+    build_engine(path, tmp_path / "model.engine", build=BuildOptions(max_batch=2))
+
+
+def test_few_numbers_with_a_zero_point_are_floats() -> None:
+    graph = Graph()
+    graph.input("x", FLOAT, ["B", 3])
+    inputs = [graph.constant([3, 5, 9], np.uint8), graph.constant(0.5, np.float32), graph.constant(4, np.uint8)]
+    graph.node("Mul", ["x", graph.node("DequantizeLinear", inputs)], "y")
+    graph.output("y", FLOAT, ["B", 3])
+    model = graph.model(21)
+    assert not keep_weights_only(model)
+    assert "DequantizeLinear" not in {n.op_type for n in model.graph.node}
+    assert run(model, x=np.ones((1, 3), np.float32)).tolist() == [[-0.5, 0.5, 2.5]]

@@ -13,6 +13,7 @@ from decoders import DecoderConfig
 from foreign_decoders import make_foreign
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
+from stored import MODELS
 
 from trt_kvcache import PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import InvalidModelError
@@ -144,3 +145,29 @@ def test_a_body_reads_scalars_from_outside(tmp_path: Path) -> None:
     x = np.arange(8, dtype=np.float32).reshape(2, 4)
     for choice, wanted in ((True, x.max(0)), (False, x.sum(0))):
         assert np.array_equal(run.run(None, {"x": x, "choice": np.array(choice)})[0], [wanted])
+
+
+def test_what_is_stated_of_an_initializer_does_not_count(tmp_path: Path) -> None:
+    """onnxruntime-genai states a wrong rank of constants, which ONNX Runtime's optimizer makes initializers."""
+    model = make_foreign("concat", SMALL)
+    name = next(t.name for t in model.graph.initializer if t.data_type == TensorProto.INT64 and t.dims == [1])
+    model.graph.value_info.append(helper.make_tensor_value_info(name, TensorProto.INT64, []))
+    with pytest.raises(onnx.shape_inference.InferenceError, match="differ in rank"):
+        onnx.shape_inference.infer_shapes(model)
+    verify_model(written(tmp_path, model), PlanOptions(capacity=16)).check()
+
+
+def test_casts_that_onnxruntime_saved_do_not_meet_its_own(tmp_path: Path) -> None:
+    """On a model of float16, of which it computes most in float32 on a CPU."""
+    optimized = tmp_path / "model.onnx"
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_BASIC
+    options.optimized_model_filepath = str(optimized)
+    ort.InferenceSession(MODELS / "transformers" / "llama_dyn_op24" / "model.onnx", options)
+
+    def casts(model: onnx.ModelProto) -> int:
+        return sum(name.startswith("InsertedPrecisionFreeCast_") for node in model.graph.node for name in node.output)
+
+    assert casts(onnx.load(optimized))
+    assert not casts(load_source(optimized).proto)
+    verify_model(optimized, PlanOptions(capacity=16)).check()

@@ -15,6 +15,7 @@ from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
 from trt_kvcache.importer.quantized.signed import sign_weights
+from trt_kvcache.importer.quantized.spelled import note_roundings, spell_roundings
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
@@ -105,6 +106,7 @@ def rewrite_model(
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
+    spell_roundings(imported.model, imported.source.path.parent)
     flipped = sign_weights(imported.model, imported.source.path.parent)
     if imported.model is not imported.source.proto:
         record_plan(imported.model, imported.plan)
@@ -125,7 +127,8 @@ def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Gr
 
 def _plan(source: SourceModel, prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
-    plan = replace(plan, stacks=prepared.stacks)
+    notes = note_roundings(prepared.model, source.path.parent)
+    plan = replace(plan, stacks=prepared.stacks, notes=(*plan.notes, *notes))
     pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
     check_slots(plan.stacks, pairs, [t.name for t in plan.tensors])  # of operators that hold caches, and states, too
     return plan

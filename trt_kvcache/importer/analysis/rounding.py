@@ -47,7 +47,8 @@ class Rounding:
         if dtype is None:
             return False
         wide, kind = (onnx.helper.tensor_dtype_to_np_dtype(t) for t in (dtype, self.elem_type))
-        codes = np.arange(256, dtype=np.uint8).view(kind)
+        unsigned = np.dtype(f"u{kind.itemsize}")
+        codes = np.arange(np.iinfo(unsigned).max + 1).astype(unsigned).view(kind)
         codes = codes[np.isfinite(codes.astype(np.float32))]
         scale = np.asarray(self.scale, wide)
         numbers = codes.astype(wide) * scale
@@ -64,7 +65,7 @@ class Rounding:
     def emit(self, emitter: Emitter, tensor: gs.Tensor, dtype: int, hint: str) -> gs.Variable:
         """The rounded numbers, of the type `dtype` as `tensor` has it."""
         scale = emitter.scalar(self.scale, dtype)
-        zero = emitter.tensor(onnx.helper.make_tensor("", self.elem_type, [], b"\0", raw=True))
+        zero = emitter.tensor(onnx.helper.make_tensor("", self.elem_type, [], [0]))
         small = emitter.op("QuantizeLinear", [tensor, scale, zero], f"{hint}_quantized", self.elem_type)
         rounded: gs.Variable = emitter.op("DequantizeLinear", [small, scale, zero], f"{hint}_rounded", dtype)
         if self.factor != 1:

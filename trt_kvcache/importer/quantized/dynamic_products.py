@@ -9,7 +9,8 @@
 
     y = MatMul(x, DequantizeLinear(W, scale, middle)) - ReduceSum(x) * (scale * (w - middle)) + bias
 
-and rows of a quantized table are dequantized before they are gathered. TensorRT has none of the operators above.
+and rows of a quantized table are dequantized before they are gathered, with its zero point in the middle, too; whatever
+wrote it. TensorRT has none of the operators above, and takes tables in no other form.
 Rounding `x` is an approximation that makes processors faster; its step follows from the largest number in a whole
 batch, so that sequences, and what lies behind their ends, would change each other's numbers. So `x` stays as it is, as
 with the `accuracy_level` of MatMulNBits; the plan says so.
@@ -37,7 +38,7 @@ _CONTRIB = "com.microsoft"
 _ROUNDING = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
 _SMALL = 1 << 12  # numbers of a table
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze"}
-_PARTS = {"DynamicQuantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather", *_MOVES}
+_PARTS = {"DynamicQuantizeLinear", "DequantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather", *_MOVES}
 """What may be left over, read by nothing."""
 _INTEGER = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"}
 _INTEGER_CONTRIB = {"QAttention", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM"}
@@ -52,7 +53,7 @@ def keep_weights_only(model: ModelProto) -> bool:
     Returns:
         Whether there were products that are rounded.
     """
-    if not may_round(model):
+    if not may_round(model) and not any(is_op(n, "DequantizeLinear") for s in iter_scopes(model) for n in s.node):
         return False
     editor = _Editor(model)
     editor.edit(model.graph, {}, {})
@@ -92,12 +93,14 @@ class _Weight:
     Attributes:
         names: of the weight, its scale and its zero points (empty: these are 0).
         shape: of the scale.
+        kind: the ONNX element type of the scale.
         zeros: the zero points.
         middle: the zero point that TensorRT takes, once the weight is signed.
     """
 
     names: tuple[str, str, str]
     shape: tuple[int, ...]
+    kind: int
     zeros: TensorProto | None
     middle: int
 
@@ -135,7 +138,9 @@ class _Editor:
         if is_op(node, "Mul"):
             made = self._spelled(node)
         elif is_op(node, "DequantizeLinear"):
-            made = self._rows(node)
+            made = self._rows(node) or self._small(node)
+        elif is_op(node, "Gather"):
+            made = self._taken(node)
         elif node.domain == _CONTRIB and node.op_type == "MatMulIntegerToFloat":
             made = self._product(node, given[:6], given[6])
         elif node.domain == _CONTRIB and node.op_type == "DynamicQuantizeMatMul":
@@ -186,7 +191,7 @@ class _Editor:
         is_plain = shapes <= {(), (1,)} or shapes == columns
         if len(tensor.dims) != rank or not is_plain:
             return None
-        return _Weight((name, scale, zero), tuple(scales.dims), zeros, _MIDDLES[tensor.data_type])
+        return _Weight((name, scale, zero), tuple(scales.dims), scales.data_type, zeros, _MIDDLES[tensor.data_type])
 
     def _rows(self, node: NodeProto) -> list[NodeProto] | None:
         """Of rows that are gathered from a table, moved perhaps, and then dequantized."""
@@ -218,6 +223,46 @@ class _Editor:
             nodes.append(copy)
         nodes[-1].output[0] = node.output[0]
         return nodes
+
+    def _small(self, node: NodeProto) -> list[NodeProto] | None:
+        """Of few numbers with a zero point, as quantize_static has those of norms: the floats themselves."""
+        tensors = [self._weights.get(name) for name in node.input]
+        found = [t for t in tensors if t is not None and t.data_location != TensorProto.EXTERNAL]
+        if len(found) < 3 or math.prod(found[0].dims) > _SMALL or math.prod(found[1].dims) != 1:
+            return None
+        numbers, scale, zero = (numpy_helper.to_array(t).astype(np.float32) for t in found)
+        if found[0].data_type not in _MIDDLES or zero.size != 1 or zero.item() == _MIDDLES[found[0].data_type]:
+            return None
+        floats = (numbers - zero.item()) * scale.item()
+        return [helper.make_node("Identity", [self._floats(floats, found[1].data_type)], node.output, node.name)]
+
+    def _taken(self, node: NodeProto) -> list[NodeProto] | None:
+        """Of rows that are taken out of a table behind DequantizeLinear, with a zero point."""
+        table = self._maker(node.input[0], "DequantizeLinear")
+        tensor = self._weights.get(table.input[0]) if table is not None else None
+        weight = None if table is None or tensor is None else self._shifted(table, len(tensor.dims))
+        if weight is None:
+            return None
+        rows = NodeProto()
+        rows.CopyFrom(node)
+        rows.name = self._name("rows")
+        rows.input[0], rows.output[0] = weight[0], rows.name
+        return [*weight[1], rows, self._less(rows.name, weight[2], node)]
+
+    def _shifted(self, node: NodeProto, rank: int) -> tuple[str, list[NodeProto], str] | None:
+        """The weight that a node dequantizes, as floats around the middle, the nodes for that, and what is too much.
+
+        None where it has many scales, or is around the middle already.
+        """
+        weight = self._weight(node.input[0], node.input[1], [*node.input, ""][2], rank)
+        shift, more = ("", []) if weight is None or weight.shape else self._shift(weight)
+        if weight is None or not shift:
+            return None
+        floats, nodes = self._dequantized(weight)
+        return floats, [*nodes, *more], shift
+
+    def _less(self, floats: str, shift: str, node: NodeProto) -> NodeProto:
+        return helper.make_node("Sub", [floats, shift], node.output, node.name)
 
     def _weighted(self, node: NodeProto, x: str, weight: _Weight | None, bias: str) -> list[NodeProto] | None:
         if weight is None:
@@ -258,19 +303,24 @@ class _Editor:
         zeros, result, nodes = weight.zeros, self._name("shift"), []
         if zeros is not None and zeros.data_location == TensorProto.EXTERNAL:  # its numbers are not at hand
             numbers, middle = self._name("zeros"), np.array(weight.middle, np.uint8 if weight.middle else np.int8)
-            inputs = [weight.names[2], self._constant(np.array(1, np.float32)), self._constant(middle)]
+            inputs = [weight.names[2], self._floats(np.array(1), weight.kind), self._constant(middle)]
             nodes.append(helper.make_node("DequantizeLinear", inputs, [numbers], numbers))
         else:
             values = numpy_helper.to_array(zeros).astype(np.float32) if zeros is not None else np.zeros((), np.float32)
             if not (values - weight.middle).any():
                 return "", []
-            numbers = self._constant(values - np.float32(weight.middle))
+            numbers = self._floats(values - weight.middle, weight.kind)
         return result, [*nodes, helper.make_node("Mul", [weight.names[1], numbers], [result], result)]
 
     def _constant(self, value: npt.NDArray[np.generic]) -> str:
         """In the main graph, where bodies read it too."""
         name = self._name("constant")
         self._graph.initializer.append(numpy_helper.from_array(value, name))
+        return name
+
+    def _floats(self, value: npt.NDArray[np.generic], kind: int) -> str:
+        name = self._name("constant")
+        self._graph.initializer.append(helper.make_tensor(name, kind, value.shape, value.reshape(-1).tolist()))
         return name
 
     def _name(self, hint: str) -> str:

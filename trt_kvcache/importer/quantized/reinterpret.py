@@ -15,7 +15,7 @@ from onnx import numpy_helper
 
 from trt_kvcache.importer.protos import byte_size
 
-__all__ = ["STAND_IN", "detached", "reinterpret", "stand_in"]
+__all__ = ["STAND_IN", "detached", "is_stand_in", "reinterpret", "stand_in"]
 
 STAND_IN = "trt_kvcache:detached"
 _OF = "trt_kvcache:of"
@@ -27,6 +27,11 @@ def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
     made.data_location = onnx.TensorProto.EXTERNAL
     made.external_data.add(key="location", value=STAND_IN)
     return made
+
+
+def is_stand_in(tensor: onnx.TensorProto) -> bool:
+    """Whether the data of a tensor are kept aside."""
+    return any(e.key == "location" and e.value == STAND_IN for e in tensor.external_data)
 
 
 def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:

@@ -40,7 +40,7 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         Those in external data: they are declared signed, and refer to bytes that are not, yet.
 
     Raises:
-        UnsupportedModelError: a scale of 8-bit weights is not positive, or a zero point is not the middle.
+        UnsupportedModelError: a scale of 8-bit weights is not positive, or a zero point is not in the middle.
     """
     weights = {t.name: t for t in model.graph.initializer}
     readers: dict[str, list[onnx.NodeProto]] = {}
@@ -53,6 +53,7 @@ def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         nodes = readers.get(name, [])
         if weight.data_type == onnx.TensorProto.INT8:
             for node in (n for n in nodes if is_op(n, "DequantizeLinear") and n.input[0] == name):
+                _check_zero_points(node, weights, folder)
                 _check_scales(node, weights, folder)
         if weight.data_type not in _SIGNED or name in kept or not nodes:
             continue
@@ -81,7 +82,9 @@ def _check_zero_points(node: onnx.NodeProto, weights: dict[str, onnx.TensorProto
     """Refuse zero points that are not the middle; see `normalize.zero_points` for those that could be taken out."""
     weight = weights[node.input[0]]
     zero = weights.get(node.input[2]) if len(node.input) > 2 else None
-    middle = _SIGNED[weight.data_type][1]
+    middle = _SIGNED[weight.data_type][1] if weight.data_type in _SIGNED else 0
+    if not middle and len(node.input) < 3:
+        return
     if zero is not None:
         values = np.asarray(numpy_helper.to_array(zero, base_dir=str(folder))).astype(np.int64)
         if np.all(values == middle):

@@ -338,7 +338,7 @@ class _Finder:
         """
         tensor = probabilities
         for _ in range(8):
-            readers = [n for n in consumers(tensor) if not is_op(n, "IsNaN", "Shape")]
+            readers = [n for n in consumers(tensor) if not is_op(n, "Shape") and not _asks_for_nan(n)]
             if len(readers) != 1:
                 return None
             node = readers[0]
@@ -368,7 +368,20 @@ class _Finder:
 
 def _is_nan_of(condition: gs.Tensor, tensor: gs.Tensor) -> bool:
     node = producer(condition)
-    return node is not None and is_op(node, "IsNaN") and node.inputs[0] is tensor
+    return node is not None and is_op(node, "IsNaN") and _before_casts(node.inputs[0]) is _before_casts(tensor)
+
+
+def _asks_for_nan(node: gs.Node) -> bool:
+    """Whether all that becomes of what a node reads is whether it is NaN, which it is in every type."""
+    if is_float_cast(node) and consumers(node.outputs[0]):
+        return all(_asks_for_nan(reader) for reader in consumers(node.outputs[0]))
+    return is_op(node, "IsNaN")
+
+
+def _before_casts(tensor: gs.Tensor) -> gs.Tensor:
+    while (node := producer(tensor)) is not None and is_float_cast(node):
+        tensor = node.inputs[0]
+    return tensor
 
 
 def _last_axis(softmax: gs.Node, sample: Sample) -> bool:

@@ -1,0 +1,231 @@
+"""Rounding that TensorRT has no operator for, in arithmetic that gives the same numbers.
+
+    QuantizeLinear(x, scale, zero)      ->    Clip(Round(x / scale) + zero, lowest, highest)
+    DequantizeLinear(q, scale, zero)    ->    (q - zero) * scale
+
+TensorRT for RTX 1.7.1 parses no zero points but 0, and no 16 bits; of uint8 it makes int8 without a word, so that all
+above 127 would be cut. What is rounded to uint8 around 128 is rounded to int8 around 0, which is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.protos import all_nodes, describe, dtype_name, is_op, nested_scopes
+from trt_kvcache.importer.quantized.reinterpret import is_stand_in
+
+__all__ = ["note_roundings", "spell_roundings"]
+
+_LIMITS: dict[int, tuple[int, int]] = {
+    TensorProto.UINT8: (0, 255), TensorProto.INT8: (-128, 127), TensorProto.UINT16: (0, 65535),
+    TensorProto.INT16: (-32768, 32767), TensorProto.UINT4: (0, 15), TensorProto.INT4: (-8, 7),
+}  # fmt: skip
+_TAKEN = (TensorProto.INT8, TensorProto.INT4)  # around 0
+_MIDDLE = 128
+_ADVICE = "quantize activations symmetrically to int8 (onnxruntime: ActivationSymmetric, QuantType.QInt8)"
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Numbers:
+    """What a node rounds with.
+
+    Attributes:
+        scale: float32.
+        wide: the ONNX element type of the scale, which is that of the numbers that are rounded.
+        zeros: as they are stored; float32 0 where there are none.
+    """
+
+    scale: Array
+    wide: int
+    zeros: Array
+
+
+@dataclass(frozen=True, eq=False)
+class _Rounding:
+    """A QuantizeLinear that TensorRT does not do, and all that reads it.
+
+    Attributes:
+        kind: the ONNX element type that is rounded to.
+        readers: DequantizeLinear, each with its numbers.
+    """
+
+    node: NodeProto
+    kind: int
+    numbers: _Numbers
+    readers: Sequence[tuple[NodeProto, _Numbers]]
+
+    @property
+    def each(self) -> tuple[tuple[NodeProto, _Numbers], ...]:
+        return ((self.node, self.numbers), *self.readers)
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether int8 does the same."""
+        return self.kind == TensorProto.UINT8 and all(np.all(n.zeros == _MIDDLE) for _, n in self.each)
+
+
+def note_roundings(model: ModelProto, folder: Path) -> tuple[str, ...]:
+    """What to know about a model of which `spell_roundings` spells some; not what it refuses, which the CPU runs."""
+    try:
+        count = sum(not rounding.is_signed for rounding in _roundings(model, folder))
+    except UnsupportedModelError:
+        return ()
+    if not count:
+        return ()
+    return (
+        f"{count} QuantizeLinear round to 16 bits, to uint8 or around another number than 0, which TensorRT has no "
+        "operator for: an engine rounds by arithmetic there, the same, and multiplies floats; for products of 8 bits "
+        f"{_ADVICE}",
+    )
+
+
+def spell_roundings(model: ModelProto, folder: Path) -> None:
+    """Edit, in place, what rounds as TensorRT does not.
+
+    Args:
+        model: its functions, which say what plugins do, stay.
+        folder: of its external data.
+
+    Raises:
+        UnsupportedModelError: something else than DequantizeLinear reads what is rounded so, or there are many scales.
+    """
+    constants, spelled = _Constants(model.graph), dict[int, list[NodeProto]]()
+    found = list(_roundings(model, folder))
+    freed = {name for rounding in found for node, _ in rounding.each for name in node.input[1:]}
+    for rounding in found:
+        if rounding.is_signed:
+            for node, numbers in rounding.each:
+                node.input[2] = constants.add(np.zeros(numbers.zeros.shape, np.int8))
+            _drop(rounding.node, "output_dtype")
+            continue
+        spelled[id(rounding.node)] = _quantized(rounding, constants)
+        spelled |= {id(node): _dequantized(node, numbers, constants) for node, numbers in rounding.readers}
+    for scope in nested_scopes(model.graph) if spelled else ():
+        nodes = [made for node in scope.node for made in spelled.get(id(node), [node])]
+        copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+        del scope.node[:]
+        scope.node.extend(copies)
+    freed -= {name for node in all_nodes(model.graph) for name in node.input}
+    freed -= {value.name for scope in nested_scopes(model.graph) for value in scope.output}
+    for index in reversed(range(len(model.graph.initializer))):  # TensorRT reads them all, those of 16 bits too
+        if model.graph.initializer[index].name in freed:
+            del model.graph.initializer[index]
+
+
+def _roundings(model: ModelProto, folder: Path) -> Iterator[_Rounding]:
+    scopes = [scope for scope in nested_scopes(model.graph) if isinstance(scope, GraphProto)]
+    tensors = {t.name: t for scope in scopes for t in scope.initializer}
+    readers: dict[str, list[NodeProto]] = {}
+    for node in all_nodes(model.graph):
+        if is_op(node, "Constant"):
+            tensors |= {name: a.t for name in node.output for a in node.attribute if a.name == "value"}
+        for name in node.input:
+            readers.setdefault(name, []).append(node)
+    kept = {value.name for scope in scopes for value in scope.output}
+    for node in all_nodes(model.graph):
+        if not is_op(node, "QuantizeLinear"):
+            continue
+        name, behind = node.output[0], readers.get(node.output[0], [])
+        zero = tensors.get(node.input[2]) if len(node.input) > 2 else None
+        kind = int(zero.data_type) if zero is not None else _attribute(node, "output_dtype") or TensorProto.UINT8
+        is_pair = name not in kept and all(is_op(n, "DequantizeLinear") and name not in n.input[1:] for n in behind)
+        each = [_numbers(n, tensors, folder) for n in (node, *(behind if is_pair else ()))]
+        numbers = [found for found in each if found is not None]
+        if kind not in _LIMITS or len(numbers) < len(each) or (zero is None and len(node.input) > 2):
+            continue  # TensorRT takes it, or wants constants and says so
+        if kind in _TAKEN and not any(np.any(found.zeros) for found in numbers):
+            continue
+        made = _Rounding(node, kind, numbers[0], list(zip(behind, numbers[1:], strict=False)))
+        is_one = all(n.size == 1 for found in numbers for n in (found.scale, found.zeros))
+        if not is_pair or not (made.is_signed or is_one):
+            what = "with a scale for each channel" if is_pair else "and something else than DequantizeLinear reads it"
+            raise UnsupportedModelError(
+                f"{describe(node)} rounds to {dtype_name(kind)}, {what}; TensorRT rounds to int8 around 0, and "
+                f"supported beside that is one scale, and DequantizeLinear behind it: {_ADVICE}"
+            )
+        yield made
+
+
+def _numbers(node: NodeProto, tensors: Mapping[str, TensorProto], folder: Path) -> _Numbers | None:
+    """Scale and zero point of a node; None where they are no constants, or not at hand."""
+    names = [name for name in node.input[1:3] if name]
+    found = [tensor for name in names if (tensor := tensors.get(name)) is not None and not is_stand_in(tensor)]
+    if not found or len(found) < len(names):
+        return None
+    values = [np.asarray(numpy_helper.to_array(tensor, base_dir=str(folder))) for tensor in found]
+    return _Numbers(values[0].astype(np.float32), found[0].data_type, values[1] if len(values) > 1 else np.float32(0))
+
+
+def _quantized(rounding: _Rounding, constants: _Constants) -> list[NodeProto]:
+    """Numbers rounded to are kept in float32, which holds all of 16 bits."""
+    zero, steps = rounding.numbers.zeros.astype(np.float32).reshape(()), _Steps(rounding.node, constants)
+    steps.add("Cast", to=TensorProto.FLOAT)
+    steps.add("Div", rounding.numbers.scale.reshape(()))
+    steps.add("Round")
+    if zero:
+        steps.add("Add", zero)
+    steps.add("Clip", *(np.array(limit, np.float32) for limit in _LIMITS[rounding.kind]))
+    return steps.end()
+
+
+def _dequantized(node: NodeProto, numbers: _Numbers, constants: _Constants) -> list[NodeProto]:
+    zero, steps = numbers.zeros.astype(np.float32).reshape(()), _Steps(node, constants)
+    if zero:
+        steps.add("Sub", zero)
+    steps.add("Mul", numbers.scale.reshape(()))
+    steps.add("Cast", to=_attribute(node, "output_dtype") or numbers.wide)
+    return steps.end()
+
+
+class _Constants:
+    """New constants in the main graph, where bodies read them too."""
+
+    def __init__(self, graph: GraphProto) -> None:
+        self._graph = graph
+        self._count = 0
+
+    def add(self, value: Array) -> str:
+        self._count += 1
+        name = f"trt_kvcache/rounding_{self._count}"
+        self._graph.initializer.append(numpy_helper.from_array(value, name))
+        return name
+
+
+class _Steps:
+    """Operators one behind the other, in the place of a node."""
+
+    def __init__(self, node: NodeProto, constants: _Constants) -> None:
+        self._node = node
+        self._constants = constants
+        self._tensor = node.input[0]
+        self._made: list[NodeProto] = []
+
+    def add(self, op: str, *operands: Array, **attributes: Any) -> None:
+        name = f"{self._node.output[0]}/{op.lower()}"
+        inputs = [self._tensor, *(self._constants.add(value) for value in operands)]
+        self._made.append(helper.make_node(op, inputs, [name], name, **attributes))
+        self._tensor = name
+
+    def end(self) -> list[NodeProto]:
+        self._made[-1].output[0] = self._node.output[0]
+        return self._made
+
+
+def _attribute(node: NodeProto, name: str) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == name), 0)
+
+
+def _drop(node: NodeProto, name: str) -> None:
+    kept = [a for a in node.attribute if a.name != name]
+    del node.attribute[:]
+    node.attribute.extend(kept)
