@@ -110,6 +110,33 @@ def test_an_old_tensorrt_has_no_native_route(monkeypatch: pytest.MonkeyPatch) ->
     assert any("tensorrt>=10.15" in line for line in diagnosis.advice)
 
 
+@pytest.mark.parametrize(
+    ("capability", "nvrtc", "plugins", "expected"),
+    [
+        ("8.9", "13.0.88", True, []),
+        ("12.1", "13.5.37", False, []),
+        ("8.9", "13.5.37", True, ["pip install 'nvidia-cuda-nvrtc==13.0.*': kernels of the cache-update plugin"]),
+        ("7.5", "13.0.88", True, ["build --compute-capabilities sm75: engines for all GPUs are not for the Fake"]),
+        ("9.0", None, True, ["build --backend tensorrt, or try --compute-capabilities current: TensorRT for RTX is not "
+                             "made for the Fake (compute capability 9.0)"]),
+    ],
+)  # fmt: skip
+def test_what_a_gpu_and_its_driver_need(
+    capability: str, nvrtc: str | None, plugins: bool, expected: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {"nvidia-cuda-nvrtc": nvrtc}
+    full = types.SimpleNamespace(
+        __version__="11.4.0", IKVCacheUpdateLayer=types.SimpleNamespace(update_form=None),
+        INetworkDefinition=type("N", (), {"add_plugin_v3": None} if plugins else {}),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "tensorrt", full)  # type: ignore[arg-type]
+    monkeypatch.setattr(doctor, "_version", lambda package: versions.get(package, "1.0"))
+    monkeypatch.setattr(doctor, "find_gpus", lambda: ("13.0", (doctor.Gpu("Fake", capability, 1 << 30),), ""))
+    found = [line for line in diagnose().advice if "[plugin]" not in line]
+    assert len(found) == len(expected)
+    assert all(line.startswith(words) for line, words in zip(found, expected, strict=True)), found
+
+
 def test_the_command_prints_tables_and_json() -> None:
     text = CliRunner().invoke(app, ["doctor"])
     assert text.exit_code == 0

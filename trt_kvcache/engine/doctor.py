@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from trt_kvcache import __version__
+from trt_kvcache.engine.backend import RTX_COMPUTE_CAPABILITIES
 from trt_kvcache.importer.plan import Route
 
 _PACKAGES = {
@@ -128,7 +129,7 @@ def diagnose() -> Diagnosis:
         gpus=gpus,
         gpu_problem=problem,
         routes=_routes(backends),
-        advice=(*_driver_advice(driver), *_advice(packages, backends, problem)),
+        advice=(*_driver_advice(driver, backends), *_gpu_advice(gpus, backends), *_advice(packages, backends, problem)),
     )
 
 
@@ -236,15 +237,50 @@ def _advice(
     return tuple(advice)
 
 
-def _driver_advice(driver: str | None) -> tuple[str, ...]:
-    """A driver takes libraries of its major version of CUDA, which packages have in their names, and of older ones."""
+def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
+    """What engines of TensorRT for RTX have to be built for, which are for every GPU from 8.0 on that it knows."""
+    if not any(backend.name == "tensorrt-rtx" and backend.importable for backend in backends):
+        return ()
+    advice = []
+    for gpu in gpus:
+        sm = "sm" + gpu.compute_capability.replace(".", "")
+        if sm not in RTX_COMPUTE_CAPABILITIES:
+            advice.append(
+                "build --backend tensorrt, or try --compute-capabilities current: TensorRT for RTX is not made for the "
+                f"{gpu.name} (compute capability {gpu.compute_capability})"
+            )
+        elif gpu.compute_capability.startswith("7."):
+            advice.append(f"build --compute-capabilities {sm}: engines for all GPUs are not for the {gpu.name}")
+    return tuple(dict.fromkeys(advice))
+
+
+def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
+    """A driver takes libraries of its major version of CUDA, which packages have in their names, and of older ones.
+
+    PTX, of which engines with the plugin have some, it takes of no later version than its own.
+    """
+    if driver is None:
+        return ()
+    own = _release(driver)
     installed = (p for _, packages in _BACKENDS.values() for p in packages if _version(p) is not None)
     needed = {p: int(p.rpartition("-cu")[2]) for p in installed if "-cu" in p}
-    return tuple(
+    advice = [
         f"a newer NVIDIA driver: this one is for CUDA {driver}, and {package} needs {major}"
         for package, major in needed.items()
-        if driver is not None and int(driver.partition(".")[0]) < major
-    )
+        if own[0] < major
+    ]
+    nvrtc = _version("nvidia-cuda-nvrtc")
+    if nvrtc is not None and _release(nvrtc) > own and any(b.native and b.plugins for b in backends):
+        advice.append(
+            f"pip install 'nvidia-cuda-nvrtc=={driver}.*': kernels of the cache-update plugin as NVRTC {nvrtc} makes "
+            f"them are too new for this driver, which is for CUDA {driver}"
+        )
+    return tuple(advice)
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor number."""
+    return tuple(map(int, version.split(".")[:2]))
 
 
 def _line(error: BaseException) -> str:
