@@ -321,13 +321,16 @@ def test_a_table_with_a_zero_point_beside_plain_products(tmp_path: Path, kind: A
     build_engine(path, tmp_path / "model.engine", build=BuildOptions(max_batch=2))
 
 
-def test_few_numbers_with_a_zero_point_are_floats() -> None:
+@pytest.mark.parametrize(("numbers", "zero"), [([3, 5, 9], 4), ([[3, 5, 9]], 4), ([130], 128), (130, 128), (2, None)])
+def test_few_numbers_are_floats(numbers: Any, zero: int | None) -> None:
     graph = Graph()
     graph.input("x", FLOAT, ["B", 3])
-    inputs = [graph.constant([3, 5, 9], np.uint8), graph.constant(0.5, np.float32), graph.constant(4, np.uint8)]
+    inputs = [graph.constant(numbers, np.uint8), graph.constant(0.5, np.float32)]
+    inputs += [] if zero is None else [graph.constant(zero, np.uint8)]
     graph.node("Mul", ["x", graph.node("DequantizeLinear", inputs)], "y")
     graph.output("y", FLOAT, ["B", 3])
     model = graph.model(21)
     assert not keep_weights_only(model)
     assert "DequantizeLinear" not in {n.op_type for n in model.graph.node}
-    assert run(model, x=np.ones((1, 3), np.float32)).tolist() == [[-0.5, 0.5, 2.5]]
+    expected = (np.array(numbers) - (zero or 0)) * 0.5 * np.ones((1, 3))
+    assert run(model, x=np.ones((1, 3), np.float32)).tolist() == expected.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,12 @@ import pytest
 from builder import build_in_child
 from graphs import Graph
 from onnx import TensorProto, helper
+from stored import MODELS
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer import import_model
 from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, lower_contrib
+from trt_kvcache.verify import verify_import
 
 Array = np.ndarray[Any, Any]
 HALF, FLOAT, INT64 = TensorProto.FLOAT16, TensorProto.FLOAT, TensorProto.INT64
@@ -424,3 +428,17 @@ def test_builds(name: str) -> None:
         model.graph.output[0].type.tensor_type.elem_type = FLOAT
     outcome = build_in_child(lowered(model).SerializeToString(), [{}])
     assert outcome.stage == "built", outcome.words
+
+
+def test_what_onnxruntime_fuses_around_canonical_caches(tmp_path: Path) -> None:
+    """TensorRT parses some of its operators in some forms."""
+    path = tmp_path / "model.onnx"
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    options.optimized_model_filepath = str(path)
+    model = onnx.load(MODELS / "mobius" / "llama_static_f32" / "model.onnx")
+    ort.InferenceSession(model.SerializeToString(), options)
+    assert "SkipSimplifiedLayerNormalization" in {node.op_type for node in onnx.load(path).graph.node}
+    imported = import_model(path)
+    assert {node.domain for node in imported.model.graph.node} == {""}
+    verify_import(imported).check()

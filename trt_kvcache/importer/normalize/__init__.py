@@ -60,7 +60,7 @@ from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
-from trt_kvcache.importer.normalize.fused.contrib import OWN_WEIGHTS, lower_contrib
+from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, lower_contrib
 from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.operators import holds_cache
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
@@ -181,12 +181,12 @@ def _own_masks(cores: Sequence[Core]) -> list[str]:
 
 
 def _dequantized(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A canonical model with quantized weights as TensorRT takes them."""
-    if not any(node.op_type in ("DequantizeLinear", *OWN_WEIGHTS) for node in model.graph.node):
+    """A canonical model with quantized weights, and what ONNX Runtime fused, as TensorRT takes them."""
+    if not any(node.op_type == "DequantizeLinear" or node.domain == CONTRIB for node in model.graph.node):
         return model
     graph = gs.import_onnx(infer_shapes(model))
     shift_zero_points(graph)
-    lower_contrib(graph, OWN_WEIGHTS)
+    lower_contrib(graph)
     return _export(graph, model, 0)
 
 

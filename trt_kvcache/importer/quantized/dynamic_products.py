@@ -36,6 +36,7 @@ NOTE = (
 _MIDDLES: dict[int, int] = {TensorProto.UINT8: 128, TensorProto.INT8: 0}
 _CONTRIB = "com.microsoft"
 _ROUNDING = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
+_NONE = TensorProto(data_type=TensorProto.UINT8, raw_data=b"\0")
 _SMALL = 1 << 12  # numbers of a table
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze"}
 _PARTS = {"DynamicQuantizeLinear", "DequantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather", *_MOVES}
@@ -225,13 +226,18 @@ class _Editor:
         return nodes
 
     def _small(self, node: NodeProto) -> list[NodeProto] | None:
-        """Of few numbers with a zero point, as quantize_static has those of norms: the floats themselves."""
+        """Of few numbers, as quantize_static has those of norms: the floats themselves.
+
+        With a zero point, or no weight of a product: TensorRT takes no quantized scalar (1.7.1).
+        """
         tensors = [self._weights.get(name) for name in node.input]
         found = [t for t in tensors if t is not None and t.data_location != TensorProto.EXTERNAL]
-        if len(found) < 3 or math.prod(found[0].dims) > _SMALL or math.prod(found[1].dims) != 1:
+        if len(found) < max(2, len(node.input)) or any(math.prod(t.dims) != 1 for t in found[1:]):
             return None
-        numbers, scale, zero = (numpy_helper.to_array(t).astype(np.float32) for t in found)
-        if found[0].data_type not in _MIDDLES or zero.size != 1 or zero.item() == _MIDDLES[found[0].data_type]:
+        numbers, scale, zero = (numpy_helper.to_array(t).astype(np.float32) for t in (*found, _NONE)[:3])
+        if found[0].data_type not in _MIDDLES or math.prod(found[0].dims) > _SMALL:
+            return None
+        if zero.item() == _MIDDLES[found[0].data_type] and len(found[0].dims) > 1:
             return None
         floats = (numbers - zero.item()) * scale.item()
         return [helper.make_node("Identity", [self._floats(floats, found[1].data_type)], node.output, node.name)]

@@ -25,7 +25,7 @@ Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import onnx
@@ -63,18 +63,15 @@ _REFUSED = {
     "MatMulBnb4": "export unquantized",
     "MatMulInteger16": "export unquantized",
 }
-OWN_WEIGHTS = frozenset({"MatMulNBits", "GatherBlockQuantized", "MoE", "QMoE", *_REFUSED})
-"""Operators on weights in forms of ONNX Runtime's own: lowered in models whose caches are canonical, too."""
 
 
-def lower_contrib(graph: gs.Graph, only: Collection[str] | None = None) -> None:
+def lower_contrib(graph: gs.Graph) -> None:
     """Replace, in place, the fused operators that have an exact form in standard operators.
 
     What is emitted needs opset 23: raise the model first (`opset.raise_opset` leaves these operators alone).
 
     Args:
         graph: edited in place.
-        only: names of operators; None: all.
 
     Raises:
         UnsupportedModelError: a fused operator asks for what standard operators cannot express, or is quantized.
@@ -83,8 +80,6 @@ def lower_contrib(graph: gs.Graph, only: Collection[str] | None = None) -> None:
     lowered: set[int] = set()
     for node in list(graph.nodes):
         fused = node.domain == CONTRIB
-        if only is not None and node.op not in only:
-            continue
         if fused and node.op in _REFUSED:
             raise UnsupportedModelError(
                 f"{_label(node)} computes on quantized weights in ONNX Runtime's own format, which TensorRT has no "
