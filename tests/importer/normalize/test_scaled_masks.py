@@ -97,3 +97,13 @@ def test_what_may_be_seen_is_refused(tmp_path: Path, name: str) -> None:
     changes, words = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=words):
         rewritten(make_decoder(Decoder(**{**CODEGEN, **changes})), tmp_path)
+
+
+@pytest.mark.parametrize("apply", ["add", "where", "hide"])
+@pytest.mark.parametrize("scale", ["scores", "q", "k"])
+def test_a_mask_has_to_be_lower_than_scores_that_are_made_larger(tmp_path: Path, scale: str, apply: str) -> None:
+    """Queries, keys or scores are halved, and scores are then 40 times as large."""
+    loud: dict[str, Any] = {"scale": scale, "apply": apply, "scores": _times(40.0)}
+    check_decode(make_decoder(Decoder(**loud, lowest=-2e4)), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="scales its scores by 20, and .* is -10000; supported .* -20000:"):
+        rewritten(make_decoder(Decoder(**loud, lowest=-1e4)), tmp_path)

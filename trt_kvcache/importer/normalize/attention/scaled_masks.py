@@ -3,7 +3,8 @@
     (Q K^T + mask) / sqrt(D)      =      Q K^T / sqrt(D) + mask / sqrt(D)
 
 It is the same attention with the scale before the mask, as long as what hides a key hides it still when it is scaled:
-half precision's lowest number does over 16, as does anything lower; -1e4 over 8 may not.
+half precision's lowest number does over 16, as does anything lower; -1e4 over 8 may not. Nor may -1e4 beside scores
+that are scaled by 100: what hides has to be lower by as much.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import BOOL, elem_type
-from trt_kvcache.importer.normalize.attention.mask_values import is_biased
+from trt_kvcache.importer.graph import BOOL, elem_type, is_op, producer
+from trt_kvcache.importer.normalize.attention.mask_values import HIDDEN, is_biased
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility
+from trt_kvcache.importer.normalize.views import is_float_cast
+
+_MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze")
 
 _LOWEST = -4e3  # scores of half precision are above it when scaled by 1 / sqrt(256)
 
@@ -77,6 +81,54 @@ def hold_hidden(node: str, hiders: Iterable[Hider], samples: Samples) -> None:
 
         for padded in (False, True):
             samples.hold([hider.tensor.name], ("hidden", hider.added, hider.factor), hides, padded=padded)
+
+
+def hold_below(node: str, hiders: Iterable[Hider], scale: float, samples: Samples) -> None:
+    """See to it that what hides is low enough for scores that are made larger.
+
+    Args:
+        node: name of the attention, for messages.
+        hiders: of its scores, with the factors behind them.
+        scale: of the scores, with these factors, and of what is known of their queries.
+        samples: of the model as exported.
+
+    Raises:
+        UnsupportedModelError: something may be seen.
+    """
+    limit = HIDDEN * abs(scale)
+    for hider in hiders if limit < HIDDEN else ():
+
+        def hides(sample: Sample, hider: Hider = hider) -> None:
+            value = sample.probe.value(hider.tensor.name)
+            if value is None or value.dtype == np.bool_:
+                return
+            behind = value.astype(np.float64) * hider.factor
+            if np.any(seen := (behind <= HIDDEN) & (behind > limit)):
+                raise UnsupportedModelError(
+                    f"'{node}' scales its scores by {scale:g}, and '{hider.tensor.name}', which masks them, is "
+                    f"{float(np.max(value[seen])):g}; supported beside such a factor are masks that are 0 or at most "
+                    f"{limit:g}: export the mask with the lowest number of its type"
+                )
+
+        for padded in (False, True):
+            samples.hold([hider.tensor.name], ("below", limit, hider.factor), hides, padded=padded)
+
+
+def scaled_by(tensor: gs.Tensor, sample: Sample) -> float:
+    """The product of the numbers that a tensor is scaled by on its way, as far back as nothing else is done to it."""
+    product = 1.0
+    while (node := producer(tensor)) is not None:
+        if is_op(node, *_MOVES) or is_float_cast(node):
+            tensor = node.inputs[0]
+            continue
+        numbers = [sample.probe.value(t.name) for t in node.inputs] if is_op(node, "Mul", "Div") else []
+        known = [i for i, n in enumerate(numbers) if n is not None and n.size == 1 and n.any()]
+        if len(known) != 1 or (is_op(node, "Div") and known != [1]):
+            break
+        number = float(np.asarray(numbers[known[0]]).reshape(()))
+        product *= 1 / number if is_op(node, "Div") else number
+        tensor = node.inputs[1 - known[0]]
+    return product
 
 
 def check_own(node: str, hiders: Iterable[Hider], visibility: Visibility) -> None:

@@ -19,7 +19,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rounding import Rounding
-from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import BOOL, consumers, contains, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
 from trt_kvcache.importer.normalize.attention.guards import unguarded
 from trt_kvcache.importer.normalize.attention.head_parts import join_parts
@@ -32,7 +32,7 @@ from trt_kvcache.importer.normalize.attention.merged_heads import (
     hold_reshapes,
 )
 from trt_kvcache.importer.normalize.attention.rounded import masked_already, read_pair
-from trt_kvcache.importer.normalize.attention.scaled_masks import Hider, check_own, hold_hidden
+from trt_kvcache.importer.normalize.attention.scaled_masks import Hider, check_own, hold_below, hold_hidden, scaled_by
 from trt_kvcache.importer.normalize.attention.sinks import Sinks, drops_sink, joined, peeled, read_sinks
 from trt_kvcache.importer.normalize.attention.slopes import find_slopes
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -157,6 +157,7 @@ class _Finder:
         scores = _Scores(node, scale, float(node.attrs.get("softcap", 0.0)), [])
         if mask is not None:
             scores.masks.append(MaskUse(mask, MaskKind.ADDED))
+            scores.hiders.append(Hider(mask, added=True))
         query, keys, values = node.inputs[:3]
         output, causal = node.outputs[0], bool(node.attrs.get("is_causal", 0))
         return self._core(
@@ -217,6 +218,8 @@ class _Finder:
         )
         check_bias(name, visibility)
         check_own(name, hiders, visibility)
+        if not scores.softcap and (visibility.own is None or elem_type(visibility.own) == BOOL):
+            hold_below(name, hiders, scores.before * scores.scale * read.scale * scaled_by(query, self._small), samples)
         output = unguarded(output, visibility, self._samples)
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
