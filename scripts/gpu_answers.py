@@ -31,8 +31,10 @@ from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import SessionError, TrtKvCacheError
+from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt import runner as trt_runner
+from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 CONFIG = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
 BATCH, HEADS, KEYS, SIZE = 2, 4, 64, 64
@@ -41,6 +43,16 @@ LENGTHS = (5, 33)
 HERE = "here.engine"
 """Name of the engine that was built for this GPU alone."""
 Answer = dict[str, Any]
+
+
+def _first_step(runner: TensorRTRunner, rows: int, length: int) -> StepBatch:
+    """The first tokens of a text, of any decoder: zeros for embeddings, ones for what an encoder gives."""
+    tokens, constants = np.ones((rows, length), np.int64), ()
+    if runner.inputs.constants.tensors:
+        largest = runner._shapes._largest_constants().arrays
+        constants = (Constants({name: np.ones(a.shape, a.dtype) for name, a in largest.items()}),) * rows
+    embeds = runner.inputs.no_embeds(tokens)
+    return StepBatch(0, tokens, np.zeros(rows, np.int64), constants=constants, embeds=embeds)
 
 
 def builds(engine: Path, name: str) -> Answer:
@@ -55,8 +67,7 @@ def runs(engine: Path, name: str) -> Answer:
     start = time.perf_counter()
     with Opened(engine) as runner:
         opened = time.perf_counter() - start
-        rows, length = min(2, runner.max_batch), min(4, runner.max_chunk)
-        logits = runner.step(StepBatch(0, np.ones((rows, length), np.int64), np.zeros(rows, np.int64)))
+        logits = runner.step(_first_step(runner, min(2, runner.max_batch), min(4, runner.max_chunk)))
         found: Answer = {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": opened}
         return found if found["yes"] else found | {"error": "its logits are not all finite", "unexpected": True}
 
@@ -90,7 +101,7 @@ def chooses(engine: Path, name: str) -> Answer:
 def aliases(engine: Path, name: str) -> Answer:
     """Does the engine report the aliases of the plan, and are past and present one address in every context?"""
     with Opened(engine) as runner:
-        runner.step(StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64)))
+        runner.step(_first_step(runner, 1, 1))
         planned = load_manifest(engine).aliases
         reported = {present: runner._held.trt.engine.get_aliased_input_tensor(present) for present in planned}
         used = [c._context for c in runner._contexts if c._context.get_tensor_address(next(iter(planned)))]

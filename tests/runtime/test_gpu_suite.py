@@ -10,6 +10,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -316,6 +317,7 @@ def test_logits_that_are_no_numbers_are_said(tmp_path: Path, monkeypatch: pytest
 
     class Runner:
         name, max_batch, max_chunk = "a GPU", 3, 16
+        inputs = SimpleNamespace(constants=SimpleNamespace(tensors=()), no_embeds=lambda tokens: None)
 
         def step(self, batch: Any) -> Any:
             return batch.tokens * float("nan")
@@ -325,6 +327,27 @@ def test_logits_that_are_no_numbers_are_said(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("gpu_measure.TensorRTRunner", lambda engine: Runner())
     answer = gpu_answers.runs(tmp_path, "tensorrt-rtx")
     assert (answer["yes"], answer["error"]) == (False, "its logits are not all finite")
+
+
+def test_decoders_that_are_given_more_than_tokens_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine from elsewhere may be one that reads an encoder's output, or takes embeddings."""
+    import gpu_answers
+    from runtime.embedded_models import cut
+    from runtime.fake_cuda import Machine
+    from runtime.fake_tensorrt import fake_module
+    from runtime.test_constants import cross_model, write
+
+    from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+
+    machine = Machine()
+    bindings = Bindings(fake_module(machine, rtx=True, version="1.7.1.116"), machine.bindings())
+    monkeypatch.setattr("gpu_measure.TensorRTRunner", lambda engine: TensorRTRunner(engine, bindings=bindings))
+    model = write_decoder(tmp_path / "ids.onnx", DecoderConfig())
+    cross = write_engine(write(tmp_path / "cross.onnx", cross_model("keys", "ones")), max_encoder=12)
+    for engine in (cross, write_engine(cut(model, tmp_path).embeds)):
+        answer = gpu_answers.foreign(engine, "tensorrt-rtx")
+        assert answer is not None
+        assert (answer["yes"], answer.get("aliases")) == (True, True), answer
 
 
 def test_a_crash_shows_its_place_and_not_all_modules() -> None:
