@@ -25,6 +25,7 @@ class Grouped:
         crossed: values of the form "flat" are spread over the group, which fits one sequence with heads as many as
             queries in a group: each then reads values of another head than keys.
         swapped: sinks stand in front of the scores.
+        computed: the batch is computed, so that nothing but numbers says that it is that of the caches.
     """
 
     form: str = "broadcast"
@@ -33,6 +34,7 @@ class Grouped:
     rolled: bool = False
     crossed: bool = False
     swapped: bool = False
+    computed: bool = False
 
     def __call__(self, g: Build, query: str, keys: str, values: str) -> str:
         decoder = g.decoder
@@ -41,6 +43,8 @@ class Grouped:
             keys = g.node("Gather", [keys, g.constant(np.roll(np.arange(heads), 1))], axis=1)
         query = g.node("Mul", [query, g.number(size**-0.5)])
         batch, length = (g.node("Unsqueeze", [g.size_of(g.tokens, axis), g.constant([0])]) for axis in (0, 1))
+        if self.computed:
+            batch = g.node("Div", [g.node("Mul", [batch, g.constant([2])]), g.constant([2])])
         last = g.constant([size])
 
         def shaped(tensor: str, *sizes: str) -> str:

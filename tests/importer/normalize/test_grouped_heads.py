@@ -30,7 +30,10 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "heads in turns, own mask": ({"heads": 6, "mask": "own"}, {"form": "tiled", "mask": 4}),
     "group and queries all the way": ({"heads": 6}, {"form": "folded"}),
     "group and queries all the way, padding": ({"mask": "padding", "layout": "bsnd"}, {"form": "folded"}),
+    "group and queries, a computed batch": ({"heads": 6}, {"form": "rows", "computed": True}),
+    "all the way, a computed batch": ({"heads": 6, "batch": 2}, {"form": "folded", "computed": True}),
     "one token": ({"heads": 6, "sequence": 1}, {"form": "one"}),
+    "one token, a computed batch": ({"heads": 6, "sequence": 1}, {"form": "one", "computed": True}),
     "one token, padding": ({"sequence": 1, "mask": "padding"}, {"form": "one", "mask": 4}),
     "one token, one key head": ({"sequence": 1, "kv_heads": 1, "window": 5}, {"form": "one", "apply": "where"}),
     "sinks": ({"heads": 6, "sinks": "weight"}, {}),
@@ -92,7 +95,7 @@ def test_groups_in_front_of_the_sequences_are_refused(place: int, heads: int, tm
         onnx.helper.make_node("Mul", [concat.input[0], "group"], ["groups"], "groups"),
     )
     concat.input[0] = "groups"
-    with pytest.raises(UnsupportedModelError):
+    with pytest.raises(UnsupportedModelError, match="which meets heads of a cache that several share, has the shape"):
         rewritten(model, tmp_path)
 
 

@@ -16,7 +16,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.computed import Computed, find_computed
-from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
+from trt_kvcache.importer.normalize.attention.grouped_heads import Merged, check_merged, merge_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import split_heads, turn_keys
 from trt_kvcache.importer.normalize.attention.rounded import round_first
 from trt_kvcache.importer.normalize.attention.square_masks import hold_by_position, pad_square_masks
@@ -91,11 +91,12 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
         UnsupportedModelError: what was found cannot be proven to be what is supported.
         OptionError: the capacity is missing or contradicts the model.
     """
-    graph, model, held = _standard(graph)
+    graph, model, held, grouped = _standard(graph)
     candidates, states = _caches(graph, held)
     if not candidates and not held:
         return None
     candidates, interface, samples = _sampled(graph, Blueprint(model, weights), candidates, held, states, options)
+    check_merged(grouped, samples)
     if (folded := fold_fixed(samples)) is not None:
         graph = gs.import_onnx(folded)
         fold_identities(graph)
@@ -120,8 +121,8 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
     return Exported(model, graph, interface, samples, writes, cores, computed, rewrites, batch, samples.capacity)
 
 
-def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
-    """The same in standard operators of opset 24, as a graph and as a model; and the caches that operators hold."""
+def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache], list[Merged]]:
+    """The same in standard operators of opset 24, as a graph and as a model; caches in operators; what was merged."""
     lower_einsum(graph)
     graph = gs.import_onnx(infer_shapes(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
     join_softmax(graph)
@@ -132,7 +133,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     turn_keys(graph)
     graph.cleanup().toposort()
     candidates = find_candidates(graph)
-    merge_groups(graph, candidates)
+    grouped = merge_groups(graph, candidates)
     graph.cleanup().toposort()
     split_heads(graph, candidates)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
@@ -144,7 +145,7 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     if held:  # they state the shapes of their caches
         model = export_inferred(graph)
         held = find_held(graph)
-    return graph, model, held
+    return graph, model, held, grouped
 
 
 def _outputs(candidate: Candidate) -> list[gs.Tensor]:

@@ -7,23 +7,40 @@
 
 becomes the same over ``[B, N*G, S, ...]``, or ``[B, G*N, S, ...]``, with keys and values that are repeated: every
 operator gets Reshapes around it that merge the axes in front of it and split them behind it. All of these hold the
-numbers in the same order, so that this changes none, whatever the axes are. What heads the keys and values are of is
-proven of the result, as for any attention; in which order, `head_order` sees to.
+numbers in the same order, so that this changes none, whatever the axes are, as long as all are of as many sequences:
+keys of a single one would broadcast over query heads in front of it. That is shown on samples, as soon as there are
+any. What heads the keys and values are of is proven of the result, as for any attention; in which order, `head_order`
+sees to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT64, Emitter, consumers, dims, input_or_none, is_op, producer, small_constant
 from trt_kvcache.importer.normalize.attention.merged_heads import past_behind, read_of, scored
 from trt_kvcache.importer.normalize.candidate import Candidate
+from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.plan import Dim
 
 _AXES = {"ReduceMax": 1, "Slice": 3}  # which of their inputs these are
+
+
+@dataclass(frozen=True, eq=False)
+class Merged:
+    """What heads of keys are shared by, as it was before it was merged.
+
+    Attributes:
+        name: of the tensor.
+        heads: that are one axis with its batch, the first one.
+    """
+
+    name: str
+    heads: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,12 +60,15 @@ class _Group:
     is_flat: bool
 
 
-def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
+def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> list[Merged]:
     """Let attention over caches run over ``[B, N*G, ...]``, in place, where it runs over ``[B, N, G, ...]``.
 
     Args:
         graph: sorted, with shapes as far as they are known.
         candidates: what looks like its caches.
+
+    Returns:
+        What is right only if its first axis is that of the batch: see `check_merged`.
     """
     candidates = list(candidates)
     pasts = dict(read_of(candidates))
@@ -62,13 +82,30 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
                 scores |= {n.outputs[0].name for n in (node, *around)}
                 found.update((id(n), group) for n in (node, *around) if not is_op(n, "Reshape"))
                 products = [n for inner in around for n in consumers(inner.outputs[0]) if is_op(n, "MatMul")]
-                alike = _alike(node, around)
                 found.update((id(n), group) for n in products
-                             if past_behind(n.inputs[1], pasts) is not None and _fits(n, group, alike))  # fmt: skip
+                             if past_behind(n.inputs[1], pasts) is not None and _fits(n, group))  # fmt: skip
     merger = _Merger(graph, scores)
     for node in list(graph.nodes):
         if (found_group := found.get(id(node))) is not None:
             merger.merge(node, found_group)
+    return merger.merged
+
+
+def check_merged(merged: Iterable[Merged], samples: Samples) -> None:
+    """Refuse groups that are not of as many sequences as there are.
+
+    Raises:
+        UnsupportedModelError: naming them.
+    """
+    for sample in samples.plain:
+        for one in merged:
+            shape = sample.probe.shape(one.name)
+            if shape is None or shape[0] != sample.batch * one.heads:
+                raise UnsupportedModelError(
+                    f"'{one.name}', which meets heads of a cache that several share, has the shape "
+                    f"{'?' if shape is None else list(shape)} in a step of {sample.batch} sequences; supported are "
+                    "groups behind the batch: [B, heads, group, ...]"
+                )
 
 
 def _is_single(candidate: Candidate) -> bool:
@@ -122,35 +159,15 @@ def _keeps_keys(node: gs.Node) -> bool:
     return bool(axes) and all(axis in (-1, len(dims(node.inputs[0]) or ()) - 1) for axis in axes)
 
 
-def _alike(product: gs.Node, around: list[gs.Node]) -> set[str]:
-    """Scores, and what is made of them number by number: as many sequences, heads and queries."""
-    names = {str(product.outputs[0].name)}
-    for node in around:
-        if not is_op(node, "Reshape") and any(t.name in names for t in node.inputs):
-            names.add(str(node.outputs[0].name))
-    return names
-
-
-def _fits(product: gs.Node, group: _Group, alike: Collection[str] = ()) -> bool:
-    """Whether queries, or weights, meet the keys or values of the head that their group has.
-
-    Args:
-        product: of them.
-        group: that they have.
-        alike: names of what is known to have as many sequences and heads as scores that fit.
-    """
+def _fits(product: gs.Node, group: _Group) -> bool:
+    """Whether queries, or weights, meet the keys or values of the head that their group has."""
     left, right = (dims(t) or () for t in product.inputs)
     if len(right) == 5:
         sizes = (group.heads, group.size)
         return left[1:3] == sizes and all(n in (1, whole) for n, whole in zip(right[1:3], sizes, strict=True))
     if len(left) != 4 or len(right) != 4:
         return False
-    if group.is_flat:
-        return (left[1], right[1]) == (group.size, 1)
-    if not left[1] == right[1] == group.heads:
-        return False
-    # Of as many sequences: keys of a single one would broadcast over a part of its query heads, in front of the others.
-    return product.inputs[0].name in alike or left[0] == right[0] != "?"
+    return (left[1], right[1]) == (group.size, 1) if group.is_flat else left[1] == right[1] == group.heads
 
 
 def _has_batch(shape: tuple[Dim, ...], past: gs.Tensor) -> bool:
@@ -165,6 +182,7 @@ class _Merger:
         self._scores = scores
         self._emit = Emitter(graph)
         self._merged: dict[str, gs.Tensor] = {}  # by the name of what is in groups
+        self.merged: list[Merged] = []
 
     def merge(self, node: gs.Node, group: _Group) -> None:
         """Let a node run over ``[B, N*G, ...]``; those before it come first."""
@@ -204,6 +222,8 @@ class _Merger:
             parts = [self._sizes(group.past, 0, 1), heads, self._sizes(tensor, -1)]
             shape = emit.op("Concat", parts, "merged_shape", INT64, axis=0)
             self._merged[tensor.name] = emit.op("Reshape", [tensor, shape], f"merged:{tensor.name}")
+            if group.is_flat or (dims(tensor) or ("?",))[0] != (dims(group.past) or ("?",))[0]:
+                self.merged.append(Merged(str(tensor.name), group.heads if group.is_flat else 1))
         return self._merged[tensor.name]
 
     def _operand(self, tensor: gs.Tensor, like: gs.Tensor, group: _Group) -> gs.Tensor:
