@@ -28,6 +28,7 @@ class Apart:
         visible: which tokens of a triangle of their own new tokens see.
         cut: how the softmax is cut: "slice", "split" or "end" (counted from the end).
         upcast: the softmax is in float32.
+        raw: changes what one part has in front of its mask, such as a softcap.
         scores, weights, keys, values: change what one part (0: past, 1: new) has on its way.
         order: of the parts, in the scores, in the weights.
         add: what brings the results together.
@@ -39,6 +40,7 @@ class Apart:
     visible: str = "LessOrEqual"
     cut: str = "slice"
     upcast: bool = False
+    raw: Change = _same
     scores: Change = _same
     weights: Change = _same
     keys: Change = _same
@@ -67,7 +69,7 @@ class Apart:
         query = scaled("query", query)
         turned = [scaled("keys", g.node("Transpose", [t], perm=[0, 1, 3, 2])) for t in keys]
         scores = [scaled("parts", g.node("MatMul", [query, self.keys(g, t, i)])) for i, t in enumerate(turned)]
-        scores = [self.scores(g, self._masked(g, t, i), i) for i, t in enumerate(scores)]
+        scores = [self.scores(g, self._masked(g, self.raw(g, t, i), i), i) for i, t in enumerate(scores)]
         whole = scaled("whole", g.node("Concat", [scores[i] for i in self.order[0]], axis=-1))
         if self.mask == "whole":
             visible = g.once("mask", lambda: MASKS[str(g.decoder.mask)](g))
@@ -153,5 +155,26 @@ def scaled_by(factor: float, part: int) -> Change:
 
     def change(g: Build, tensor: str, at: int) -> str:
         return g.node("Mul", [tensor, g.constant(np.asarray(factor), g.decoder.dtype)]) if at == part else tensor
+
+    return change
+
+
+def capped(g: Build, tensor: str, part: int) -> str:
+    """A softcap."""
+    cap = g.constant(5.0, g.decoder.dtype)
+    return g.node("Mul", [g.node("Tanh", [g.node("Div", [tensor, cap])]), cap])
+
+
+def in_one(op: str, part: int) -> Change:
+    """One part goes through an operator that changes nothing, or has the operands of its last one swapped."""
+
+    def change(g: Build, tensor: str, at: int) -> str:
+        if at != part:
+            return tensor
+        if op == "swap":
+            node = next(n for n in g.nodes if tensor in n.output)
+            node.input[:] = list(node.input)[::-1]
+            return tensor
+        return g.node(op, [tensor])
 
     return change

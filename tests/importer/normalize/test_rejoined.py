@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from apart_graphs import apart, scaled_by
+from apart_graphs import apart, capped, in_one, scaled_by
 from concat_decode import check_decode, rewritten
 from concat_graphs import make_decoder
 from new_row_graphs import as_joined, give_new_rows, lay_caches
@@ -28,6 +28,15 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float16": ({"dtype": np.float16, "size": 8}, {"upcast": True}),
     "heads apart": ({"repeat": "none"}, {"heads": True}),
     "heads apart, a mask for each": ({"repeat": "none", "layers": 2}, {"heads": True, "mask": "parts", "cut": "split"}),
+    "capped, one mask": ({}, {"raw": capped, "scale": "parts"}),
+    "capped, a mask for each": ({}, {"raw": capped, "scale": "query", "mask": "parts"}),
+    "capped, a mask of new tokens": ({}, {"raw": capped, "scale": "none", "mask": "new where"}),
+    "Identity in one": (
+        {},
+        {"raw": in_one("Identity", 1), "keys": in_one("Identity", 0), "weights": in_one("Identity", 1)},
+    ),
+    "scale first in one": ({}, {"scale": "parts", "raw": in_one("swap", 1)}),
+    "mask first in one": ({}, {"scale": "parts", "mask": "parts", "scores": in_one("swap", 0)}),
     "a window": ({"window": 5, "repeat": "gather"}, {}),
 }
 
@@ -37,7 +46,7 @@ def test_they_become_one(tmp_path: Path, name: str) -> None:
     decoder = apart(VARIANTS[name][0], **VARIANTS[name][1])
     result = check_decode(make_decoder(decoder), tmp_path, 1e-4 if decoder.dtype is np.float32 else 2e-2)
     ops = [node.op_type for node in result.model.graph.node]
-    assert (ops.count("TensorScatter"), ops.count("Attention")) == (2 * decoder.layers, decoder.layers)
+    assert (ops.count("TensorScatter"), len(result.plan.attention)) == (2 * decoder.layers, decoder.layers)
     onnx.checker.check_model(result.model, full_check=True)
 
 
@@ -55,7 +64,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "another scale": ({"scores": scaled_by(0.5, 1)}, "joins scores of the past .* computed apart"),
     "another number of bounds": (
         {"scores": lambda g, t, i: g.node("Max", [t, *[g.constant(-6e4, g.decoder.dtype)] * (i + 1)])},
-        "reads its past as well",
+        "joins scores of the past",
+    ),
+    "a cap on one part": (
+        {"raw": lambda g, t, i: capped(g, t, i) if i else t, "mask": "new"},
+        "joins scores of the past .* computed apart",
+    ),
+    "other caps": (
+        {"raw": lambda g, t, i: g.node("Mul", [g.node("Tanh", [t]), g.constant(5.0 + i, np.float32)])},
+        "joins scores of the past .* computed apart",
     ),
     "other keys": ({"keys": scaled_by(0.5, 0)}, "joins scores of the past"),
     "other weights": ({"weights": scaled_by(0.5, 0)}, "joins scores of the past"),

@@ -15,7 +15,7 @@ _MOVES = (
     "Identity", "Cast", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Expand", "Tile", "Slice", "Gather", "Mul",
     "Div",
 )  # fmt: skip
-_MASKS = ("Add", "Sub", "Where")
+_ELEMENTWISE = ("Add", "Sub", "Where", "Tanh", "Neg", "Max", "Min")
 
 
 def refuse_apart(graph: gs.Graph) -> None:
@@ -42,11 +42,18 @@ def refuse_apart(graph: gs.Graph) -> None:
 
 
 def _product(scores: gs.Tensor) -> gs.Node | None:
-    """What makes scores, behind their own mask if they have one."""
-    node = producer(moved_from(scores))
-    masked = node.inputs if node is not None and is_op(node, *_MASKS) else ()
-    makers = [node, *(producer(moved_from(t)) for t in masked)]
-    return next((m for m in makers if m is not None and is_op(m, "MatMul", "Einsum")), None)
+    """What makes scores, behind what caps and masks them."""
+    pending, seen = [scores], set[int]()
+    while pending:
+        node = producer(moved_from(pending.pop(0)))
+        if node is None or id(node) in seen:
+            continue
+        seen.add(id(node))
+        if is_op(node, "MatMul", "Einsum"):
+            return node
+        if is_op(node, *_ELEMENTWISE):
+            pending += node.inputs
+    return None
 
 
 def moved_from(tensor: gs.Tensor) -> gs.Tensor:

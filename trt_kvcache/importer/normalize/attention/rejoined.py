@@ -26,6 +26,7 @@ from trt_kvcache.importer.graph import (
     consumers,
     dims,
     elem_type,
+    fold_identities,
     input_or_none,
     is_op,
     producer,
@@ -35,6 +36,7 @@ from trt_kvcache.importer.normalize.attention.joined_rows import RowJoiner, rank
 from trt_kvcache.importer.normalize.einsum import lower_einsum
 
 _ELEMENTWISE = ("Identity", "Cast", "Tanh", "Neg", "Mul", "Div", "Add", "Sub", "Where", "Max", "Min")
+_EITHER_WAY = ("Add", "Mul", "Max", "Min")
 _MASKS = ("Add", "Sub", "Where")
 _MOVES = ("Identity", "Cast")
 _END = 2**31 - 1
@@ -57,6 +59,7 @@ def rejoin(model: onnx.ModelProto) -> onnx.ModelProto:
         graph = gs.import_onnx(_inferred(gs.export_onnx(lowered)))
     else:
         graph = gs.import_onnx(_inferred(model))
+    fold_identities(graph)
     joiner = _Joiner(graph)
     if not [node for node in list(graph.nodes) if is_op(node, "Softmax") and joiner.attention(node)]:
         return model
@@ -117,18 +120,27 @@ class _Joiner:
         """The same operator over both parts."""
         made: list[gs.Tensor] = []
         lengths = [self._length(node.outputs[0]) for node in (first, second)]
-        for pair in zip(first.inputs, second.inputs, strict=True):
-            scored = [_product(t) is not None for t in pair]
+        others = list(second.inputs)
+        if is_op(first, *_EITHER_WAY) and [_scored(t) for t in first.inputs] != [_scored(t) for t in others]:
+            others.reverse()
+        for pair in zip(first.inputs, others, strict=True):
+            scored = [_scored(t) for t in pair]
             if all(scored):
                 joined = self._scores(*pair)
             elif any(scored):
                 return None
             else:
-                joined = pair[0] if same(*pair) and _is_one(pair[0]) else self._beside(pair, lengths)
+                joined = self._operand(first, pair, lengths)
             if joined is None:
                 return None
             made.append(joined)
         return self._emit.op(first.op, made, "masked", elem_type(first.outputs[0]), **first.attrs)
+
+    def _operand(self, node: gs.Node, pair: Sequence[gs.Tensor], lengths: Sequence[gs.Tensor]) -> gs.Tensor | None:
+        """What meets both parts: the same number, or what masks each."""
+        if _is_one(pair[0]) and same(*pair):
+            return pair[0]
+        return self._beside(pair, lengths) if is_op(node, *_MASKS) else None
 
     def _masked(self, node: gs.Node, parts: Sequence[gs.Tensor], side: int) -> gs.Tensor | None:
         """One part has a mask: the other one gets one that shows all."""
@@ -206,6 +218,10 @@ def _joined_scores(tensor: gs.Tensor) -> gs.Node | None:
         elif is_op(node, *_ELEMENTWISE):
             pending += [t for t in node.inputs if not t.is_empty()]
     return None
+
+
+def _scored(tensor: gs.Tensor) -> bool:
+    return _product(tensor) is not None
 
 
 def _product(tensor: gs.Tensor) -> gs.Node | None:
