@@ -17,6 +17,11 @@ from trt_kvcache.errors import UnsupportedModelError
     ("domain", "op", "words"),
     [
         ("com.microsoft", "BeamSearch", "found: com.microsoft::BeamSearch 'node_y', which holds the decoder in itself"),
+        (
+            "com.microsoft",
+            "WhisperBeamSearch",
+            "holds the decoder in itself: give the decoder alone, without the search",
+        ),
         ("LlmExporter", "FusedAttention", "LlmExporter::FusedAttention 'node_y', which holds its cache itself, if"),
         ("", "XlaDynamicUpdateSlice", "found: XlaDynamicUpdateSlice 'node_y', which is no operator of ONNX"),
         ("LlmExporter", "Other", "found: no cache at all"),

@@ -11,7 +11,7 @@ from concat_decode import CAPACITY, Decode, check_decode, normalized, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
 
@@ -138,11 +138,26 @@ def _integers(g: Build, tensor: str) -> str:
     return g.node("Cast", [g.node("Cast", [tensor], to=TensorProto.INT32)], to=TensorProto.FLOAT)
 
 
+def _chosen(g: Build, scores: str) -> str:
+    """As torch.cond between scores and softmax is exported."""
+    branches = [
+        helper.make_graph([helper.make_node(op, [scores], [f"{scores}_{op}"])], op, [], [value])
+        for op in ("Neg", "Identity")
+        for value in [helper.make_tensor_value_info(f"{scores}_{op}", TensorProto.FLOAT, None)]
+    ]
+    choice = g.node("Greater", [g.node("ReduceMax", ["input_ids"], keepdims=0), g.constant(3)])
+    return g.node("If", [choice], then_branch=branches[0], else_branch=branches[1])
+
+
 NO_ATTENTION = "reads the cache 'past_key_values.0.key' and is no attention"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys of more heads, beside values [B, S, N, D]": (
         {"keys": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)]), "layout": "bsnd"},
         "reads 2 heads of cache 'past_key_values.0.value' and 4 that are computed from another",
+    ),
+    "a choice between branches": (
+        {"scores": _chosen},
+        rf"{NO_ATTENTION}.*If 'node_if_\d+' behind it chooses or repeats",
     ),
     "keys grow with the text": ({"keys": _log_of_length}, NO_ATTENTION),
     "scores grow with the text": ({"scores": _log_of_length}, NO_ATTENTION),

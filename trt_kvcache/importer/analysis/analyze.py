@@ -17,7 +17,7 @@ from trt_kvcache.importer.analysis.experts import EXPERTS
 from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.analysis.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
-from trt_kvcache.importer.normalize.evidence.independence import check_exported
+from trt_kvcache.importer.normalize.evidence.independence import check_batch, check_exported
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import (
@@ -79,8 +79,10 @@ def analyze(
     attention = analyze_attention(graph, caches, options)
     states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
     roles = find_roles(model, _facts(graph, caches, states, findings), options.config)
+    longest = options.capacity or max((c.capacity for c in caches), default=0)
     if findings is None or not findings.original:
-        check_exported(model, roles, options.capacity or max((c.capacity for c in caches), default=0))
+        check_exported(model, roles, longest)
+    check_batch(model, roles, longest)
     relaxed = _relaxed_masks(graph, options)
     logits, kept = plan_logits(graph, roles, options)
     plan = CachePlan(
@@ -145,7 +147,7 @@ def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
 
 
 _VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze")
-_GENERATORS = ("BeamSearch", "GreedySearch", "Sampling")
+_GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
 _READS = (*_VIEWS, "Expand", "Cast", "Slice", "Gather", "Split")
 
 
@@ -163,7 +165,9 @@ def _holder(graph: gs.Graph) -> str:
     """The first operator that may hold a cache in itself, or the whole decoder, or that ONNX lacks; or nothing."""
     for node in graph.nodes:
         if node.domain not in ONNX_DOMAINS and ("Attention" in node.op or node.op in _GENERATORS):
-            held = "the decoder in itself" if node.op in _GENERATORS else "its cache itself, if there is one"
+            held = "its cache itself, if there is one"
+            if node.op in _GENERATORS:
+                held = "the decoder in itself: give the decoder alone, without the search"
             return f"{node.domain}::{node.op} '{node.name}', which holds {held}"
         if node.domain in ONNX_DOMAINS and not onnx.defs.has(node.op):
             return f"{node.op} '{node.name}', which is no operator of ONNX: the exporter did not convert it"

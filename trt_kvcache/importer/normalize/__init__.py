@@ -24,7 +24,8 @@
                                                         in_op
     state that is no cache                              idioms: states
     what was found                                      findings
-    the canonical form                                  canonical, residual (tables, counted, positioned), trim, changes
+    the canonical form                                  canonical, readers, residual (tables, counted, positioned),
+                                                        trim, changes
     rows that do not depend on each other               evidence: independence
     the same at every length                            evidence: lengths (program)
     windows as circular buffers                         idioms: sliding
@@ -43,7 +44,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.rows_in_use import is_cut as is_cut_to_use
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.attention.apart import refuse_apart
@@ -70,6 +70,7 @@ from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presen
 from trt_kvcache.importer.normalize.idioms.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.normalize.readers import check_readers
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
@@ -143,7 +144,7 @@ def _rewrite(
     graph.cleanup().toposort()
     settle_heads(graph, canonical.emit, samples)
     graph.cleanup().toposort()
-    _check_readers(graph, exported.computed.functions.reasons)
+    check_readers(graph, exported.computed.functions.reasons)
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup()
     ids = free_positions(graph, canonical, interface, samples)  # sorts the graph
@@ -233,40 +234,6 @@ def _hold_count(tensor: gs.Tensor, sample: Sample) -> None:
             f"the output '{tensor.name}' counts the tokens in the cache, but not with {sample.past} in it and "
             f"{sample.length} new; supported are counts that the caller can do without: leave it out"
         )
-
-
-def _check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:
-    """Refuse a cache that something else than attention reads.
-
-    Args:
-        graph: canonical; dead nodes are gone.
-        reasons: by name of a cache, why what is computed from it are no keys and values.
-
-    Raises:
-        UnsupportedModelError: naming the reader.
-    """
-    for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
-        for tensor in (update.inputs[0], update.outputs[0]):
-            reader = _other_reader(graph, tensor)
-            if reader is not None:
-                reason = reasons.get(update.inputs[0].name)
-                raise UnsupportedModelError(
-                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that "
-                    f"the importer can prove{f' ({reason})' if reason else ''}; supported are caches that only "
-                    "attention reads, as they are or computed row by row with constants"
-                )
-
-
-def _other_reader(graph: gs.Graph, tensor: gs.Tensor) -> gs.Node | None:
-    """A node that reads a cache, or a view of one, and is neither its update nor attention over it."""
-    for node in consumers(tensor):
-        is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
-        if is_read or is_op(node, "TensorScatter", "Shape") or is_cut_to_use(node):
-            continue
-        is_view = is_op(node, "Transpose", "Reshape") and bool(consumers(node.outputs[0]))
-        if not is_view or contains(graph.outputs, node.outputs[0]) or _other_reader(graph, node.outputs[0]):
-            return node
-    return None
 
 
 def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:
