@@ -9,9 +9,11 @@ import numpy as np
 import onnx
 import pytest
 from concat_graphs import Decoder, make_decoder
+from decoders import DecoderConfig, write_decoder
 from onnx import helper, numpy_helper
 
 from trt_kvcache import PlanOptions, plan_model
+from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.verify import VerifyOptions, verify_model
 
@@ -63,6 +65,28 @@ def test_a_name_of_the_callers_own_is_asked_for_at_a_fixed_shape(tmp_path: Path)
     config = tmp_path / "mine.yaml"
     config.write_text("roles:\n  positions: my\\.position_ids\n")
     assert load_source(model, config=str(config)).is_edited
+
+
+@pytest.mark.parametrize(
+    ("value", "shape", "said"),
+    [
+        (np.zeros((1, 1), np.int64), [1, 2], r"int64 \[1, 2\], and its initializer is int64 \[1, 1\]"),
+        (np.zeros((1, 1), np.int64), ["b", "s", 1], r"int64 \['b', 's', 1\], and its initializer is int64 \[1, 1\]"),
+        (np.zeros((1, 1), np.int32), [1, 1], r"int64 \[1, 1\], and its initializer is int32 \[1, 1\]"),
+    ],
+)  # fmt: skip
+def test_a_default_that_is_no_value_of_its_input_is_named(value: Any, shape: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidModelError, match=f"input 'position_ids' is declared {said}; export the model again"):
+        load_source(with_default(tmp_path, "position_ids", value, shape))
+
+
+def test_a_weight_that_is_listed_without_a_shape_is_a_constant(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
+    proto = onnx.load(model)
+    for tensor in proto.graph.initializer:
+        proto.graph.input.append(helper.make_tensor_value_info(tensor.name, tensor.data_type, None))
+    onnx.save(proto, model)
+    verify_model(model, verify=STEPS).check()
 
 
 def test_weights_that_are_listed_as_inputs_stay_constants(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
 
-from trt_kvcache.errors import AmbiguousRoleError, OptionError
+from trt_kvcache.errors import AmbiguousRoleError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 from trt_kvcache.importer.roles.config import example, load_patterns, shipped_patterns
@@ -354,6 +354,28 @@ def test_mask_straight_into_attention(shape: tuple[Dim, ...], axes: tuple[str, .
     hidden = decoder.embed(decoder.ids())
     role = decoder.finish(hidden, mask=decoder.input("m", BOOL, shape)).roles()["m"]
     assert (role.role, role.axes) == (Role.MASK, axes)
+
+
+@pytest.mark.parametrize(
+    ("shape", "found"),
+    [
+        ((B, 1, B, CAPACITY), "batch, fixed, batch, fixed"),
+        ((B, 1, S, B), "batch, fixed, sequence, batch"),
+        ((S, 1, S, CAPACITY), "sequence, fixed, sequence, fixed"),
+        ((S, 1, B, CAPACITY), "sequence, fixed, batch, fixed"),
+        ((S, 1, 3, CAPACITY), "sequence, fixed, fixed, fixed"),
+        ((S, S, CAPACITY), "sequence, sequence, fixed"),
+        ((1, 1, B, CAPACITY), "fixed, fixed, batch, fixed"),
+        ((S, B), "sequence, batch"),
+    ],
+)
+def test_a_mask_whose_axes_are_in_no_known_order_is_named(shape: tuple[Dim, ...], found: str) -> None:
+    """Such as one whose axis of queries is called as the batch: steps of other sizes would have no such mask."""
+    decoder = Decoder()
+    hidden = decoder.embed(decoder.ids())
+    made = decoder.finish(hidden, mask=decoder.input("m", BOOL, shape))
+    with pytest.raises(UnsupportedModelError, match=rf"the mask 'm' \[.*\] has axes {found}; supported are \[batch,"):
+        made.roles()
 
 
 @pytest.mark.parametrize("batch", [B, ""])

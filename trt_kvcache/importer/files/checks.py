@@ -118,9 +118,12 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
     graph = skeleton.graph
     graph.value_info.extend(model.graph.value_info)
     weights: dict[str, TensorProto] = {}
+    inputs = {info.name: info for info in model.graph.input}
     for tensor in model.graph.initializer:
         if tensor.name in weights:
             raise InvalidModelError(f"{source}: two initializers are named '{tensor.name}'; export the model again")
+        if tensor.name in inputs:
+            _check_default(tensor, inputs[tensor.name], source)
         weights[tensor.name] = tensor
         if _is_small(tensor):
             graph.initializer.append(tensor)
@@ -132,6 +135,21 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
         graph.input.append(info)
     _set_foreign_ops_apart(skeleton)
     return skeleton
+
+
+def _check_default(tensor: TensorProto, info: ValueInfoProto, source: str) -> None:
+    """Refuse an initializer that the input of its name could not take: some of what reads them reads the one."""
+    shape, elem_type = shape_of(info), elem_type_of(info)
+    fits = shape is None or (
+        len(shape) == len(tensor.dims)
+        and all(isinstance(dim, str) or dim == size for dim, size in zip(shape, tensor.dims, strict=True))
+    )
+    if not fits or elem_type != tensor.data_type:
+        declared = f"{dtype_name(elem_type)} {'' if shape is None else list(shape)}".rstrip()
+        raise InvalidModelError(
+            f"{source}: input '{tensor.name}' is declared {declared}, and its initializer is "
+            f"{dtype_name(tensor.data_type)} {list(tensor.dims)}; export the model again"
+        )
 
 
 def _is_small(tensor: TensorProto) -> bool:

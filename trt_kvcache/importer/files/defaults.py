@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from onnx import GraphProto
+from onnx import GraphProto, TensorProto, TensorShapeProto
 
 from trt_kvcache.importer.protos import shape_of
 from trt_kvcache.importer.roles.config import NamePattern, shipped_patterns
@@ -22,7 +22,7 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
         named: the caller's own names of roles, beside the shipped ones.
 
     Returns:
-        Whether there were any.
+        Whether anything was changed.
     """
     patterns = (*named, *shipped_patterns())
     inputs = {value.name: shape_of(value) for value in graph.input}
@@ -39,4 +39,15 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
     if given:
         del graph.initializer[:]
         graph.initializer.extend(kept)
-    return bool(given)
+    return _shape_constants(graph, kept) or bool(given)
+
+
+def _shape_constants(graph: GraphProto, kept: Iterable[TensorProto]) -> bool:
+    """Let inputs that are listed without a shape have that of their default: what reads them asks for one."""
+    shapes = {tensor.name: tensor.dims for tensor in kept}
+    bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
+    for value in bare:
+        shape = value.type.tensor_type.shape
+        shape.SetInParent()  # of no axes, too
+        shape.dim.extend(TensorShapeProto.Dimension(dim_value=size) for size in shapes[value.name])
+    return bool(bare)

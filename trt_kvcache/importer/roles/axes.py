@@ -54,6 +54,7 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
     named = [replace(role, axes=_axes(role, _layout(role, facts, symbols, batches), symbols)) for role in roles]
     for role in named:
         _check_positions(role)
+        _check_mask(role)
     return tuple(named)
 
 
@@ -71,6 +72,23 @@ def _check_positions(role: TensorRole) -> None:
         raise UnsupportedModelError(
             f"the positions '{role.name}' {list(role.shape)} have axes {', '.join(a or 'fixed' for a in role.axes)}; "
             "supported are [length], [batch, length] and [planes, batch, length]: export them so"
+        )
+
+
+def _check_mask(role: TensorRole) -> None:
+    """Refuse masks with a symbol of the batch behind the first axis, or one of the tokens elsewhere than of queries.
+
+    Raises:
+        UnsupportedModelError: naming them.
+    """
+    if role.role is not Role.MASK:
+        return
+    tokens = [place - len(role.axes) for place, axis in enumerate(role.axes) if axis == "sequence"]
+    if "batch" in role.axes[1:] or any(place not in (-1, -2) for place in tokens):
+        found = ", ".join(axis or "fixed" for axis in role.axes)
+        raise UnsupportedModelError(
+            f"the mask '{role.name}' {list(role.shape)} has axes {found}; supported "
+            "are [batch, heads, length, keys], and fewer of these in this order: export it so"
         )
 
 
