@@ -23,10 +23,10 @@ VERSION = "1"
 """The plugin version; quickly deployable plugins have no other."""
 
 CACHE_BITS = {
-    "float": 32, "float16": 16, "bfloat16": 16, "int8": 8, "uint8": 8, "bool": 8, "float8e4m3fn": 8, "int32": 32,
-    "int64": 64, "int4": 4, "float4e2m1": 4,
+    "float": 32, "float16": 16, "bfloat16": 16, "int8": 8, "float8e4m3fn": 8, "int32": 32, "int64": 64, "int4": 4,
+    "float4e2m1": 4,
 }  # fmt: skip
-"""Bits of the element types (ONNX names) that a cache in TensorRT can have."""
+"""Bits of the element types (ONNX names) that a cache can have: TensorRT's plugins know neither bool nor uint8."""
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,25 @@ def test_every_combination(target):
                 assert got.contract is not None
                 assert got.contract.no_straddle
                 assert got.contract.max_update_length == (3 if length == 3 else None)
-        elif dtype in (PLUGIN_DTYPES if plugin else PLAIN_DTYPES):
-            assert decide(given, options).route is (Route.PLUGIN if plugin else Route.FUNCTIONAL)
+        elif plugin and dtype in PLUGIN_DTYPES:
+            assert decide(given, options).route is Route.PLUGIN
+        elif dtype in PLAIN_DTYPES:
+            assert decide(given, options).route is Route.FUNCTIONAL
         else:
             message = f"cache 'past' of update 'node' is {dtype}, which this target cannot hold.*export the cache as"
             with pytest.raises(UnsupportedModelError, match=message):
                 decide(given, options)
+
+
+@pytest.mark.parametrize("fallback", Fallback)
+def test_plugins_know_neither_bool_nor_uint8(fallback):
+    """NvInferRuntime.h, of the types of a plugin's outputs."""
+    options = PlanOptions(target=Target.TENSORRT, fallback=fallback)
+    assert decide(facts("bool"), options).route is Route.FUNCTIONAL
+    for dtype, form in itertools.product(("uint8", "bool"), UpdateForm):
+        if (dtype, form) != ("bool", UpdateForm.PADDED):
+            with pytest.raises(UnsupportedModelError, match=f"is {dtype}, which this target cannot hold"):
+                decide(facts(dtype, form=form), options)
 
 
 def test_double_says_what_tensorrt_would_do():

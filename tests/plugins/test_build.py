@@ -92,7 +92,7 @@ WAYS_OUT = {
     "circular": (scatter_model(mode="circular"), f"do without the plugin: {CONTRACT}{FUNCTIONAL}"),
     "int8": (scatter_model(dtype=3), f"do without the plugin: {FUNCTIONAL}"),
     "circular int8": (scatter_model(dtype=3, mode="circular"), f"do without the plugin: {FUNCTIONAL}"),
-    "uint8": (scatter_model(dtype=2), "no way for its uint8 caches: export them as float16, bfloat16 or float32"),
+    "fp8": (scatter_model(dtype=17), "no way for its float8e4m3fn caches: export them as float16, bfloat16 or float32"),
     "packed": (packed_model(), "no way for its packed updates on TensorRT before 11.0, .*: export with padded updates"),
     "packed circular": (packed_model(mode="circular"), "no way for its packed updates: export with padded updates"),
 }

@@ -151,13 +151,15 @@ REFUSED = {
     "write_indices has 2 dimensions; it must have 1": replaced(PLAIN, 2, ("int64", ["B", 1])),
     "update_0 is float16 and cache_0 int8; they must have one type": replaced(PLAIN, 1, ("float16", ["B", 4, "S", 64])),
     "write_indices is float; expected int32 or int64": case(PLAIN, index="float"),
-    "the two caches differ in type, int8 and uint8": {
+    "the two caches differ in type, int8 and float8e4m3fn": {
         "name": PAIR.name,
         "inputs": [
-            (("int8", "uint8")[i % 2], shape) if i < 4 else (dtype, shape)
+            (("int8", "float8e4m3fn")[i % 2], shape) if i < 4 else (dtype, shape)
             for i, (dtype, shape) in enumerate(inputs_of(PAIR))
         ],
     },
+    "cache_0 is uint8; supported are float, float16,": case(PLAIN, dtype="uint8"),
+    "cache_0 is bool; supported are float, float16,": case(PLAIN, dtype="bool"),
     "quantization from 'int32'": case(QUANTIZED, source="int32"),
     "quantization to 'float16'": case(QUANTIZED, dtype="float16"),
     "scale_0 has 3 values; it must have 1, or one for each of the 4 heads": case(QUANTIZED, scales=3),
@@ -210,8 +212,8 @@ def test_what_no_kernel_takes_is_refused_by_name(tmp_path: Path) -> None:
 
 
 DTYPES = {
-    "float": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1, "bool": 1, "float8e4m3fn": 1, "int32": 4,
-    "int64": 8, "int4": 0.5, "float4e2m1": 0.5,
+    "float": 4, "float16": 2, "bfloat16": 2, "int8": 1, "float8e4m3fn": 1, "int32": 4, "int64": 8, "int4": 0.5,
+    "float4e2m1": 0.5,
 }  # fmt: skip
 
 

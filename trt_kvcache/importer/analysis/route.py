@@ -28,8 +28,8 @@ NATIVE_DTYPES = ("float", "float16", "bfloat16")
 PLAIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "bool")
 """What TensorRT's scatter takes, for plain operators."""
 
-PLUGIN_DTYPES = (*PLAIN_DTYPES, "uint8", "float8e4m3fn", "int4", "float4e2m1")
-"""What TensorRT can hold as a network input at all, so that a plugin could write it."""
+PLUGIN_DTYPES = (*NATIVE_DTYPES, "int8", "int32", "int64", "float8e4m3fn", "int4", "float4e2m1")
+"""What a plugin can write: neither bool nor uint8 (NvInferRuntime.h, IPluginV3OneBuild::getOutputDataTypes)."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ def _packed(facts: UpdateFacts, options: PlanOptions) -> Decision:
 
 def _other_dtype(facts: UpdateFacts, options: PlanOptions) -> Decision:
     why = f"IKVCacheUpdateLayer holds float32, float16 and bfloat16, not {facts.dtype}"
-    if options.target is Target.TENSORRT and options.fallback is Fallback.AUTO:
+    plugin = options.target is Target.TENSORRT and options.fallback is Fallback.AUTO
+    if plugin and (facts.dtype in PLUGIN_DTYPES or facts.dtype not in PLAIN_DTYPES):
         _check_dtype(facts, PLUGIN_DTYPES)
         return Decision(Route.PLUGIN, why)
     _check_dtype(facts, PLAIN_DTYPES)
