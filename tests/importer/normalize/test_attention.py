@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
 
+from trt_kvcache import PlanOptions, plan_model
 from trt_kvcache.errors import UnsupportedModelError
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -235,3 +236,27 @@ def test_heads_in_an_order_of_the_batch_are_refused(tmp_path: Path, where: str) 
     decoder: dict[str, Any] = {"repeat": "none", **repeats, where: _repeated_by_batch}
     with pytest.raises(UnsupportedModelError, match="in one order for . sequences with . tokens in the cache and in"):
         rewritten(make_decoder(Decoder(**decoder)), tmp_path)
+
+
+def test_more_repeats_than_axes_are_refused_by_name(tmp_path: Path) -> None:
+    """As paddle2onnx 2.1 writes repeat_interleave of an axis that it does not know."""
+    model = make_decoder(Decoder(layers=2))
+    (reader,) = [n for n in model.graph.node if n.op_type == "Unsqueeze" and n.input[0] == "present.0.key"]
+    for name, value in (("one", [1]), ("two", [2])):
+        model.graph.initializer.append(helper.make_tensor(name, TensorProto.INT64, [1], value))
+    added = [
+        ("Shape", [reader.input[0]], "sizes"),
+        ("Gather", ["sizes", "one"], "heads"),
+        ("Expand", ["two", "heads"], "twos"),
+        ("Concat", ["one", "twos", "one", "one"], "times"),
+        ("Tile", [reader.input[0], "times"], "tiled"),
+    ]
+    for op, inputs, output in added:
+        model.graph.node.append(
+            helper.make_node(op, inputs, [output], output, **({"axis": 0} if op == "Concat" else {}))
+        )
+    reader.input[0] = "tiled"
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    with pytest.raises(UnsupportedModelError, match=r"Tile 'tiled' repeats .* by \[1, 2, 2, 1, 1\], which is not one"):
+        plan_model(path, PlanOptions(capacity=CAPACITY))

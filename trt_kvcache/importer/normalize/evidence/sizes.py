@@ -46,6 +46,14 @@ def check_sizes(candidates: Sequence[Candidate], samples: Samples) -> None:
 
 def _check_fit(node: gs.Node, sample: Sample) -> None:
     """Refuse an operator that fails in a step, since the sizes of what it combines do not fit each other."""
+    if node.op == "Tile":
+        shape, times = sample.probe.shape(node.inputs[0].name), sample.probe.value(node.inputs[1].name)
+        if shape is not None and times is not None and times.size != len(shape):
+            raise UnsupportedModelError(
+                f"{node.op} '{node.name}' repeats {list(shape)} by {times.tolist()}, which is not one number for each "
+                "axis, so that the model as exported cannot run it; supported are models that run: write what it was "
+                "made of in another way (repeat_interleave, by paddle2onnx: unsqueeze, expand and reshape)"
+            )
     shapes = [sample.probe.shape(t.name) for t in node.inputs if not t.is_empty()]
     known = [shape for shape in shapes if shape is not None]
     if node.op not in _ELEMENTWISE or len(known) < len(shapes):
