@@ -63,6 +63,17 @@ def quantized() -> onnx.ModelProto:
     return made.model()
 
 
+def fused() -> onnx.ModelProto:
+    """onnxruntime.transformers.optimizer over optimum-onnx' Llama in float16."""
+    made = Graph()
+    made.input("x", HALF, ["B", 2, "S", 8])
+    made.input("positions", TensorProto.INT64, ["B", "S"])
+    tables = [made.constant(np.ones((4, 4)), np.float32) for _ in range(2)]
+    made.node("RotaryEmbedding", ["x", "positions", *tables], "y", domain="com.microsoft")
+    made.output("y", HALF, ["B", 2, "S", 8])
+    return made.model(21, ["com.microsoft"])
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -73,6 +84,7 @@ def quantized() -> onnx.ModelProto:
             quantized,
             "Add 'node_y' reads 'half' .*quantize the export in float32: .*ModelOpt quantizes ONNX files of",
         ),
+        (fused, "RotaryEmbedding 'node_y' reads 'x' of float16 .* of float, where ONNX Runtime demands one type"),
         (mixed_far, "Concat 'node_y' reads 'half' of float16 and 'negative' of float"),
     ],
 )

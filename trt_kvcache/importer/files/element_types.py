@@ -23,6 +23,11 @@ _QUANTIZED = (
     "types of float16, and NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest "
     "float16); a torch model that ModelOpt quantized is exported as model.half()"
 )
+_FUSED: dict[str, tuple[int, ...]] = {
+    "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
+    "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
+}  # fmt: skip
+"""Of ONNX Runtime's own operators, the operands of one type: its optimizers make caches of float32 for float16."""
 
 
 def check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
@@ -52,14 +57,19 @@ def check_element_types(graph: GraphProto, version: int | None, source: str) -> 
         for first, other in _operands(node, version):
             one, two = types.get(first, 0), types.get(other, 0)
             if one and two and one != two:
+                whose = "ONNX" if node.domain in DEFAULT_DOMAINS else "ONNX Runtime"
                 raise InvalidModelError(
                     f"{source}: {describe(node)} reads '{first}' of {dtype_name(one)} and '{other}' of "
-                    f"{dtype_name(two)}, where ONNX demands one type; {advice}"
+                    f"{dtype_name(two)}, where {whose} demands one type; {advice}"
                 )
 
 
 def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]:
     """Pairs of operands that must be of one type."""
+    if node.domain == "com.microsoft":
+        names = [node.input[i] for i in _FUSED.get(node.op_type, ()) if i < len(node.input) and node.input[i]]
+        yield from ((names[0], name) for name in names[1:])
+        return
     if version is None or node.domain not in DEFAULT_DOMAINS or not onnx.defs.has(node.op_type, version, ""):
         return
     formal = onnx.defs.get_schema(node.op_type, version, "").inputs
