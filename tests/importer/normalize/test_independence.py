@@ -15,6 +15,7 @@ from trt_kvcache import VerifyOptions, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
 
 SWITCH = 9
+FAR = 1 << 40
 
 
 def _scaled(g: Build, x: str, positions: str) -> str:
@@ -83,6 +84,54 @@ def test_one_sequence_alone_decides_what_it_likes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [each_by_itself, by_a_table_cut_to_the_longest])
 def test_each_sequence_by_itself_is_taken(tmp_path: Path, after) -> None:
     check_decode(make_decoder(Decoder(after=after)), tmp_path)
+
+
+def _beside(g: Build, *rows: str) -> str:
+    return g.node("Concat", list(rows), axis=0)
+
+
+def _rows(g: Build, x: str, *bounds: int) -> str:
+    """A Slice of the batch."""
+    start, end, *step = (g.constant([n]) for n in bounds)
+    return g.node("Slice", [x, start, end, g.constant([0]), *step])
+
+
+MIXES = {
+    "roll": lambda g, x: _beside(g, _rows(g, x, 1, FAR), _rows(g, x, 0, 1)),
+    "reversed": lambda g, x: _rows(g, x, -1, -FAR, -1),
+    "the first": lambda g, x: g.node("Sub", [x, g.node("Gather", [x, g.constant([0])], axis=0)]),
+    "mean": lambda g, x: g.node("Sub", [x, g.node("ReduceMean", [x, g.constant([0])])]),
+    "mean of all": lambda g, x: g.node("Sub", [x, g.node("ReduceMean", [x])]),
+    "softmax": lambda g, x: g.node("Softmax", [x], axis=0),
+    "sum": lambda g, x: g.node("CumSum", [x, g.constant(0)]),
+    "norm": lambda g, x: g.node("LayerNormalization", [x, g.weight(1)], axis=0),
+    "product": lambda g, x: g.node(
+        "MatMul", [g.node("Transpose", [x], perm=[1, 0, 2]), g.node("Transpose", [x], perm=[1, 2, 0])]
+    ),
+    "reshape": lambda g, x: g.node("Reshape", [
+        g.node("Transpose", [g.node("Reshape", [x, g.node("Concat", [
+            g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(x, 1), g.size_of(x, 0), g.constant(16))
+        ], axis=0)])], perm=[1, 0, 2]), g.constant([0, -1, 16])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_operators_along_the_batch_are_refused_behind_weights(tmp_path: Path, name: str) -> None:
+    mixed = Decoder(after=MIXES[name])
+    with pytest.raises(UnsupportedModelError, match="is along the sequences of a batch: .* with 5 sequences, and"):
+        rewritten(make_decoder(mixed), tmp_path)
+
+
+def whole(g: Build, x: str) -> str:
+    """What such operators do to none, or to one sequence."""
+    batch = g.size_of(g.tokens, 0)
+    x = _rows(g, g.node("Gather", [x, g.node("Range", [g.constant(0), batch, g.constant(1)])], axis=0), 0, FAR)
+    one = g.node("Reshape", [x, g.constant([1, -1, 16])])
+    return g.node("Reshape", [g.node("LayerNormalization", [one, g.weight(16)], axis=2), g.node("Shape", [x])])
+
+
+def test_whole_batches_are_taken(tmp_path: Path) -> None:
+    check_decode(make_decoder(Decoder(after=whole)), tmp_path)
 
 
 def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None, *, each: bool = False) -> Path:

@@ -26,7 +26,7 @@
     what was found                                      findings
     the canonical form                                  canonical, readers, residual (tables, counted, positioned),
                                                         trim, changes
-    rows that do not depend on each other               evidence: independence
+    rows that do not depend on each other               evidence: independence (batch_axis)
     the same at every length                            evidence: lengths (program)
     windows as circular buffers                         idioms: sliding
 

@@ -23,6 +23,7 @@ from trt_kvcache.importer.analysis.planes import place_positions
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import draw
+from trt_kvcache.importer.normalize.evidence.batch_axis import BATCHES, check_batch_axis
 from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -34,6 +35,7 @@ from trt_kvcache.importer.protos import elem_type_of, shape_of
 _LOOKUPS = ("Gather", "GatherND", "GatherElements", "RotaryEmbedding")
 _BATCH, _LENGTH = 5, 3  # of a step, where the model does not fix them
 _DRAWS = 8  # of tokens
+_OTHER = 6  # size of axes that nothing explains
 _SOURCES = (Role.POSITIONS, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 
 
@@ -107,17 +109,44 @@ def check_exported(model: onnx.ModelProto, roles: Sequence[TensorRole], capacity
         _compare(model, sources, alone, beside, batch, row)
 
 
+def check_batch(model: onnx.ModelProto, roles: Sequence[TensorRole], capacity: int) -> None:
+    """Refuse a model in which an operator behind weights is along the sequences of a batch: see `batch_axis`.
+
+    Args:
+        model: canonical.
+        roles: of its inputs.
+        capacity: tokens per sequence.
+
+    Raises:
+        UnsupportedModelError: naming the operator.
+    """
+    inputs = [r for r in roles if r.io == "input"]
+    shapes = {v.name: shape_of(v) or () for v in model.graph.input}
+    tokens = next((shapes[r.name] for r in inputs if r.role is Role.TOKENS), ())
+    length = next((d for d in tokens[1:2] if isinstance(d, int)), min(_LENGTH, capacity))
+    blueprint = Blueprint(model, {})
+    few, many = (
+        _exported_step(blueprint, inputs, np.zeros(batch, np.int64), length, capacity, other=_OTHER)
+        for batch in BATCHES
+    )
+    check_batch_axis(model, few, many)
+
+
 def _exported_step(
-    blueprint: Blueprint, inputs: Sequence[TensorRole], starts: Array, length: int, capacity: int
+    blueprint: Blueprint, inputs: Sequence[TensorRole], starts: Array, length: int, capacity: int, other: int = 0
 ) -> Probe:
-    """A step of `length` tokens in every sequence, with rows that start at `starts`, int64 ``[B]``."""
+    """A step of `length` tokens in every sequence, with rows that start at `starts`, int64 ``[B]``.
+
+    `other`: size of axes that nothing explains; 0: inputs that have one are left out.
+    """
     sizes = {"batch": len(starts), "sequence": length, "keys": capacity}
     shapes: dict[str, Shape] = {}
     values: dict[str, Array] = {}
     for role in inputs:
         value = blueprint.inputs[role.name]
         shape = tuple(
-            d if isinstance(d, int) else sizes.get(a, 0) for d, a in zip(shape_of(value) or (), role.axes, strict=True)
+            d if isinstance(d, int) else sizes.get(a, other)
+            for d, a in zip(shape_of(value) or (), role.axes, strict=True)
         )
         if not all(shape):
             continue  # nothing says how large it is
