@@ -18,6 +18,7 @@ from typing import BinaryIO
 from blake3 import blake3
 
 from trt_kvcache.errors import OutputError
+from trt_kvcache.given import given_path
 
 if sys.platform != "win32":
     import fcntl
@@ -68,10 +69,11 @@ def check_output(path: str | os.PathLike[str]) -> Path:
     Raises:
         OutputError: a file cannot be written there, as far as can be known before writing.
     """
-    if Path(path).absolute().as_posix().startswith(_OPEN):  # which may be a file, and would be replaced
+    path = given_path(path, "output", OutputError)
+    if path.absolute().as_posix().startswith(_OPEN):  # which may be a file, and would be replaced
         raise OutputError(f"{path}: not a regular file; give the name of a file to write")
     try:
-        real = Path(path).expanduser().resolve()
+        real = path.expanduser().resolve()
         if real.is_symlink():
             raise RuntimeError  # as `resolve` does until Python 3.13
     except RuntimeError:  # links in a circle, or the home of nobody

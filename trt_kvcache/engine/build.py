@@ -23,6 +23,7 @@ from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_s
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
+from trt_kvcache.given import given_options, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateContract
 
 if TYPE_CHECKING:
@@ -73,14 +74,17 @@ def build_engine(
     from trt_kvcache.importer.files.generation import settings_beside
     from trt_kvcache.importer.protos import is_op
 
-    build = build or BuildOptions()
+    build = BuildOptions() if build is None else given_options(build, BuildOptions, "build")
+    options = PlanOptions() if options is None else given_options(options, PlanOptions, "options")
+    if progress is not None and not callable(progress):
+        raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
     engine_path = check_output(output)
     if engine_path.suffix == ".json":
         raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
     check_output(manifest_path(engine_path))
     backend = choose_backend(build.backend)
     check_build_options(backend, build)
-    options = replace(options or PlanOptions(), target=backend.target, packed_native=backend.packed_native)
+    options = replace(options, target=backend.target, packed_native=backend.packed_native)
 
     imported = import_model(model, options)
     generation = settings_beside(Path(model))

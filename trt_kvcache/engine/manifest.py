@@ -11,6 +11,7 @@ import msgspec
 
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify
+from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import CachePlan, Target
 
 __all__ = [
@@ -145,7 +146,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         ManifestError: there is none, it is not a manifest, or it is of an unknown schema version.
     """
-    path = Path(path)
+    path = given_path(path, "engine")
     if path.is_dir():
         raise ManifestError(f"{path}: a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)

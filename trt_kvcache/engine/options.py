@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
-from pathlib import Path
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.given import given_list, given_path, given_switch, given_whole, is_whole, shown
 
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
@@ -99,24 +98,33 @@ class BuildOptions:
         _one_of("decode_weights", self.decode_weights, DECODE_WEIGHTS)
         _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
         for name in ("max_batch", "opt_batch", "max_chunk", "max_logits", "max_encoder", "opt_encoder", "workspace"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Integral):
-                raise OptionError(f"{name} is {value!r}; it must be a whole number")
-            if value is not None and value < 1:
+            if getattr(self, name) is None:
+                continue
+            value = given_whole(getattr(self, name), name)
+            if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
+            object.__setattr__(self, name, value)
+        for name in ("version_compatible", "declare_aliases", "strip_plan", "refit", "memory_check"):
+            given_switch(getattr(self, name), name)
+        for name in ("min_shapes", "opt_shapes", "max_shapes"):
+            object.__setattr__(self, name, _shapes(getattr(self, name), name))
+        object.__setattr__(self, "encoder", str(given_path(self.encoder, "encoder")))
         if self.opt_encoder is not None and self.opt_encoder > (self.max_encoder or 0):
             most = "none is given" if self.max_encoder is None else f"it is {self.max_encoder}"
             raise OptionError(
                 f"opt_encoder is {self.opt_encoder}, which needs a max_encoder of at least as much, and {most}"
             )
-        if self.opt_level is not None and not 0 <= self.opt_level <= 5:
-            raise OptionError(f"opt_level is {self.opt_level}; it must be 0 to 5")
-        capabilities = dict.fromkeys(_compute_capability(c) for c in self.compute_capabilities)
+        if self.opt_level is not None:
+            object.__setattr__(self, "opt_level", given_whole(self.opt_level, "opt_level"))
+            if not 0 <= self.opt_level <= 5:
+                raise OptionError(f"opt_level is {self.opt_level}; it must be 0 to 5")
+        texts = given_list(self.compute_capabilities, "compute_capabilities", "texts, such as 'sm80'")
+        capabilities = dict.fromkeys(_compute_capability(text) for text in texts)
         if CURRENT in capabilities and len(capabilities) > 1:
             raise OptionError(f"compute capability {CURRENT!r} is this machine's GPU, and goes with no other")
         object.__setattr__(self, "compute_capabilities", tuple(capabilities))
         if self.timing_cache is not None:
-            object.__setattr__(self, "timing_cache", str(Path(self.timing_cache).absolute()))
+            object.__setattr__(self, "timing_cache", str(given_path(self.timing_cache, "timing_cache").absolute()))
 
 
 def parse_shapes(text: str) -> dict[str, Shape]:
@@ -157,12 +165,24 @@ def parse_bytes(text: str) -> int:
 
 
 def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
-    if value not in legal:
-        raise OptionError(f"{name} is {value!r}; it must be one of {', '.join(legal)}")
+    if not isinstance(value, str) or value not in legal:
+        raise OptionError(f"{name} is {shown(value)}; it must be one of {', '.join(legal)}")
 
 
-def _compute_capability(text: str) -> str:
+def _shapes(given: object, name: str) -> dict[str, Shape]:
+    """Shapes by input name, as plain numbers."""
+    if not isinstance(given, Mapping) or not all(
+        isinstance(key, str) and isinstance(shape, Sequence) and all(is_whole(size) for size in shape)
+        for key, shape in given.items()
+    ):
+        raise OptionError(f"{name} is {shown(given)}; give shapes by input name, such as {{'mask': (1, 64)}}")
+    return {key: tuple(int(size) for size in shape) for key, shape in given.items()}
+
+
+def _compute_capability(text: object) -> str:
     """``"sm80"`` from ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``; `CURRENT` stays."""
+    if not isinstance(text, str):
+        raise OptionError(f"compute capability {shown(text)} is no text such as 'sm80'")
     if text.strip().lower() == CURRENT:
         return CURRENT
     match = re.fullmatch(r"(?:sm_?)?(\d{1,2})\.?(\d)", text.strip().lower())

@@ -9,6 +9,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.given import given_options
 from trt_kvcache.importer.analysis.analyze import analyze, check_unique_outputs
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
@@ -54,7 +55,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
         ModelError: the model is unreadable, illegal or unsupported.
         OptionError: an option does not fit the model.
     """
-    source = load_source(model, config=options.config)
+    source = load_source(model, config=given_options(options, PlanOptions, "options").config)
     recorded = recorded_plan(source.proto, options)
     if recorded is not None:
         return recorded
@@ -70,7 +71,8 @@ def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
     Raises:
         ModelError, OptionError: see `plan_model`.
     """
-    return import_source(load_source(model, config=options.config), options)
+    source = load_source(model, config=given_options(options, PlanOptions, "options").config)
+    return import_source(source, options)
 
 
 def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> ImportedModel:

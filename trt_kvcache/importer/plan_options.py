@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from numbers import Integral
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.given import given_path, given_switch, given_whole, shown
 
 
 class Target(str, Enum):
@@ -86,7 +86,7 @@ class PlanOptions:
         logits: of which positions of a step the logits are computed.
 
     Raises:
-        OptionError: a value is none of its enum's, or no whole number. Those of enums may be given as text.
+        OptionError: a value is none of its enum's, or of another type. Those of enums may be given as text.
     """
 
     target: Target = Target.TENSORRT_RTX
@@ -105,13 +105,16 @@ class PlanOptions:
         for name, kind in _ENUMS.items():
             try:
                 object.__setattr__(self, name, kind(getattr(self, name)))
-            except ValueError:
+            except (ValueError, TypeError):
                 legal = ", ".join(member.value for member in kind)
-                raise OptionError(f"{name} is {getattr(self, name)!r}; it must be one of {legal}") from None
+                raise OptionError(f"{name} is {shown(getattr(self, name))}; it must be one of {legal}") from None
         for name in ("capacity", "window_chunk"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, Integral):
-                raise OptionError(f"{name} is {value!r}; it must be a whole number of tokens")
+            if self.capacity is not None or name != "capacity":
+                object.__setattr__(self, name, given_whole(getattr(self, name), name, " of tokens"))
+        for name in ("attention_span", "packed_native"):
+            given_switch(getattr(self, name), name)
+        if self.config is not None:
+            object.__setattr__(self, "config", str(given_path(self.config, "config")))
 
 
 _ENUMS: dict[str, type[Enum]] = {

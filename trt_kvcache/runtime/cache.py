@@ -10,9 +10,8 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
+from trt_kvcache.given import given_list, given_whole, is_whole, shown
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.crop import check_crop
@@ -59,7 +58,7 @@ class KVCache:
 
     def __contains__(self, slot: int) -> bool:
         """Whether a slot is in use."""
-        return slot in self._slots
+        return is_whole(slot) and slot in self._slots
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -130,8 +129,8 @@ class KVCache:
         """
         with self._guard.lock, self._guard.open:
             names = [b.past for b in carried_buffers(self._runner.plan)]
-            if name not in names:
-                raise OptionError(f"no cache {name!r}; caches are {', '.join(names)}")
+            if not isinstance(name, str) or name not in names:
+                raise OptionError(f"no cache {shown(name)}; caches are {', '.join(names)}")
             return self._runner.view(name)
 
     def slot(self, slot: int) -> Slot:
@@ -140,10 +139,12 @@ class KVCache:
         Raises:
             SlotError: it is not in use.
         """
-        found = self._slots.get(slot)
+        found = self._slots.get(slot) if is_whole(slot) else None
         if found is None:
             used = ", ".join(map(str, self._slots)) or "none"
-            raise SlotError(f"slot {slot} is not in use (in use: {used}); slots end when their sequence is removed")
+            raise SlotError(
+                f"slot {shown(slot)} is not in use (in use: {used}); slots end when their sequence is removed"
+            )
         return found
 
     def idle(self, slot: int) -> Slot:
@@ -168,12 +169,12 @@ class KVCache:
             SlotError: every row holds a sequence.
             PromptError: `tokens` are no ids of the model's, or `constants` are not what it takes.
         """
-        with self._guard.lock, self._guard.idle:
-            ids = read_ids(tokens if isinstance(tokens, np.ndarray) else list(tokens), self._runner.vocab)
-            given = self.read_constants(constants)
-            row = self._free_row()
-            self._rows.clean(row, 0)
-            return self._name(Slot(row, ids, constants=given))
+        taken: list[int] = []
+        try:
+            return self.take(taken, tokens, constants)
+        except BaseException:
+            self.give_back(taken)
+            raise
 
     def read_constants(self, given: Mapping[str, Array] | Constants | None) -> Constants:
         """Check what a sequence is given beside its text.
@@ -210,10 +211,15 @@ class KVCache:
         Raises:
             SlotError: see `slot` and `acquire`.
         """
-        with self._guard.lock, self._guard.idle:
-            found, row = self.slot(source), self._free_row()
-            self._rows.copy(found.row, row)
-            return self._name(found.copy(row))
+        taken: list[int] = []
+        try:
+            with self._guard.lock, self._guard.idle:
+                found, row = self.slot(source), self._free_row()
+                self._rows.copy(found.row, row)
+                return self._name(found.copy(row), taken)
+        except BaseException:
+            self.give_back(taken)
+            raise
 
     def crop(self, slot: int, length: int) -> None:
         """Forget all tokens from `length` on, those that wait included; rows that held them are zeroed.
@@ -222,11 +228,12 @@ class KVCache:
 
         Raises:
             SlotError: see `idle`.
+            OptionError: `length` is no whole number.
             CapacityError: `length` is more than the slot holds; or a circular cache no longer has what the sequence
                 would see at that length; or the model keeps state, which knows the present length only.
         """
         with self._guard.lock, self._guard.idle:
-            found = self.idle(slot)
+            found, length = self.idle(slot), given_whole(length, "length", " of tokens")
             if not 0 <= length <= len(found.tokens):
                 raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
             check_crop(self._runner.plan, slot, found, length)
@@ -247,8 +254,11 @@ class KVCache:
             OptionError: not one index per slot, or an index out of range, or a slot twice.
         """
         with self._guard.lock, self._guard.idle:
-            names = list(self._slots if slots is None else slots)
+            names = list(self._slots) if slots is None else given_list(slots, "slots", "slots", SlotError)
             held = [self.idle(name) for name in names]
+            indices = given_list(indices, "indices", "numbers", OptionError)
+            if not all(is_whole(i) for i in indices):
+                raise OptionError(f"indices is {shown(indices)}; give whole numbers")
             if len(indices) != len(names) or len(set(names)) != len(names):
                 raise OptionError(
                     f"reorder takes one index for each of {len(names)} different slots, not {len(indices)}"
@@ -278,14 +288,18 @@ class KVCache:
         """
         with self._guard.lock, self._guard.idle:
             found = self.slot(slot)
-            if found.row == row:
+            if is_whole(row) and found.row == row:
                 return
-            if not 0 <= row < self._runner.max_batch or any(s.row == row for s in self._slots.values()):
+            if (
+                not is_whole(row)
+                or not 0 <= row < self._runner.max_batch
+                or any(s.row == row for s in self._slots.values())
+            ):
                 raise SlotError(
-                    f"row {row} is in use, or not one of the {self._runner.max_batch} rows; move to a free one"
+                    f"row {shown(row)} is in use, or not one of the {self._runner.max_batch} rows; move to a free one"
                 )
             self._rows.copy(found.row, row)
-            found.row = row
+            found.row = int(row)
 
     def compact(self) -> None:
         """Move slots so that n of them lie in rows 0 to n - 1, and a step over all of them is one row range."""
@@ -345,7 +359,8 @@ class KVCache:
         from trt_kvcache.runtime.cache_file import save_slots
 
         with self._guard.lock, self._guard.idle:
-            chosen = {name: self.slot(name) for name in (self._slots if slots is None else slots)}
+            which = list(self._slots) if slots is None else given_list(slots, "slots", "slots", SlotError)
+            chosen = {name: self.slot(name) for name in which}
             save_slots(path, self._runner, chosen)
 
     def load(self, path: str | os.PathLike[str]) -> dict[int, int]:
@@ -360,30 +375,59 @@ class KVCache:
         """
         from trt_kvcache.runtime.cache_file import open_slots
 
-        with self._guard.lock, self._guard.idle, open_slots(path, self._runner) as saved:
-            if len(saved.slots) > self.free:
-                raise SlotError(
-                    f"{path} holds {len(saved.slots)} sequence(s), and {self.free} of {self._runner.max_batch} rows "
-                    "are free; remove sequences first, or open the session with a larger max_batch"
-                )
-            names: dict[int, int] = {}
-            try:
+        taken: list[int] = []
+        try:
+            with self._guard.lock, self._guard.idle, open_slots(path, self._runner) as saved:
+                if len(saved.slots) > self.free:
+                    raise SlotError(
+                        f"{path} holds {len(saved.slots)} sequence(s), and {self.free} of {self._runner.max_batch} "
+                        "rows are free; remove sequences first, or open the session with a larger max_batch"
+                    )
                 for old, slot in saved.slots.items():
-                    names[old] = self.acquire(constants=slot.constants)
-                    row = self._slots[names[old]].row
+                    name = self.take(taken, constants=slot.constants)
+                    row = self._slots[name].row
                     self._rows.touch(row, slot.written)
                     saved.read(old, row)
-                    self._slots[names[old]] = slot.copy(row)
+                    self._slots[name] = slot.copy(row)
                 saved.check()
-            except BaseException:
-                for name in names.values():
-                    self.release(name)
-                raise
-            return names
+                return dict(zip(saved.slots, taken, strict=True))
+        except BaseException:
+            self.give_back(taken)
+            raise
 
-    def _name(self, slot: Slot) -> int:
+    # --- slots that nobody knows yet
+
+    def take(
+        self, taken: list[int], tokens: Iterable[int] = (), constants: Mapping[str, Array] | Constants | None = None
+    ) -> int:
+        """`acquire` for a caller that gives back what is in `taken`, should an interrupt come before he knows the name.
+
+        Args:
+            taken: gets the name before there is a slot of it.
+            tokens: see `acquire`.
+            constants: see `acquire`.
+
+        Raises:
+            See `acquire`.
+        """
+        with self._guard.lock, self._guard.idle:
+            ids = read_ids(tokens, self._runner.vocab)
+            given = self.read_constants(constants)
+            row = self._free_row()
+            self._rows.clean(row, 0)
+            return self._name(Slot(row, ids, constants=given), taken)
+
+    def give_back(self, taken: Sequence[int]) -> None:
+        """Give up those of these slots that there are. A step that continues one ends it."""
+        if taken:
+            with self._guard.lock:
+                for name in taken:
+                    self._slots.pop(name, None)
+
+    def _name(self, slot: Slot, taken: list[int]) -> int:
         name = self._next
         self._next += 1
+        taken.append(name)
         self._slots[name] = slot
         return name
 

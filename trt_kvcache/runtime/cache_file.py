@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError
 from trt_kvcache.files import check_output, publish, sync, temporary_file
+from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.dtypes import array_dtype
@@ -154,7 +155,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
     Raises:
         CacheFileError: it is unreadable, or of another model, or of caches of another kind.
     """
-    path = Path(path)
+    path = given_path(path, "path", CacheFileError)
     try:
         file = safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
@@ -242,7 +243,7 @@ def _digest(data: Array) -> bytes:
 
 def _digest_of(tensors: Mapping[str, bytes], slots: Mapping[int, Slot]) -> str:
     """Of a file, from those of its tensors."""
-    lengths = [(name, slot.length, slot.written) for name, slot in sorted(slots.items())]
+    lengths = [(int(name), slot.length, slot.written) for name, slot in sorted(slots.items())]
     return blake3(msgspec.json.encode([sorted(tensors.items()), lengths])).hexdigest()
 
 

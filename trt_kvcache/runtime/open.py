@@ -6,10 +6,10 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.given import given_options, given_path, shown
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.runner import Runner
 
@@ -30,9 +30,10 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
         OptionError: the file cannot run on that device, or the runner has no such option.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
-    if device not in _DEVICES:
-        raise OptionError(f"device is {device!r}; it must be one of {', '.join(_DEVICES)}")
-    is_model = Path(path).suffix.lower() == ".onnx" or Path(path).is_dir()
+    if not isinstance(device, str) or device not in _DEVICES:
+        raise OptionError(f"device is {shown(device)}; it must be one of {', '.join(_DEVICES)}")
+    path = given_path(path, "path")
+    is_model = path.suffix.lower() == ".onnx" or path.is_dir()
     if is_model and device == "cuda":
         raise OptionError(
             f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"
@@ -44,7 +45,7 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
         from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
         _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU", ("capacity",))
-        plan_options = given.pop("plan_options", PlanOptions())
+        plan_options = given_options(given.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
         if "capacity" in given:
             plan_options = replace(plan_options, capacity=given.pop("capacity"))
         return OnnxRuntimeRunner(path, plan_options, **given)
@@ -62,7 +63,7 @@ def open_tokenizer(tokenizer: str | os.PathLike[str] | Any) -> Any:
         return tokenizer
     from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
-    return Tokenizer.load(Path(tokenizer))
+    return Tokenizer.load(given_path(tokenizer, "tokenizer"))
 
 
 def _check(

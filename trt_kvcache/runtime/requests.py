@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.given import given_list, is_whole, shown
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.dtypes import array_dtype
@@ -127,7 +128,11 @@ class PromptReader:
 
     def takes(self, token: int) -> bool:
         """Whether prompts may have this id without an embedding of the caller's."""
-        return 0 <= token < self.vocab and (self._embeddings is None or self._embeddings.missing([token]) is None)
+        return (
+            is_whole(token)
+            and 0 <= token < self.vocab
+            and (self._embeddings is None or self._embeddings.missing([token]) is None)
+        )
 
     def read_all(
         self, prompts: Sequence[Prompt], constants: GivenAll, inputs_embeds: EmbedsAll, positions: PositionsAll
@@ -138,8 +143,11 @@ class PromptReader:
             PromptError: see `read`; or there are more or fewer of the others than prompts.
             CapacityError: see `after`.
         """
-        if isinstance(prompts, str) or any(isinstance(p, (int, np.integer)) for p in prompts):
-            raise PromptError("prompts is one prompt; give a list of prompts, each a text or a list of token ids")
+        entries = "prompts, each a text or a list of token ids"
+        one = isinstance(prompts, str)
+        prompts = [] if one else given_list(prompts, "prompts", entries, PromptError)
+        if one or any(isinstance(p, (int, np.integer)) for p in prompts):
+            raise PromptError(f"prompts is one prompt; give a list of {entries}")
         embeds = for_each(prompts, inputs_embeds, "inputs_embeds", "an array or None")
         places = for_each(prompts, positions, "positions", "an array or None")
         checked = [self.read(*given) for given in zip(prompts, embeds, places, strict=True)]
@@ -176,6 +184,9 @@ class PromptReader:
             CapacityError: see `after`.
             SlotError: a slot is not in use, or runs.
         """
+        for name, given in (("tokens", tokens), ("inputs_embeds", inputs_embeds), ("positions", positions)):
+            if not isinstance(given, Mapping):
+                raise PromptError(f"{name} is {shown(given)}; give a mapping from slots to what each is given")
         if unknown := [slot for slot in (*inputs_embeds, *positions) if slot not in tokens]:
             raise PromptError(f"slot {unknown[0]} has embeddings or positions, and no tokens; give their ids, too")
         checked = {}
@@ -273,7 +284,8 @@ def for_each(prompts: Sequence[Any], values: Sequence[Any] | None, name: str, en
     """
     if values is None:
         return [None] * len(prompts)
-    if isinstance(values, Mapping) or len(values) != len(prompts):
-        found = "one mapping" if isinstance(values, Mapping) else f"{len(values)} entries"
+    several = [] if isinstance(values, Mapping) else given_list(values, name, f"{entry} for each prompt", PromptError)
+    if len(several) != len(prompts):
+        found = "one mapping" if isinstance(values, Mapping) else f"{len(several)} entries"
         raise PromptError(f"{name} is {found} for {len(prompts)} prompt(s); give a list with {entry} for each prompt")
-    return values
+    return several

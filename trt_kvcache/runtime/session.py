@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.given import given_path, given_switch, given_whole, shown
 from trt_kvcache.importer.files.embedding import find_embeddings
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache import KVCache
@@ -73,6 +74,13 @@ class DecodeSession:
         embeddings: GivenEmbeddings = None,
         encoder: Callable[[Guard], Encoder] | None = None,
     ) -> None:
+        if not hasattr(runner, "plan"):
+            raise OptionError(f"runner is {shown(runner)}; open models and engines with DecodeSession.open")
+        able = any(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode"))
+        if isinstance(tokenizer, (str, bytes)) or (tokenizer is not None and not able):
+            raise OptionError(
+                f"tokenizer is {shown(tokenizer)}; give an object that encodes and decodes, or open a path"
+            )
         self._guard = Guard()
         self._runner = runner
         self._tokenizer = tokenizer
@@ -118,11 +126,11 @@ class DecodeSession:
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
         """
         reader = open_tokenizer(tokenizer)
+        beside = None if encoder is None else given_path(encoder, "encoder")
         runner = open_runner(path, device, {"max_batch": max_batch, "max_chunk": max_chunk, **options})
         try:
             if embeddings is None and embedded_input(runner.plan) is not None:
                 embeddings = find_embeddings(Path(path))
-            beside = None if encoder is None else Path(encoder)
             return cls(runner, reader, embeddings, partial(open_encoder, beside, Path(path), runner))
         except BaseException:
             runner.close()
@@ -302,18 +310,27 @@ class DecodeSession:
             PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`; nothing has changed then.
         """
         check_config(config, self.plan)
+        index, keep = given_whole(index, "index"), given_switch(keep, "keep")
+        if index < 0:
+            raise OptionError(f"index is {index}; it must be 0 or more")
         if config.num_beams > 1:
             raise OptionError("sequences that are added run step by step; for beam search use generate")
         if slot is not None and constants is not None:
             raise OptionError(f"slot {slot} was given its constants when it was made; leave them out")
-        with self._guard.lock, self._guard.idle:
-            new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
-            continuation = Continuation(0 if slot is None else slot, after.tokens, config, self._tokenizer, index=index)
-            if slot is None:
-                slot = continuation.sequence = self.cache.acquire(constants=constants)
-            new.append_to(self.cache.slot(slot))
-            self._loop.add(slot, continuation, self._streams.added, keep_slot=keep)
-            return slot
+        taken: list[int] = []
+        try:
+            with self._guard.lock, self._guard.idle:
+                new, after = self._reader.read_added(slot, prompt, inputs_embeds, positions)
+                name = -1 if slot is None else int(slot)
+                continuation = Continuation(name, after.tokens, config, self._tokenizer, index=index)
+                if slot is None:
+                    name = continuation.sequence = self.cache.take(taken, constants=constants)
+                new.append_to(self.cache.slot(name))
+                self._loop.add(name, continuation, self._streams.added, keep_slot=keep)
+                return name
+        except BaseException:
+            self.cache.give_back(taken)
+            raise
 
     def step(self) -> list[TokenEvent]:
         """Advance all sequences once; the events of those that `add` brought.
@@ -367,8 +384,11 @@ class DecodeSession:
         Raises:
             PromptError, CapacityError, SlotError, SessionError: see `generate`; a refused update writes nothing.
         """
+        if given_whole(keep, "keep") < 0:
+            raise OptionError(f"keep is {keep}; it must be 0 or more")
+        beside = [{} if given is None else given for given in (inputs_embeds, positions)]
         with self._guard.lock, self._guard.idle:
-            return self._loop.update(self._reader.read_updates(tokens, inputs_embeds or {}, positions or {}), keep)
+            return self._loop.update(self._reader.read_updates(tokens, *beside), keep)
 
     # --- the end
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.errors import PromptError
 
 __all__ = ["read_ids"]
 
 
-def read_ids(given: npt.ArrayLike, vocab: int) -> list[int]:
+def read_ids(given: object, vocab: int) -> list[int]:
     """Check ids, of which there may be none: what looks them up takes a negative one from the end, or reads anywhere.
 
     Args:
@@ -20,6 +21,8 @@ def read_ids(given: npt.ArrayLike, vocab: int) -> list[int]:
     Raises:
         PromptError: they are no flat list of integers, or the model does not know one.
     """
+    if isinstance(given, Iterable) and not isinstance(given, (np.ndarray, Sequence, Mapping)):
+        given = list(given)
     try:
         array = np.asarray(given)
     except ValueError:

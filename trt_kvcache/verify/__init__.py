@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 
+from trt_kvcache.given import given_options
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.verify.entry import verify_import
@@ -65,4 +66,5 @@ def verify_model(
             sequence fit into the memory that is free.
         OutputError: no room for temporary files.
     """
+    verify = given_options(verify, VerifyOptions, "verify")
     return verify_import(import_model(model, options), verify)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError, VerificationError
+from trt_kvcache.given import given_list, given_path, given_whole, is_number, shown
 
 # More shows nothing that fewer do not; the schedule of a number like 10 ** 20 would never end.
 _MOST_ROWS = 1 << 16
@@ -37,6 +38,17 @@ class VerifyOptions:
     inputs: str | None = None
 
     def __post_init__(self) -> None:
+        for name in ("batch", "tokens", "seed"):
+            if self.tokens is not None or name != "tokens":
+                object.__setattr__(self, name, given_whole(getattr(self, name), name))
+        chunks = given_list(self.chunks, "chunks", "numbers of tokens")
+        object.__setattr__(self, "chunks", tuple(given_whole(chunk, "a chunk", " of tokens") for chunk in chunks))
+        if self.tolerance is not None:
+            if not is_number(self.tolerance):
+                raise OptionError(f"tolerance is {shown(self.tolerance)}; it must be a number")
+            object.__setattr__(self, "tolerance", float(self.tolerance))
+        if self.inputs is not None:
+            object.__setattr__(self, "inputs", str(given_path(self.inputs, "inputs")))
         if not 1 <= self.batch <= _MOST_ROWS:
             raise OptionError(f"the verification batch is {self.batch}; it must be at least 1, at most {_MOST_ROWS}")
         if not all(1 <= chunk <= _MOST_TOKENS for chunk in self.chunks):

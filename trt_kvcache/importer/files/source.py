@@ -16,6 +16,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text
+from trt_kvcache.given import given_path
 from trt_kvcache.importer.files.checks import check_graph
 from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
@@ -88,7 +89,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         InvalidModelError: the file is missing, not ONNX or truncated; external data are missing, too short, or outside
             the model's folder; or the graph breaks the rules of ONNX or of TensorScatter.
     """
-    path = Path(path)
+    path = given_path(path, "model")
     try:
         path = find_model(path) if path.is_dir() else path
     except OSError as error:

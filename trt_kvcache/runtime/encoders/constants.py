@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import PromptError, UnsupportedModelError
+from trt_kvcache.given import shown as cut
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.trt.device_array import DeviceArray
@@ -85,6 +86,8 @@ class ConstantInputs:
         """
         if isinstance(given, Constants):
             return given
+        if given is not None and not isinstance(given, Mapping):
+            raise PromptError(f"constants are {cut(given)}; give a mapping {{name: array}}, as session.encode makes")
         given = self._parted(given or {})
         names = [t.name for t in self.tensors]
         if missing := [f"'{t.name}' ({t.dtype} {_shape(t)})" for t in self.tensors if t.name not in given]:

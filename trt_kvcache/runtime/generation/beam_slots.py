@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import SessionError, SlotError
+from trt_kvcache.errors import SlotError
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.events import TokenEvent
@@ -32,8 +31,6 @@ class _Updater(Protocol):
     def tokenizer(self) -> Any: ...
 
     def update(self, tokens: Mapping[int, Sequence[int]], keep: int = 1) -> dict[int, Logits]: ...
-
-    def remove(self, slot: int) -> None: ...
 
 
 class _SlotBeams:
@@ -67,22 +64,23 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         slots: list[int] = []
         try:
             for _ in range(config.num_beams):
-                slots.append(_acquire(session, config.num_beams, len(slots), prompt.constants))
+                _acquire(session, config.num_beams, slots, prompt.constants)
             prompt.append_to(session.cache.slot(slots[0]))
             logits = session.update({slots[0]: []})[slots[0]][-1]
             room = session.cache.room(slots[0])
             ids = np.array(prompt.tokens, np.int64)
             best = beam_search(ids, logits, _SlotBeams(session, slots), config, room=room)[0]
-        finally:
-            with suppress(SessionError):  # closed meanwhile
-                for slot in [slot for slot in slots if slot in session.cache]:  # an interrupt may have ended some
-                    session.remove(slot)
+            session.cache.give_back(slots)
+        except BaseException:  # an interrupt may come while they are given back, too
+            session.cache.give_back(slots)
+            raise
         yield from hypothesis_events(best, index, config, session.tokenizer, ids)
 
 
-def _acquire(session: _Updater, beams: int, have: int, given: Constants) -> int:
+def _acquire(session: _Updater, beams: int, slots: list[int], given: Constants) -> None:
+    have = len(slots)
     try:
-        return session.cache.acquire(constants=given)
+        session.cache.take(slots, constants=given)
     except SlotError:
         raise SlotError(
             f"beam search with num_beams={beams} needs as many rows, and {have} of {session.cache.rows} are free; "

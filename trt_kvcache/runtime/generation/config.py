@@ -6,18 +6,18 @@ Source: https://huggingface.co/docs/transformers/main_classes/text_generation (m
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cached_property
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.given import shown
+from trt_kvcache.given import given_path, is_number, is_whole, shown
 
 __all__ = ["GenerationConfig", "LogitsProcessor"]
 
@@ -158,7 +158,8 @@ class GenerationConfig:
         """
         from trt_kvcache.runtime.generation.config_file import read_config_file
 
-        settings = read_config_file(Path(path), changes)
+        path = given_path(path, "path")
+        settings = read_config_file(path, changes)
         try:
             return cls(**settings)
         except OptionError as error:
@@ -184,7 +185,7 @@ class GenerationConfig:
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
         from trt_kvcache.importer.files.generation import each_beside
 
-        path = Path(model)
+        path = given_path(model, "model")
         is_engine = path.suffix.lower() != ".onnx" and not path.is_dir() and manifest_path(path).is_file()
         sources = {manifest_path(path): dict(load_manifest(path).generation)} if is_engine else {}
         settings = dict(changes)
@@ -206,8 +207,10 @@ class GenerationConfig:
             object.__setattr__(self, "exponential_decay_length_penalty", (int(start), float(factor)))
         for name in (*_TOKENS, "stop_strings", "logits_processor"):
             value = getattr(self, name)
-            if not isinstance(value, (Integral, str, type(None))) and not callable(value):
-                object.__setattr__(self, name, tuple(value))
+            if name in _TOKENS and isinstance(value, Integral):
+                object.__setattr__(self, name, int(value))
+            elif not isinstance(value, (str, type(None))) and not callable(value):
+                object.__setattr__(self, name, tuple(int(v) if name in _TOKENS else v for v in value))
         object.__setattr__(self, "bad_words_ids", tuple(tuple(int(t) for t in run) for run in self.bad_words_ids))
         biases = {_plain_key(key): float(bias) for key, bias in self.sequence_bias.items()}
         object.__setattr__(self, "sequence_bias", biases)
@@ -309,29 +312,34 @@ _TOKENS = ("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", *_SEVER
 def _check_types(config: GenerationConfig) -> None:
     """Refuse values of another type by name: JSON and command lines bring them, and they fail late and obscurely."""
     for name in _INTEGERS:
-        _require(_is_integer(getattr(config, name)), config, name, "a whole number")
+        _require(is_whole(getattr(config, name)), config, name, "a whole number")
     for name in _OPTIONAL_INTEGERS:
         value = getattr(config, name)
-        _require(value is None or _is_integer(value), config, name, "a whole number or None")
+        _require(value is None or is_whole(value), config, name, "a whole number or None")
     for name in _NUMBERS:
-        _require(_is_number(getattr(config, name)), config, name, "a number")
-    _require(config.min_p is None or _is_number(config.min_p), config, "min_p", "a number or None")
+        _require(is_number(getattr(config, name)), config, name, "a number")
+    _require(config.min_p is None or is_number(config.min_p), config, "min_p", "a number or None")
     for name in _SWITCHES:
         _require(isinstance(getattr(config, name), bool), config, name, "True or False")
     early: object = config.early_stopping
-    _require(isinstance(early, bool) or early == "never", config, "early_stopping", 'True, False or "never"')
+    _require(
+        isinstance(early, bool) or (isinstance(early, str) and early == "never"),
+        config,
+        "early_stopping",
+        'True, False or "never"',
+    )
     for name in ("eos_token_id", "forced_eos_token_id"):
         value = getattr(config, name)
-        well = value is None or _is_integer(value) or _all(value, _is_integer)
+        well = value is None or is_whole(value) or _all(value, is_whole)
         _require(well, config, name, "a token id, several, or None")
     first: object = config.forced_bos_token_id
-    _require(first is None or _is_integer(first), config, "forced_bos_token_id", "a token id, or None")
+    _require(first is None or is_whole(first), config, "forced_bos_token_id", "a token id, or None")
     for name in _SEVERAL:
-        _require(_all(getattr(config, name), _is_integer), config, name, "token ids")
-    runs = _all(config.bad_words_ids, lambda run: _all(run, _is_integer))
+        _require(_all(getattr(config, name), is_whole), config, name, "token ids")
+    runs = _all(config.bad_words_ids, lambda run: _all(run, is_whole))
     _require(runs, config, "bad_words_ids", "runs of token ids, such as [[5], [7, 8]]")
     decay: object = config.exponential_decay_length_penalty
-    pair = isinstance(decay, Sequence) and len(decay) == 2 and _is_integer(decay[0]) and _is_number(decay[1])
+    pair = isinstance(decay, Sequence) and len(decay) == 2 and is_whole(decay[0]) and is_number(decay[1])
     _require(decay is None or pair, config, "exponential_decay_length_penalty", "(whole number, number), or None")
     processor: object = config.logits_processor
     _require(callable(processor) or _all(processor, callable), config, "logits_processor", "a function, or several")
@@ -340,7 +348,7 @@ def _check_types(config: GenerationConfig) -> None:
     _require(texts, config, "stop_strings", "a text, several, or None")
     biases: object = config.sequence_bias
     well = isinstance(biases, Mapping) and all(
-        (_is_integer(key) or (isinstance(key, tuple) and _all(key, _is_integer))) and _is_number(bias)
+        (is_whole(key) or (isinstance(key, tuple) and _all(key, is_whole))) and is_number(bias)
         for key, bias in biases.items()
     )
     _require(well, config, "sequence_bias", "{token: number, (token, token): number}")
@@ -351,26 +359,9 @@ def _require(holds: bool, config: GenerationConfig, name: str, supported: str) -
         raise OptionError(f"{name} is {shown(getattr(config, name))}; supported: {supported}")
 
 
-def _is_integer(value: object) -> bool:
-    """Whether it is a whole number that can be meant: up to a seed of 256 bits."""
-    return not isinstance(value, bool) and isinstance(value, Integral) and abs(int(value)) < 1 << 256
-
-
-def _is_number(value: object) -> bool:
-    """Whether a float64 can hold it, be it NaN or infinite."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        float(value)
-    except OverflowError:
-        return False
-    return True
-
-
 def _all(values: object, test: Any) -> bool:
-    return (
-        isinstance(values, Iterable) and not isinstance(values, (str, bytes)) and all(test(value) for value in values)
-    )
+    several = isinstance(values, Collection) and not isinstance(values, (str, bytes, Mapping))  # to be read again
+    return several and getattr(values, "ndim", 1) > 0 and all(test(value) for value in cast("Collection[Any]", values))
 
 
 def _as_sequence(value: Any) -> Iterable[Any]:

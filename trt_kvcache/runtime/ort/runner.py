@@ -15,6 +15,7 @@ import onnxruntime as ort
 
 from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.files import identify
+from trt_kvcache.given import given_whole
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.analysis.experts import exact_experts
 from trt_kvcache.importer.analysis.index_limits import index_limits
@@ -93,7 +94,7 @@ class OnnxRuntimeRunner:
         threads: int | None = None,
     ) -> None:
         for name, value in (("max_batch", max_batch), ("max_chunk", max_chunk), ("threads", threads)):
-            if value is not None and value < 1:
+            if value is not None and given_whole(value, name) < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
         if threads is not None and threads > _MOST_THREADS:
             raise OptionError(f"threads is {threads}; it must be at most {_MOST_THREADS}")

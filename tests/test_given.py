@@ -1,0 +1,213 @@
+"""Whatever is given to a public function is taken, or refused by name at the call: nothing ends with a trace inside."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from decoders import DecoderConfig, write_decoder
+from runtime.hash_runner import HashRunner
+
+import trt_kvcache
+from trt_kvcache import (
+    BuildOptions,
+    DecodeSession,
+    GenerationConfig,
+    PlanOptions,
+    TrtKvCacheError,
+    VerifyOptions,
+    build_engine,
+    inspect_engine,
+    load_manifest,
+    plan_model,
+    rewrite_model,
+    verify_model,
+)
+from trt_kvcache.runtime.cache import KVCache
+
+VALUES: dict[str, Any] = {
+    "None": None, "True": True, "int": 3, "below 0": -1, "huge": 10**30, "beyond decimals": 10**5000, "float": 1.5,
+    "nan": np.nan, "NumPy int": np.int64(1), "NumPy float": np.float32(1), "bytes": b"x", "text": "nope",
+    "empty text": "", "NUL": "a\0b", "surrogate": "\ud800", "path": Path("nope"), "list": [1], "empty list": [],
+    "texts": ["a"], "ragged": [[1, "a"], 2], "tuple": (1, 2), "dict": {}, "texts by name": {"a": 1}, "set": {1},
+    "range": range(3), "array": np.zeros((2, 2)), "number as array": np.array(1), "function": lambda *_: None,
+    "class": int, "object": object(), "generator": iter,
+}  # fmt: skip
+BRIEF = GenerationConfig(max_new_tokens=2)
+Call = Callable[[Any], object]
+
+
+def refusals(call: Call) -> Iterator[str]:
+    """The values that `call` refuses; what else it raises ends the test."""
+    for name, value in VALUES.items():
+        given = (number for number in [1]) if name == "generator" else value
+        try:
+            made = call(given)
+            if inspect.isgenerator(made):
+                list(made)
+        except TrtKvCacheError as error:
+            said = str(error)
+            yield name
+        else:
+            said = ""
+        assert len(said) < 1000
+
+
+FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
+    "plan_model": (lambda m, v: plan_model(v), ""),
+    "plan_model options": (lambda m, v: plan_model(m, v), ""),
+    "rewrite_model": (lambda m, v: rewrite_model(v, m.with_name("o.onnx")), ""),
+    "rewrite_model output": (lambda m, v: rewrite_model(m, v), "text, path"),
+    "rewrite_model options": (lambda m, v: rewrite_model(m, m.with_name("o.onnx"), v), ""),
+    "verify_model": (lambda m, v: verify_model(v), ""),
+    "verify_model options": (lambda m, v: verify_model(m, v), ""),
+    "verify_model verify": (lambda m, v: verify_model(m, PlanOptions(), v), ""),
+    "build_engine": (lambda m, v: build_engine(v, m.with_name("e")), ""),
+    "build_engine options": (lambda m, v: build_engine("none.onnx", m.with_name("e"), options=v), ""),
+    "build_engine build": (lambda m, v: build_engine("none.onnx", m.with_name("e"), build=v), ""),
+    "build_engine output": (lambda m, v: build_engine("none.onnx", v), ""),
+    "build_engine progress": (lambda m, v: build_engine("none.onnx", m.with_name("e"), progress=v), ""),
+    "inspect_engine": (lambda m, v: inspect_engine(v), ""),
+    "load_manifest": (lambda m, v: load_manifest(v), ""),
+    "from_file": (lambda m, v: GenerationConfig.from_file(v), ""),
+    "for_model": (lambda m, v: GenerationConfig.for_model(v), "text, path"),
+    "open": (lambda m, v: DecodeSession.open(v), ""),
+    **{
+        f"open {name}": (lambda m, v, name=name: DecodeSession.open(m, **{name: v}).close(), taken)  # type: ignore[misc]
+        for name, taken in {
+            "device": "", "encoder": "None, text, path",
+            "max_batch": "None, int, NumPy int", "max_chunk": "None, int, NumPy int", "threads": "None, int, NumPy int",
+            "capacity": "None", "plan_options": "None", "nothing": "None",
+        }.items()
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    function, taken = FUNCTIONS[name]
+    model = write_decoder(tmp_path / "m.onnx", DecoderConfig(layers=1))
+    refused = [*refusals(lambda value: function(model, value))]
+    assert [value for value in VALUES if value not in refused] == (taken.split(", ") if taken else [])
+
+
+@pytest.mark.parametrize("kind", [PlanOptions, BuildOptions, VerifyOptions, GenerationConfig])
+def test_options(kind: Any) -> None:
+    """What they take, they hold as plain values that JSON has: no switch is on because of ``"off"``."""
+    for field in dataclasses.fields(kind):
+        took = []
+
+        def make(value: object, name: str = field.name, took: list[object] = took) -> None:
+            took.append(getattr(kind(**{name: value}), name))
+
+        refused = {*refusals(make)}
+        assert {"object", "float", "array", "NUL"} - refused <= {"float", "NUL"}, field.name
+        for value in took:
+            plain = isinstance(value, (bool, int, float, str, tuple, dict)) or value is None or callable(value)
+            assert plain, (field.name, value)
+            assert not isinstance(value, np.generic)
+
+
+SLOT = "NumPy int"
+SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
+    "generate": (lambda s, v: s.generate(v), "empty list"),
+    "generate of one": (lambda s, v: s.generate([v], BRIEF), "list, tuple, set, range, generator"),
+    "generate config": (lambda s, v: s.generate([[1]], v), ""),
+    "generate constants": (lambda s, v: s.generate([[1]], BRIEF, v), "None"),
+    "generate constants of one": (lambda s, v: s.generate([[1]], BRIEF, [v]), "None, dict"),
+    "generate inputs_embeds": (lambda s, v: s.generate([[1]], BRIEF, inputs_embeds=v), "None"),
+    "generate inputs_embeds of one": (lambda s, v: s.generate([[1]], BRIEF, inputs_embeds=[v]), "None"),
+    "generate positions": (lambda s, v: s.generate([[1]], BRIEF, positions=v), "None"),
+    "generate positions of one": (lambda s, v: s.generate([[1]], BRIEF, positions=[v]), "None"),
+    "stream": (lambda s, v: s.stream(v), "empty list"),
+    "add": (lambda s, v: s.add(v, BRIEF), "list, tuple, set, range, generator"),
+    "add config": (lambda s, v: s.add([1], v), ""),
+    "add slot": (lambda s, v: s.add([1], BRIEF, slot=v), f"None, {SLOT}"),
+    "add keep": (lambda s, v: s.add([1], BRIEF, keep=v), "True"),
+    "add index": (lambda s, v: s.add([1], BRIEF, index=v), "int, huge, NumPy int"),
+    "add constants": (lambda s, v: s.add([1], BRIEF, constants=v), "None, dict"),
+    "add inputs_embeds": (lambda s, v: s.add([1], BRIEF, inputs_embeds=v), "None"),
+    "add positions": (lambda s, v: s.add([1], BRIEF, positions=v), "None"),
+    "remove": (lambda s, v: s.remove(v), SLOT),
+    "update": (lambda s, v: s.update(v), "dict"),
+    "update of one": (lambda s, v: s.update({0: v}), "list, tuple, set, range, generator"),
+    "update keep": (lambda s, v: s.update({0: [1]}, v), "int, huge, NumPy int"),
+    "update inputs_embeds": (lambda s, v: s.update({0: [1]}, inputs_embeds=v), "None, dict"),
+    "update inputs_embeds of one": (lambda s, v: s.update({0: [1]}, inputs_embeds={0: v}), "None"),
+    "update positions": (lambda s, v: s.update({0: [1]}, positions=v), "None, dict"),
+    "update positions of one": (lambda s, v: s.update({0: [1]}, positions={0: v}), "None"),
+    "encode": (lambda s, v: s.encode(v), ""),
+    "takes": (lambda s, v: s.takes(v), ", ".join(VALUES)),
+    "acquire": (lambda s, v: s.cache.acquire(v), "list, empty list, tuple, set, range, generator"),
+    "acquire constants": (lambda s, v: s.cache.acquire([1], v), "None, dict"),
+    "read_constants": (lambda s, v: s.cache.read_constants(v), "None, dict"),
+    **{
+        name: (lambda s, v, name=name: getattr(s.cache, name)(v), SLOT)  # type: ignore[misc]
+        for name in ("release", "reset", "fork", "tokens", "room", "largest_update", "slot", "idle")
+    },
+    "in": (lambda s, v: v in s.cache, ", ".join(VALUES)),
+    "crop": (lambda s, v: s.cache.crop(v, 1), SLOT),
+    "crop length": (lambda s, v: s.cache.crop(0, v), "int, NumPy int"),
+    "reorder": (lambda s, v: s.cache.reorder(v), ""),
+    "reorder to one": (lambda s, v: s.cache.reorder([v, v]), "NumPy int"),
+    "reorder slots": (lambda s, v: s.cache.reorder([0], v), "list, set, generator"),
+    "move": (lambda s, v: s.cache.move(v, 3), SLOT),
+    "move row": (lambda s, v: s.cache.move(0, v), "int"),
+    "save": (lambda s, v: s.cache.save(v), "text, path"),
+    "save slots": (lambda s, v: s.cache.save("c", v), "None, list, empty list, set, generator"),
+    "save slots of one": (lambda s, v: s.cache.save("c", [v]), SLOT),
+    "load": (lambda s, v: s.cache.load(v), ""),
+    "view": (lambda s, v: s.cache.view(v), ""),
+    "DecodeSession": (lambda s, v: DecodeSession(v), ""),
+    "DecodeSession tokenizer": (lambda s, v: DecodeSession(HashRunner(), v), "None"),
+    "DecodeSession embeddings": (lambda s, v: DecodeSession(HashRunner(), None, v), "None"),
+}
+
+
+@pytest.mark.parametrize("name", SESSION)
+def test_sessions(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is refused has changed nothing."""
+    monkeypatch.chdir(tmp_path)
+    method, taken = SESSION[name]
+
+    def call(value: object) -> None:
+        with DecodeSession(HashRunner()) as session:
+            session.update({session.cache.acquire(): [1, 2, 3]})
+            session.cache.acquire([4])
+            before = {slot: (session.cache.tokens(slot), session.cache.lengths[slot]) for slot in session.cache.slots}
+            try:
+                made = method(session, value)
+                if inspect.isgenerator(made):
+                    list(made)
+            except TrtKvCacheError:
+                after = {
+                    slot: (session.cache.tokens(slot), session.cache.lengths[slot]) for slot in session.cache.slots
+                }
+                assert (after, session.running) == (before, ())
+                raise
+            while session.running:
+                session.step()
+
+    refused = [*refusals(call)]
+    assert [value for value in VALUES if value not in refused] == (taken.split(", ") if taken else [])
+
+
+def test_everything_public_is_here() -> None:
+    functions = {name for name in trt_kvcache.__all__ if inspect.isfunction(getattr(trt_kvcache, name))} - {"diagnose"}
+    assert functions <= {name.split()[0] for name in FUNCTIONS}
+    kinds = (DecodeSession, KVCache)
+    methods = {name for kind in kinds for name, value in vars(kind).items() if name[0] != "_" and callable(value)}
+    assert methods - {"step", "close", "compact"} - {
+        "astream",
+        "drop",
+        "note_written",
+        "note_touched",
+        "take",
+        "give_back",
+    } <= {name.split()[0] for name in SESSION}
