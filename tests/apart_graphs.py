@@ -178,3 +178,11 @@ def in_one(op: str, part: int) -> Change:
         return g.node(op, [tensor])
 
     return change
+
+
+def repeated(g: Build, tensor: str, part: int) -> str:
+    """Heads are repeated, and the sizes behind that are taken from what is repeated."""
+    times = g.constant([1, 1, g.decoder.heads // g.decoder.kv_heads, 1, 1])
+    tiled = g.node("Tile", [g.node("Unsqueeze", [tensor, g.constant([2])]), times])
+    taken = g.node("Slice", [g.node("Shape", [tiled]), g.constant([3]), g.constant([5]), g.constant([0])])
+    return g.node("Reshape", [tiled, g.node("Concat", [g.constant([1, -1]), taken], axis=0)])

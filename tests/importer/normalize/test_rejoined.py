@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from apart_graphs import apart, capped, in_one, scaled_by
-from concat_decode import check_decode, rewritten
+from apart_graphs import apart, capped, in_one, repeated, scaled_by
+from concat_decode import Decode, check_decode, rewritten
 from concat_graphs import make_decoder
 from new_row_graphs import as_joined, give_new_rows, lay_caches
 
@@ -58,6 +58,13 @@ def test_new_rows_returned(tmp_path: Path, heads: bool) -> None:
     result = rewritten(model, tmp_path)
     assert [(a.query_heads, a.kv_heads) for a in result.plan.attention] == [(4, 2)] * 2
     assert verify_model(tmp_path / "model.onnx", PlanOptions(capacity=24)).passed
+
+
+def test_sizes_of_what_is_repeated(tmp_path: Path) -> None:
+    """As onnxsim leaves TorchScript's repeat_interleave; with no tokens in the cache, ONNX Runtime cannot run it."""
+    plain = make_decoder(apart({"repeat": "tile", "batch": 1}))
+    other = make_decoder(apart({"repeat": "none", "batch": 1}, keys=repeated, values=repeated))
+    Decode(plain, rewritten(other, tmp_path).model).check()
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

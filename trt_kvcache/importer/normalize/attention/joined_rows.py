@@ -138,7 +138,7 @@ def through(node: gs.Node, axis: int) -> tuple[int, list[int] | None] | None:
     if is_op(node, "Expand"):
         return _through_expand(before, behind, axis)
     if is_op(node, "Reshape"):
-        return _through_reshape(before, behind, axis)
+        return _through_reshape(before, _as_before(node, before, behind), axis)
     if is_op(node, "Gather"):
         at, rank = int(node.attrs.get("axis", 0)) % len(before), rank_of(node.inputs[1])
         place = axis if axis < at else axis + 1 - rank
@@ -168,6 +168,46 @@ def _through_expand(before: Shape, behind: Shape, axis: int) -> tuple[int, list[
         else:
             return None
     return axis, sizes
+
+
+def _as_before(node: gs.Node, before: Shape, behind: Shape) -> Shape:
+    """The shape behind a Reshape, with sizes that it takes from what it reads called as they are in there."""
+    made = producer(node.inputs[1])
+    parts = made.inputs if made is not None and is_op(made, "Concat") else [node.inputs[1]]
+    sizes: list[int | None] = []  # axes in front
+    for part in parts:
+        given, numbers = _axes_of(part, node.inputs[0]), small_constant(part)
+        if given is not None:
+            sizes += given
+        elif numbers is not None:
+            sizes += [None] * numbers.size
+        else:
+            return behind
+    if len(sizes) != len(behind):
+        return behind
+    return tuple(dim if at is None or before[at] == "?" else before[at] for dim, at in zip(behind, sizes, strict=True))
+
+
+def _axes_of(sizes: gs.Tensor, tensor: gs.Tensor) -> list[int] | None:
+    """Of which axes of a tensor sizes are; None where they are of something else."""
+    node = producer(sizes)
+    if node is None or not node.inputs:
+        return None
+    if is_op(node, "Shape") and node.inputs[0] is tensor:
+        axes = list(range(rank_of(tensor)))
+        return axes[int(node.attrs.get("start", 0)) : node.attrs.get("end")]
+    found = (
+        _axes_of(node.inputs[0], tensor) if is_op(node, "Gather", "Slice", "Unsqueeze", "Squeeze", *_MOVES) else None
+    )
+    operands = [small_constant(t) for t in node.inputs[1:]]
+    if found is None or any(value is None for value in operands):
+        return None
+    numbers = [value.reshape(-1).tolist() for value in operands if value is not None]
+    if is_op(node, "Gather"):
+        return [found[i] for i in numbers[0]] if all(-len(found) <= i < len(found) for i in numbers[0]) else None
+    if is_op(node, "Slice"):
+        return found[numbers[0][0] : numbers[1][0] : numbers[3][0] if len(numbers) > 3 else 1]
+    return found
 
 
 def _through_reshape(before: Shape, behind: Shape, axis: int) -> tuple[int, list[int]] | None:
