@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 from pathlib import Path
@@ -54,6 +55,29 @@ def test_a_path_that_cannot_be_looked_at_is_one_line(
     assert result.exit_code == 1
     assert result.stdout == ""
     assert re.fullmatch(r"error: [^\n]*xxx[^\n]*: File name too long\n", result.stderr)
+
+
+PATHS = {
+    "plan": ["--config"], "rewrite": ["--config", "-o"], "build": ["--config", "-o", "--timing-cache"],
+    "verify": ["--config", "--inputs"], "bench": ["--plot"], "inspect": [],
+    "generate": ["--prompt-file", "--tokenizer", "--constants", "--inputs-embeds", "--source-inputs", "--encoder",
+                 "--generation-config"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "option"), [(name, o) for name, given in PATHS.items() for o in ("", *given)])
+def test_a_file_that_may_not_be_read_is_one_line(
+    command: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told by whoever reads it, as all that is wrong with files; not as an option that ``--help`` rules out."""
+    (tmp_path / "closed").write_bytes(b"")
+    monkeypatch.setattr(os, "access", lambda *_: False)  # what click asks
+    needed = {"rewrite": ["-o", "o.onnx"], "build": ["-o", "o"], "generate": ["--tokens", "1"]}.get(command, [])
+    closed = str(tmp_path / "closed")
+    given = ["missing", option, closed] if option else [closed]
+    result = run(app, [command, *given, *(needed if option != "-o" else [])])
+    assert result.exit_code == 1, result.stderr
+    assert re.fullmatch(r"error: [^\n]*\n", result.stderr)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK", b"\x93NUMPY", b"text"], ids=["empty", "zip", "npy", "text"])

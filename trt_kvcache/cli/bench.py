@@ -27,7 +27,9 @@ _COMMAS = "1,2,..."
 
 
 def bench(
-    model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.", readable=False)
+    ],
     lengths: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens of prompts to prefill.")] = None,
     positions: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens in the cache while decoding.")] = None,
     batches: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Sequences decoded together.")] = None,
@@ -46,7 +48,9 @@ def bench(
     window_chunk: WindowChunkOption = None,
     latent_attention: LatentOption = LatentAttention.ABSORBED,
     logits: LogitsOption = LogitPositions.LAST,
-    plot: Annotated[Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="OUT.png", help="Draw the times; needs matplotlib.", readable=False)
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Time prefill by length, decode by position and by batch: medians, a table, one JSON line last."""

@@ -37,7 +37,9 @@ _HOW = "How the engine is built"
 
 def build(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="ENGINE", help="The manifest goes to ENGINE.json.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="ENGINE", help="The manifest goes to ENGINE.json.", readable=False)
+    ],
     max_batch: Annotated[
         int | None,
         typer.Option(
@@ -134,7 +136,8 @@ def build(
         int | None, typer.Option(min=0, max=5, help="TensorRT's effort.", rich_help_panel=_HOW)
     ] = None,
     timing_cache: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Kernel times, read and written.", rich_help_panel=_HOW)
+        Path | None,
+        typer.Option(metavar="FILE", help="Kernel times, read and written.", rich_help_panel=_HOW, readable=False),
     ] = None,
     version_compatible: Annotated[
         bool, typer.Option("--version-compatible", help="Runs on later TensorRT versions too.", rich_help_panel=_HOW)

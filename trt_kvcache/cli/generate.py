@@ -53,13 +53,16 @@ _RUN = "How it runs"
 
 
 def generate(
-    model: Annotated[Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.", readable=False)
+    ],
     prompt: Annotated[
         list[str] | None,
         typer.Option(metavar="TEXT", help="For several, give it several times.", rich_help_panel=_PROMPTS),
     ] = None,
     prompt_file: Annotated[
-        list[Path] | None, typer.Option(metavar="FILE", help="Text from a file; - is stdin.", rich_help_panel=_PROMPTS)
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Text from a file; - is stdin.", rich_help_panel=_PROMPTS, readable=False),
     ] = None,
     tokens: Annotated[
         list[str] | None, typer.Option(metavar="ID,...", help="Token ids.", rich_help_panel=_PROMPTS)
@@ -70,6 +73,7 @@ def generate(
             metavar="FILE",
             help="tokenizer.json or its folder. Default for text: the one beside the model.",
             rich_help_panel=_PROMPTS,
+            readable=False,
         ),
     ] = None,
     chat: Annotated[
@@ -86,6 +90,7 @@ def generate(
             help="What the model reads beside the text, such as an encoder's output: arrays [1, ...] by name of the "
             "input. One file for all prompts, or one for each.",
             rich_help_panel=_PROMPTS,
+            readable=False,
         ),
     ] = None,
     embeddings: EmbeddingsOption = None,
@@ -96,6 +101,7 @@ def generate(
             help="A prompt as embeddings, such as those of images: inputs_embeds [S, H], input_ids [S], and "
             "position_ids [S] or [3, S] where the tokens do not stand in order.",
             rich_help_panel=_PROMPTS,
+            readable=False,
         ),
     ] = None,
     source: Annotated[
@@ -115,6 +121,7 @@ def generate(
             metavar="NPZ",
             help="Arrays [1, ...] by name of the encoder's input, such as input_features.",
             rich_help_panel=_SOURCES,
+            readable=False,
         ),
     ] = None,
     encoder: Annotated[
@@ -124,6 +131,7 @@ def generate(
             help="Default: the engine that was built with the decoder's, else the exporter's model beside it, which "
             "runs on the CPU.",
             rich_help_panel=_SOURCES,
+            readable=False,
         ),
     ] = None,
     do_sample: Annotated[
@@ -167,6 +175,7 @@ def generate(
             help="generation_config.json; flags count. Default: of the one beside the model, only which tokens end or "
             "start a text, or never come.",
             rich_help_panel=_CHOICE,
+            readable=False,
         ),
     ] = None,
     max_new_tokens: Annotated[

@@ -11,7 +11,9 @@ from trt_kvcache.cli.options import AllOption, JsonOption
 
 
 def inspect(
-    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine; its manifest lies beside it.")],
+    engine: Annotated[
+        Path, typer.Argument(metavar="ENGINE", help="Engine; its manifest lies beside it.", readable=False)
+    ],
     every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:

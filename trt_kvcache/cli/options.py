@@ -54,7 +54,8 @@ class Verbosity(str, Enum):
 _PLAN = "How the model is planned"
 
 ModelArgument = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.")
+    Path,
+    typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.", readable=False),
 ]
 EmbeddingsOption = Annotated[
     str | None,
@@ -130,7 +131,12 @@ LogitsOption = Annotated[
 ]
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", rich_help_panel=_PLAN),
+    typer.Option(
+        metavar="YAML",
+        help="Name patterns for roles, tried before the shipped ones.",
+        rich_help_panel=_PLAN,
+        readable=False,
+    ),
 ]
 TargetOption = Annotated[
     Target, typer.Option(help="The builder to plan for; need not be installed.", rich_help_panel=_PLAN)

@@ -28,7 +28,9 @@ from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, Lo
 
 def rewrite(
     model: ModelArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.onnx", help="The rewritten model.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="OUT.onnx", help="The rewritten model.", readable=False)
+    ],
     target: TargetOption = Target.TENSORRT_RTX,
     capacity: CapacityOption = None,
     cache_layout: CacheLayoutOption = CacheLayout.AUTO,

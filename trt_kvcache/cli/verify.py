@@ -53,7 +53,7 @@ def verify(
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Of tokens, caches and garbage.")] = 0,
     inputs: Annotated[
-        Path | None, typer.Option(metavar="FILE.npz", help="Values by name for inputs of unknown role.")
+        Path | None, typer.Option(metavar="FILE.npz", help="Values by name for inputs of unknown role.", readable=False)
     ] = None,
     target: TargetOption = Target.TENSORRT_RTX,
     capacity: CapacityOption = None,
