@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -96,8 +97,15 @@ def _rows(g: Build, x: str, *bounds: int) -> str:
     return g.node("Slice", [x, start, end, g.constant([0]), *step])
 
 
+def _flat(g: Build, x: str, change: Callable[[str], str]) -> str:
+    """``[B * S, D]`` on the way."""
+    return g.node("Reshape", [change(g.node("Reshape", [x, g.constant([-1, 16])])), g.node("Shape", [x])])
+
+
 MIXES = {
     "roll": lambda g, x: _beside(g, _rows(g, x, 1, FAR), _rows(g, x, 0, 1)),
+    "roll of all tokens": lambda g, x: _flat(g, x, lambda y: _beside(g, _rows(g, y, 1, FAR), _rows(g, y, 0, 1))),
+    "softmax of all tokens": lambda g, x: _flat(g, x, lambda y: g.node("Softmax", [y], axis=0)),
     "reversed": lambda g, x: _rows(g, x, -1, -FAR, -1),
     "the first": lambda g, x: g.node("Sub", [x, g.node("Gather", [x, g.constant([0])], axis=0)]),
     "mean": lambda g, x: g.node("Sub", [x, g.node("ReduceMean", [x, g.constant([0])])]),

@@ -4,8 +4,9 @@
 
 Where positions alone decide, `independence` compares numbers. Behind weights and tokens there are none, but shapes: an
 axis that is longer by two with two sequences more counts sequences. No operator that mixes what stands along an axis
-may do so along that one. What is merged with another axis is not told apart, and operators that are not known here may
-do anything: this finds what mixes sequences, and is no proof that nothing does.
+may do so along that one. Where it is merged with another axis, as where tokens go to experts, some only count or pick
+tokens, and may. Operators that are not known here may do anything: this finds what mixes sequences, and is no proof
+that nothing does.
 """
 
 from __future__ import annotations
@@ -36,6 +37,12 @@ class _Step:
             return set()
         return {i for i, (a, b) in enumerate(zip(few, many, strict=True)) if b - a == BATCHES[1] - BATCHES[0]}
 
+    def merged(self, name: str) -> set[int]:
+        """The axes of a tensor that sequences are part of, and those that count them."""
+        few, many = self.few.shape(name) or (), self.many.shape(name) or ()
+        found = {i for i, (a, b) in enumerate(zip(few, many, strict=False)) if a * BATCHES[1] == b * BATCHES[0] > 0}
+        return found | self.axes(name)
+
     def rank(self, name: str) -> int:
         return len(self.few.shape(name) or ())
 
@@ -59,7 +66,7 @@ def check_batch_axis(model: onnx.ModelProto, few: Probe, many: Probe) -> None:
     step = _Step(few, many)
     for node in model.graph.node:
         rule = _RULES.get(node.op_type) if node.domain in ("", "ai.onnx") else None
-        if rule is None or not step.axes(node.input[0]) | step.axes(node.input[min(1, len(node.input) - 1)]):
+        if rule is None or not step.merged(node.input[0]) | step.merged(node.input[min(1, len(node.input) - 1)]):
             continue
         if rule(node, step) and few.value(node.output[0]) is None:
             raise UnsupportedModelError(
@@ -74,19 +81,20 @@ def _attribute(node: onnx.NodeProto, name: str, default: int) -> int:
     return next((int(a.i) for a in node.attribute if a.name == name), default)
 
 
-def _along(default: int) -> Callable[[onnx.NodeProto, _Step], bool]:
+def _along(default: int, *, merged: bool = False) -> Callable[[onnx.NodeProto, _Step], bool]:
     """Along the axis that an attribute says."""
 
     def mixes(node: onnx.NodeProto, step: _Step) -> bool:
         name = node.input[0]
-        return _attribute(node, "axis", default) % max(step.rank(name), 1) in step.axes(name)
+        axes = step.merged(name) if merged else step.axes(name)
+        return _attribute(node, "axis", default) % max(step.rank(name), 1) in axes
 
     return mixes
 
 
 def _norm(node: onnx.NodeProto, step: _Step) -> bool:
     rank = step.rank(node.input[0])
-    return bool(step.axes(node.input[0]) & set(range(_attribute(node, "axis", -1) % max(rank, 1), rank)))
+    return bool(step.merged(node.input[0]) & set(range(_attribute(node, "axis", -1) % max(rank, 1), rank)))
 
 
 def _summed(node: onnx.NodeProto, step: _Step) -> bool:
@@ -108,13 +116,16 @@ def _gathered(node: onnx.NodeProto, step: _Step) -> bool:
 
 
 def _sliced(node: onnx.NodeProto, step: _Step) -> bool:
+    """Some of the sequences, or backwards; of what they are part of, not as many of each."""
     before, after = (step.few.shape(name) for name in (node.input[0], node.output[0]))
-    axes = step.axes(node.input[0])
+    axes, kept = step.merged(node.input[0]), step.merged(node.output[0])
     if before is None or after is None:
         return False
     sizes = step.numbers(node, 4) or []
     backwards = [n for n, by in zip(step.numbers(node, 3) or range(len(sizes)), sizes, strict=False) if by < 0]
-    return any(before[i] != after[i] for i in axes) or any(along % len(before) in axes for along in backwards)
+    own = step.axes(node.input[0])
+    cut = any(before[i] != after[i] and (i in own or i not in kept) for i in axes)
+    return cut or any(along % len(before) in axes for along in backwards)
 
 
 def _product(node: onnx.NodeProto, step: _Step) -> bool:
@@ -143,7 +154,8 @@ def _first(node: onnx.NodeProto, step: _Step) -> bool:
 
 
 _RULES: Mapping[str, Callable[[onnx.NodeProto, _Step], bool]] = {
-    **dict.fromkeys(("Softmax", "LogSoftmax", "Hardmax", "TopK"), _along(-1)),
+    **dict.fromkeys(("Softmax", "LogSoftmax"), _along(-1, merged=True)),
+    **dict.fromkeys(("Hardmax", "TopK"), _along(-1)),
     **dict.fromkeys(("ArgMax", "ArgMin", "GatherElements", "Split"), _along(0)),
     **dict.fromkeys(("LayerNormalization", "RMSNormalization"), _norm),
     **dict.fromkeys(
