@@ -146,7 +146,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     Raises:
         ManifestError: there is none, it is not a manifest, or it is of an unknown schema version.
     """
-    path = given_path(path, "engine")
+    path = given_path("." if isinstance(path, str) and not path else path, "engine")
     if path.is_dir():
         raise ManifestError(f"{path}: a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)
