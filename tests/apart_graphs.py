@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import onnx
 from concat_graphs import MASKS, TYPES, Build, Decoder
 
 Change = Callable[[Build, str, int], str]
@@ -186,3 +187,32 @@ def repeated(g: Build, tensor: str, part: int) -> str:
     tiled = g.node("Tile", [g.node("Unsqueeze", [tensor, g.constant([2])]), times])
     taken = g.node("Slice", [g.node("Shape", [tiled]), g.constant([3]), g.constant([5]), g.constant([0])])
     return g.node("Reshape", [tiled, g.node("Concat", [g.constant([1, -1]), taken], axis=0)])
+
+
+def in_halves(model: onnx.ModelProto) -> onnx.ModelProto:
+    """New rows are cut in two and put together, as TorchScript has it: with bounds computed from their width."""
+    nodes: list[onnx.NodeProto] = []
+    news = {n.input[1] for n in model.graph.node if n.op_type == "Concat" and n.output[0].startswith("present")}
+    for name, value in (("axis", [-1]), ("none", [0]), ("half", [1]), ("two", [2])):
+        model.graph.initializer.append(onnx.helper.make_tensor(name, onnx.TensorProto.INT64, [1], value))
+    for node in model.graph.node:
+        made = onnx.NodeProto()
+        made.CopyFrom(node)
+        nodes.append(made)
+        (out, *_) = made.output
+        if out not in news:
+            continue
+        made.output[0] = whole = f"{out}_whole"
+        steps = [
+            ("Shape", [whole], "sizes"), ("Gather", ["sizes", "axis"], "width"), ("Add", ["width", "half"], "more"),
+            ("Div", ["more", "two"], "middle"), ("Mul", ["middle", "two"], "end"),
+            ("Slice", [whole, "none", "middle", "axis"], "front"), ("Slice", [whole, "middle", "end", "axis"], "back"),
+        ]  # fmt: skip
+        own = {name for _, _, name in steps}
+        for op, inputs, name in steps:
+            inputs = [f"{out}_{t}" if t in own else t for t in inputs]
+            nodes.append(onnx.helper.make_node(op, inputs, [f"{out}_{name}"], f"{out}_{name}"))
+        nodes.append(onnx.helper.make_node("Concat", [f"{out}_front", f"{out}_back"], [out], f"n_{out}", axis=-1))
+    del model.graph.node[:], model.graph.value_info[:]
+    model.graph.node.extend(nodes)
+    return model

@@ -280,7 +280,10 @@ class Verification:
             session = open_session(expanded, self.folders[0], trial, self.room)[0]
         except EngineError as error:
             refusal = refusal if expanded is model else error
-            raise UnsupportedModelError(f"{self.path}: no engine here runs the original model: {refusal}") from None
+            first = " in its first step, behind an empty cache" if any(not v.size for v in trial.values()) else ""
+            raise UnsupportedModelError(
+                f"{self.path}: no engine here runs the original model{first}: {refusal}"
+            ) from None
         if session.engine == OrtSession.engine and normed is not model:
             self.notes.append(
                 "GroupQueryAttention's norms of queries and keys, which ONNX Runtime refuses on the CPU, ran as nodes "

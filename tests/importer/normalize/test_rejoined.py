@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from apart_graphs import apart, capped, in_one, repeated, scaled_by
+from apart_graphs import apart, capped, in_halves, in_one, repeated, scaled_by
 from concat_decode import Decode, check_decode, rewritten
 from concat_graphs import make_decoder
 from new_row_graphs import as_joined, give_new_rows, lay_caches
@@ -65,6 +65,13 @@ def test_sizes_of_what_is_repeated(tmp_path: Path) -> None:
     plain = make_decoder(apart({"repeat": "tile", "batch": 1}))
     other = make_decoder(apart({"repeat": "none", "batch": 1}, keys=repeated, values=repeated))
     Decode(plain, rewritten(other, tmp_path).model).check()
+    with pytest.raises(UnsupportedModelError, match="runs the original model in its first step, behind an empty cache"):
+        verify_model(tmp_path / "model.onnx", PlanOptions(capacity=24))
+
+
+def test_bounds_that_are_computed(tmp_path: Path) -> None:
+    model = in_halves(make_decoder(apart({"layers": 2, "repeat": "tile", "layout": "flat"})))
+    assert len(check_decode(model, tmp_path).plan.attention) == 2
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

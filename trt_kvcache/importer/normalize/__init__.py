@@ -12,7 +12,7 @@
     cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
                                                         (columns, fronts), select; all of them: candidate, views,
                                                         evidence: reach
-    scores that are computed apart                      attention: rejoined (joined_rows, in `prepare`), apart
+    scores that are computed apart                      attention: rejoined (joined_rows, halves; in `prepare`), apart
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
                                                         head_order, head_parts), sinks, guards, rounded, masks
                                                         (mask_values, own_masks, scaled_masks, square_masks,

@@ -32,6 +32,7 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
+from trt_kvcache.importer.normalize.attention.halves import fold_divisions
 from trt_kvcache.importer.normalize.attention.joined_rows import RowJoiner, rank_of, same
 from trt_kvcache.importer.normalize.einsum import lower_einsum
 
@@ -70,7 +71,8 @@ def rejoin(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _inferred(model: onnx.ModelProto) -> onnx.ModelProto:
-    return onnx.shape_inference.infer_shapes(model, data_prop=True)
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
+    return onnx.shape_inference.infer_shapes(inferred, data_prop=True) if fold_divisions(inferred) else inferred
 
 
 class _Joiner:
