@@ -24,14 +24,13 @@ def make_strict(model: ModelProto) -> None:
     for scope in iter_scopes(model):
         _sort(scope)
         _unstate(scope)
-    _rename(model.graph)
     used = {node.domain for scope in iter_scopes(model) for node in scope.node}
     if _CONTRIB in used - {entry.domain for entry in model.opset_import}:
         model.opset_import.add(domain=_CONTRIB, version=1)
 
 
-def _rename(graph: GraphProto) -> None:
-    """Give what has the name of ONNX Runtime's own casts another one, but for inputs and outputs of the model."""
+def rename_casts(graph: GraphProto) -> None:
+    """Give, in place, what has the name of ONNX Runtime's own casts another one; inputs and outputs keep theirs."""
     kept = {value.name for value in (*graph.input, *graph.output)}
 
     def other(name: str) -> str:

@@ -20,7 +20,7 @@ from trt_kvcache.given import given_path
 from trt_kvcache.importer.files.checks import check_graph
 from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
-from trt_kvcache.importer.files.lenient import make_strict
+from trt_kvcache.importer.files.lenient import make_strict, rename_casts
 from trt_kvcache.importer.files.lists import list_scalars
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
@@ -100,6 +100,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     make_strict(proto)
     is_edited = list_scalars(proto)
     check_graph(proto, str(path))
+    rename_casts(proto.graph)
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ()) | standardize(proto)
     if not first_step:
         check_takes_past(proto.graph, path)
