@@ -88,7 +88,8 @@ def read_limits(plan: CachePlan, options: VerifyOptions) -> Limits:
         OptionError: the model has no cache.
     """
     if not any(cache.carried for cache in plan.caches):
-        raise OptionError("the model has no cache update: there is no decode to verify")
+        why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
+        raise OptionError(f"no cache of the model {why}: there is no decode to verify")
     fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
     batch = min(fixed_batches, default=options.batch)
     fixed_lengths = {c.update_length for c in plan.caches if isinstance(c.update_length, int)}
