@@ -20,6 +20,9 @@ CURRENT = "current"
 
 Shape = tuple[int, ...]
 
+_MOST, _MOST_BYTES = 2**31 - 1, 2**63 - 1
+"""What TensorRT has numbers for: of sequences, tokens and positions; of bytes."""
+
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     unit: 1024**power
     for power, letter in enumerate("kmgt", start=1)
@@ -103,6 +106,9 @@ class BuildOptions:
             value = given_whole(getattr(self, name), name)
             if value < 1:
                 raise OptionError(f"{name} is {value}; it must be at least 1")
+            limit = _MOST_BYTES if name == "workspace" else _MOST
+            if value > limit:
+                raise OptionError(f"{name} is {value}; it must be at most {limit}")
             object.__setattr__(self, name, value)
         for name in ("version_compatible", "declare_aliases", "strip_plan", "refit", "memory_check"):
             given_switch(getattr(self, name), name)
