@@ -60,5 +60,5 @@ def load_settings(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise OptionError(f"{path} is not JSON: {error}") from None
     if not isinstance(data, dict):
-        raise OptionError(f"{path} holds {type(data).__name__}, not the object of a generation_config.json")
+        raise OptionError(f"{path} holds {type(data).__name__}, not an object of settings")
     return data
