@@ -177,12 +177,10 @@ def test_what_the_parser_refuses_is_named(tmp_path: Path) -> None:
 def test_a_model_that_kills_the_parser_is_an_error(tmp_path: Path) -> None:
     """Measured on TensorRT for RTX 1.7.1: it divides by the number of heads."""
     model = make_decoder(TINY)
-    model.opset_import.append(helper.make_opsetid("com.microsoft", 1))
     for name in ("cos", "sin"):
         model.graph.initializer.append(numpy_helper.from_array(np.ones((64, 32), np.float32), name))
     node = helper.make_node(
-        "RotaryEmbedding", ["logits", "position_ids", "cos", "sin"], ["turned"],
-        name="rope_node", domain="com.microsoft", num_heads=0,
+        "RotaryEmbedding", ["logits", "cos", "sin", "position_ids"], ["turned"], name="rope_node", num_heads=0
     )  # fmt: skip
     model.graph.node.append(node)
     model.graph.output.add().CopyFrom(model.graph.output[0])
