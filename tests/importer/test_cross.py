@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
+from concat_graphs import Build, Decoder, make_decoder
 from graphs import Graph, attention_model
 from hybrids import cross_logits, cross_model, encoder_constants, write
 from onnx import TensorProto
 
-from trt_kvcache import BuildOptions, DecodeSession, build_engine, plan_model
+from trt_kvcache import BuildOptions, DecodeSession, PlanOptions, build_engine, plan_model, verify_model
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import CachePlan, Role
 
@@ -50,6 +52,31 @@ def test_roles_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
             axis, range_ = axes.index("encoder"), profile.shapes[name]
             assert (range_.min[axis], range_.opt[axis], range_.max[axis]) == (1, 6, 24)
             assert range_.max[0] == 4
+
+
+def test_sequences_counted_by_a_symbol_of_each_input(tmp_path: Path) -> None:
+    """As torch.export has them where nothing says that they are one."""
+    decoder = Decoder(layers=2)
+
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        layer = sum(f"encoder_{n}.key" in {i.name for i in g.inputs} for n in range(2))
+        shape = [decoder.heads, f"length_{layer}", decoder.size]
+        heard = g.input(f"encoder_{layer}.key", TensorProto.FLOAT, ["batch", *shape])
+        said = g.input(f"encoder_{layer}.value", TensorProto.FLOAT, [f"sequences_{layer}", *shape])
+        batch = g.node("Shape", [g.tokens], start=0, end=1)
+        sizes = [g.constant([decoder.heads]), g.constant([-1]), g.constant([decoder.size])]
+        flat = g.node("Concat", [g.node("Mul", [batch, sizes[0]]), *sizes[1:]], axis=0)
+        said = g.node("Reshape", [g.node("Reshape", [said, flat]), g.node("Concat", [batch, *sizes], axis=0)])
+        scores = g.node("MatMul", [query, g.node("Transpose", [heard], perm=[0, 1, 3, 2])])
+        crossed = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), said])
+        return g.node("Add", [decoder.attend(g, query, keys, values), crossed])
+
+    path = write(tmp_path / "m.onnx", make_decoder(replace(decoder, attend=attend)))
+    options = PlanOptions(capacity=24)
+    plan = plan_model(path, options)
+    assert {axes[0] for axes in constants(plan).values()} == {"batch"}
+    assert len(plan.caches) == 4
+    verify_model(path, options).check()
 
 
 def test_shapes_given_by_name(tmp_path: Path) -> None:

@@ -258,6 +258,8 @@ class Interface:
             case OriginalRole.MASK:
                 last = "capacity" if fixed else "total"
                 axes = [*(["batch", "", "sequence"][-len(axes[:-1]) :] if len(axes) > 1 else []), last][: len(axes)]
+            case OriginalRole.CONSTANT if len(axes) > 2 and axes[0] == "?" and "batch" not in axes:
+                axes[0] = "batch"  # the exporter gave it a symbol of its own, as if it could be another number
         return tuple(axes)
 
     def _is_capacity(self, dim: int | str) -> bool:
