@@ -106,7 +106,8 @@ def _reduced(node: onnx.NodeProto, step: _Step) -> bool:
     """Over the axes of an input; none are all. Quantizers ask for the largest number of all."""
     axes, rank = step.numbers(node, 1), step.rank(node.input[0])
     if not axes:
-        return not _attribute(node, "noop_with_empty_axes", 0) and node.op_type not in ("ReduceMax", "ReduceMin")
+        over_all = not _attribute(node, "noop_with_empty_axes", 0) and node.op_type not in ("ReduceMax", "ReduceMin")
+        return over_all and bool(step.axes(node.input[0]))
     return any(axis % max(rank, 1) in step.axes(node.input[0]) for axis in axes)
 
 
