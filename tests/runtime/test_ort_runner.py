@@ -17,7 +17,6 @@ from onnx import TensorProto, helper
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.open import open_runner
-from trt_kvcache.runtime.ort.calls import open_on_cpu
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Runner, StepBatch
 
@@ -237,14 +236,6 @@ def test_refusals(
     path = write_decoder(tmp_path / "model.onnx", config)
     with pytest.raises(error, match=words):
         OnnxRuntimeRunner(path, **options)
-
-
-def test_an_opset_that_onnx_runtime_does_not_know(tmp_path: Path) -> None:
-    """As 24 on Python 3.10, whose last ONNX Runtime is 1.23."""
-    proto = make_decoder(BASE)
-    proto.opset_import[0].version = 99
-    with pytest.raises(UnsupportedModelError, match=r"cannot run it.*; install a newer one, for Python 3\.11"):
-        open_on_cpu(proto, tmp_path / "model.onnx", "")
 
 
 def test_an_input_without_a_role_is_refused_by_name(tmp_path: Path) -> None:

@@ -163,7 +163,9 @@ def _numbers(node: NodeProto, tensors: Mapping[str, TensorProto], folder: Path) 
     if not found or len(found) < len(names):
         return None
     values = [np.asarray(numpy_helper.to_array(tensor, base_dir=str(folder))) for tensor in found]
-    return _Numbers(values[0].astype(np.float32), found[0].data_type, values[1] if len(values) > 1 else np.float32(0))
+    return _Numbers(
+        values[0].astype(np.float32), found[0].data_type, values[1] if len(values) > 1 else np.zeros((), np.float32)
+    )
 
 
 def _quantized(rounding: _Rounding, constants: _Constants) -> list[NodeProto]:

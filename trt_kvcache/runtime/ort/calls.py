@@ -24,10 +24,6 @@ ORT_ERRORS = (
 )  # fmt: skip
 
 
-_OPSET = "Current official support for domain ai.onnx is till opset"
-"""ONNX Runtime's words for an opset that it does not know."""
-
-
 def one_line(error: Exception) -> str:
     """The message of an error, shortened in its middle where it is long."""
     text = " ".join(str(error).split()) or type(error).__name__
@@ -77,8 +73,6 @@ def open_on_cpu(
     try:
         return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
     except ORT_ERRORS as error:
-        if _OPSET in str(error):
-            advice = "install a newer one, for Python 3.11 or later: those for 3.10 end with opset 23"
         raise UnsupportedModelError(
             f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; {advice}"
         ) from None

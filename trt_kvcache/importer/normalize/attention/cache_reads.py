@@ -176,7 +176,7 @@ class CacheReads:
             is_front = not write.growing and made.shape[3 if transposed else 2] == sample.total
             major = _heads_major(front if is_front else numbers, write, size)
             if major is not None:
-                wide = np.float64 if np.dtype(dtype).itemsize == 8 else np.float32
+                wide: type[np.floating[Any]] = np.float64 if np.dtype(dtype).itemsize == 8 else np.float32
                 wanted = (major.swapaxes(2, 3) if transposed else major).astype(wide) * wide(factor)
                 tolerance = wide(4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5)
                 count = int(major.shape[1])
