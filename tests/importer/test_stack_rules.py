@@ -13,9 +13,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_kvcache.importer.extensions.stacked_caches.operators import split_readers
+from trt_kvcache.importer.extensions.stacked_caches.pieces import Pieces, UnsplittableError
 from trt_kvcache.importer.graph import export_inferred, small_constant
-from trt_kvcache.importer.stacks.pieces import Pieces, UnsplittableError
-from trt_kvcache.importer.stacks.rules import split_readers
 
 SIZES = (4, 2, 6, 3)
 

@@ -17,8 +17,8 @@ from stacked_graphs import Stacking, stacked, text_first
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model, plan_model
+from trt_kvcache.importer.extensions.stacked_caches.uses import Use, find_use
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.stacks.uses import Use, find_use
 from trt_kvcache.verify import VerifyOptions, verify_import
 
 OPTIONS = PlanOptions(capacity=16)

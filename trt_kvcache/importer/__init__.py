@@ -3,7 +3,7 @@
 Nothing here imports TensorRT. ONNX Runtime computes parts of models, as evidence.
 
     load_source     read the file, check it                           files, quantized
-    prepare         fixed capacity, flat, shapes known, caches and    prepare, inline, merged, stacks, normalize
+    prepare         fixed capacity, flat, shapes known, caches and    prepare, inline, merged, normalize
                     attention in their canonical form
     analyze         -> CachePlan                                      analysis, roles, plan
     rewrite_graph   the graph as the plan says                        rewrite

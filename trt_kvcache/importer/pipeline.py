@@ -21,7 +21,6 @@ from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.importer.rewritten import record_plan, recorded_plan
-from trt_kvcache.importer.stacks import check_slots
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
@@ -130,9 +129,9 @@ def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Gr
 def _plan(source: SourceModel, prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
     notes = note_roundings(prepared.model, source.path.parent)
-    plan = replace(plan, stacks=prepared.stacks, notes=(*plan.notes, *notes))
-    pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
-    check_slots(plan.stacks, pairs, [t.name for t in plan.tensors])  # of operators that hold caches, and states, too
+    plan = replace(plan, notes=(*plan.notes, *notes))
+    for finish in prepared.finishes:
+        plan = finish(plan)
     return plan
 
 

@@ -7,12 +7,13 @@ copies, shape inference and graph edits cost the graph's size, not the weights'.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import onnx
 
 from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
+from trt_kvcache.importer.extensions import rewrite_before_recognition
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
@@ -21,11 +22,11 @@ from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.fused.projected import project_apart
 from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.plan import PlanOptions, Stack
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.protos import all_nodes, opset_version
 from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
-from trt_kvcache.importer.stacks import unstack, write_heads_together
+from trt_kvcache.importer.stacks import write_heads_together
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _EACH_AXIS = 13  # the opset from which axes and sizes are inputs, as what reads and edits graphs here expects
@@ -42,14 +43,14 @@ class Prepared:
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
         findings: what normalization did; None where the caches were canonical already.
-        stacks: tensors of the source that hold several caches, of which each has its own in `model`.
+        finishes: what extensions add to the plan.
     """
 
     model: onnx.ModelProto
     weights: dict[str, onnx.TensorProto]
     inlined: tuple[str, ...]
     findings: Findings | None = None
-    stacks: tuple[Stack, ...] = ()
+    finishes: tuple[Callable[[CachePlan], CachePlan], ...] = ()
 
 
 def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
@@ -78,19 +79,19 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     fold_constant(model)
     if (opset_version(model) or _EACH_AXIS) < _EACH_AXIS:
         model = raise_opset(model)
-    unstacked = unstack(write_heads_together(rejoin(project_apart(model))), weights)
-    normalized = normalize(unstacked.model, weights, options)
+    model = write_heads_together(rejoin(project_apart(model)))
+    model, finishes = rewrite_before_recognition(model, weights)
+    normalized = normalize(model, weights, options)
     model = normalized.model
     if normalized.findings is not None:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
     bind_capacity(model.graph, capacity, fits=normalized.findings is not None)
     findings = merged.add_to(normalized.findings)
-    if notes:
+    if notes or finishes:
         findings = findings if findings is not None else Findings({})
         findings = replace(findings, notes=(*notes, *findings.notes))
-    findings = unstacked.add_to(findings)
-    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), findings, unstacked.stacks)
+    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), findings, tuple(finishes))
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:

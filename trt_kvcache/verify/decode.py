@@ -15,6 +15,7 @@ from onnx import ModelProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.analysis.index_limits import index_limits
+from trt_kvcache.importer.extensions import opener_of
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
@@ -26,7 +27,6 @@ from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
 from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits, schedule_notes
 from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_session
-from trt_kvcache.verify.stacked import StackedSession, joined
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -258,8 +258,7 @@ class Verification:
         Raises:
             UnsupportedModelError: no engine runs it.
         """
-        stacks = self.plan.stacks
-        return StackedSession(self._open_whole(joined(trial, stacks)), stacks) if stacks else self._open_whole(trial)
+        return opener_of(self.plan, self._open_whole)(trial)
 
     def _open_whole(self, trial: Feeds) -> Session:
         """A session of the original: as it is, or with masks or norms spelled out, or on the reference evaluator.

@@ -8,7 +8,7 @@
     y, present_k, present_v = com.microsoft::MultiHeadAttention(q, k, v, bias, mask, attention_bias, past[0], past[1])
     present = Concat(Unsqueeze(present_k), Unsqueeze(present_v))
 
-which `stacks` takes apart, and `mha` proves. The attributes of both mean the same, and so do masks and biases.
+which `stacked_caches` takes apart, and `mha` proves. The attributes of both mean the same, and so do masks and biases.
 
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md#commicrosoftattention.
 """

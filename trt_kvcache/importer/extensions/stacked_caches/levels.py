@@ -8,7 +8,7 @@
 
 An axis is one that caches are stacked along if constants choose single places of it; several such axes go one after the
 other. Outputs that are stacked of such caches are taken apart as well. All that is done holds by itself, operator by
-operator (`moves`, `writes`): no samples are needed, and what the caches are is seen later, of each.
+operator (`operators`): no samples are needed, and what the caches are is seen later, of each.
 """
 
 from __future__ import annotations
@@ -16,11 +16,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions import Rewritten
+from trt_kvcache.importer.extensions.stacked_caches.operators import split_readers
+from trt_kvcache.importer.extensions.stacked_caches.order import put_batch_first
+from trt_kvcache.importer.extensions.stacked_caches.pieces import Pieces, UnsplittableError, Value
+from trt_kvcache.importer.extensions.stacked_caches.slots import check_slots
+from trt_kvcache.importer.extensions.stacked_caches.uses import Use, find_use
 from trt_kvcache.importer.graph import (
     FLOATS,
     INT32,
@@ -38,23 +45,13 @@ from trt_kvcache.importer.graph import (
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe
-from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
-from trt_kvcache.importer.plan import Dim, InterfaceChange, Stack, StackPart
-from trt_kvcache.importer.protos import elem_type_of, opset_version, shape_of
-from trt_kvcache.importer.stacks.order import put_batch_first
-from trt_kvcache.importer.stacks.pieces import Pieces, UnsplittableError, Value
-from trt_kvcache.importer.stacks.rules import split_readers
-from trt_kvcache.importer.stacks.slots import check_slots
-from trt_kvcache.importer.stacks.uses import Use, find_use
+from trt_kvcache.importer.plan import CachePlan, Dim, InterfaceChange, Stack, StackPart
+from trt_kvcache.importer.protos import shape_of
 
-__all__ = ["Unstacked", "unstack"]
+__all__ = ["rewrite"]
 
-_LEAST_OPSET = 13  # from which axes are inputs of Squeeze and Unsqueeze
 _LEAST_RANK = 4
-_WRITES = ("Concat", "ScatterND", "ScatterElements")
-_CHOICES = ("Gather", "Slice", "Split", "Squeeze")
-_THROUGH = ("Transpose", "Unsqueeze", "Reshape", "Identity", "Cast", "ScatterND", "ScatterElements", "Concat", "Where")
 _ADVICE = (
     "supported are tensors of which every layer reads and writes its own part, chosen by a constant index (past[i], or "
     "unbind and stack), and heads of one cache that come back in their order: export them so, or with one input and "
@@ -62,39 +59,13 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Unstacked:
-    """A model whose inputs and outputs hold one cache each.
-
-    Attributes:
-        model: the same object where nothing was to do.
-        stacks: what was taken apart, inputs before outputs.
-    """
-
-    model: onnx.ModelProto
-    stacks: tuple[Stack, ...] = ()
-
-    def add_to(self, findings: Findings | None) -> Findings | None:
-        """What normalization found, with this before it."""
-        if not self.stacks:
-            return findings
-        findings = findings if findings is not None else Findings({})
-        return replace(findings, changes=(*_changes(self.stacks, findings.changes),))
-
-
-def unstack(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> Unstacked:
-    """Take apart what holds several caches.
-
-    Args:
-        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
-        weights: the detached weights.
+def rewrite(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> Rewritten:
+    """Take apart what holds several caches; see `trt_kvcache.importer.extensions`.
 
     Raises:
         UnsupportedModelError: something reads or writes such a tensor in a way that is none of one cache by itself, or
             a cache comes back in another place.
     """
-    if (opset_version(model) or 0) < _LEAST_OPSET or not _may_be_stacked(model.graph):
-        return Unstacked(model)
     whole = {v.name: (io, v) for io, vs in (("input", model.graph.input), ("output", model.graph.output)) for v in vs}
     parts = {name: [StackPart(name, (None,) * len(shape_of(v) or ()))] for name, (_, v) in whole.items()}
     while True:
@@ -116,35 +87,18 @@ def unstack(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> 
         for name, held in parts.items()
         if held[0].name != name or held[0].order is not None
     )
-    pairs = [(c.past.name, c.present.name) for c in find_candidates(graph) if not c.reason] if stacks else []
+    if not stacks:
+        return Rewritten(model)
+    pairs = [(c.past.name, c.present.name) for c in find_candidates(graph) if not c.reason]
     check_slots(stacks, pairs, [t.name for t in (*graph.inputs, *graph.outputs)])
-    return Unstacked(model, stacks)
+    return Rewritten(model, partial(_finish, stacks))
 
 
-def _may_be_stacked(graph: onnx.GraphProto) -> bool:
-    """Whether it is worth looking: something chooses among the rows of a large input, or joins an output."""
-    floats = {v.name for v in graph.input if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _LEAST_RANK}
-    large = [v for v in graph.input if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _LEAST_RANK - 1]
-    first = {v.name: (0, -len(shape_of(v) or ())) for v in large}  # where their first axis lies, also from the end
-    reached = set(floats)
-    joined = {v.name for v in graph.output if len(shape_of(v) or (0,) * 9) > _LEAST_RANK}
-    for node in graph.node:
-        if node.op_type in _CHOICES and node.input[0] in reached:
-            return True
-        if node.op_type == "Transpose" and node.input[0] in first:
-            perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), [0])
-            first[node.output[0]] = (perm.index(0), perm.index(0) - len(perm))
-        if node.op_type in _WRITES and any(_axis_of(node) in first.get(name, ()) for name in node.input):
-            return True  # perhaps with the text along the first axis
-        if node.op_type == "Concat" and joined & set(node.output):
-            return True
-        if node.op_type in _THROUGH and any(name in reached for name in node.input):
-            reached.update(node.output)
-    return False
-
-
-def _axis_of(node: onnx.NodeProto) -> int:
-    return next((int(a.i) for a in node.attribute if a.name == "axis"), 0)
+def _finish(stacks: tuple[Stack, ...], plan: CachePlan) -> CachePlan:
+    """The plan with the tensors as exported; what changes is said of these."""
+    pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
+    check_slots(stacks, pairs, [t.name for t in plan.tensors])  # of operators that hold caches, and states, too
+    return replace(plan, stacks=stacks, changes=tuple(_changes(stacks, plan.changes)))
 
 
 def _refined(old: StackPart, made: Mapping[str, tuple[int, Sequence[str]]]) -> Iterator[StackPart]:

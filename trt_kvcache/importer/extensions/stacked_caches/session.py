@@ -1,28 +1,32 @@
-"""A model as exported whose tensors hold several caches, behind an interface in which each cache has its own."""
+"""A model as exported whose tensors hold several caches, as a session in which each cache has its own."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.importer.plan import Stack, StackPart
-from trt_kvcache.verify.sessions import Session
+from trt_kvcache.importer.plan import CachePlan, Stack, StackPart
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer.extensions import Opener
+    from trt_kvcache.verify.sessions import Session
 
 Array = npt.NDArray[Any]
 
 
+def open_original(plan: CachePlan, open_session: Opener) -> Opener:
+    """What opens a session that takes and gives caches one by one; see `trt_kvcache.importer.extensions`."""
+    return lambda feeds: StackedSession(open_session(joined(feeds, plan.stacks)), plan.stacks)
+
+
 class StackedSession:
-    """Runs the original on caches one by one.
+    """Runs a model as exported on caches one by one.
 
     Attributes:
-        engine: name and version of what runs the original.
-
-    Args:
-        session: of the original.
-        stacks: which of its inputs and outputs hold what.
+        engine: name and version of what runs the model.
     """
 
     def __init__(self, session: Session, stacks: Sequence[Stack]) -> None:
@@ -36,7 +40,10 @@ class StackedSession:
         Raises:
             EngineError: the engine cannot run the step.
         """
-        return parted(self._session.run(joined(feeds, self._stacks)), self._stacks)
+        outputs = self._session.run(joined(feeds, self._stacks))
+        for stack in (s for s in self._stacks if s.io == "output"):
+            outputs |= stack.parted(outputs.pop(stack.name))
+        return outputs
 
 
 def joined(feeds: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, Array]:
@@ -51,14 +58,6 @@ def joined(feeds: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, Arr
         for part in stack.parts:
             whole[part.index] = _as_exported(made.pop(part.name), part)
         made[stack.name] = whole
-    return made
-
-
-def parted(outputs: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, Array]:
-    """What the model as exported gives, its caches one by one."""
-    made = dict(outputs)
-    for stack in (s for s in stacks if s.io == "output"):
-        made |= stack.parted(made.pop(stack.name))
     return made
 
 
