@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import defaultdict
 from functools import wraps
 from typing import Any
 
@@ -50,8 +51,19 @@ def _no_window(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest deselects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu`, with the reason, where no GPU is."""
+    """Mark the cases that `few` leaves out as slow; skip tests marked `gpu`, with the reason, where no GPU is."""
+    functions = defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    for cases in functions.values():
+        if few := cases[0].get_closest_marker("few"):
+            (count,) = few.args
+            kept = {i * (len(cases) - 1) // max(1, count - 1) for i in range(count)}
+            for i, item in enumerate(cases):
+                if i not in kept:
+                    item.add_marker(pytest.mark.slow)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

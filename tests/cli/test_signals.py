@@ -134,6 +134,7 @@ MOMENTS = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("command", "at", "when", "number"),
     [
@@ -162,6 +163,7 @@ def test_nothing_is_left(
     assert {file.name for file in model.parent.iterdir()} == {"model.onnx", "model.onnx.data"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
 def test_a_long_run_ends_soon(number: signal.Signals, tmp_path: Path) -> None:
     process = start([LONG], tmp_path)
@@ -172,6 +174,7 @@ def test_a_long_run_ends_soon(number: signal.Signals, tmp_path: Path) -> None:
     assert (process.returncode, stdout, stderr) == (0, "interrupted\n", "")
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
 def test_an_extension_is_loaded_to_its_end(number: signal.Signals, tmp_path: Path) -> None:
     """Some end the process with a crash, or say that something else is wrong, where an interrupt comes between."""

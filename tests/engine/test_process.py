@@ -202,6 +202,7 @@ def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death
     assert wait_for(lambda: unchanged(output))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL], ids=lambda s: s.name)
 def test_a_signal_in_a_real_build(death: signal.Signals, tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=8, hidden=256, head_size=64))

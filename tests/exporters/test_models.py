@@ -119,6 +119,7 @@ def test_the_original_and_the_rewritten_model_agree_over_a_decode(name):
     report.check()
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_tensorrt_builds_one_cache_layer_per_cache(name, tmp_path):
     options = PlanOptions(capacity=CAPACITY)
@@ -129,6 +130,7 @@ def test_tensorrt_builds_one_cache_layer_per_cache(name, tmp_path):
     assert manifest.aliases == {c.present: c.past for c in plan.caches}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_session_generates_from_the_model_as_exported(name):
     """Ragged prompts, chunked prefill: the same tokens as each prompt alone."""

@@ -100,6 +100,7 @@ def test_3d_inputs(attrs: dict[str, int]) -> None:
 class TestKernels:
     """Which tensors a fused kernel covers, and what `decomposable` adds."""
 
+    @pytest.mark.few(8)
     @pytest.mark.parametrize("mask_dtype", [None, BOOL, HALF])
     @pytest.mark.parametrize("head_size", [4, 8, 9, 12, 16, 24, 100, 128, 255, 256, 257, 260, 320, 512])
     def test_half(self, head_size: int, mask_dtype: int | None) -> None:
@@ -148,6 +149,7 @@ class TestKernels:
         assert (bare.stage, NO_KERNEL in bare.words) == (("build", True) if mask else ("built", False))
         assert trt.build(model, patch=trt.decomposable).stage == "built"
 
+    @pytest.mark.few(6)
     @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 1), (2, 2), (3, 1), (3, 3), (4, 1), (4, 2), (4, 4), (5, 1)])
     @pytest.mark.parametrize("queries", [1, "S"])
     @pytest.mark.parametrize("mask", [None, ("B", 1, 1, 16)], ids=str)

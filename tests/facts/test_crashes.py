@@ -23,6 +23,7 @@ def sharing(shared: str, dtype: int, scales: tuple[float, float]) -> bytes:
     return graph.model().SerializeToString()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [HALF, BF16])
 @pytest.mark.parametrize("shared", ["q", "k", "kv", "qkv"])
 def test_shared_query_or_key(shared: str, dtype: int) -> None:

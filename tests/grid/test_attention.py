@@ -232,6 +232,7 @@ def check(case: Case, folder: Path) -> ImportedModel:
     return result
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_and_built(case: Case, tmp_path: Path) -> None:
     result = check(case, tmp_path)
@@ -277,6 +278,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=80, deadline=None, database=None)
 @given(case=cases())
 def test_random_forms(case: Case) -> None:
@@ -284,6 +286,7 @@ def test_random_forms(case: Case) -> None:
         check(case, Path(folder))
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("mode", [0, 1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"is_causal": 1}, {"nonpad": True, "is_causal": 1}, {"mask": True}], ids=str)
 @pytest.mark.parametrize("softcap", [0.0, 2.0])

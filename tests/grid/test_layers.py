@@ -70,6 +70,7 @@ def test_key_and_value_of_different_head_sizes(sequence_major: bool, tmp_path: P
     assert {c.physical_shape[3] for c in plan.caches} == {16, 32}
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(
     ("shared", "readers"), [("caches", 2), ("caches", 16), ("query", 2), ("query", 5), ("both", 5)]
 )
@@ -89,6 +90,7 @@ def test_one_cache_read_by_several_attentions(
     assert {c.route for c in plan.caches} == {Route.NATIVE}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("span", [True, False])
 def test_parts_of_one_projection_are_many_queries(span: bool, shared: bool, tmp_path: Path) -> None:
@@ -112,6 +114,7 @@ def test_more_readers_of_one_query_are_refused(tmp_path: Path) -> None:
         imported(graph.model(), tmp_path)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("one_query", [True, False])
 @pytest.mark.parametrize("span", [True, False])
 @pytest.mark.parametrize("dtype", [HALF, FLOAT, BF16])

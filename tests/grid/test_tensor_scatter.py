@@ -135,6 +135,7 @@ def check(case: Case, folder: Path, options: PlanOptions) -> ImportedModel:
     return result
 
 
+@pytest.mark.few(24)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_equal_and_built(case: Case, tmp_path: Path) -> None:
     result = check(case, tmp_path, PlanOptions())
@@ -212,6 +213,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
+@pytest.mark.slow
 @settings(derandomize=True, max_examples=80, deadline=None, database=None)
 @given(case=cases(), fallback=st.sampled_from(tuple(Fallback)))
 def test_random_forms(case: Case, fallback: Fallback) -> None:

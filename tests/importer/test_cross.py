@@ -32,6 +32,7 @@ def constants(plan: CachePlan) -> dict[str, tuple[str, ...]]:
     return {t.name: t.axes for t in plan.tensors if t.role is Role.CONSTANT}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "mask"), FORMS)
 def test_roles_axes_and_engine(tmp_path: Path, kind: str, mask: str) -> None:
     model = write(tmp_path / "m.onnx", cross_model(kind, mask))

@@ -270,6 +270,7 @@ def dynamic(model: onnx.ModelProto, form: str, kind: Any, columns: bool) -> onnx
     return model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("form", "kind", "columns"), [("spelled", np.int8, False), ("fused", np.uint8, True)])
 @pytest.mark.parametrize("external", [False, True])
 def test_a_decoder_is_verified_and_built(tmp_path: Path, form: str, kind: Any, columns: bool, external: bool) -> None:
@@ -293,6 +294,7 @@ def test_of_a_model_with_canonical_caches_it_is_said_too(tmp_path: Path) -> None
     verify_import(found).check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [np.uint8, np.int8])
 @pytest.mark.parametrize("order", ["rows first", "table first"])
 def test_a_table_with_a_zero_point_beside_plain_products(tmp_path: Path, kind: Any, order: str) -> None:

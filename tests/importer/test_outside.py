@@ -47,6 +47,7 @@ def essence(plan: CachePlan) -> tuple[Any, ...]:
     return plan.caches, plan.attention, plan.masks, plan.tensors, plan.original
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders(tmp_path: Path, name: str, form: str) -> None:
@@ -58,6 +59,7 @@ def test_decoders(tmp_path: Path, name: str, form: str) -> None:
     verify_import(found).check()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("form", FORMS)
 def test_an_export(tmp_path: Path, form: str) -> None:
     """Inverse frequencies of the rotary embedding are a Constant of optimum-onnx: 256 bytes for heads of 128."""

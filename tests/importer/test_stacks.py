@@ -57,6 +57,7 @@ def caches_of(form: str) -> list[tuple[object, ...]]:
         return caches(plan_model(saved(Path(folder), form, None), OPTIONS))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("form", "how"), [*GROWING, *FIXED], ids=str)
 def test_each_cache_is_as_it_would_be_by_itself(tmp_path: Path, form: str, how: Stacking) -> None:
     path = saved(tmp_path, form, how)

@@ -58,6 +58,7 @@ MAJOR, MINOR = NVRTC = nvrtc_version()
 OLD = (MAJOR - 1, 8)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("gpu", "words"),
     [
@@ -98,6 +99,7 @@ WAYS_OUT = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", WAYS_OUT)
 @pytest.mark.parametrize(
     ("lacks", "words"),

@@ -165,6 +165,7 @@ def test_blocks_cover_a_row() -> None:
     assert [sets_per_row(vocab, 2) for vocab in (1, 32_000, 128_256)] == [32, 256, 1024]
 
 
+@pytest.mark.few(1)
 @needs_nvrtc
 @pytest.mark.parametrize("arch", ARCHS)
 def test_it_compiles_without_local_memory(arch: str) -> None:

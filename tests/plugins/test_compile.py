@@ -44,6 +44,7 @@ def check(config: KernelConfig, arch: str) -> None:
 EVERY = "TRT_KVCACHE_EVERY_KERNEL"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
 def test_kernels_compile_without_local_memory(arch: str) -> None:
     for config in KERNELS if os.environ.get(EVERY) else KERNELS[ARCHS.index(arch) :: 2 * len(ARCHS)]:

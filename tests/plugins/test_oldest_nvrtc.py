@@ -22,6 +22,7 @@ def test_it_is_the_oldest() -> None:
     assert f"nvrtc={OLDEST}\n" in (ROOT / "scripts" / "bindings").read_text()
 
 
+@pytest.mark.slow
 def test_every_template_compiles(tmp_path: Path) -> None:
     if not LIBRARIES.is_dir():
         pytest.skip(f"NVRTC {OLDEST} is not here; run scripts/bindings")

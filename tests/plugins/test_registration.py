@@ -238,6 +238,7 @@ def test_scales_per_tensor(tmp_path: Path) -> None:
     assert steps == [0, 1, 0]
 
 
+@pytest.mark.slow
 def test_arguments_arrive_in_the_order_of_the_compiled_kernel(tmp_path: Path) -> None:
     """TensorRT passes input pointers, int32 arguments, output pointers: the parameters of the PTX's entry are those."""
     cases = [case(o) for o in OPERATORS.values() if o.mode is UpdateMode.CIRCULAR]

@@ -53,6 +53,7 @@ def expected(tokens: list[int], mask: str, index: int, count: int) -> list[int]:
     return greedy(lambda t: cross_logits(t, mask, LENGTHS[index], index), tokens, count)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "mask"), FORMS)
 def test_each_sequence_attends_its_own_encoder(open_: Open, kind: str, mask: str) -> None:
     """Some of one length share steps, others cannot; more sequences than rows, in chunks."""

@@ -216,6 +216,7 @@ def test_one_wrong_row_shows(copier: Path) -> None:
     assert tokens != answer(CYCLES[0], prompt(CYCLES[0], 2), 6)[1:]
 
 
+@pytest.mark.few(1)
 @settings(
     max_examples=50, deadline=None, suppress_health_check=list(HealthCheck),
     phases=[Phase.explicit, Phase.reuse, Phase.generate],  # opening a model many times over to shrink takes minutes

@@ -42,6 +42,7 @@ def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Forms]:
     return {name: cut(path, tmp_path_factory.mktemp(name)) for name, path in STORED.items()}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["static", "planes"])
 def test_the_same_tokens_as_with_ids(forms: dict[str, Forms], name: str, device: str) -> None:
@@ -111,6 +112,7 @@ def image(rng: np.random.Generator, width: int, dtype: Any) -> tuple[list[int], 
     return ids, rng.standard_normal((12, width)).astype(dtype), places
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["planes", "half"])
 def test_images_against_a_full_recomputation(forms: dict[str, Forms], name: str, device: str) -> None:
@@ -247,6 +249,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_exporters_write_beside_the_decoder(forms: dict[str, Forms], layout: str, tmp_path: Path) -> None:
     model, embedding, opened_as = LAYOUTS[layout]

@@ -56,6 +56,7 @@ def expected(index: int, mask: str = "none") -> list[int]:
     return greedy(lambda tokens: cross_logits(tokens, mask, LENGTHS[index], index), PROMPTS[index], 10)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", ["none", "ones"])
 def test_each_sequence_has_its_source(layout: str, mask: str, tmp_path: Path) -> None:

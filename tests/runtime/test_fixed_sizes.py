@@ -50,6 +50,7 @@ def open_twin(config: DecoderConfig) -> DecoderConfig:
     return replace(config, batch="batch", sequence="sequence_len")
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("kind", FIXED)
 def test_sequences_that_join_and_leave(kind: str, device: str, tmp_path: Path) -> None:
@@ -181,6 +182,7 @@ def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 MODELS = Path(__file__).parents[1] / "models"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [

@@ -140,6 +140,7 @@ def _tolerance(settings: dict[str, Any]) -> float:
     return 4e-2 if settings.get("dtype") is np.float16 else 1e-4
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", ABSORBED)
 def test_queries_go_to_the_latents(tmp_path: Path, name: str) -> None:
     latent, rest = ABSORBED[name]

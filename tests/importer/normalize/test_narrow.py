@@ -90,6 +90,7 @@ def test_caches_get_the_type_that_they_are_cast_to(tmp_path: Path, source: str, 
     verify_import(found, VerifyOptions(tokens=6)).check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", ["optimum/llama_fp16", "torch/llama_static_wrap_op20"])
 @pytest.mark.parametrize(("kept", "taken"), [("float16", FLOAT), ("bfloat16", FLOAT), ("bfloat16", FLOAT16)])
 def test_pasts_alone_may_come_in_a_type_that_holds_more(tmp_path: Path, source: str, kept: str, taken: int) -> None:

@@ -165,6 +165,7 @@ SHAPES: list[list[Dim]] = [list(s) for rank in range(5) for s in itertools.produ
 PLANAR: list[list[Dim]] = [[3, "batch", "sequence"], ["batch", 3, "sequence"], [3, 1, "sequence"], [3, 2, "sequence"]]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("sequence", ["sequence", 1])
 @pytest.mark.parametrize("batch", ["batch", 2, 3])
 def test_positions_of_any_shape_are_taken_or_refused_by_name(tmp_path: Path, batch: Dim, sequence: Dim) -> None:

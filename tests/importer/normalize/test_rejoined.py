@@ -41,6 +41,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_they_become_one(tmp_path: Path, name: str) -> None:
     decoder = apart(VARIANTS[name][0], **VARIANTS[name][1])

@@ -26,6 +26,7 @@ DECODERS = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("form", ["whole", "new rows"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_any_layout(tmp_path: Path, name: str, form: str) -> None:

@@ -35,6 +35,7 @@ def test_lengths_read_off_views_of_caches(tmp_path: Path, positions: str) -> Non
     Decode(model, rewritten(same, tmp_path).model).check()
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("positions", ["past", "padding", "present", "input"])
 @pytest.mark.parametrize("capacity", [1, 2, 3, 4, 6, 8, 11])
 def test_at_any_capacity(tmp_path: Path, positions: str, capacity: int) -> None:

@@ -81,6 +81,7 @@ def lowered(result: Any) -> set[tuple[AttentionKind, str]]:
     return {(a.kind, a.reason) for a in result.plan.attention}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("kind", [INT8, FP8])
 @pytest.mark.parametrize("repeat", ["expand", "none", "gather"])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -127,6 +128,7 @@ def test_nothing_stands_between_rounding_and_products(tmp_path: Path) -> None:
         assert maker.op == "DequantizeLinear"
 
 
+@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     kind=st.sampled_from([INT8, FP8]),

@@ -24,6 +24,7 @@ LOWEST = float(np.finfo(np.float32).min)
 CODEGEN: dict[str, Any] = {"scale": "none", "masked": _times(0.5, "Div"), "lowest": LOWEST}
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     scale=st.sampled_from(["scores", "q", "k", "none"]),

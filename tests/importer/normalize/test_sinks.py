@@ -53,6 +53,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
     onnx.checker.check_model(result.model, full_check=True)
 
 
+@pytest.mark.slow
 @settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     decoder=st.builds(
@@ -127,6 +128,7 @@ def test_windows_and_full_layers_in_turns(tmp_path: Path) -> None:
     assert sorted(c.capacity for c in result.plan.caches) == [7, 7, CAPACITY, CAPACITY]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("how", [{}, {"window": 5}, {"mask": "own"}], ids=str)
 def test_from_export_to_engine(tmp_path: Path, dtype: Any, how: dict[str, Any]) -> None:

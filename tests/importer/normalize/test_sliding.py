@@ -30,6 +30,7 @@ def rows(model: onnx.ModelProto) -> dict[str, int]:
     return {v.name: v.type.tensor_type.shape.dim[axes[v.name]].dim_value for v in model.graph.input if v.name in axes}
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize(("window", "chunk"), [(1, 1), (1, 4), (3, 4), (5, 1), (5, 5), (6, 2)])
 @pytest.mark.parametrize("how", [{}, {"mask": "padding"}, {"layout": "bsnd"}, {"layout": "flat"}, {"layers": 2}])
 def test_decode_around_the_ring(window: int, chunk: int, how: dict[str, Any]) -> None:
