@@ -15,7 +15,7 @@ from speech_graphs import HEARD, LAYERS, WIDTH, Speech, make_decoder, make_encod
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.errors import PromptError
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.encoders.model import import_encoder
+from trt_kvcache.importer.extensions.encoders.model import import_encoder
 from trt_kvcache.importer.plan import Role
 
 ROOM = 9

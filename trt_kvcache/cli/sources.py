@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache.cli.given import token_ids
 from trt_kvcache.cli.output import print_warnings
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.files.encoder import decoder_start
+from trt_kvcache.importer.extensions.encoders.files import decoder_start
 from trt_kvcache.runtime.encoders.encoder import Source
 from trt_kvcache.verify.inputs import load_inputs
 

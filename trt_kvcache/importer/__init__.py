@@ -9,7 +9,7 @@ Nothing here imports TensorRT. ONNX Runtime computes parts of models, as evidenc
     rewrite_graph   the graph as the plan says                        rewrite
     patch_network   what only TensorRT's parsed network can say       patch
 
-`pipeline` calls them one after the other; `encoders` makes a model of what runs beside a decoder.
+`pipeline` calls them one after the other. `extensions` are loaded only for models that need them.
 
 Names load on first use: the data classes in `trt_kvcache.importer.plan`, and manifests with them, need no ONNX.
 """

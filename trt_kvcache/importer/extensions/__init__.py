@@ -1,16 +1,16 @@
 """Families of models that few exports need. Each has a module of its own, loaded only for a model of that family.
 
-To add a family: write a record below, and a module with the functions of the stations at which it has something to do.
+To add a family: write a record below, and a module with a function for each station at which it has something to do.
 
     rewrite(model, weights)        in front of recognition: edits the flat model    -> Rewritten
     open_original(plan, open)      in `verify`: runs the model as exported          -> opens a session
 
-Only the pipeline, `prepare` and `verify` ask for extensions, and only through this module.
+`encoders` has no record: a build and a session ask for it where there is an encoder beside the decoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from trt_kvcache.importer.protos import elem_type_of, shape_of
 if TYPE_CHECKING:
     from trt_kvcache.verify.sessions import Session
 
-__all__ = ["EXTENSIONS", "Extension", "Rewritten", "opener_of", "rewrite_before_recognition"]
+__all__ = ["EXTENSIONS", "Extension", "Rewritten", "load", "opener_of", "rewrite_before_recognition"]
 
 Opener = Callable[[dict[str, Any]], "Session"]
 
@@ -44,21 +44,24 @@ class Rewritten:
 
 @dataclass(frozen=True)
 class Extension:
-    """One family.
+    """One family: at each station where it has something to do, a cheap test, which loads nothing.
+
+    Where a test says yes, the function of the station's name is called in the module.
 
     Attributes:
-        name: of its module in this folder.
-        applies: a cheap test of the flat model, by operators and ranks; it loads nothing.
-        planned: whether the plan says that `verify` needs the extension.
+        name: of the module in this folder.
+        rewrite: tests the flat model, by operators and ranks.
+        open_original: tests the plan.
     """
 
     name: str
-    applies: Callable[[onnx.ModelProto], bool]
-    planned: Callable[[CachePlan], bool] = lambda plan: False
+    rewrite: Callable[[onnx.ModelProto], bool] | None = None
+    open_original: Callable[[CachePlan], bool] | None = None
 
-    def load(self) -> Any:
-        """The module."""
-        return import_module(f"{__name__}.{self.name}")
+
+def load(name: str) -> Any:
+    """The module of an extension."""
+    return import_module(f"{__name__}.{name}")
 
 
 def rewrite_before_recognition(
@@ -78,8 +81,8 @@ def rewrite_before_recognition(
     """
     finishes = []
     for extension in EXTENSIONS:
-        if extension.applies(model):
-            done: Rewritten = extension.load().rewrite(model, weights)
+        if extension.rewrite is not None and extension.rewrite(model):
+            done: Rewritten = load(extension.name).rewrite(model, weights)
             model = done.model
             finishes += [done.finish] if done.finish is not None else []
     return model, finishes
@@ -92,13 +95,10 @@ def opener_of(plan: CachePlan, open_session: Opener) -> Opener:
         plan: of the model.
         open_session: opens a session of the model as exported, given the inputs of a step.
     """
-    for extension in _planned(plan):
-        open_session = extension.load().open_original(plan, open_session)
+    for extension in EXTENSIONS:
+        if extension.open_original is not None and extension.open_original(plan):
+            open_session = load(extension.name).open_original(plan, open_session)
     return open_session
-
-
-def _planned(plan: CachePlan) -> Iterator[Extension]:
-    return (extension for extension in EXTENSIONS if extension.planned(plan))
 
 
 _CHOICES = ("Gather", "Slice", "Split", "Squeeze")
@@ -128,4 +128,4 @@ def _stacks_caches(model: onnx.ModelProto) -> bool:
     return False
 
 
-EXTENSIONS = (Extension("stacked_caches", _stacks_caches, planned=lambda plan: bool(plan.stacks)),)
+EXTENSIONS = (Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),)

@@ -1,7 +1,7 @@
 """The encoder of a decoder: what was heard, seen or is to be translated goes in, the decoder's constants come out.
 
 It runs once for each sequence, without padding: as an engine beside the decoder's on the GPU (`trt.encoder`), else on
-the CPU with ONNX Runtime. Where the constants come from, `trt_kvcache.importer.encoders.parts` says.
+the CPU with ONNX Runtime. Where the constants come from, `trt_kvcache.importer.extensions.encoders.outputs` says.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trt_kvcache.errors import OptionError, PromptError, TrtKvCacheError, UnsupportedModelError
-from trt_kvcache.importer.encoders.parts import find_later, find_parts, present_names
-from trt_kvcache.importer.files.encoder import find_encoder, find_first_step, named_encoder
+from trt_kvcache.importer.extensions.encoders.files import find_encoder, find_first_step, named_encoder
+from trt_kvcache.importer.extensions.encoders.outputs import find_later, find_parts, present_names
 from trt_kvcache.importer.plan import Role, Stack, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep

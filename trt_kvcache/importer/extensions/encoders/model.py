@@ -22,7 +22,7 @@ from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.attention import analyze_attention
-from trt_kvcache.importer.encoders.parts import (
+from trt_kvcache.importer.extensions.encoders.outputs import (
     HIDDEN,
     IDS,
     MASK,
