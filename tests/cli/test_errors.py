@@ -218,7 +218,7 @@ def test_what_help_rules_out_is_2(arguments: str) -> None:
     [
         *((f"{command} --window-chunk 9", "--window-chunk 9 has no effect without --sliding circular; add that")
           for command in ("plan", "rewrite -o r.onnx", "build -o e", "verify", "generate --tokens 1", "bench")),
-        ("generate --tokens 1 --seed 3", "--seed 3 is of sampling, and greedy decoding draws nothing; add --sample"),
+        ("generate --tokens 1 --seed 3", "--seed 3 is for sampling, and greedy decoding draws nothing; add --sample"),
         ("generate --tokens 1 --greedy --top-k 3", "top_k=3 has no effect without do_sample"),
         ("generate --tokens 1 --length-penalty 2", "length_penalty=2.0 has no effect without num_beams above 1"),
         ("generate --tokens 1 --early-stopping true", "early_stopping=True has no effect without num_beams above 1"),

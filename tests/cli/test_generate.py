@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from trt_kvcache.cli.app import app
-from trt_kvcache.cli.generate import _read
+from trt_kvcache.cli.prompts import read_text
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.runtime.events import TokenEvent
@@ -144,7 +144,7 @@ def test_a_prompt_from_stdin(folder: Path) -> None:
 def test_a_prompt_from_a_closed_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", None)
     with pytest.raises(OptionError, match="--prompt-file - reads stdin, which is closed"):
-        _read(Path("-"))
+        read_text(Path("-"))
 
 
 def test_sampling_can_be_repeated(folder: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 from rich.progress import Progress
 
-from trt_kvcache.cli.progress import ProgressBars, build_progress
+from trt_kvcache.cli.build import ProgressBars, build_progress
 from trt_kvcache.engine.protocol import ProgressEvent
 
 

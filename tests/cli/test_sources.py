@@ -69,7 +69,7 @@ def test_ids_and_an_encoder_elsewhere(folder: Path) -> None:
 def test_mistakes(folder: Path) -> None:
     source = ["--source-inputs", folder / "0.npz"]
     cases: list[tuple[list[object], str]] = [
-        ([*source, "--constants", folder / "0.npz"], "--source makes what --constants gives; use one of them"),
+        ([*source, "--constants", folder / "0.npz"], "--source and --constants give the same inputs; use one of them"),
         ([*source * 2, "--tokens=1", "--tokens=2", "--tokens=3"], "there are 2 sources for 3 prompts; give one"),
         (["--tokens=1", "--encoder", folder], "has nothing to read; give --source, or leave it out"),
         (["--tokens=1"], "past_key_values.a.encoder.key"),

@@ -11,7 +11,7 @@ from decoders import DecoderConfig, write_decoder
 from runtime.hash_runner import HashRunner
 from typer.testing import CliRunner
 
-from trt_kvcache.cli import bench_plot
+from trt_kvcache.cli import bench as bench_command
 from trt_kvcache.cli.app import app
 from trt_kvcache.errors import OptionError
 from trt_kvcache.runtime.bench import bench_session, default_sizes
@@ -84,7 +84,7 @@ def test_command_refusals(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     def missing(_: str) -> Any:
         raise ImportError
 
-    monkeypatch.setattr(bench_plot, "import_module", missing)
+    monkeypatch.setattr(bench_command, "import_module", missing)
     result = CliRunner().invoke(app, ["bench", str(model), "--plot", str(tmp_path / "plot.png")])
     assert result.exit_code == 1
     assert "--plot needs matplotlib: pip install matplotlib" in result.stderr

@@ -16,6 +16,7 @@ from trt_kvcache.cli.build import build
 from trt_kvcache.cli.doctor import doctor
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.inspect import inspect
+from trt_kvcache.cli.options import with_flags
 from trt_kvcache.cli.output import print_error
 from trt_kvcache.cli.plan import plan
 from trt_kvcache.cli.plugins import plugins
@@ -75,4 +76,4 @@ def _root(
 
 
 for _command in (plan, rewrite, build, verify, generate, bench, inspect, plugins, doctor):
-    app.command()(_command)
+    app.command()(with_flags(_command))

@@ -2,37 +2,170 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trt_kvcache.cli.options import (
-    BackendChoice,
-    CacheLayoutOption,
-    CapacityOption,
-    ConfigOption,
-    DecodeWeights,
-    FallbackOption,
-    JsonOption,
-    LatentOption,
-    LogitsOption,
-    ModelArgument,
-    SlidingOption,
-    SpanOption,
-    Switch,
-    Verbosity,
-    WindowChunkOption,
-    plan_options,
-)
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, LogitPositions, Sliding
+from trt_kvcache.cli.options import BuildPlanFlags, JsonOption, ModelArgument, given_flags
 
 if TYPE_CHECKING:
-    from trt_kvcache.engine.manifest import Manifest
+    from rich.progress import Progress, TaskID
 
-_SIZES = "What the engine must hold"
-_HOW = "How the engine is built"
+    from trt_kvcache.engine.build import ProgressEvent
+    from trt_kvcache.engine.manifest import Manifest
+    from trt_kvcache.engine.options import BuildOptions
+
+_size_flag = partial(typer.Option, rich_help_panel="What the engine must hold")
+_build_flag = partial(typer.Option, rich_help_panel="How the engine is built")
+
+
+class BackendChoice(str, Enum):
+    """The TensorRT package that builds the engine."""
+
+    AUTO = "auto"
+    TENSORRT = "tensorrt"
+    TENSORRT_RTX = "tensorrt-rtx"
+
+
+class DecodeWeights(str, Enum):
+    """Weights of decode steps of one row: those of prefill, or their own."""
+
+    AUTO = "auto"
+    SHARED = "shared"
+    OWN = "own"
+
+
+class Verbosity(str, Enum):
+    """Detail in which an engine describes its layers."""
+
+    NONE = "none"
+    LAYER_NAMES_ONLY = "layer-names-only"
+    DETAILED = "detailed"
+
+
+@dataclass(frozen=True)
+class BuildFlags:
+    """Flags of a build; see `BuildOptions`."""
+
+    max_batch: Annotated[
+        int | None, _size_flag(min=1, metavar="N", help="Most sequences in a step. Default: the model's own, else 1.")
+    ] = None
+    max_chunk: Annotated[
+        int | None,
+        _size_flag(min=1, metavar="TOKENS", help="Longest update in a step. Default: the model's own, else 512."),
+    ] = None
+    max_logits: Annotated[
+        int | None,
+        _size_flag(
+            min=1,
+            metavar="N",
+            help="Most positions with logits in a step, such as N for drafts of N - 1 tokens. Default: 16.",
+        ),
+    ] = None
+    opt_batch: Annotated[
+        int | None,
+        _size_flag(min=1, metavar="N", help="Batch size that TensorRT chooses kernels for. Default: the largest."),
+    ] = None
+    max_encoder: Annotated[
+        int | None,
+        _size_flag(
+            min=1,
+            metavar="N",
+            help="Longest output of an encoder, for models that attend one. Default: the longest output of the encoder "
+            "that is built.",
+        ),
+    ] = None
+    opt_encoder: Annotated[
+        int | None,
+        _size_flag(
+            min=1,
+            metavar="N",
+            help="Length of the encoder's output that TensorRT chooses kernels for. Default: the longest.",
+        ),
+    ] = None
+    encoder: Annotated[
+        str,
+        _size_flag(
+            metavar="auto|none|FILE|DIR",
+            help="The encoder that becomes an engine too. auto: the exporter's beside the model, if TensorRT takes it; "
+            "otherwise it runs on the CPU.",
+        ),
+    ] = "auto"
+    decode_weights: Annotated[
+        DecodeWeights,
+        _build_flag(
+            help="For a batch of one: decode with the weights of prefill, or its own. auto: the smaller engine."
+        ),
+    ] = DecodeWeights.AUTO
+    min_shapes: Annotated[
+        str | None,
+        _size_flag("--minShapes", metavar="NAME:1x2,...", help="Smallest shapes, for inputs of unknown role."),
+    ] = None
+    opt_shapes: Annotated[str | None, _size_flag("--optShapes", metavar="NAME:1x2,...", help="Typical shapes.")] = None
+    max_shapes: Annotated[str | None, _size_flag("--maxShapes", metavar="NAME:1x2,...", help="Largest shapes.")] = None
+    backend: Annotated[BackendChoice, _build_flag(help="auto: TensorRT with a GPU, else TensorRT for RTX.")] = (
+        BackendChoice.AUTO
+    )
+    compute_capabilities: Annotated[
+        str | None, _build_flag(metavar="sm80,sm89,...", help="GPUs to build for; current: the GPU of this machine.")
+    ] = None
+    workspace: Annotated[
+        str | None, _build_flag(metavar="SIZE", help="Most scratch memory of the GPU, such as 4GiB.")
+    ] = None
+    opt_level: Annotated[int | None, _build_flag(min=0, max=5, help="TensorRT's optimization level.")] = None
+    timing_cache: Annotated[
+        Path | None,
+        _build_flag(metavar="FILE", help="File of measured kernel times, read and written.", readable=False),
+    ] = None
+    version_compatible: Annotated[
+        bool, _build_flag("--version-compatible", help="The engine runs on later TensorRT versions too.")
+    ] = False
+    declare_aliases: Annotated[
+        bool,
+        _build_flag(
+            "--declare-aliases", help="Tell TensorRT which outputs of the plugin share a buffer with an input."
+        ),
+    ] = False
+    strip_plan: Annotated[bool, _build_flag("--strip-plan", help="Leave the weights out of the engine.")] = False
+    refit: Annotated[bool, _build_flag("--refit", help="Weights can be changed after the build.")] = False
+    profiling_verbosity: Annotated[Verbosity, _build_flag(help="Detail in which the engine describes its layers.")] = (
+        Verbosity.LAYER_NAMES_ONLY
+    )
+    memory_check: Annotated[bool, _build_flag(help="Refuse a build that would not fit into this machine's memory.")] = (
+        True
+    )
+
+    def options(self) -> BuildOptions:
+        """Return the `BuildOptions` that the flags ask for.
+
+        Raises:
+            OptionError: a value is illegal.
+        """
+        from trt_kvcache import BuildOptions, OptionError
+        from trt_kvcache.engine.options import parse_bytes, parse_shapes
+
+        if self.decode_weights is DecodeWeights.OWN and self.max_batch is not None and self.max_batch > 1:
+            raise OptionError(
+                f"--decode-weights own is for a batch of one, and --max-batch is {self.max_batch}; leave one out"
+            )
+        parsers: dict[str, Callable[[str], object]] = {
+            "min_shapes": parse_shapes, "opt_shapes": parse_shapes, "max_shapes": parse_shapes,
+            "compute_capabilities": lambda text: text.split(","), "workspace": parse_bytes,
+        }  # fmt: skip
+        given = given_flags(self)
+        for name in parsers.keys() & given.keys():
+            text = given.pop(name)
+            if text:
+                given[name] = parsers[name](text)
+        return BuildOptions(**given)
 
 
 def build(
@@ -40,182 +173,18 @@ def build(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="ENGINE", help="The manifest goes to ENGINE.json.", readable=False)
     ],
-    max_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Most sequences in a step. Default: the model's own, else 1.",
-            rich_help_panel=_SIZES,
-        ),
-    ] = None,
-    max_chunk: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="TOKENS",
-            help="Longest update in a step. Default: the model's own, else 512.",
-            rich_help_panel=_SIZES,
-        ),
-    ] = None,
-    max_logits: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Most positions that a step gives logits of, such as drafts of N - 1 tokens. Default: 16.",
-            rich_help_panel=_SIZES,
-        ),
-    ] = None,
-    opt_batch: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Batch that kernels are chosen for. Default: the largest.", rich_help_panel=_SIZES
-        ),
-    ] = None,
-    max_encoder: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Longest output of an encoder, for models that attend one. Default: what the encoder built makes.",
-            rich_help_panel=_SIZES,
-        ),
-    ] = None,
-    opt_encoder: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="N", help="Length of it to choose kernels for. Default: the longest.", rich_help_panel=_SIZES
-        ),
-    ] = None,
-    encoder: Annotated[
-        str,
-        typer.Option(
-            metavar="auto|none|FILE|DIR",
-            help="Which encoder becomes an engine too. auto: the exporter's beside the model, if TensorRT takes it. "
-            "Else it runs on the CPU.",
-            rich_help_panel=_SIZES,
-        ),
-    ] = "auto",
-    decode_weights: Annotated[
-        DecodeWeights,
-        typer.Option(
-            help="For a batch of one: decode with the weights of prefill, or its own. auto: the smaller engine.",
-            rich_help_panel=_HOW,
-        ),
-    ] = DecodeWeights.AUTO,
-    min_shapes: Annotated[
-        str | None,
-        typer.Option(
-            "--minShapes",
-            metavar="NAME:1x2,...",
-            help="Smallest shapes, for inputs of unknown role.",
-            rich_help_panel=_SIZES,
-        ),
-    ] = None,
-    opt_shapes: Annotated[
-        str | None, typer.Option("--optShapes", metavar="NAME:1x2,...", help="Typical shapes.", rich_help_panel=_SIZES)
-    ] = None,
-    max_shapes: Annotated[
-        str | None, typer.Option("--maxShapes", metavar="NAME:1x2,...", help="Largest shapes.", rich_help_panel=_SIZES)
-    ] = None,
-    backend: Annotated[
-        BackendChoice,
-        typer.Option(help="auto: TensorRT with a GPU, else TensorRT for RTX.", rich_help_panel=_HOW),
-    ] = BackendChoice.AUTO,
-    compute_capabilities: Annotated[
-        str | None,
-        typer.Option(
-            metavar="sm80,sm89,...", help="GPUs to build for; current: the one at hand.", rich_help_panel=_HOW
-        ),
-    ] = None,
-    workspace: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Most scratch memory, as 4GiB.", rich_help_panel=_HOW)
-    ] = None,
-    opt_level: Annotated[
-        int | None, typer.Option(min=0, max=5, help="TensorRT's effort.", rich_help_panel=_HOW)
-    ] = None,
-    timing_cache: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Kernel times, read and written.", rich_help_panel=_HOW, readable=False),
-    ] = None,
-    version_compatible: Annotated[
-        bool, typer.Option("--version-compatible", help="Runs on later TensorRT versions too.", rich_help_panel=_HOW)
-    ] = False,
-    declare_aliases: Annotated[
-        bool,
-        typer.Option("--declare-aliases", help="Tell TensorRT what the plugin does in place.", rich_help_panel=_HOW),
-    ] = False,
-    strip_plan: Annotated[
-        bool, typer.Option("--strip-plan", help="Leave the weights out of the engine.", rich_help_panel=_HOW)
-    ] = False,
-    refit: Annotated[
-        bool, typer.Option("--refit", help="Weights can be changed after the build.", rich_help_panel=_HOW)
-    ] = False,
-    profiling_verbosity: Annotated[
-        Verbosity, typer.Option(help="What the engine tells about its layers.", rich_help_panel=_HOW)
-    ] = Verbosity.LAYER_NAMES_ONLY,
-    memory_check: Annotated[
-        bool,
-        typer.Option(help="Refuse a build that would not fit into this machine's memory.", rich_help_panel=_HOW),
-    ] = True,
-    capacity: CapacityOption = None,
-    cache_layout: CacheLayoutOption = CacheLayout.AUTO,
-    attention_span: SpanOption = Switch.ON,
-    fallback: FallbackOption = Fallback.AUTO,
-    sliding: SlidingOption = Sliding.LINEAR,
-    window_chunk: WindowChunkOption = None,
-    latent_attention: LatentOption = LatentAttention.ABSORBED,
-    logits: LogitsOption = LogitPositions.LAST,
-    config: ConfigOption = None,
+    engine: BuildFlags,
+    flags: BuildPlanFlags,
     json: JsonOption = False,
 ) -> None:
     """Build an engine whose caches are updated in place, and its manifest beside it."""
-    from trt_kvcache import BuildOptions, OptionError, build_engine
+    from trt_kvcache import build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
-    from trt_kvcache.cli.progress import build_progress
-    from trt_kvcache.engine.options import parse_bytes, parse_shapes
 
-    if decode_weights is DecodeWeights.OWN and max_batch is not None and max_batch > 1:
-        raise OptionError(f"--decode-weights own is for a batch of one, and --max-batch is {max_batch}; leave one out")
-    options = BuildOptions(
-        backend=backend.value,
-        max_batch=max_batch,
-        opt_batch=opt_batch,
-        max_chunk=max_chunk,
-        max_logits=max_logits,
-        max_encoder=max_encoder,
-        opt_encoder=opt_encoder,
-        encoder=encoder,
-        decode_weights=decode_weights.value,
-        min_shapes=parse_shapes(min_shapes) if min_shapes else {},
-        opt_shapes=parse_shapes(opt_shapes) if opt_shapes else {},
-        max_shapes=parse_shapes(max_shapes) if max_shapes else {},
-        compute_capabilities=tuple(compute_capabilities.split(",")) if compute_capabilities else (),
-        workspace=parse_bytes(workspace) if workspace else None,
-        opt_level=opt_level,
-        timing_cache=None if timing_cache is None else str(timing_cache),
-        version_compatible=version_compatible,
-        declare_aliases=declare_aliases,
-        strip_plan=strip_plan,
-        refit=refit,
-        profiling_verbosity=profiling_verbosity.value,
-        memory_check=memory_check,
-    )
-    plan = plan_options(
-        capacity=capacity,
-        cache_layout=cache_layout,
-        attention_span=attention_span,
-        fallback=fallback,
-        sliding=sliding,
-        window_chunk=window_chunk,
-        latent_attention=latent_attention,
-        logits=logits,
-        config=config,
-    )
+    options = engine.options()
     start = time.perf_counter()
     with build_progress() as report:
-        manifest = build_engine(model, output, options=plan, build=options, progress=report)
+        manifest = build_engine(model, output, options=flags.options(), build=options, progress=report)
     seconds = time.perf_counter() - start
     print_warnings((*manifest.plan.warnings, *manifest.warnings))
     if json:
@@ -244,3 +213,38 @@ def _print(output: Path, manifest: Manifest, seconds: float) -> None:
         f"{human_bytes(total)} for a batch of {batch}"
     )
     print_profiles(out, manifest)
+
+
+@contextmanager
+def build_progress() -> Iterator[Callable[[ProgressEvent], None] | None]:
+    """Show bars on stderr while a build runs; yields what to give it as `progress`, None where nobody watches."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    from trt_kvcache.cli.output import console
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as progress:
+        yield ProgressBars(progress).show
+
+
+class ProgressBars:
+    """One bar per phase that is under way, indented under the phase that it is part of."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._tasks: dict[str, tuple[TaskID, int]] = {}
+
+    def show(self, event: ProgressEvent) -> None:
+        """Move the bar of the event's phase: new ones appear, finished ones go."""
+        if event.finished:
+            if event.phase in self._tasks:
+                self._progress.remove_task(self._tasks.pop(event.phase)[0])
+            return
+        total = event.steps if event.steps > 1 else None  # of one step there is nothing to tell but that it runs
+        if event.phase not in self._tasks:
+            depth = self._tasks[event.parent][1] + 1 if event.parent in self._tasks else 0
+            self._tasks[event.phase] = (self._progress.add_task("  " * depth + event.phase, total=total), depth)
+        self._progress.update(self._tasks[event.phase][0], completed=event.step)

@@ -1,10 +1,14 @@
-"""Options that several commands share, and the `PlanOptions` made of them."""
+"""Flags that several commands share: each is declared once, in a dataclass that makes the options of a station."""
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
 import typer
 
@@ -19,6 +23,27 @@ from trt_kvcache.importer.plan import (
     Target,
 )
 
+run_flag = partial(typer.Option, rich_help_panel="How it runs")
+_plan_flag = partial(typer.Option, rich_help_panel="How the model is planned")
+
+ModelArgument = Annotated[
+    Path,
+    typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.", readable=False),
+]
+RunnableArgument = Annotated[
+    Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.", readable=False)
+]
+EmbeddingsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Embeddings of token ids, for a model that takes embeddings: .onnx, .npy or .safetensors[:TENSOR]. "
+        "Default: the exporter's model beside it.",
+    ),
+]
+AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
+
 
 class Switch(str, Enum):
     """``on`` or ``off``."""
@@ -27,193 +52,160 @@ class Switch(str, Enum):
     OFF = "off"
 
 
-class BackendChoice(str, Enum):
-    """Which TensorRT builds the engine."""
+class Device(str, Enum):
+    """The processor that a session runs on."""
 
     AUTO = "auto"
-    TENSORRT = "tensorrt"
-    TENSORRT_RTX = "tensorrt-rtx"
+    CPU = "cpu"
+    CUDA = "cuda"
 
 
-class DecodeWeights(str, Enum):
-    """Whether decode steps of one row have weights of their own."""
-
-    AUTO = "auto"
-    SHARED = "shared"
-    OWN = "own"
+DeviceOption = Annotated[Device, run_flag(help="auto: the device that the file is made for.")]
 
 
-class Verbosity(str, Enum):
-    """What an engine tells about its layers."""
+@dataclass(frozen=True)
+class SessionPlanFlags:
+    """Flags that plan a model for a session on the CPU."""
 
-    NONE = "none"
-    LAYER_NAMES_ONLY = "layer-names-only"
-    DETAILED = "detailed"
+    capacity: Annotated[
+        int | None,
+        _plan_flag(
+            min=1,
+            metavar="TOKENS",
+            help="Tokens per sequence, for caches that grow or have a symbolic length. Default of generate: as many as "
+            "its texts need.",
+        ),
+    ] = None
+    sliding: Annotated[
+        Sliding,
+        _plan_flag(
+            help="For attention that sees only a window. circular: caches hold the window and one update, not the text."
+        ),
+    ] = Sliding.LINEAR
+    window_chunk: Annotated[
+        int | None,
+        _plan_flag(
+            min=1,
+            metavar="TOKENS",
+            help=f"With --sliding circular: longest update in a step. Default: {PlanOptions().window_chunk}.",
+        ),
+    ] = None
+    latent_attention: Annotated[
+        LatentAttention,
+        _plan_flag(
+            help="For caches that hold latents (MLA). absorbed: for decoding. expanded: for steps of several hundred "
+            "tokens."
+        ),
+    ] = LatentAttention.ABSORBED
+    logits: Annotated[
+        LogitPositions,
+        _plan_flag(
+            help="last: logits of as many of a step's last positions as the caller asks for; prefill needs one. all: "
+            "as exported."
+        ),
+    ] = LogitPositions.LAST
 
+    def options(self) -> PlanOptions:
+        """Return the `PlanOptions` that the flags ask for.
 
-_PLAN = "How the model is planned"
+        Raises:
+            OptionError: a flag has no effect without another.
+        """
+        if self.window_chunk is not None and self.sliding is not Sliding.CIRCULAR:
+            raise OptionError(
+                f"--window-chunk {self.window_chunk} has no effect without --sliding circular; add that, or leave "
+                "--window-chunk out"
+            )
+        return PlanOptions(**given_flags(self))
 
-ModelArgument = Annotated[
-    Path,
-    typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.", readable=False),
-]
-EmbeddingsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FILE",
-        help="Of token ids, for a model that takes embeddings: .onnx, .npy or .safetensors[:TENSOR]. Default: the "
-        "exporter's model beside it.",
-    ),
-]
-AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
-CapacityOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="TOKENS",
-        help="Tokens per sequence, for caches that grow or have a symbolic length. Default of generate: what its texts "
-        "need.",
-        rich_help_panel=_PLAN,
-    ),
-]
-CacheLayoutOption = Annotated[
-    CacheLayout,
-    typer.Option(
-        help="auto: sequence-major caches become [B, N, S_max, H] in the engine. preserve: byte order is kept.",
-        rich_help_panel=_PLAN,
-    ),
-]
-SpanOption = Annotated[
-    Switch,
-    typer.Option(
-        "--attention-span", help="Attend to the active rows only, not to the capacity.", rich_help_panel=_PLAN
-    ),
-]
-FallbackOption = Annotated[
-    Fallback,
-    typer.Option(
-        help="For updates that TensorRT's own layer does not know. contract: native, if no update straddles the wrap. "
-        "functional: plain operators, not in place.",
-        rich_help_panel=_PLAN,
-    ),
-]
-SlidingOption = Annotated[
-    Sliding,
-    typer.Option(
-        help="Where attention sees a window only. circular: caches hold the window and one update, not the text.",
-        rich_help_panel=_PLAN,
-    ),
-]
-WindowChunkOption = Annotated[
-    int | None,
-    typer.Option(
-        min=1,
-        metavar="TOKENS",
-        help=f"With --sliding circular: longest update in a step. Default: {PlanOptions().window_chunk}.",
-        rich_help_panel=_PLAN,
-    ),
-]
-LatentOption = Annotated[
-    LatentAttention,
-    typer.Option(
-        "--latent-attention",
-        help="Where caches hold latents (MLA). absorbed: for decoding. expanded: for steps of several hundred tokens.",
-        rich_help_panel=_PLAN,
-    ),
-]
-LogitsOption = Annotated[
-    LogitPositions,
-    typer.Option(
-        help="last: logits of as many of a step's last positions as asked for; prefill needs one. all: as exported.",
-        rich_help_panel=_PLAN,
-    ),
-]
-ConfigOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="YAML",
-        help="Name patterns for roles, tried before the shipped ones.",
-        rich_help_panel=_PLAN,
-        readable=False,
-    ),
-]
-TargetOption = Annotated[
-    Target, typer.Option(help="The builder to plan for; need not be installed.", rich_help_panel=_PLAN)
-]
-PackedOption = Annotated[
-    Switch,
-    typer.Option("--packed-native", help="off for TensorRT 10.15 and 10.16.", rich_help_panel=_PLAN),
-]
+    def session_options(self, model: Path) -> dict[str, Any]:
+        """Return the keyword arguments for `DecodeSession.open`: none if no flag is given.
+
+        Raises:
+            OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
+                without another.
+        """
+        if self == SessionPlanFlags():
+            return {}
+        if model.suffix.lower() != ".onnx" and not model.is_dir():
+            raise OptionError(
+                f"--capacity, --sliding, --window-chunk, --latent-attention and --logits plan a model, and {model} is "
+                "taken for an engine, which was planned when it was built; leave them out, or give the .onnx file"
+            )
+        return {"plan_options": self.options()}
 
 
-def plan_options(
-    *,
-    target: Target = Target.TENSORRT_RTX,
-    capacity: int | None,
-    cache_layout: CacheLayout,
-    attention_span: Switch,
-    fallback: Fallback,
-    config: Path | None,
-    sliding: Sliding,
-    window_chunk: int | None,
-    latent_attention: LatentAttention,
-    logits: LogitPositions,
-    packed_native: Switch = Switch.ON,
-) -> PlanOptions:
-    """Make `PlanOptions` of the options as given on the command line.
+@dataclass(frozen=True)
+class BuildPlanFlags(SessionPlanFlags):
+    """Flags that plan a model for a build, which follows the builder in everything else."""
 
-    Raises:
-        OptionError: one has no effect without another.
-    """
-    return PlanOptions(
-        target=target,
-        capacity=capacity,
-        cache_layout=cache_layout,
-        attention_span=attention_span is Switch.ON,
-        fallback=fallback,
-        packed_native=packed_native is Switch.ON,
-        config=None if config is None else str(config),
-        sliding=sliding,
-        window_chunk=_window_chunk(sliding, window_chunk),
-        latent_attention=latent_attention,
-        logits=logits,
+    cache_layout: Annotated[
+        CacheLayout,
+        _plan_flag(
+            help="auto: sequence-major caches become [B, N, S_max, H] in the engine. preserve: caches keep their byte "
+            "order."
+        ),
+    ] = CacheLayout.AUTO
+    attention_span: Annotated[Switch, _plan_flag(help="Attend to the active rows only, not to the capacity.")] = (
+        Switch.ON
     )
+    fallback: Annotated[
+        Fallback,
+        _plan_flag(
+            help="For updates that TensorRT's own layer does not support. contract: native; correct only if no update "
+            "crosses the end of the ring. functional: plain operators, not in place."
+        ),
+    ] = Fallback.AUTO
+    config: Annotated[
+        Path | None,
+        _plan_flag(metavar="YAML", help="Name patterns for roles, tried before the shipped ones.", readable=False),
+    ] = None
 
 
-def runner_options(
-    model: Path,
-    capacity: int | None,
-    sliding: Sliding,
-    window_chunk: int | None,
-    latent_attention: LatentAttention,
-    logits: LogitPositions,
-) -> dict[str, Any]:
-    """Options of `DecodeSession.open` made of those that plan a model; none where none was given.
+@dataclass(frozen=True)
+class PlanFlags(BuildPlanFlags):
+    """Flags that plan a model for a builder that need not be installed."""
 
-    Raises:
-        OptionError: they are given for an engine, which was planned when it was built; or one has no effect without
-            another.
+    target: Annotated[Target, _plan_flag(help="The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
+    packed_native: Annotated[Switch, _plan_flag(help="off for TensorRT 10.15 and 10.16.")] = Switch.ON
+
+
+def given_flags(flags: Any) -> dict[str, Any]:
+    """Return the flags that have a value, by name: enums as their text, switches as bools."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Switch):
+            return value is Switch.ON
+        return value.value if isinstance(value, Enum) else value
+
+    return {name: plain(value) for name, value in vars(flags).items() if value not in (None, [])}
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command that takes every field of its dataclasses as a flag.
+
+    Args:
+        command: a function whose parameters are annotated for typer, or with a dataclass whose fields are.
     """
-    given = (capacity, sliding, window_chunk, latent_attention, logits)
-    if given == (None, Sliding.LINEAR, None, LatentAttention.ABSORBED, LogitPositions.LAST):
-        return {}
-    if model.suffix.lower() != ".onnx" and not model.is_dir():
-        raise OptionError(
-            f"--capacity, --sliding, --window-chunk, --latent-attention and --logits plan a model, and {model} is "
-            "taken for an engine, which was planned when it was built; leave them out, or give the .onnx file"
-        )
-    options = PlanOptions(
-        capacity=capacity,
-        sliding=sliding,
-        window_chunk=_window_chunk(sliding, window_chunk),
-        latent_attention=latent_attention,
-        logits=logits,
-    )
-    return {"plan_options": options}
+    parameters: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        kind = parameter.annotation
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            hints = get_type_hints(kind, include_extras=True)
+            parameters += [
+                inspect.Parameter(f.name, parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+                for f in fields(kind)
+            ]
+        else:
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
+    def run(**values: Any) -> None:
+        made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+        command(**values, **made)
 
-def _window_chunk(sliding: Sliding, given: int | None) -> int:
-    if given is not None and sliding is not Sliding.CIRCULAR:
-        raise OptionError(f"--window-chunk {given} has no effect without --sliding circular; add that, or leave it out")
-    return PlanOptions().window_chunk if given is None else given
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return run

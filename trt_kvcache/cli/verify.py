@@ -2,41 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from trt_kvcache.cli.options import (
-    AllOption,
-    CacheLayoutOption,
-    CapacityOption,
-    ConfigOption,
-    FallbackOption,
-    JsonOption,
-    LatentOption,
-    LogitsOption,
-    ModelArgument,
-    PackedOption,
-    SlidingOption,
-    SpanOption,
-    Switch,
-    TargetOption,
-    WindowChunkOption,
-    plan_options,
-)
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LatentAttention, LogitPositions, Sliding, Target
+from trt_kvcache.cli.options import AllOption, JsonOption, ModelArgument, PlanFlags, given_flags
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from trt_kvcache.verify import VerifyReport
+    from trt_kvcache.verify import VerifyOptions, VerifyReport
 
 
-def verify(
-    model: ModelArgument,
-    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences, each with its own length.")] = 3,
-    chunks: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the prefill chunks.")] = "5,3",
+@dataclass(frozen=True)
+class VerifyFlags:
+    """Flags of a verification; see `VerifyOptions`."""
+
+    batch: Annotated[int, typer.Option(min=1, metavar="N", help="Sequences, each with its own length.")] = 3
+    chunks: Annotated[str, typer.Option(metavar="N,...", help="Lengths of the prefill chunks.")] = "5,3"
     tokens: Annotated[
         int | None,
         typer.Option(
@@ -44,63 +29,46 @@ def verify(
             metavar="N",
             help="Single-token steps after the chunks. Default: 4; 3x the chunks where caches change.",
         ),
-    ] = None,
+    ] = None
     tolerance: Annotated[
         float | None,
         typer.Option(
             min=0, metavar="SHARE", help="Largest difference, as a share of an output's scale. Default: by dtype."
         ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of tokens, caches and garbage.")] = 0,
+    ] = None
+    seed: Annotated[int, typer.Option(min=0, help="Seed of tokens, caches and garbage.")] = 0
     inputs: Annotated[
         Path | None, typer.Option(metavar="FILE.npz", help="Values by name for inputs of unknown role.", readable=False)
-    ] = None,
-    target: TargetOption = Target.TENSORRT_RTX,
-    capacity: CapacityOption = None,
-    cache_layout: CacheLayoutOption = CacheLayout.AUTO,
-    attention_span: SpanOption = Switch.ON,
-    fallback: FallbackOption = Fallback.AUTO,
-    packed_native: PackedOption = Switch.ON,
-    sliding: SlidingOption = Sliding.LINEAR,
-    window_chunk: WindowChunkOption = None,
-    latent_attention: LatentOption = LatentAttention.ABSORBED,
-    logits: LogitsOption = LogitPositions.LAST,
-    config: ConfigOption = None,
+    ] = None
+
+    def options(self) -> VerifyOptions:
+        """Return the `VerifyOptions` that the flags ask for.
+
+        Raises:
+            OptionError: a value is illegal.
+        """
+        from trt_kvcache import OptionError, VerifyOptions
+
+        try:
+            chunks = tuple(int(chunk) for chunk in self.chunks.split(",") if chunk.strip())
+        except ValueError:
+            raise OptionError(f"--chunks {self.chunks!r} is not a list of token counts such as 5,3") from None
+        return VerifyOptions(**{**given_flags(self), "chunks": chunks})
+
+
+def verify(
+    model: ModelArgument,
+    verification: VerifyFlags,
+    flags: PlanFlags,
     every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
     """Run the original and the rewritten model side by side on ONNX Runtime over a decode; fail where they differ."""
-    from trt_kvcache import OptionError, VerifyOptions, verify_model
+    from trt_kvcache import verify_model
     from trt_kvcache.cli.output import print_json
 
-    try:
-        lengths = tuple(int(chunk) for chunk in chunks.split(",") if chunk.strip())
-    except ValueError:
-        raise OptionError(f"--chunks {chunks!r} is not a list of token counts such as 5,3") from None
-    report = verify_model(
-        model,
-        plan_options(
-            target=target,
-            capacity=capacity,
-            cache_layout=cache_layout,
-            attention_span=attention_span,
-            fallback=fallback,
-            packed_native=packed_native,
-            sliding=sliding,
-            window_chunk=window_chunk,
-            latent_attention=latent_attention,
-            logits=logits,
-            config=config,
-        ),
-        VerifyOptions(
-            batch=batch,
-            chunks=lengths,
-            tokens=tokens,
-            tolerance=tolerance,
-            seed=seed,
-            inputs=None if inputs is None else str(inputs),
-        ),
-    )
+    options = verification.options()
+    report = verify_model(model, flags.options(), options)
     if json:
         print_json(report)
     else:

@@ -1,0 +1,296 @@
+"""The prompts of ``trt-kvcache generate``, and the sources that an encoder reads for them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trt_kvcache.cli.options import EmbeddingsOption
+from trt_kvcache.errors import OptionError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from trt_kvcache.runtime.encoders.encoder import Source
+    from trt_kvcache.runtime.requests import GivenAll
+    from trt_kvcache.runtime.session import DecodeSession
+    from trt_kvcache.runtime.text.tokenizer import Tokenizer
+
+    Array = np.ndarray[Any, np.dtype[Any]]
+
+_prompt_flag = partial(typer.Option, rich_help_panel="Prompts to continue")
+_source_flag = partial(typer.Option, rich_help_panel="Sources for an encoder (translation, speech, ...)")
+_NEEDED = ("input_ids", "inputs_embeds")
+
+
+@dataclass(frozen=True)
+class EmbeddedPrompt:
+    """A prompt as embeddings.
+
+    Attributes:
+        ids: token ids, with placeholders for those of images.
+        embeds: ``[S, H]``.
+        positions: ``[S]`` or ``[planes, S]``, or None.
+    """
+
+    ids: list[int]
+    embeds: Array
+    positions: Array | None
+
+
+@dataclass(frozen=True)
+class PromptFlags:
+    """Flags that give prompts, and inputs of the model beside them."""
+
+    prompt: Annotated[list[str] | None, _prompt_flag(metavar="TEXT", help="For several, give it several times.")] = None
+    prompt_file: Annotated[
+        list[Path] | None, _prompt_flag(metavar="FILE", help="Text from a file; - is stdin.", readable=False)
+    ] = None
+    tokens: Annotated[list[str] | None, _prompt_flag(metavar="ID,...", help="Token ids.")] = None
+    tokenizer: Annotated[
+        Path | None,
+        _prompt_flag(
+            metavar="FILE",
+            help="tokenizer.json or its folder. Default for text: the one beside the model.",
+            readable=False,
+        ),
+    ] = None
+    chat: Annotated[bool, _prompt_flag("--chat", help="Each text is a user's message; uses the chat template.")] = False
+    system: Annotated[str | None, _prompt_flag(metavar="TEXT", help="System message of the chat.")] = None
+    constants: Annotated[
+        list[Path] | None,
+        _prompt_flag(
+            metavar="NPZ",
+            help="Inputs that the model reads beside the text, such as an encoder's output: arrays [1, ...] by name of "
+            "the input. One file for all prompts, or one for each.",
+            readable=False,
+        ),
+    ] = None
+    embeddings: EmbeddingsOption = None
+    inputs_embeds: Annotated[
+        list[Path] | None,
+        _prompt_flag(
+            metavar="NPZ",
+            help="A prompt as embeddings, such as those of images: inputs_embeds [S, H], input_ids [S], and "
+            "position_ids [S] or [3, S] where the tokens do not stand in order.",
+            readable=False,
+        ),
+    ] = None
+
+    def check(self) -> None:
+        """Raise `OptionError` where a flag needs another one."""
+        if self.chat and not (self.prompt or self.prompt_file):
+            raise OptionError("--chat needs messages as text; give --prompt or --prompt-file, or leave it out")
+        if self.system is not None and not self.chat:
+            raise OptionError("--system is a message of a chat; add --chat")
+
+    def find_tokenizer(self, model: Path, *, needed: bool) -> Tokenizer | None:
+        """Return the given tokenizer, or for text the one beside the model; None where nothing needs one.
+
+        Raises:
+            OptionError: text needs one, and there is none.
+        """
+        from trt_kvcache.runtime.text.tokenizer import Tokenizer
+
+        if self.tokenizer is not None:
+            return Tokenizer.load(self.tokenizer)
+        if not (needed or self.prompt or self.prompt_file or self.chat):
+            return None
+        beside = (model if model.is_dir() else model.parent) / "tokenizer.json"
+        if not beside.exists():
+            raise OptionError(
+                f"text needs a tokenizer, and there is no {beside}; give --tokenizer, or ids with --tokens"
+            )
+        return Tokenizer.load(beside)
+
+    def embedded(self) -> list[EmbeddedPrompt]:
+        """Read the prompts that are given as embeddings.
+
+        Raises:
+            OptionError: a file cannot be read, or holds other arrays.
+        """
+        return [read_embedded(file) for file in self.inputs_embeds or []]
+
+    def read(self, tokenizer: Tokenizer | None, embedded: Sequence[EmbeddedPrompt]) -> list[list[int]]:
+        """Return all prompts as token ids: texts, then files, then ids, then those of embeddings.
+
+        Raises:
+            OptionError: there are none, or a file cannot be read.
+        """
+        texts = [*(self.prompt or []), *(read_text(file) for file in self.prompt_file or [])]
+        ids = [token_ids(text, "--tokens") for text in self.tokens or []]
+        if not (texts or ids or embedded):
+            raise OptionError(
+                "nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds, or --source"
+            )
+        if self.chat and ids:
+            raise OptionError("--chat needs messages as text, and --tokens gives ids; use one of them")
+        prompts = []
+        for text in texts:
+            assert tokenizer is not None  # there is text
+            if self.chat:
+                messages = [{"role": "system", "content": self.system}] if self.system is not None else []
+                rendered = tokenizer.render_chat([*messages, {"role": "user", "content": text}])
+                # The template writes the special tokens itself.
+                prompts.append(tokenizer.encode(rendered, special_tokens=False))
+            else:
+                prompts.append(tokenizer.encode(text))
+        return prompts + ids + [prompt.ids for prompt in embedded]
+
+    def read_constants(self, encoded: list[dict[str, Any]], prompts: int) -> GivenAll:
+        """Return the constants of each prompt: from files, or made by the encoder.
+
+        Raises:
+            OptionError: a file cannot be read, or the number of files fits no number of prompts.
+        """
+        from trt_kvcache.verify.inputs import load_inputs
+
+        files = self.constants or []
+        if files and len(files) not in (1, prompts):
+            raise OptionError(
+                f"there are {len(files)} files of constants for {prompts} prompts; give one, or one for each"
+            )
+        given = encoded or [load_inputs(str(file)) for file in files]
+        return (given * prompts if len(given) == 1 else given) or None
+
+
+@dataclass(frozen=True)
+class SourceFlags:
+    """Flags that give sources for the encoder of an encoder-decoder."""
+
+    source: Annotated[
+        list[str] | None,
+        _source_flag(metavar="TEXT", help="Text, such as the text to translate. For several, give it several times."),
+    ] = None
+    source_tokens: Annotated[list[str] | None, _source_flag(metavar="ID,...", help="The same as token ids.")] = None
+    source_inputs: Annotated[
+        list[Path] | None,
+        _source_flag(
+            metavar="NPZ",
+            help="Arrays [1, ...] by name of the encoder's input, such as input_features.",
+            readable=False,
+        ),
+    ] = None
+    encoder: Annotated[
+        Path | None,
+        _source_flag(
+            metavar="FILE|DIR",
+            help="The encoder. Default: the engine that was built with the decoder's, else the exporter's model beside "
+            "it, which runs on the CPU.",
+            readable=False,
+        ),
+    ] = None
+
+    def read(self) -> list[Source]:
+        """Return all sources: texts, then ids, then arrays.
+
+        Raises:
+            OptionError: ids are malformed, or a file cannot be read.
+        """
+        from trt_kvcache.verify.inputs import load_inputs
+
+        arrays = [load_inputs(str(file)) for file in self.source_inputs or []]
+        ids = [token_ids(text, "--source-tokens") for text in self.source_tokens or []]
+        return [*(self.source or []), *ids, *arrays]
+
+    def start(self, model: Path) -> list[int]:
+        """Return the prompt with which every text of the decoder starts: one token.
+
+        Raises:
+            OptionError: no config names the token.
+        """
+        from trt_kvcache.importer.extensions.encoders.files import decoder_start
+
+        for place in (model, self.encoder):
+            if place is not None and (token := decoder_start(place)) is not None:
+                return [token]
+        raise OptionError(
+            f"no config beside {model} names the decoder_start_token_id, with which texts of an encoder-decoder start; "
+            "give it with --tokens"
+        )
+
+    def for_each(self, prompts: list[list[int]], sources: int, *, constants: bool) -> list[list[int]]:
+        """Return one prompt for each source: a single prompt goes with all of them.
+
+        Raises:
+            OptionError: the numbers do not fit, constants are given as well, or the encoder has nothing to read.
+        """
+        if not sources:
+            if self.encoder is not None:
+                raise OptionError(f"--encoder {self.encoder} has nothing to read; give --source, or leave it out")
+            return prompts
+        if constants:
+            raise OptionError("--source and --constants give the same inputs; use one of them")
+        if len(prompts) == 1:
+            return prompts * sources
+        if sources not in (1, len(prompts)):
+            raise OptionError(f"there are {sources} sources for {len(prompts)} prompts; give one, or one for each")
+        return prompts
+
+
+def encode(session: DecodeSession, sources: Sequence[Source]) -> list[dict[str, Any]]:
+    """Encode every source. Warnings, such as that the encoder runs on the CPU, go to stderr."""
+    import warnings
+
+    from trt_kvcache.cli.output import print_warnings
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        made = [session.encode(source) for source in sources]
+    print_warnings(str(warning.message) for warning in said)
+    return made
+
+
+def read_embedded(file: Path) -> EmbeddedPrompt:
+    """Read the arrays of a prompt. The ids may have a batch axis of 1, as in models.
+
+    Raises:
+        OptionError: the file cannot be read, lacks an array or has others, or its ids are no integers ``[S]``.
+    """
+    from trt_kvcache.verify.inputs import load_inputs
+
+    arrays = load_inputs(str(file))
+    missing = [name for name in _NEEDED if name not in arrays]
+    unknown = [name for name in arrays if name not in (*_NEEDED, "position_ids")]
+    if missing or unknown:
+        found = f"lacks {' and '.join(missing)}" if missing else f"has {', '.join(unknown)}"
+        raise OptionError(f"--inputs-embeds {file} {found}; it holds {', '.join(_NEEDED)} and maybe position_ids")
+    ids = arrays["input_ids"]
+    ids = ids[0] if ids.ndim == 2 and len(ids) == 1 else ids
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise OptionError(f"--inputs-embeds {file}: input_ids are {ids.dtype} {list(ids.shape)}; give integers [S]")
+    return EmbeddedPrompt(ids.tolist(), arrays["inputs_embeds"], arrays.get("position_ids"))
+
+
+def token_ids(text: str, option: str) -> list[int]:
+    """Return the token ids in the text of an option.
+
+    Raises:
+        OptionError: the text is no list of numbers.
+    """
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise OptionError(f"{option} {text!r} is not a list of token ids such as 1,15,7") from None
+
+
+def read_text(file: Path) -> str:
+    """Return the text in a file, or on stdin for ``-``.
+
+    Raises:
+        OptionError: it cannot be read.
+    """
+    if str(file) == "-" and sys.stdin is None:
+        raise OptionError("--prompt-file - reads stdin, which is closed")
+    try:
+        return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise OptionError(f"--prompt-file {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"--prompt-file {file} is not UTF-8 text") from None
