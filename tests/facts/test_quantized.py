@@ -1,7 +1,7 @@
 """What TensorRT for RTX makes of quantized weights and numbers.
 
-A failure here means that TensorRT changed: `importer.signed`, `normalize.nbits`, `normalize.zero_points`, `importer.
-quantizers`, `importer.spelled` and `importer.block_quantizers` rely on these facts.
+A failure here means that TensorRT changed: `importer.quantized.signed`, `normalize.nbits`, `normalize.zero_points` and
+`importer.extensions.quantizers` rely on these facts.
 """
 
 from __future__ import annotations

@@ -24,7 +24,8 @@ from trt_kvcache import (
     rewrite_model,
 )
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.quantized.block_quantizers import (
+from trt_kvcache.importer.extensions.quantizers.blocks_on_cpu import with_plain_blocks
+from trt_kvcache.importer.extensions.quantizers.modelopt import (
     DOMAIN,
     FP4_QUANTIZE,
     MX_DEQUANTIZE,
@@ -32,7 +33,6 @@ from trt_kvcache.importer.quantized.block_quantizers import (
     is_block_operator,
 )
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
-from trt_kvcache.verify.blocks import with_plain_blocks
 
 DECODER = Decoder(heads=8, size=8, layers=1, opset=23)
 OPTIONS = PlanOptions(capacity=CAPACITY)

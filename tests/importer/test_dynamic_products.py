@@ -19,7 +19,7 @@ from onnx import TensorProto, helper, numpy_helper
 from trt_kvcache import BuildOptions, PlanOptions, build_engine
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
+from trt_kvcache.importer.extensions.quantizers.dynamic import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.quantized.reinterpret import stand_in
 from trt_kvcache.verify import verify_import
 

@@ -11,7 +11,7 @@ import trt
 from graphs import Graph
 from onnx import ModelProto, TensorProto, helper
 
-from trt_kvcache.importer.quantized.quantizers import standardize
+from trt_kvcache.importer.extensions.quantizers import read
 
 SIZE = 16
 
@@ -36,7 +36,7 @@ def test_biases_of_int32_build_and_are_the_same(dtype: Any, scales: tuple[int, .
     feeds = {"x": np.random.default_rng(1).standard_normal((3, SIZE)).astype(dtype)}
     wanted = harness.run(model, feeds)["y"]
     assert "must have type FP8, FP4, Int4, Int8" in trt.parse(model).words
-    assert standardize(model)
+    assert read(model)
     np.testing.assert_allclose(harness.run(model, feeds)["y"], wanted, atol=1e-6 if dtype is np.float32 else 2e-3)
     assert trt.build(model).stage == "built"
 
@@ -44,6 +44,6 @@ def test_biases_of_int32_build_and_are_the_same(dtype: Any, scales: tuple[int, .
 def test_weights_of_int8_stay() -> None:
     model = biased(np.float32, kind=np.int8)
     before = model.SerializeToString()
-    assert not standardize(model)
+    assert not read(model)
     assert model.SerializeToString() == before
     assert {t.data_type for t in model.graph.initializer} == {TensorProto.FLOAT, TensorProto.INT8}

@@ -16,7 +16,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache import BuildOptions, build_engine, plan_model, rewrite_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.quantized.spelled import note_roundings, spell_roundings
+from trt_kvcache.importer.extensions.quantizers.static import note_roundings, spell_roundings
 
 Array = np.ndarray[Any, Any]
 SMALL = DecoderConfig(layers=1, hidden=32, vocab=32, query_heads=2, kv_heads=1, head_size=16, capacity=16, positions=32)

@@ -2,7 +2,7 @@
 
 Nothing here imports TensorRT. ONNX Runtime computes parts of models, as evidence.
 
-    load_source     read the file, check it                           files, quantized
+    load_source     read the file, check it                           files
     prepare         fixed capacity, flat, shapes known, caches and    prepare, inline, merged, normalize
                     attention in their canonical form
     analyze         -> CachePlan                                      analysis, roles, plan

@@ -10,13 +10,13 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.given import given_options
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analysis.analyze import analyze, check_unique_outputs
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
 from trt_kvcache.importer.quantized.signed import sign_weights
-from trt_kvcache.importer.quantized.spelled import note_roundings, spell_roundings
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
@@ -107,7 +107,7 @@ def rewrite_model(
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
-    spell_roundings(imported.model, imported.source.path.parent)
+    extensions.for_tensorrt(imported.model, imported.source.path.parent)
     flipped = sign_weights(imported.model, imported.source.path.parent)
     if imported.model is not imported.source.proto:
         record_plan(imported.model, imported.plan)
@@ -128,7 +128,7 @@ def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Gr
 
 def _plan(source: SourceModel, prepared: Prepared, graph: gs.Graph, options: PlanOptions) -> CachePlan:
     plan = analyze(prepared.model, graph, options, prepared.inlined, prepared.findings, source.path)
-    notes = note_roundings(prepared.model, source.path.parent)
+    notes = extensions.notes(prepared.model, source.path.parent)
     plan = replace(plan, notes=(*plan.notes, *notes))
     for finish in prepared.finishes:
         plan = finish(plan)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import onnx
 
 from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
-from trt_kvcache.importer.extensions import rewrite_before_recognition
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
@@ -24,7 +24,6 @@ from trt_kvcache.importer.normalize.fused.projected import project_apart
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.protos import all_nodes, opset_version
-from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
 from trt_kvcache.importer.stacks import write_heads_together
 
@@ -72,15 +71,14 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         model, more = detach_weights(model)
         weights |= more
     model, inlined = inline_bodies(model)
-    notes = (NOTE,) if keep_weights_only(model) else ()
-    refuse_integers(model)
+    notes = extensions.standardize(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     fold_constant(model)
     if (opset_version(model) or _EACH_AXIS) < _EACH_AXIS:
         model = raise_opset(model)
     model = write_heads_together(rejoin(project_apart(model)))
-    model, finishes = rewrite_before_recognition(model, weights)
+    model, finishes = extensions.rewrite(model, weights)
     normalized = normalize(model, weights, options)
     model = normalized.model
     if normalized.findings is not None:

@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.analysis.experts import exact_experts
-from trt_kvcache.verify.blocks import with_plain_blocks
+from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.normalized import NormalizedVerification
@@ -21,7 +21,6 @@ from trt_kvcache.verify.runnable import (
     with_exact_products,
     with_packed_function,
     with_plugin_functions,
-    with_unrounded_products,
 )
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -35,7 +34,6 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions = _DEFAULTS) ->
             f"{imported.source.path}: a rewritten model, and verification compares one with its original; verify the "
             "model that it was made from, with the same options"
         )
-    check_runnable(imported.model)
     kind = NormalizedVerification if imported.plan.original else Verification
     source, twin = imported.source, has_bfloat16(imported.source.proto) or has_bfloat16(imported.model)
     # What does not fit into memory is refused here, before weights are written anywhere.
@@ -43,13 +41,14 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions = _DEFAULTS) ->
     del source
     with (
         moved_out(imported) as (imported, folder),
-        _both_sides(imported, folder) as (original, rewritten, twin),
+        _both_sides(imported, folder) as (original, rewritten, twin, notes),
         exact_experts(),
     ):
 
         def run(left: Side, right: Side, anywhere: bool) -> VerifyReport:
             verification = kind(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin)
             verification.anywhere = anywhere
+            verification.notes += notes
             return verification.run()
 
         report = run(original, rewritten, False)
@@ -57,14 +56,15 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions = _DEFAULTS) ->
 
 
 @contextmanager
-def _both_sides(imported: ImportedModel, folder: Path) -> Iterator[tuple[Side, Side, bool]]:
-    """Original and rewritten model, and whether they are float32 twins; `folder`: of their external data."""
+def _both_sides(imported: ImportedModel, folder: Path) -> Iterator[tuple[Side, Side, bool, list[str]]]:
+    """Original and rewritten model, whether they are float32 twins, and notes; `folder`: of their external data."""
     original = with_plugin_functions(with_packed_function(imported.source.proto))
-    original = with_plain_blocks(with_unrounded_products(with_exact_products(original)))
-    rewritten = with_plain_blocks(imported.model)
+    original, notes = for_cpu(with_exact_products(original))
+    rewritten, _ = for_cpu(imported.model)
+    check_runnable(rewritten)
     if not has_bfloat16(original) and not has_bfloat16(rewritten):
-        yield (original, folder), (rewritten, folder), False
+        yield (original, folder), (rewritten, folder), False, notes
         return
     with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
         twins = TwinFolder(Path(name), folder)
-        yield (twins.twin(original), twins.folder), (twins.twin(rewritten), twins.folder), True
+        yield (twins.twin(original), twins.folder), (twins.twin(rewritten), twins.folder), True, notes

@@ -13,14 +13,11 @@ from onnx import ModelProto, NodeProto, TensorProto, helper
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.experts import ROUNDING
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
-from trt_kvcache.importer.quantized.block_quantizers import is_block_operator
-from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, may_round
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
 from trt_kvcache.importer.rewrite.packed import add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
-from trt_kvcache.verify.blocks import block_steps
 
 _ACCURACY = "accuracy_level"
 _MENDED = (1, 32)  # ONNX Runtime, whose experts of float16 count from here on (measured with 1.31.1 and 1.32.0)
@@ -37,9 +34,7 @@ def check_runnable(rewritten: ModelProto) -> None:
     nodes = [
         n.name
         for n in rewritten.graph.node
-        if (n.domain.startswith("trt") or n.op_type.startswith("TRT_"))
-        and (n.domain, n.op_type) not in defined
-        and not is_block_operator(n)
+        if (n.domain.startswith("trt") or n.op_type.startswith("TRT_")) and (n.domain, n.op_type) not in defined
     ]
     if nodes:
         raise UnsupportedModelError(
@@ -74,16 +69,6 @@ def with_packed_function(model: ModelProto) -> ModelProto:
     return copy
 
 
-def with_unrounded_products(model: ModelProto) -> ModelProto:
-    """Products with 8-bit weights of numbers as they are, as the rewritten model has them."""
-    if not may_round(model):
-        return model
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    keep_weights_only(copy)
-    return copy
-
-
 def with_exact_products(model: ModelProto) -> ModelProto:
     """Products with quantized weights as the operator defines them, without rounding the other side.
 
@@ -108,8 +93,6 @@ def spelled_out(original: ModelProto) -> list[str]:
     notes = []
     if any(node.op_type == PACKED_OP for node in original.graph.node):
         notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
-    if may_round(original):
-        notes.append(f"the original ran like this, too: {NOTE}")
     if any(_rounds(node) for scope in iter_scopes(original) for node in scope.node):
         notes.append(
             f"MatMulNBits of the original ran without its {_ACCURACY}, by which ONNX Runtime would round activations "
@@ -117,11 +100,6 @@ def spelled_out(original: ModelProto) -> list[str]:
         )
     if any(node.op_type == "QMoE" for scope in iter_scopes(original) for node in scope.node):
         notes.append(f"experts of the original (QMoE) ran with activations of float32: {ROUNDING}=fp32")
-    if steps := block_steps(original):
-        notes.append(
-            f"what TensorRT quantizes in blocks while it runs, at {steps} places (NVFP4, MXFP8), ran without that "
-            "rounding in both models: what it makes of the numbers only TensorRT shows"
-        )
     broken = tuple(int(part) for part in ort.__version__.split(".")[:2]) < _MENDED
     if broken and any(_vanishes(node, scope) for scope in iter_scopes(original) for node in scope.node):
         notes.append(

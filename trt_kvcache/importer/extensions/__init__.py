@@ -2,30 +2,50 @@
 
 To add a family: write a record below, and a module with a function for each station at which it has something to do.
 
-    rewrite(model, weights)        in front of recognition: edits the flat model    -> Rewritten
-    open_original(plan, open)      in `verify`: runs the model as exported          -> opens a session
+    read(model)                 edits a file's model before it is checked            -> whether it did
+    standardize(model)          edits a model after inlining, an encoder, too        -> notes for the plan
+    rewrite(model, weights)     edits a decoder before recognition                   -> Rewritten
+    note(model, folder)         looks at the planned model                           -> notes for the plan
+    for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it
+    for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
+    open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
 
-`encoders` has no record: a build and a session ask for it where there is an encoder beside the decoder.
+`folder` is that of the external data. `encoders` has no record: a build and a session ask for it where there is an
+encoder beside the decoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import onnx
 
 from trt_kvcache.importer.graph import FLOATS
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.protos import elem_type_of, shape_of
+from trt_kvcache.importer.protos import elem_type_of, iter_scopes, shape_of
 
 if TYPE_CHECKING:
     from trt_kvcache.verify.sessions import Session
 
-__all__ = ["EXTENSIONS", "Extension", "Rewritten", "load", "opener_of", "rewrite_before_recognition"]
+__all__ = [
+    "EXTENSIONS",
+    "Extension",
+    "Rewritten",
+    "for_cpu",
+    "for_tensorrt",
+    "load",
+    "notes",
+    "opener_of",
+    "read",
+    "rewrite",
+    "standardize",
+]
 
+Test = Callable[[onnx.ModelProto], bool]
 Opener = Callable[[dict[str, Any]], "Session"]
 
 
@@ -50,12 +70,15 @@ class Extension:
 
     Attributes:
         name: of the module in this folder.
-        rewrite: tests the flat model, by operators and ranks.
-        open_original: tests the plan.
     """
 
     name: str
-    rewrite: Callable[[onnx.ModelProto], bool] | None = None
+    read: Test | None = None
+    standardize: Test | None = None
+    rewrite: Test | None = None
+    note: Test | None = None
+    for_tensorrt: Test | None = None
+    for_cpu: Test | None = None
     open_original: Callable[[CachePlan], bool] | None = None
 
 
@@ -64,10 +87,33 @@ def load(name: str) -> Any:
     return import_module(f"{__name__}.{name}")
 
 
-def rewrite_before_recognition(
+def _at(station: str, given: object) -> Iterator[Callable[..., Any]]:
+    """The function of every extension that applies at a station, one after the other: each sees what others edited."""
+    for extension in EXTENSIONS:
+        applies = getattr(extension, station)
+        if applies is not None and applies(given):
+            yield getattr(load(extension.name), station)
+
+
+def read(model: onnx.ModelProto) -> bool:
+    """Edit, in place, a model as it was read; whether anything was done.
+
+    Raises:
+        ModelError: the model is of a family, but not as the family is supported; so below.
+    """
+    edited = [function(model) for function in _at("read", model)]
+    return any(edited)
+
+
+def standardize(model: onnx.ModelProto) -> tuple[str, ...]:
+    """Edit, in place, a model without functions; returns notes for the plan."""
+    return tuple(note for function in _at("standardize", model) for note in function(model))
+
+
+def rewrite(
     model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]
 ) -> tuple[onnx.ModelProto, list[Callable[[CachePlan], CachePlan]]]:
-    """Let every extension that applies edit a model.
+    """Edit a decoder before its caches are looked for.
 
     Args:
         model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
@@ -75,9 +121,6 @@ def rewrite_before_recognition(
 
     Returns:
         The model, and what finishes its plan.
-
-    Raises:
-        UnsupportedModelError: the model is of a family, but not as the family is supported.
     """
     finishes = []
     for extension in EXTENSIONS:
@@ -88,16 +131,36 @@ def rewrite_before_recognition(
     return model, finishes
 
 
+def notes(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
+    """Notes for the plan, of the model that was planned; its external data lie in `folder`."""
+    return tuple(note for function in _at("note", model) for note in function(model, folder))
+
+
+def for_tensorrt(model: onnx.ModelProto, folder: Path) -> None:
+    """Edit, in place, a rewritten model before TensorRT reads it; its external data lie in `folder`."""
+    for function in _at("for_tensorrt", model):
+        function(model, folder)
+
+
+def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
+    """The model in operators that ONNX Runtime runs, and notes on what it does not do there."""
+    said: list[str] = []
+    for extension in EXTENSIONS:
+        if extension.for_cpu is not None and extension.for_cpu(model):
+            model, more = load(extension.name).for_cpu(model)
+            said += more
+    return model, said
+
+
 def opener_of(plan: CachePlan, open_session: Opener) -> Opener:
-    """What opens a session of the model as exported whose inputs and outputs are those that the plan knows.
+    """Opens a session of the model as exported whose inputs and outputs are those that the plan knows.
 
     Args:
         plan: of the model.
         open_session: opens a session of the model as exported, given the inputs of a step.
     """
-    for extension in EXTENSIONS:
-        if extension.open_original is not None and extension.open_original(plan):
-            open_session = load(extension.name).open_original(plan, open_session)
+    for function in _at("open_original", plan):
+        open_session = function(plan, open_session)
     return open_session
 
 
@@ -128,4 +191,47 @@ def _stacks_caches(model: onnx.ModelProto) -> bool:
     return False
 
 
-EXTENSIONS = (Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),)
+_ROUNDED = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
+_INTEGERS = {"ConvInteger", "DynamicQuantizeLSTM", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm"}
+_BLOCKS = {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
+
+
+def _operators(model: onnx.ModelProto) -> set[str]:
+    return {node.op_type for scope in iter_scopes(model) for node in scope.node}
+
+
+def _by_quantizer(model: onnx.ModelProto) -> bool:
+    """Operators of TensorRT's domain, or biases of int32."""
+    biases = {t.name for t in model.graph.initializer if t.data_type == onnx.TensorProto.INT32}
+    dequantized = (node for node in model.graph.node if node.op_type == "DequantizeLinear")
+    return any(node.input[0] in biases for node in dequantized if node.input) or any(
+        node.domain == "trt" for scope in iter_scopes(model) for node in scope.node
+    )
+
+
+def _multiplies_integers(model: onnx.ModelProto) -> bool:
+    found = _operators(model)
+    return bool(found & {"DequantizeLinear", *_ROUNDED, *_INTEGERS}) or any(op.startswith("QLinear") for op in found)
+
+
+def _rounds(model: onnx.ModelProto) -> bool:
+    return "QuantizeLinear" in _operators(model)
+
+
+def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
+    return bool(_operators(model) & (_ROUNDED | _BLOCKS)) or any(
+        t.data_type == onnx.TensorProto.FLOAT4E2M1 for t in model.graph.initializer
+    )
+
+
+EXTENSIONS = (
+    Extension(
+        "quantizers",
+        read=_by_quantizer,
+        standardize=_multiplies_integers,
+        note=_rounds,
+        for_tensorrt=_rounds,
+        for_cpu=_only_on_tensorrt,
+    ),
+    Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),
+)

@@ -17,6 +17,7 @@ from onnx import GraphProto, ModelProto, TensorProto
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text
 from trt_kvcache.given import given_path
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.checks import check_graph
 from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
@@ -24,7 +25,6 @@ from trt_kvcache.importer.files.lenient import make_strict, rename_casts
 from trt_kvcache.importer.files.lists import list_scalars
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
-from trt_kvcache.importer.quantized.quantizers import standardize
 from trt_kvcache.importer.roles.config import load_patterns
 
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
@@ -98,10 +98,10 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto = _parse(path)
     make_strict(proto)
-    is_edited = list_scalars(proto)
+    is_edited = list_scalars(proto) | extensions.read(proto)
     check_graph(proto, str(path))
     rename_casts(proto.graph)
-    is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ()) | standardize(proto)
+    is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
     if not first_step:
         check_takes_past(proto.graph, path)
     files = _check_tensor_data(proto, path)

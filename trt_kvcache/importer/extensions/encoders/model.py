@@ -21,6 +21,7 @@ import onnx_graphsurgeon as gs
 from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analysis.attention import analyze_attention
 from trt_kvcache.importer.extensions.encoders.outputs import (
     HIDDEN,
@@ -61,7 +62,6 @@ from trt_kvcache.importer.prepare import (
     name_nodes,
 )
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
-from trt_kvcache.importer.quantized.dynamic_products import NOTE, keep_weights_only, refuse_integers
 from trt_kvcache.importer.rewrite import rewrite_graph
 
 __all__ = ["EncoderModel", "import_encoder"]
@@ -174,8 +174,7 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _ = inline_bodies(model)
-    notes = (NOTE,) if keep_weights_only(model) else ()
-    refuse_integers(model)
+    notes = extensions.standardize(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     fold_constant(model)

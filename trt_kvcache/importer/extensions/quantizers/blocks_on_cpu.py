@@ -1,4 +1,4 @@
-"""What TensorRT quantizes in blocks (`trt_kvcache.importer.quantized.block_quantizers`), for ONNX Runtime on the CPU.
+"""Operators of TensorRT that quantize in blocks (`modelopt`), for ONNX Runtime on the CPU.
 
     weights of float4       numbers  -> their doubles in int8, by a table of 16; scales  -> half of them
     weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
@@ -17,9 +17,9 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape_inference
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.quantizers.modelopt import MX_DEQUANTIZE, is_block_operator
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.protos import elem_type_of, is_op, opset_version
-from trt_kvcache.importer.quantized.block_quantizers import MX_DEQUANTIZE, is_block_operator
 from trt_kvcache.importer.quantized.reinterpret import reinterpret
 
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # float4, by its bits
@@ -29,25 +29,17 @@ _BLOCKS_OPSET = 21  # of DequantizeLinear with blocks
 _PREFIX = "trt_kvcache.verify/blocks/"
 
 
-def has_blocks(model: ModelProto) -> bool:
-    """Whether a model has weights of float4, or operators of TensorRT that quantize in blocks."""
-    floats = any(t.data_type == TensorProto.FLOAT4E2M1 for t in model.graph.initializer)
-    return floats or any(is_block_operator(node) for node in model.graph.node)
-
-
 def block_steps(model: ModelProto) -> int:
     """How many operators quantize what a step computes."""
     return sum(is_block_operator(node) and node.op_type != MX_DEQUANTIZE for node in model.graph.node)
 
 
 def with_plain_blocks(model: ModelProto) -> ModelProto:
-    """A copy that ONNX Runtime runs, or the model itself where it has none of these.
+    """A copy that ONNX Runtime runs.
 
     Raises:
         UnsupportedModelError: the operators stand in another form than ModelOpt writes.
     """
-    if not has_blocks(model):
-        return model
     if (opset_version(model) or 0) < _BLOCKS_OPSET:
         model = raise_opset(model)
     copy = ModelProto()

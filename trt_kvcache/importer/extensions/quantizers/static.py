@@ -1,14 +1,17 @@
-"""Rounding that TensorRT has no operator for, in arithmetic that gives the same numbers.
+"""Rounding by onnxruntime's quantize_static that TensorRT has no operator for, in arithmetic with the same numbers.
 
     QuantizeLinear(x, scale, zero)      ->    Clip(Round(x / scale) + zero, lowest, highest)
     DequantizeLinear(q, scale, zero)    ->    (q - zero) * scale
+    DequantizeLinear(int32 bias, scale) ->    Cast(bias) * scale
 
 TensorRT for RTX 1.7.1 parses no zero points but 0, and no 16 bits; of uint8 it makes int8 without a word, so that all
-above 127 would be cut. What is rounded to uint8 around 128 is rounded to int8 around 0, which is the same.
+above 127 would be cut. What is rounded to uint8 around 128 is rounded to int8 around 0, which is the same. Biases of
+int32 it refuses (DequantizeLinear's input "must have type FP8, FP4, Int4, Int8, or UInt8").
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +25,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.protos import all_nodes, describe, dtype_name, is_op, nested_scopes
 from trt_kvcache.importer.quantized.reinterpret import is_stand_in
 
-__all__ = ["note_roundings", "spell_roundings"]
+__all__ = ["note_roundings", "spell_biases", "spell_roundings"]
 
 _LIMITS: dict[int, tuple[int, int]] = {
     TensorProto.UINT8: (0, 255), TensorProto.INT8: (-128, 127), TensorProto.UINT16: (0, 65535),
@@ -120,6 +123,40 @@ def spell_roundings(model: ModelProto, folder: Path) -> None:
     for index in reversed(range(len(model.graph.initializer))):  # TensorRT reads them all, those of 16 bits too
         if model.graph.initializer[index].name in freed:
             del model.graph.initializer[index]
+
+
+def spell_biases(graph: GraphProto) -> bool:
+    """Edit, in place, what dequantizes weights of int32, by the definition of DequantizeLinear; whether there was any.
+
+    In float32: numbers that their scales bring into the range of float16 are themselves beyond it.
+    """
+    weights = {t.name: t for t in graph.initializer}
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        bias, scale = (weights.get(name) for name in [*node.input, "", ""][:2])
+        is_bias = is_op(node, "DequantizeLinear") and bias is not None and bias.data_type == TensorProto.INT32
+        if (
+            not is_bias
+            or bias is None
+            or scale is None
+            or len(bias.dims) > 1
+            or math.prod(scale.dims) not in (1, *bias.dims)
+        ):
+            nodes.append(node)
+            continue
+        wide, factor, product = (f"{node.output[0]}/{part}" for part in ("wide", "factor", "product"))
+        nodes += [
+            helper.make_node("Cast", [bias.name], [wide], wide, to=TensorProto.FLOAT),
+            helper.make_node("Cast", [scale.name], [factor], factor, to=TensorProto.FLOAT),
+            helper.make_node("Mul", [wide, factor], [product], product),
+            helper.make_node("Cast", [product], node.output, node.name, to=scale.data_type),
+        ]
+    if len(nodes) == len(graph.node):
+        return False
+    nodes = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return True
 
 
 def _roundings(model: ModelProto, folder: Path) -> Iterator[_Rounding]:

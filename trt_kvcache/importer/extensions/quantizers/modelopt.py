@@ -1,4 +1,12 @@
-"""Operators of TensorRT that quantize in blocks, as NVIDIA ModelOpt writes them in the domain ``trt``: NVFP4 and MXFP8.
+"""Operators that NVIDIA ModelOpt writes in the domain ``trt``.
+
+    TRT_FP8QuantizeLinear(x, scale)           ->  QuantizeLinear(x, scale, 0 of float8e4m3fn)
+    TRT_FP8DequantizeLinear(q, scale)         ->  DequantizeLinear(q, scale)
+    QuantizeLinear, DequantizeLinear          ->  the operators of the same name
+
+TensorRT's parser looks operators up by name alone and takes both forms for the same (measured on TensorRT for RTX
+1.7.1); ONNX and ONNX Runtime know no operator of this domain. ModelOpt 0.47 leaves the domain where it turns the
+operators of its exports from torch into ONNX's. Operators that quantize in blocks, NVFP4 and MXFP8, stay as they are:
 
     q, s = TRT_FP4DynamicQuantize(x, scale, axis, block_size)     float4 numbers, a float8 scale for each block
     y = DequantizeLinear(q, DequantizeLinear(s, scale), axis, block_size)
@@ -6,30 +14,74 @@
     q, s = TRT_MXFP8DynamicQuantize(x, axis, block_size)          float8 numbers, an exponent (uint8) for each block
     y = TRT_MXFP8DequantizeLinear(q, s, axis, block_size)         of weights as well
 
-ONNX has no operator that chooses scales while it runs, and none of exponents kept in uint8, so they stay as they are:
-TensorRT's parser knows them (measured on TensorRT for RTX 1.7.1). Importing this registers them with ONNX, which then
-infers the shapes behind them; what they compute is in no package that runs without a GPU.
+ONNX has no operator that chooses scales while it runs, and none of exponents kept in uint8. TensorRT's parser knows
+them (measured on TensorRT for RTX 1.7.1). Importing this registers them with ONNX, which then infers the shapes of
+what they make; their kernels are in no package that runs without a GPU.
 """
 
 from __future__ import annotations
 
-from onnx import NodeProto, TensorProto, TypeProto, defs
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, TypeProto, defs, helper
 from onnx.shape_inference import InferenceContext
 
-DOMAIN = "trt"
-"""Of operators that TensorRT alone has."""
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.protos import Scope, is_op, iter_scopes, opset_version
 
+DOMAIN = "trt"
 FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE = (
     "TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear",
 )  # fmt: skip
 _PORTS = {FP4_QUANTIZE: (2, 2), MX_QUANTIZE: (1, 2), MX_DEQUANTIZE: (2, 1)}
 _TYPES = [f"tensor({name})" for name in ("float", "float16", "bfloat16", "uint8", "float8e4m3fn", "float4e2m1")]
 _ATTRIBUTES = ("axis", "block_size", "scale_type", "output_dtype")
+_QUANTIZE = "TRT_FP8QuantizeLinear"
+_NAMES = {
+    _QUANTIZE: "QuantizeLinear", "TRT_FP8DequantizeLinear": "DequantizeLinear", "QuantizeLinear": "QuantizeLinear",
+    "DequantizeLinear": "DequantizeLinear",
+}  # fmt: skip
+_ZERO = "trt_kvcache/fp8_zero"
+_FLOAT8_OPSET, _BLOCKS_OPSET = 19, 21
 
 
 def is_block_operator(node: NodeProto) -> bool:
-    """Whether a node is one of these operators."""
+    """Whether a node quantizes or dequantizes in blocks."""
     return node.domain == DOMAIN and node.op_type in _PORTS
+
+
+def write_as_onnx(model: ModelProto) -> bool:
+    """Edit, in place, the operators that ONNX has; whether there were any.
+
+    Raises:
+        UnsupportedModelError: the model's opset lacks the operator of ONNX, or a scale is no single number.
+    """
+    found = [(s, n) for s in iter_scopes(model) for n in s.node if n.domain == DOMAIN and n.op_type in _NAMES]
+    version = opset_version(model) or 0
+    for scope, node in found:
+        needed = _BLOCKS_OPSET if any(a.name == "block_size" for a in node.attribute) else _FLOAT8_OPSET
+        if version < needed:
+            raise UnsupportedModelError(
+                f"{node.op_type} '{node.name}' has no equal in opset {version}; export with opset {needed} or later"
+            )
+        if node.op_type == _QUANTIZE:
+            _check_scale(scope, node)
+            node.input.append(_ZERO)
+        node.op_type, node.domain = _NAMES[node.op_type], ""
+    if any(_ZERO in node.input for _, node in found):
+        model.graph.initializer.append(helper.make_tensor(_ZERO, TensorProto.FLOAT8E4M3FN, [], b"\0", raw=True))
+    return bool(found)
+
+
+def _check_scale(scope: Scope, node: NodeProto) -> None:
+    """A zero point has the shape of the scale."""
+    tensors = {t.name: t for t in scope.initializer} if isinstance(scope, GraphProto) else {}
+    constants = [maker for maker in scope.node if is_op(maker, "Constant")]
+    tensors |= {n.output[0]: a.t for n in constants for a in n.attribute if a.name == "value"}
+    tensor = tensors.get(node.input[1]) if len(node.input) == 2 else None
+    if tensor is None or len(tensor.dims):
+        raise UnsupportedModelError(
+            f"{node.op_type} '{node.name}' is not with one constant scale for the whole tensor; supported is that, as "
+            "ModelOpt writes it: quantize per tensor, or export with QuantizeLinear of ONNX"
+        )
 
 
 def _register() -> None:

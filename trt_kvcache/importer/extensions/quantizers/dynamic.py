@@ -35,7 +35,6 @@ NOTE = (
 )
 _MIDDLES: dict[int, int] = {TensorProto.UINT8: 128, TensorProto.INT8: 0}
 _CONTRIB = "com.microsoft"
-_ROUNDING = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
 _NONE = TensorProto(data_type=TensorProto.UINT8, raw_data=b"\0")
 _SMALL = 1 << 12  # numbers of a table
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze"}
@@ -54,16 +53,9 @@ def keep_weights_only(model: ModelProto) -> bool:
     Returns:
         Whether there were products that are rounded.
     """
-    if not may_round(model) and not any(is_op(n, "DequantizeLinear") for s in iter_scopes(model) for n in s.node):
-        return False
     editor = _Editor(model)
     editor.edit(model.graph, {}, {})
     return editor.products > 0
-
-
-def may_round(model: ModelProto) -> bool:
-    """Whether there may be such products."""
-    return any(node.op_type in _ROUNDING for scope in iter_scopes(model) for node in scope.node)
 
 
 def refuse_integers(model: ModelProto) -> None:
@@ -211,9 +203,7 @@ class _Editor:
         shift, more = self._shift(weight)
         less = NodeProto(op_type="Sub", input=["", shift], output=[""])
         steps = [gather, *moves]
-        if (
-            shift
-        ):  # of a large table, only what is gathered is worth it; a small one is a bias of scores, proven as such
+        if shift:  # of a large table, after the rows are gathered; a small one is a bias of scores, proven as such
             steps.insert(0 if math.prod(table.dims) <= _SMALL else len(steps), less)
         nodes += more
         for step in steps:
