@@ -5,7 +5,7 @@ Nothing here imports TensorRT. ONNX Runtime computes parts of models, as evidenc
     load_source     read the file, check it                           files
     prepare         fixed capacity, flat, shapes known, caches and    prepare, inline, merged, normalize
                     attention in their canonical form
-    analyze         -> CachePlan                                      analysis, roles, plan
+    analyze         -> CachePlan                                      analyze, analysis, roles, plan
     rewrite_graph   the graph as the plan says                        rewrite
     patch_network   what only TensorRT's parsed network can say       patch
 

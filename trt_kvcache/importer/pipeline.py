@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.given import given_options
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.analysis.analyze import analyze, check_unique_outputs
+from trt_kvcache.importer.analyze import analyze, check_unique_outputs
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.analysis.index_limits import IndexLimits
-from trt_kvcache.importer.analysis.planes import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
+from trt_kvcache.importer.roles.mrope import place_positions
 from trt_kvcache.verify.dtypes import numpy_dtype
 from trt_kvcache.verify.schedule import Step
 

@@ -9,10 +9,10 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import NoCapacityError, OptionError, UnsupportedModelError
-from trt_kvcache.importer.analysis.planes import axes_of_planes
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, Role, StateUpdate
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 from trt_kvcache.importer.roles import GraphFacts, find_roles
+from trt_kvcache.importer.roles.mrope import axes_of_planes
 
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 _INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32}

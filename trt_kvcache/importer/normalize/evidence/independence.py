@@ -19,7 +19,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.planes import place_positions
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import draw
@@ -30,6 +29,7 @@ from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole, Role, TensorRole
 from trt_kvcache.importer.protos import elem_type_of, shape_of
+from trt_kvcache.importer.roles.mrope import place_positions
 
 # Integers that other operators take are sizes, such as how much of a table of positions is cut out.
 _LOOKUPS = ("Gather", "GatherND", "GatherElements", "RotaryEmbedding")
