@@ -20,7 +20,6 @@ from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.attention.rejoined import rejoin
 from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.fused.projected import project_apart
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.protos import all_nodes, opset_version
@@ -70,14 +69,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     if merged.inlined:  # its weights were inside of branches
         model, more = detach_weights(model)
         weights |= more
-    model, inlined = inline_bodies(model)
-    notes = extensions.standardize(model)
-    name_nodes(model.graph)
-    drop_unused_outputs(model.graph)
-    fold_constant(model)
-    if (opset_version(model) or _EACH_AXIS) < _EACH_AXIS:
-        model = raise_opset(model)
-    model = write_heads_together(rejoin(project_apart(model)))
+    model, inlined, notes = flatten(model)
+    model = write_heads_together(rejoin(model))
     model, finishes = extensions.rewrite(model, weights)
     normalized = normalize(model, weights, options)
     model = normalized.model
@@ -90,6 +83,25 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         findings = findings if findings is not None else Findings({})
         findings = replace(findings, notes=(*notes, *findings.notes))
     return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), findings, tuple(finishes))
+
+
+def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:
+    """The model without functions, with named nodes, of opset 13 at least, in operators that the importer knows.
+
+    Args:
+        model: an encoder, too; may be changed.
+
+    Returns:
+        The model, names of what was inlined, and notes for the plan.
+    """
+    model, inlined = inline_bodies(model)
+    name_nodes(model.graph)
+    drop_unused_outputs(model.graph)
+    fold_constant(model)
+    if (opset_version(model) or _EACH_AXIS) < _EACH_AXIS:
+        model = raise_opset(model)
+    model, notes = extensions.standardize(model)
+    return model, inlined, notes
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:

@@ -3,7 +3,7 @@
 To add a family: write a record below, and a module with a function for each station at which it has something to do.
 
     read(model)                 edits a file's model before it is checked            -> whether it did
-    standardize(model)          edits a model after inlining, an encoder, too        -> notes for the plan
+    standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
     rewrite(model, weights)     edits a decoder before recognition                   -> Rewritten
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it
@@ -105,9 +105,18 @@ def read(model: onnx.ModelProto) -> bool:
     return any(edited)
 
 
-def standardize(model: onnx.ModelProto) -> tuple[str, ...]:
-    """Edit, in place, a model without functions; returns notes for the plan."""
-    return tuple(note for function in _at("standardize", model) for note in function(model))
+def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """The model in operators that the importer knows, and notes for the plan.
+
+    Args:
+        model: without functions, of opset 13 at least; may be changed.
+    """
+    said: tuple[str, ...] = ()
+    for extension in EXTENSIONS:
+        if extension.standardize is not None and extension.standardize(model):
+            model, more = load(extension.name).standardize(model)
+            said += more
+    return model, said
 
 
 def rewrite(
@@ -214,6 +223,10 @@ def _multiplies_integers(model: onnx.ModelProto) -> bool:
     return bool(found & {"DequantizeLinear", *_ROUNDED, *_INTEGERS}) or any(op.startswith("QLinear") for op in found)
 
 
+def _holds_projections(model: onnx.ModelProto) -> bool:
+    return any(node.op_type == "Attention" and node.domain == "com.microsoft" for node in model.graph.node)
+
+
 def _rounds(model: onnx.ModelProto) -> bool:
     return "QuantizeLinear" in _operators(model)
 
@@ -233,5 +246,6 @@ EXTENSIONS = (
         for_tensorrt=_rounds,
         for_cpu=_only_on_tensorrt,
     ),
+    Extension("ort_attention", standardize=_holds_projections),
     Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),
 )

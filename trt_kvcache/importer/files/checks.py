@@ -8,16 +8,17 @@ Rules of TensorScatter: https://onnx.ai/onnx/operators/onnx__TensorScatter.html
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
+import numpy.typing as npt
 import onnx
 import onnx.inliner
 from google.protobuf.message import Message
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.files.element_types import check_element_types
-from trt_kvcache.importer.files.moves import check_moves
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Shape,
@@ -76,7 +77,7 @@ def check_graph(model: ModelProto, source: str) -> None:
         raise InvalidModelError(
             f"{source}: shape inference fails: {_one_line(error)}; export the model again"
         ) from None
-    check_moves(inferred.graph, source)
+    _check_moves(inferred.graph, source)
     _check_scatters(inferred.graph, {}, source)
     check_element_types(inferred.graph, opset_version(inferred), source)
 
@@ -239,6 +240,57 @@ def _is_elem_type(attribute: AttributeProto) -> bool:
     """Whether an attribute is an element type that tensors have; one that a function's caller gives may be."""
     types = set(TensorProto.DataType.values()) - {TensorProto.UNDEFINED}
     return bool(attribute.ref_attr_name) or attribute.i in types
+
+
+def _check_moves(graph: GraphProto, source: str) -> None:
+    """Refuse a Transpose or Slice whose constant operands are none, which ONNX's checker lets pass.
+
+        Transpose(x [B, N, P, H]; perm=[0, -1, 1, 3])        Slice(x, starts [0], ends [4], axes [])
+
+    No engine runs them, and a cache that is followed through one would get a wrong axis. Bodies of control flow are not
+    looked at.
+    """
+    infos = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
+    ranks = {name: len(shape) for name, value in infos.items() if (shape := shape_of(value)) is not None}
+    ranks |= {tensor.name: len(tensor.dims) for tensor in graph.initializer}
+    known = _constants(graph)
+    for node in graph.node:
+        rank = ranks.get(node.input[0]) if node.input else None
+        wrong = ""
+        if is_op(node, "Transpose"):
+            wrong = _wrong_perm(node, rank)
+        elif is_op(node, "Slice"):
+            wrong = _wrong_bounds(node, rank, known)
+        if wrong:
+            of = "" if rank is None else f" of '{node.input[0]}', which has {rank} axes,"
+            raise InvalidModelError(f"{source}: {describe(node)}{of} has {wrong}; export the model again")
+
+
+def _constants(graph: GraphProto) -> dict[str, npt.NDArray[Any]]:
+    """Integer constants by name."""
+    found = {tensor.name: tensor for tensor in graph.initializer}
+    for node in graph.node:
+        if is_op(node, "Constant"):
+            found.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
+    integers = {n: t for n, t in found.items() if t.data_type in (TensorProto.INT64, TensorProto.INT32)}
+    return {n: numpy_helper.to_array(t) for n, t in integers.items() if t.data_location != TensorProto.EXTERNAL}
+
+
+def _wrong_perm(node: NodeProto, rank: int | None) -> str:
+    perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), [])
+    is_legal = sorted(perm) == list(range(len(perm) if rank is None else rank))
+    return "" if not perm or is_legal else f"the perm {perm}, which is none"
+
+
+def _wrong_bounds(node: NodeProto, rank: int | None, known: Mapping[str, npt.NDArray[Any]]) -> str:
+    names = [name for name in node.input[1:5] if name]
+    bounds = [known[name] for name in names if name in known]
+    if any(numbers.ndim != 1 for numbers in bounds) or len({numbers.size for numbers in bounds}) > 1:
+        return f"operands of the shapes {', '.join(str(list(n.shape)) for n in bounds)}; they are one list of as many"
+    axes = known.get(node.input[3]) if len(node.input) > 3 else None
+    if axes is not None and rank is not None and any(not -rank <= axis < rank for axis in axes.tolist()):
+        return f"the axes {axes.tolist()}"
+    return ""
 
 
 def _check_scatters(graph: GraphProto, outer: dict[str, ValueInfoProto], source: str) -> None:

@@ -19,10 +19,8 @@ from trt_kvcache.files import is_text
 from trt_kvcache.given import given_path
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.checks import check_graph
-from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
-from trt_kvcache.importer.files.lenient import make_strict, rename_casts
-from trt_kvcache.importer.files.lists import list_scalars
+from trt_kvcache.importer.files.repairs import drop_defaults, list_scalars, make_strict, rename_casts
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
 from trt_kvcache.importer.roles.config import load_patterns

@@ -20,7 +20,7 @@
     keys and values computed from caches                attention: computed (row_function, row_search,
                                                         row_operators, row_emission), absorbed
     rows made of positions                              attention: position_rows, row_taking
-    caches inside operators                             fused: operators (held), gqa, mha (projected, in `prepare`),
+    caches inside operators                             fused: operators (held), gqa, mha,
                                                         in_op
     state that is no cache                              idioms: states
     what was found                                      findings

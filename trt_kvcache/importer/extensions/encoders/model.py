@@ -21,7 +21,6 @@ import onnx_graphsurgeon as gs
 from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analysis.attention import analyze_attention
 from trt_kvcache.importer.extensions.encoders.outputs import (
     HIDDEN,
@@ -42,15 +41,12 @@ from trt_kvcache.importer.graph import (
     export_inferred,
     fold_identities,
 )
-from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_first_branch
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
-from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
 from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.mha import lower_mha
-from trt_kvcache.importer.normalize.fused.projected import project_apart
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
@@ -59,7 +55,7 @@ from trt_kvcache.importer.prepare import (
     detach_weights,
     drop_unused_outputs,
     fix_digit_dims,
-    name_nodes,
+    flatten,
 )
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
 from trt_kvcache.importer.rewrite import rewrite_graph
@@ -173,12 +169,8 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
     """
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
-    model, _ = inline_bodies(model)
-    notes = extensions.standardize(model)
-    name_nodes(model.graph)
-    drop_unused_outputs(model.graph)
-    fold_constant(model)
-    graph = gs.import_onnx(infer_shapes(project_apart(raise_opset(model))))
+    model, _, notes = flatten(model)
+    graph = gs.import_onnx(infer_shapes(raise_opset(model)))
     fold_identities(graph)
     lower_mha(graph)
     shift_zero_points(graph)

@@ -31,7 +31,7 @@ def read(model: ModelProto) -> bool:
     return write_as_onnx(model) | spell_biases(model.graph)
 
 
-def standardize(model: ModelProto) -> tuple[str, ...]:
+def standardize(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
     """Write products with weights of 8 bits for those that round both operands.
 
     Raises:
@@ -39,7 +39,7 @@ def standardize(model: ModelProto) -> tuple[str, ...]:
     """
     notes = (NOTE,) if keep_weights_only(model) else ()
     refuse_integers(model)
-    return notes
+    return model, notes
 
 
 def for_cpu(model: ModelProto) -> tuple[ModelProto, list[str]]:

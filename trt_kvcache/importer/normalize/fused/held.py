@@ -80,7 +80,7 @@ def label(node: gs.Node) -> str:
 
 
 def was_attention(node: gs.Node) -> bool:
-    """Whether a MultiHeadAttention stands in the place of ONNX Runtime's Attention (see `projected`)."""
+    """Whether a MultiHeadAttention stands in the place of ONNX Runtime's Attention (see `ort_attention`)."""
     maker = producer(node.inputs[0]) if node.op == "MultiHeadAttention" and node.inputs else None
     return maker is not None and str(maker.name).startswith(f"{NAME_PREFIX}{PROJECTED}")
 

@@ -14,7 +14,7 @@ Measured on ONNX Runtime 1.31.1 (CPU): `unidirectional` counts the past, as ONNX
 past; masks are added to the scores. Masks are proven to be one of the templates of `masks`; a key_padding_mask must
 hide nothing but padding.
 
-Attention (its cache is K and V in one tensor) was made one before, see `projected`. Refused by name:
+Attention (its cache is K and V in one tensor) was made one before, see `ort_attention`. Refused by name:
 DecoderMaskedMultiHeadAttention (its cache is one reordered buffer), packed inputs, shared buffers and beams.
 
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md.

@@ -27,8 +27,8 @@ _BIAS, _MASK, _PAST, _SCORE_BIAS, _SHARED = 2, 3, 4, 5, 6
 _SAME = ("num_heads", "scale", "unidirectional", "mask_filter_value")
 
 
-def project_apart(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The same model with MultiHeadAttention in the place of ONNX Runtime's Attention; the same object without any.
+def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """The same model with MultiHeadAttention in the place of ONNX Runtime's Attention.
 
     Args:
         model: flat, of opset 13 at least. Not changed.
@@ -36,9 +36,6 @@ def project_apart(model: onnx.ModelProto) -> onnx.ModelProto:
     Raises:
         UnsupportedModelError: an Attention rotates, shares a buffer, or takes a past that is no graph input.
     """
-    found = [n for n in model.graph.node if n.op_type == "Attention" and n.domain == CONTRIB]
-    if not found:
-        return model
     graph: gs.Graph = gs.import_onnx(model)
     emitter = Emitter(graph)
     for node in [n for n in graph.nodes if n.op == "Attention" and n.domain == CONTRIB]:
@@ -47,7 +44,7 @@ def project_apart(model: onnx.ModelProto) -> onnx.ModelProto:
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
     made: onnx.ModelProto = gs.export_onnx(graph)
     made.ir_version = model.ir_version
-    return made
+    return made, ()
 
 
 def _check(graph: gs.Graph, node: gs.Node) -> None:

@@ -13,8 +13,8 @@ from onnx import TensorProto
 
 from trt_kvcache import PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
-from trt_kvcache.importer.normalize.fused.projected import project_apart
 from trt_kvcache.importer.plan import Route
 
 HEADS, SIZE, WIDTH, TOKENS = 2, 8, 12, 16
@@ -115,9 +115,9 @@ def test_a_past_that_is_computed_is_refused() -> None:
     model.graph.node.insert(0, onnx.helper.make_node("Neg", ["past_1"], ["flipped"]))
     next(n for n in model.graph.node if "past_1" in n.input and n.op_type == "Attention").input[4] = "flipped"
     with pytest.raises(UnsupportedModelError, match="takes the past 'flipped', which is no graph input"):
-        project_apart(model)
+        extensions.standardize(model)
 
 
 def test_a_model_without_any_is_returned_as_it_is() -> None:
     model = Graph().model()
-    assert project_apart(model) is model
+    assert extensions.standardize(model)[0] is model
