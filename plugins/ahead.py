@@ -1,44 +1,95 @@
-"""Everything that NVRTC compiles here, listed and compiled before somebody waits for it."""
+"""The kernels of one model or engine, listed and compiled before somebody waits for them."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
+import onnx
+
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.plugins.choice import CHOICE_DTYPES, ChoiceKernels, compile_choice
-from trt_kvcache.plugins.compile import CompiledKernel, check_arch, compile_kernel
-from trt_kvcache.plugins.family import all_kernels
+from trt_kvcache.plugins.compile import CompiledKernel, check_compiler, compile_kernel
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 from trt_kvcache.plugins.spec import KernelConfig
 
 Kernels = KernelConfig | ChoiceKernels
-"""One file of the cache on disk, or two: what engines carry, and what a session launches."""
+"""Cache updates, which engines carry as PTX; or the choice of tokens, which sessions launch."""
 
 
-def everything() -> tuple[Kernels, ...]:
-    """The plugin's kernels, then those that choose tokens."""
-    return (*all_kernels(), *map(ChoiceKernels, CHOICE_DTYPES))
+@dataclass(frozen=True)
+class KernelReport:
+    """One kernel on one architecture; of several in one cubin, the most of each.
+
+    Attributes:
+        spill_bytes, stack_bytes: of local memory, for one thread; nonzero is slow.
+        occupancy: see `ResourceUse`.
+        ptx_bytes: None for a choice of tokens, which a session asks for as a cubin.
+    """
+
+    kernel: str
+    arch: str
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    occupancy: float | None
+    cubin_bytes: int
+    ptx_bytes: int | None
 
 
-def compile_ahead(
-    chosen: Sequence[Kernels], archs: Sequence[str]
-) -> Iterator[tuple[CompiledKernel, CompiledKernel | None]]:
-    """Compile kernels for architectures, several at a time; yields cubin and PTX, architecture by architecture.
+def update_kernels(model: onnx.ModelProto) -> tuple[KernelConfig, ...]:
+    """Return the kernel of every form of cache update that a rewritten model has, in the order of its nodes.
 
-    There is no PTX of what a session launches by itself: it asks for the cubin.
+    Raises:
+        OptionError: no kernel takes the types of a node.
+    """
+    nodes = [node for node in model.graph.node if node.domain == NAMESPACE and node.op_type in OPERATORS]
+    if not nodes:
+        return ()
+    graph = onnx.shape_inference.infer_shapes(detach_weights(model)[0]).graph
+    types = {info.name: info.type.tensor_type.elem_type for info in (*graph.input, *graph.value_info)}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
+    found: dict[str, KernelConfig] = {}
+    for node in nodes:
+        operator = OPERATORS[node.op_type]
+        names = [onnx.TensorProto.DataType.Name(types.get(name, 0)).lower() for name in node.input]
+        config = operator.config(dict(zip(operator.inputs, names, strict=True)))
+        found.setdefault(config.name, config)
+    return tuple(found.values())
+
+
+def choice_kernels(plan: CachePlan) -> tuple[ChoiceKernels, ...]:
+    """Return the kernels with which a session chooses tokens; none for logits of other types."""
+    dtypes = {t.dtype for t in plan.tensors if t.io == "output" and t.role is Role.LOGITS}
+    names = sorted("float32" if dtype == "float" else dtype for dtype in dtypes)
+    return tuple(ChoiceKernels(name) for name in names if name in CHOICE_DTYPES)
+
+
+def compile_ahead(chosen: Sequence[Kernels], archs: Sequence[str]) -> Iterator[KernelReport]:
+    """Compile kernels for architectures, several at a time, architecture by architecture.
 
     Raises:
         OptionError: NVRTC does not know an architecture; nothing was compiled.
         BackendError: NVRTC is not installed, or it failed.
     """
     for arch in archs:
-        check_arch(arch)
+        check_compiler(arch)
 
-    def compile_one(job: tuple[str, Kernels]) -> tuple[CompiledKernel, CompiledKernel | None]:
+    def compile_one(job: tuple[str, Kernels]) -> KernelReport:
         arch, kernels = job
         if isinstance(kernels, ChoiceKernels):
-            return compile_choice(kernels.logits, arch), None
-        return compile_kernel(kernels, arch), compile_kernel(kernels, arch, ptx=True)
+            return _report(compile_choice(kernels.logits, arch), None)
+        return _report(compile_kernel(kernels, arch), compile_kernel(kernels, arch, ptx=True))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:  # NVRTC works outside Python's lock
         yield from pool.map(compile_one, [(arch, kernels) for arch in archs for kernels in chosen])
+
+
+def _report(cubin: CompiledKernel, ptx: CompiledKernel | None) -> KernelReport:
+    use = cubin.resources
+    spills = use.spill_store_bytes + use.spill_load_bytes
+    sizes = len(cubin.code), None if ptx is None else len(ptx.code)
+    return KernelReport(cubin.name, cubin.arch, use.registers, spills, use.stack_bytes, use.occupancy, *sizes)

@@ -92,11 +92,6 @@ public:
         });
     }
 
-    __device__ void flag(int* errors) const {
-        const bool valid = !Chosen::PACKED || ascending(lengths_, sizes_.batch);
-        for (int b = threadIdx.x; b < sizes_.batch; b += THREADS) errors[b] = !valid || rows(b).refused;
-    }
-
 private:
     static constexpr int RATIO = static_cast<int>(sizeof(typename Storage<Chosen::SOURCE>::type));
     static constexpr int FLIGHT = IN_FLIGHT / RATIO;  // as many bytes of the update in flight, whatever the ratio

@@ -117,10 +117,8 @@ def compile_source(
         OptionError: NVRTC does not know the architecture, or makes code that the driver is too old for.
         BackendError: NVRTC is not installed, or it failed; the message carries the compiler's log.
     """
+    check_compiler(arch, ptx=ptx, driver=driver)
     version = nvrtc_version()
-    check_arch(arch)
-    if driver is not None:
-        _check_driver(driver, version, ptx=ptx)
     # A virtual architecture: PTX for this one and all later ones.
     target = arch.replace("sm_", "compute_") if ptx else arch
     options = (f"--gpu-architecture={target}", *_OPTIONS, *(() if ptx else ("--ptxas-options=-v",)))
@@ -169,16 +167,22 @@ def supported_archs() -> tuple[str, ...]:
     return tuple(f"sm_{number}" for number in _handle_return(_nvrtc().nvrtcGetSupportedArchs()))
 
 
-def check_arch(arch: str) -> None:
-    """Make sure that NVRTC knows an architecture.
+def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
+    """Make sure that NVRTC compiles for an architecture, and that a driver takes its code; see `compile_source`.
 
     Raises:
-        OptionError: it does not.
+        OptionError: NVRTC does not know the architecture, or makes code that the driver is too old for.
         BackendError: NVRTC is not installed.
     """
     version, known = nvrtc_version(), supported_archs()
     if arch not in known:
         raise OptionError(f"architecture {arch!r}: NVRTC {_text(version)} knows {', '.join(known)}; give one of those")
+    if driver is not None and ((driver < version) if ptx else (driver[0] < version[0])):
+        kind, needed = ("PTX", _text(version)) if ptx else ("a cubin", str(version[0]))
+        raise OptionError(
+            f"the driver is for CUDA {_text(driver)}, and {kind} of NVRTC {_text(version)} needs CUDA {needed}: "
+            f"install an older nvidia-cuda-nvrtc ({_text(driver) if ptx else driver[0]}.*), or a newer driver"
+        )
 
 
 def _compile(source: str, name: str, options: tuple[str, ...], *, ptx: bool) -> tuple[bytes, str]:
@@ -212,15 +216,6 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise BackendError(f"NVRTC: {status.name}{f': {about}' if about else ''}")
     return values[0] if len(values) == 1 else tuple(values)
-
-
-def _check_driver(driver: tuple[int, int], version: tuple[int, int], *, ptx: bool) -> None:
-    if (driver < version) if ptx else (driver[0] < version[0]):
-        kind, needed = ("PTX", _text(version)) if ptx else ("a cubin", str(version[0]))
-        raise OptionError(
-            f"the driver is for CUDA {_text(driver)}, and {kind} of NVRTC {_text(version)} needs CUDA {needed}: "
-            f"install an older nvidia-cuda-nvrtc ({_text(driver) if ptx else driver[0]}.*), or a newer driver"
-        )
 
 
 def _read(path: Path) -> CompiledKernel | None:

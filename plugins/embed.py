@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trt_kvcache.errors import BackendError
-from trt_kvcache.plugins.compile import compile_kernel
-from trt_kvcache.plugins.operators import Operator
+from trt_kvcache.plugins.compile import check_compiler, compile_kernel
 from trt_kvcache.plugins.register import Compile, Registration, register_plugins
 from trt_kvcache.plugins.spec import KernelConfig
 
@@ -14,17 +13,16 @@ from trt_kvcache.plugins.spec import KernelConfig
 def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
     """Register the plugin with kernels for the GPU that TensorRT builds for (CUDA's first visible device).
 
-    One kernel is compiled at once, so that a missing NVRTC, an architecture that it does not know and a driver that is
-    too old are errors before TensorRT begins.
+    TensorRT asks for each kernel that its network needs; none is compiled before. A missing NVRTC, an architecture that
+    NVRTC does not know and a driver that is too old are errors before TensorRT begins.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or its code is too new for the driver.
         BackendError: there is no NVRTC, or no driver.
     """
     arch, driver = this_gpu()
-    compile_here = kernels_for(arch, driver)
-    compile_here(Operator().config({"cache_0": "float16", "update_0": "float16", "write_indices": "int64"}))
-    return register_plugins(trt, compile_here, declare_aliases=declare_aliases)
+    check_compiler(arch, ptx=True, driver=driver)
+    return register_plugins(trt, kernels_for(arch, driver), declare_aliases=declare_aliases)
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:

@@ -34,36 +34,30 @@ class Operator:
     """One operator: which tensors it takes and gives, and how the update goes into the cache.
 
     Attributes:
-        form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths.
+        form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths ``[B + 1]``.
         mode: linear or circular.
         caches: 1, or 2 for the K and V of a layer in one launch.
-        lengths: valid lengths ``[B]`` of a padded update; a packed one always has its cumulative ``[B + 1]``.
         quantized: quantize on write, by float32 scales ``[1]`` or ``[N]``.
-        errors: an int32 output ``[B]``, 1 for a sequence that was refused and wrote nothing.
     """
 
     form: UpdateForm = UpdateForm.PADDED
     mode: UpdateMode = UpdateMode.LINEAR
     caches: int = 1
-    lengths: bool = False
     quantized: bool = False
-    errors: bool = False
 
-    def __post_init__(self) -> None:
-        if self.form is UpdateForm.PACKED_NHD and not self.lengths:
-            raise OptionError("a packed update needs the cumulative lengths [B + 1]")
+    @property
+    def packed(self) -> bool:
+        """True for packed updates."""
+        return self.form is UpdateForm.PACKED_NHD
 
     @property
     def name(self) -> str:
-        """The ONNX operator type, which is the plugin's name: ``KVCacheUpdate`` and what is special about it."""
-        packed = self.form is UpdateForm.PACKED_NHD
+        """The ONNX operator type, which is the plugin's name: ``KVCacheUpdate`` and the words that apply."""
         parts = (
-            ("Packed", packed),
+            ("Packed", self.packed),
             ("Circular", self.mode is UpdateMode.CIRCULAR),
             ("Pair", self.caches == 2),
-            ("Lengths", self.lengths and not packed),
             ("Quantized", self.quantized),
-            ("Errors", self.errors),
         )
         return "KVCacheUpdate" + "".join(part for part, given in parts if given)
 
@@ -111,8 +105,7 @@ class Operator:
             mode=self.mode,
             caches=self.caches,
             index_type=self._integer("write_indices", types),
-            length_type=self._integer("lengths", types) if self.lengths else None,
-            errors=self.errors,
+            length_type=self._integer("lengths", types) if self.packed else None,
             quantization=self._quantization(types, per_head) if self.quantized else None,
         )
 
@@ -157,16 +150,15 @@ class Operator:
                               "many")  # fmt: skip
 
     def _sizes(self, name: str) -> tuple[str, ...]:
-        """What the dimensions of an input are."""
-        packed = self.form is UpdateForm.PACKED_NHD
+        """The names of an input's dimensions."""
         kind, _, i = name.rpartition("_")
         if kind == "cache":
             return ("B", "N", "S_max", f"H_{i}")
         if kind == "update":
-            return ("T", "N", f"H_{i}") if packed else ("B", "N", "S_new", f"H_{i}")
+            return ("T", "N", f"H_{i}") if self.packed else ("B", "N", "S_new", f"H_{i}")
         if kind == "scale":
             return ("1 or N",)
-        return ("B + 1",) if packed and name == "lengths" else ("B",)
+        return ("B + 1",) if name == "lengths" else ("B",)
 
     def _integer(self, name: str, types: Mapping[str, str]) -> IntegerType:
         if types[name] not in ("int32", "int64"):
@@ -184,14 +176,8 @@ def _text(shape: Sequence[int | None]) -> str:
 
 
 def _all_operators() -> dict[str, Operator]:
-    flags = (False, True)
-    forms = ((UpdateForm.PADDED, False), (UpdateForm.PADDED, True), (UpdateForm.PACKED_NHD, True))
-    made = [
-        Operator(form, mode, caches, lengths, quantized, errors)
-        for (form, lengths), mode, caches, quantized, errors in itertools.product(
-            forms, UpdateMode, (1, 2), flags, flags
-        )
-    ]
+    parts = itertools.product(UpdateForm, UpdateMode, (1, 2), (False, True))
+    made = [Operator(form, mode, caches, quantized) for form, mode, caches, quantized in parts]
     return {operator.name: operator for operator in made}
 
 

@@ -63,12 +63,12 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
     registration = Registration(tuple(OPERATORS))
     for operator in OPERATORS.values():
         name = f"{NAMESPACE}::{operator.name}"
-        trtp.register(name)(_description(trt, trtp, operator, declare_aliases, registration.errors))
+        trtp.register(name)(_description(trtp, operator, declare_aliases, registration.errors))
         trtp.aot_impl(name)(_implementation(trtp, operator, compile_kernel, registration.errors))
     return registration
 
 
-def _description(trt: Any, trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
+def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
     """The function that says what an operator's outputs are: ``present_i`` is like ``cache_i``."""
 
     def describe(*inputs: Any) -> Any:
@@ -77,12 +77,7 @@ def _description(trt: Any, trtp: Any, operator: Operator, declare_aliases: bool,
         config = _config(operator, tensors)
         _check_bytes(operator, tensors, config.element_bits)
         caches = [tensors[f"cache_{i}"] for i in range(operator.caches)]
-        outputs = [cache.aliased() if declare_aliases else cache.like() for cache in caches]
-        if operator.errors:
-            flags = tensors["write_indices"].like()
-            flags.dtype = trt.int32
-            outputs.append(flags)
-        return tuple(outputs)
+        return tuple(cache.aliased() if declare_aliases else cache.like() for cache in caches)
 
     descs = (trtp.TensorDesc,) * len(operator.outputs)
     parameters = _tensors(trtp, operator)
@@ -172,6 +167,6 @@ def _constant(size: Any) -> int | None:
 
 def _shapes(operator: Operator, tensors: dict[str, Any]) -> Shapes:
     batch, heads, capacity, _ = tensors["cache_0"].shape_expr
-    length = tensors["update_0"].shape_expr[0 if operator.form.value == "packed_nhd" else 2]
+    length = tensors["update_0"].shape_expr[0 if operator.packed else 2]
     sizes = tuple(tensors[f"cache_{i}"].shape_expr[3] for i in range(operator.caches))
     return Shapes(batch, heads, capacity, length, sizes)

@@ -35,8 +35,7 @@ def entry_source(config: KernelConfig) -> str:
     """Return the entry function of one configuration: its arguments in TensorRT's order, handed to the family."""
     args, q = arguments(config), config.quantization
     types = dict.fromkeys((*args.inputs, *args.outputs), "const void*")
-    types |= dict.fromkeys(args.scalars, "int") | {"errors": "int*"}
-    types |= {name: "void*" for name in args.outputs if name.startswith("present")}
+    types |= dict.fromkeys(args.scalars, "int") | dict.fromkeys(args.outputs, "void*")
     types |= {name: "const float*" for name in args.inputs if name.startswith("scale")}
     signature = ", ".join(f"{types[name]} {name}" for name in (*args.inputs, *args.scalars, *args.outputs))
 
@@ -57,9 +56,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS) {config.name}({sig
     const Tensors tensors = {{static_cast<const char*>({chosen("cache")}), static_cast<const char*>({chosen("update")}),
                              static_cast<char*>({chosen("present")}), {chosen("scale") if q else "nullptr"},
                              {"scale_step" if q else "0"}}};
-    const Update<Config<{family}>> update(
-        sizes, tensors, {{write_indices, index_bytes}}, {lengths}, block / {config.caches}, blocks / {config.caches});
-    update.run();
-    {"if (block == 0) update.flag(errors);" if config.errors else ""}
+    Update<Config<{family}>>(sizes, tensors, {{write_indices, index_bytes}}, {lengths}, block / {config.caches},
+                             blocks / {config.caches}).run();
 }}
 """

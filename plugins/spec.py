@@ -80,9 +80,7 @@ class KernelConfig:
         caches: 1, or 2 for a layer's K and V in one launch. The two share B, N, S_max, write indices and lengths; their
             head sizes may differ.
         index_type: of the write indices ``[B]``.
-        length_type: padded: of the valid lengths ``[B]``, None without them; packed: of the cumulative lengths
-            ``[B + 1]``, required.
-        errors: also write the int32 flags ``[B]``: 0, or 1 for a row that was refused and wrote nothing.
+        length_type: of the cumulative lengths ``[B + 1]`` of packed updates; None for padded ones.
         quantization: quantize on write.
     """
 
@@ -92,7 +90,6 @@ class KernelConfig:
     caches: int = 1
     index_type: IntegerType = "int64"
     length_type: IntegerType | None = None
-    errors: bool = False
     quantization: Quantization | None = None
 
     def __post_init__(self) -> None:
@@ -104,8 +101,8 @@ class KernelConfig:
             raise OptionError(f"write indices of type {self.index_type!r}: expected int32 or int64")
         if self.length_type not in (None, "int32", "int64"):
             raise OptionError(f"lengths of type {self.length_type!r}: expected int32 or int64")
-        if self.form is UpdateForm.PACKED_NHD and self.length_type is None:
-            raise OptionError("a packed update needs the cumulative lengths [B + 1]; give their type")
+        if (self.form is UpdateForm.PACKED_NHD) != (self.length_type is not None):
+            raise OptionError("a packed update needs the type of its cumulative lengths [B + 1], a padded one has none")
         if self.quantization is not None and self.element_bits != 8:
             raise OptionError(f"quantization on write into elements of {self.element_bits} bits: expected 8")
 
@@ -119,10 +116,6 @@ class KernelConfig:
         if self.quantization is not None:
             parts += [self.quantization.source, "to", self.quantization.target]
         parts.append("one" if self.caches == 1 else "two")
-        if self.form is UpdateForm.PADDED and self.length_type is not None:
-            parts.append("lengths")
-        if self.errors:
-            parts.append("errors")
         return "_".join(parts)
 
 
@@ -136,7 +129,7 @@ class Arguments:
         scalars: int32 extra arguments: ``batch, heads, capacity, length`` (``S_new``, or ``T`` when packed),
             ``row_bytes_0[, row_bytes_1]`` (a cache row ``[H]``), ``index_bytes``, with lengths ``length_bytes`` (of one
             integer), with quantization ``scale_step`` (0: one scale for the tensor, 1: one for each head).
-        outputs: pointers: ``present_0[, present_1], [errors]``.
+        outputs: pointers: ``present_0[, present_1]``.
     """
 
     inputs: tuple[str, ...]
@@ -160,8 +153,7 @@ def arguments(config: KernelConfig) -> Arguments:
         scalars.append("length_bytes")
     if config.quantization is not None:
         scalars.append("scale_step")
-    outputs = each("present") + (["errors"] if config.errors else [])
-    return Arguments(tuple(inputs), tuple(scalars), tuple(outputs))
+    return Arguments(tuple(inputs), tuple(scalars), tuple(each("present")))
 
 
 @dataclass(frozen=True)

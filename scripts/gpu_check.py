@@ -222,8 +222,7 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
         for what, file in ENGINE_TESTS.items():
             found.append(Step(name, f"{what} tests", (*tests, str(ROOT / "tests" / "gpu" / f"test_{file}.py")), 180))
     # PTX and cubins of all kernels, several at a time: the tests after it take them from the cache on disk.
-    command = (python, "-m", "trt_kvcache", "plugins", f"--arch={arch}", "--json")
-    found.append(Step(KERNEL, "compile", command, 75))
+    found.append(Step(KERNEL, "compile", (python, str(ROOT / "tests" / "compile_kernels.py"), arch), 75))
     for what, file in zip(("kernel", "choosing"), kernels, strict=True):
         found.append(Step(KERNEL, f"{what} tests", (*tests, file), 120))
     sanitizer = shutil.which("compute-sanitizer") or _in_toolkit("compute-sanitizer")

@@ -102,7 +102,7 @@ class HostKernels:
 
 
 def _cast(name: str) -> str:
-    return "int*" if name == "errors" else "const float*" if name.startswith("scale") else "void*"
+    return "const float*" if name.startswith("scale") else "void*"
 
 
 def compile_for_host(folder: Path, name: str, text: str, flags: Sequence[str]) -> Path:

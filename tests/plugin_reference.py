@@ -20,21 +20,18 @@ def reference(operator: Operator, feeds: Feeds) -> Feeds:
     presents = [feeds[f"cache_{i}"].copy() for i in range(operator.caches)]
     updates = [quantized(feeds, i) if operator.quantized else feeds[f"update_{i}"] for i in range(operator.caches)]
     length = feeds["update_0"].shape[0 if packed else 2]
-    errors = np.zeros(batch, np.int32)
-    bounds = feeds.get("lengths")
-    ascending = not packed or bool((np.diff(bounds) >= 0).all())
+    bounds = feeds["lengths"] if packed else None
+    ascending = bounds is None or bool((np.diff(bounds) >= 0).all())
     for b in range(batch):
-        start, end = (bounds[b], bounds[b + 1]) if packed else (0, length if bounds is None else bounds[b])
+        start, end = (0, length) if bounds is None else (bounds[b], bounds[b + 1])
         first, count = int(feeds["write_indices"][b]), int(end) - int(start)
         fits = circular or count == 0 or (first >= 0 and first + count <= capacity)
         if not (ascending and 0 <= start <= end <= length and fits):
-            errors[b] = 1
             continue
         for t, (update, present) in itertools.product(range(count), zip(updates, presents, strict=True)):
             token = update[start + t] if packed else update[b, :, start + t]
             present[b, :, (first + t) % capacity if circular else first + t] = token
-    outputs = {f"present_{i}": p for i, p in enumerate(presents)}
-    return outputs | ({"errors": errors} if operator.errors else {})
+    return {f"present_{i}": p for i, p in enumerate(presents)}
 
 
 def quantized(feeds: Feeds, i: int) -> Array:
@@ -59,11 +56,9 @@ def feeds_of(operator: Operator, rng: np.random.Generator, trial: int) -> Feeds:
         feeds[f"scale_{i}"] = rng.uniform(0.2, 2, (1, heads)[trial % 2]).astype(np.float32)
     reach = 3 * capacity if circular else max(1, capacity - length + 1)
     feeds["write_indices"] = rng.integers(0, reach, batch).astype(index)
-    feeds["lengths"] = rng.integers(0, length + 1, batch).astype(index)
-    if packed:
-        feeds["lengths"] = np.sort(rng.integers(0, length + 1, batch + 1)).astype(index)
+    feeds["lengths"] = np.sort(rng.integers(0, length + 1, batch + 1)).astype(index)
     if trial % 3 == 1:
         feeds["write_indices"] = rng.integers(-2, 2 * capacity, batch).astype(index)
     if trial % 3 == 2:
-        feeds["lengths"] = rng.integers(-1, length + 2, len(feeds["lengths"])).astype(index)
+        feeds["lengths"] = rng.integers(-1, length + 2, batch + 1).astype(index)
     return {name: feeds[name] for name in operator.inputs}

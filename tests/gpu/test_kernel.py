@@ -11,10 +11,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from kernel_cases import GARBAGE, Case, make_case, varied
+from kernel_cases import GARBAGE, Case, all_kernels, make_case, varied
 from kernel_device import KernelDevice
 
-from trt_kvcache.plugins.family import all_kernels
 from trt_kvcache.plugins.spec import KernelConfig
 
 pytestmark = pytest.mark.gpu

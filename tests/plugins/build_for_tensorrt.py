@@ -20,18 +20,12 @@ from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.plugins import embed
 
 
-def without(what: str | None) -> AbstractContextManager[object]:
-    """NVRTC as it is where the library is missing, or where it cannot compile the kernel; None: as it is here."""
+def without_nvrtc() -> AbstractContextManager[object]:
+    """NVRTC as it is where the library is missing."""
     from cuda.bindings import nvrtc
     from cuda.pathfinder import DynamicLibNotFoundError
 
-    from trt_kvcache.plugins import compile as compiler
-
-    if what == "library":
-        return mock.patch.object(nvrtc, "nvrtcVersion", side_effect=DynamicLibNotFoundError("libnvrtc.so not found"))
-    if what == "compilation":
-        return mock.patch.object(compiler, "kernel_source", return_value="no C++")
-    return nullcontext()
+    return mock.patch.object(nvrtc, "nvrtcVersion", side_effect=DynamicLibNotFoundError("libnvrtc.so not found"))
 
 
 def main() -> None:
@@ -51,7 +45,8 @@ def main() -> None:
         plan = import_model(question["model"], options).plan
         job = Job(Target.TENSORRT, "TensorRT", "", "", "", plan, (), build.BuildOptions(**question.get("build", {})))
         arch, driver = question["gpu"]
-        with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))), without(question.get("lacks")):
+        lack = without_nvrtc() if question.get("lacks") else nullcontext()
+        with mock.patch.object(embed, "this_gpu", return_value=(arch, tuple(driver))), lack:
             try:
                 worker._register_plugins(trt, job)
             except TrtKvCacheError as error:

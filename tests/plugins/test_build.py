@@ -101,19 +101,14 @@ WAYS_OUT = {
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("kind", WAYS_OUT)
-@pytest.mark.parametrize(
-    ("lacks", "words"),
-    [("library", "NVRTC, which compiles kernels, is not installed"), ("compilation", "NVRTC_ERROR_COMPI")],
-)
-def test_without_a_compiler_the_error_names_the_way_out(kind: str, lacks: str, words: str, tmp_path: Path) -> None:
+def test_without_a_compiler_the_error_names_the_way_out(kind: str, tmp_path: Path) -> None:
     model, way_out = WAYS_OUT[kind]
     onnx.save(model, tmp_path / "model.onnx")
-    question = {"model": str(tmp_path / "model.onnx"), "gpu": ("sm_90", NVRTC), "lacks": lacks}
+    question = {"model": str(tmp_path / "model.onnx"), "gpu": ("sm_90", NVRTC), "lacks": True}
     answer = ask(NEWEST, SCRIPT, question, stubs(tmp_path))
     assert answer["kind"] == "BackendError"
     assert not answer["registered"]
-    assert answer["error"].count("install") == (2 if lacks == "library" else 0)  # not installed: pip install
-    assert re.search(words, answer["error"])
+    assert "NVRTC, which compiles kernels, is not installed: pip install" in answer["error"]
     assert re.search(way_out.replace("(", r"\(").replace(")", r"\)"), answer["error"])
 
 

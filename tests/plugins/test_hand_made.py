@@ -1,4 +1,4 @@
-"""Models that have the plugin's nodes themselves: padded updates with valid lengths, error flags, whatever it does."""
+"""Models that have the plugin's nodes themselves."""
 
 from __future__ import annotations
 
@@ -39,15 +39,14 @@ def hand_made(operator: Operator, kinds: dict[str, int], *, defined: bool, capac
         graph.input(name, kinds.get(kind, kinds.get(name, TensorProto.INT64)), shapes.get(kind, other))
     graph.node(operator.name, operator.inputs, operator.outputs, NAMESPACE)
     for name in operator.outputs:
-        shape = ["B"] if name == "errors" else ["B", 2, capacity, SIZES[int(name.endswith("_1"))]]
-        graph.output(name, TensorProto.INT32 if name == "errors" else kinds["cache"], shape)
+        graph.output(name, kinds["cache"], ["B", 2, capacity, SIZES[int(name.endswith("_1"))]])
     functions = [operator_function(operator, 24)] if defined else []
     return graph.model(24, [NAMESPACE], functions)
 
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
-    """Plan, rewrite, and the numbers: lengths that are shorter than the update, and flags of what was refused."""
+    """Plan, rewrite, and the numbers, refused updates included."""
     operator, rng = OPERATORS[name], np.random.default_rng(list(name.encode()))
     feeds = feeds_of(operator, rng, 1)
     kinds = {n.rpartition("_")[0] or n: helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in feeds.items()}
@@ -70,7 +69,7 @@ def test_every_operator_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("defined", [True, False])
 @pytest.mark.parametrize("caches", [1, 2])
 def test_verify_runs_them(caches: int, defined: bool, tmp_path: Path) -> None:
-    operator = Operator(caches=caches, lengths=True, errors=True)
+    operator = Operator(caches=caches)
     onnx.save(hand_made(operator, FLOATS, defined=defined, capacity=16), tmp_path / "model.onnx")
     plan = rewrite_model(tmp_path / "model.onnx", tmp_path / "rewritten.onnx", FULL)
     assert plan == plan_model(tmp_path / "model.onnx", FULL)
@@ -83,11 +82,11 @@ def test_verify_runs_them(caches: int, defined: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "options", "error", "words"),
     [
-        ({}, PlanOptions(), UnsupportedModelError, r"node of the plugin \(KVCacheUpdateLengths\).*--target tensorrt"),
-        ({"inputs": 3}, FULL, InvalidModelError, "3 inputs and 1 outputs; KVCacheUpdateLengths takes cache_0, upda"),
+        ({}, PlanOptions(), UnsupportedModelError, r"node of the plugin \(KVCacheUpdatePacked\).*--target tensorrt"),
+        ({"inputs": 3}, FULL, InvalidModelError, "3 inputs and 1 outputs; KVCacheUpdatePacked takes cache_0, upda"),
         ({"cache": TensorProto.FLOAT}, FULL, InvalidModelError, "update_0 is float16 and cache_0 float"),
         ({"lengths": TensorProto.INT8}, FULL, InvalidModelError, "lengths is int8; expected int32 or int64"),
-        ({"heads": 3}, FULL, InvalidModelError, r"update_0 is \[\?, 3, \?, 4\], cache_0 \[\?, 2, 6, 4\]; they must be"),
+        ({"heads": 3}, FULL, InvalidModelError, r"update_0 is \[\?, 3, 4\], cache_0 \[\?, 2, 6, 4\]; they must be"),
         ({"output": False}, FULL, UnsupportedModelError, "be done in place: the updated cache .* is not an output"),
     ],
     ids=["rtx", "inputs", "types", "lengths", "heads", "output"],
@@ -95,7 +94,7 @@ def test_verify_runs_them(caches: int, defined: bool, tmp_path: Path) -> None:
 def test_refusals(
     change: dict[str, Any], options: PlanOptions, error: type[ModelError], words: str, tmp_path: Path
 ) -> None:
-    model = hand_made(Operator(lengths=True), FLOATS | change, defined=False)
+    model = hand_made(Operator(UpdateForm.PACKED_NHD), FLOATS | change, defined=False)
     if "inputs" in change:
         del model.graph.node[0].input[change["inputs"] :]
     if "heads" in change:

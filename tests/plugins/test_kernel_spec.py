@@ -15,7 +15,7 @@ PACKED = UpdateForm.PACKED_NHD
 
 
 def test_arguments_come_in_tensorrts_order() -> None:
-    config = KernelConfig(8, PACKED, UpdateMode.CIRCULAR, 2, "int64", "int32", True, Quantization("float", "int8"))
+    config = KernelConfig(8, PACKED, UpdateMode.CIRCULAR, 2, "int64", "int32", Quantization("float", "int8"))
     args = arguments(config)
     assert args.inputs == (
         "cache_0", "cache_1", "update_0", "update_1", "write_indices", "lengths", "scale_0", "scale_1",
@@ -24,7 +24,7 @@ def test_arguments_come_in_tensorrts_order() -> None:
         "batch", "heads", "capacity", "length", "row_bytes_0", "row_bytes_1", "index_bytes", "length_bytes",
         "scale_step",
     )  # fmt: skip
-    assert args.outputs == ("present_0", "present_1", "errors")
+    assert args.outputs == ("present_0", "present_1")
     signature = kernel_source(config).rpartition(f" {config.name}(")[2].partition(")")[0]
     assert [part.split()[-1] for part in signature.split(", ")] == [*args.inputs, *args.scalars, *args.outputs]
 
@@ -77,8 +77,9 @@ def test_the_grid_is_never_empty() -> None:
         ({"element_bits": 24}, "cache elements of 24 bits"),
         ({"caches": 3}, "3 caches in one launch"),
         ({"index_type": "uint8"}, "write indices of type 'uint8'"),
-        ({"length_type": "float"}, "lengths of type 'float'"),
-        ({"form": PACKED}, r"needs the cumulative lengths \[B \+ 1\]"),
+        ({"form": PACKED, "length_type": "float"}, "lengths of type 'float'"),
+        ({"form": PACKED}, r"needs the type of its cumulative lengths \[B \+ 1\]"),
+        ({"length_type": "int64"}, "a padded one has none"),
         ({"element_bits": 16, "quantization": Quantization("float", "int8")}, "elements of 16 bits: expected 8"),
     ],
 )

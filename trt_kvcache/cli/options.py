@@ -118,21 +118,32 @@ class SessionPlanFlags:
             )
         return PlanOptions(**given_flags(self))
 
-    def session_options(self, model: Path) -> dict[str, Any]:
-        """Return the keyword arguments for `DecodeSession.open`: none if no flag is given.
+    def for_file(self, path: Path) -> PlanOptions | None:
+        """Return the `PlanOptions` for a model; None for an engine.
 
         Raises:
             OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
                 without another.
         """
-        if self == SessionPlanFlags():
-            return {}
-        if model.suffix.lower() != ".onnx" and not model.is_dir():
+        if path.suffix.lower() == ".onnx" or path.is_dir():
+            return self.options()
+        given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
+        if given:
+            flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
             raise OptionError(
-                f"--capacity, --sliding, --window-chunk, --latent-attention and --logits plan a model, and {model} is "
-                "taken for an engine, which was planned when it was built; leave them out, or give the .onnx file"
+                f"{flags} {'plans' if len(given) == 1 else 'plan'} a model, and {path} is taken for an engine, which "
+                "was planned when it was built; leave it out, or give the .onnx file"
             )
-        return {"plan_options": self.options()}
+        return None
+
+    def session_options(self, path: Path) -> dict[str, Any]:
+        """Return the keyword arguments for `DecodeSession.open`: none if no flag is given.
+
+        Raises:
+            OptionError: see `for_file`.
+        """
+        options = self.for_file(path)
+        return {} if self == SessionPlanFlags() else {"plan_options": options}
 
 
 @dataclass(frozen=True)
@@ -163,11 +174,17 @@ class BuildPlanFlags(SessionPlanFlags):
 
 
 @dataclass(frozen=True)
-class PlanFlags(BuildPlanFlags):
-    """Flags that plan a model for a builder that need not be installed."""
+class TensorRTPlanFlags(BuildPlanFlags):
+    """Flags that plan a model for TensorRT, which need not be installed."""
+
+    packed_native: Annotated[Switch, _plan_flag(help="off for TensorRT 10.15 and 10.16.")] = Switch.ON
+
+
+@dataclass(frozen=True)
+class PlanFlags(TensorRTPlanFlags):
+    """Flags that plan a model for a builder, which need not be installed."""
 
     target: Annotated[Target, _plan_flag(help="The builder to plan for; need not be installed.")] = Target.TENSORRT_RTX
-    packed_native: Annotated[Switch, _plan_flag(help="off for TensorRT 10.15 and 10.16.")] = Switch.ON
 
 
 def given_flags(flags: Any) -> dict[str, Any]:

@@ -1,37 +1,24 @@
-"""``trt-kvcache plugins``: the kernels of the cache-update plugin and those that choose tokens, compiled ahead."""
+"""``trt-kvcache plugins``: the kernels that one model needs beside TensorRT's own, compiled ahead."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.options import JsonOption
+from trt_kvcache.cli.options import JsonOption, RunnableArgument, TensorRTPlanFlags
 
 if TYPE_CHECKING:
-    from trt_kvcache.plugins.ahead import Kernels
-    from trt_kvcache.plugins.choice import ChoiceKernels
-    from trt_kvcache.plugins.compile import CompiledKernel
-    from trt_kvcache.plugins.spec import KernelConfig
+    from pathlib import Path
 
-
-@dataclass(frozen=True)
-class _Row:
-    """One kernel on one architecture, as JSON; of several in one cubin, the most of each."""
-
-    kernel: str
-    arch: str
-    registers: int
-    spill_bytes: int
-    stack_bytes: int
-    occupancy: float | None
-    cubin_bytes: int
-    ptx_bytes: int | None
+    from trt_kvcache.plugins.ahead import KernelReport, Kernels
 
 
 def plugins(
+    model: RunnableArgument,
+    flags: TensorRTPlanFlags,
     arch: Annotated[
         str, typer.Option(metavar="LIST", help="Compile for these GPU architectures, such as sm_80,sm_90.")
     ] = "",
@@ -40,95 +27,92 @@ def plugins(
     ] = "*",
     json: JsonOption = False,
 ) -> None:
-    """List the kernels for caches and for choosing tokens; --arch compiles them ahead: registers, spills, occupancy."""
+    """List the model's kernels for caches and for choosing tokens; --arch compiles them: registers, spills, sizes."""
     from fnmatch import fnmatchcase
 
-    from trt_kvcache.errors import OptionError
-    from trt_kvcache.plugins.ahead import everything
-
-    known = everything()
-    chosen = [kernels for kernels in known if fnmatchcase(kernels.name, kernel)]
-    if not chosen:
-        first, last = known[0].name, known[-1].name
-        raise OptionError(f"no kernel matches {kernel!r}; the {len(known)} are named like {first} and {last}")
-    if arch:
-        archs = list(dict.fromkeys(name.strip() for name in arch.split(",")))
-        _compile(chosen, archs, json=json)
-    else:
-        _list(chosen, json=json)
-
-
-def _list(chosen: Sequence[Kernels], *, json: bool) -> None:
     from trt_kvcache.cli.output import console, print_json
-    from trt_kvcache.plugins.choice import KERNELS, ChoiceKernels
+    from trt_kvcache.errors import OptionError
 
-    choice = [kernels for kernels in chosen if isinstance(kernels, ChoiceKernels)]
-    updates = [kernels for kernels in chosen if not isinstance(kernels, ChoiceKernels)]
-    if json:
-        rows: list[dict[str, Any]] = [{"kernel": config.name, "config": config} for config in updates]
-        print_json([*rows, *({"kernel": c.name, "logits": c.logits, "functions": KERNELS} for c in choice)])
-        return
-    out = console()
-    if updates:
-        out.print(_updates(updates))
-    if updates and choice:
-        out.print()
-    if choice:
-        out.print(_choice(choice))
+    known = _kernels(model, flags)
+    chosen = [kernels for kernels in known if fnmatchcase(kernels.name, kernel)]
+    if known and not chosen:
+        names = ", ".join(kernels.name for kernels in known)
+        raise OptionError(f"no kernel matches {kernel!r}; {model.name} needs {names}")
+    if arch:
+        from trt_kvcache.plugins.ahead import compile_ahead
 
-
-def _updates(chosen: Sequence[KernelConfig]) -> Any:
-    from trt_kvcache.cli.output import table
-
-    rows = table("kernel", "update", "mode", "caches", "elements", "valid lengths", "error flags")
-    for config in chosen:
-        q = config.quantization
-        packed = config.form.value.startswith("packed")
-        rows.add_row(
-            config.name,
-            "packed" if packed else "padded",
-            config.mode.value,
-            str(config.caches),
-            f"{q.source} to {q.target}" if q else "any, as they are",
-            "cumulative" if packed else "yes" if config.length_type else "no",
-            "yes" if config.errors else "no",
-        )
-    return rows
+        archs = list(dict.fromkeys(name.strip() for name in arch.split(",")))
+        made = list(compile_ahead(chosen, archs))
+        if json:
+            print_json(made)
+        elif made:
+            _print_compiled(made, archs)
+    elif json:
+        print_json([{"kernel": kernels.name, "config": kernels} for kernels in chosen])
+    elif chosen:
+        _print_list(chosen)
+    if not known and not json:
+        console().print(f"{model.name} needs no kernel beside TensorRT's own")
 
 
-def _choice(chosen: Sequence[ChoiceKernels]) -> Any:
-    from trt_kvcache.cli.output import table
-    from trt_kvcache.plugins.choice import KERNELS
+def _kernels(model: Path, flags: TensorRTPlanFlags) -> Sequence[Kernels]:
+    """Return the kernels of a model for full TensorRT, or of an engine, which carries its updates."""
+    from trt_kvcache import Target, load_manifest
 
-    rows = table("kernels", "logits", "functions")
+    options = flags.for_file(model)
+    updates: Sequence[Kernels] = ()
+    if options is None:
+        plan = load_manifest(model).plan
+        from trt_kvcache.plugins.ahead import choice_kernels
+    else:
+        from trt_kvcache.importer import import_model
+        from trt_kvcache.plugins.ahead import choice_kernels, update_kernels
+
+        imported = import_model(model, replace(options, target=Target.TENSORRT))
+        plan, updates = imported.plan, update_kernels(imported.model)
+    return [*updates, *choice_kernels(plan)]
+
+
+def _print_list(chosen: Sequence[Kernels]) -> None:
+    from trt_kvcache.cli.output import console, table
+    from trt_kvcache.plugins.choice import ChoiceKernels
+
+    rows = table("kernel", "launched by", "caches", "values")
     for kernels in chosen:
-        rows.add_row(kernels.name, kernels.logits, ", ".join(KERNELS))
-    return rows
+        if isinstance(kernels, ChoiceKernels):
+            rows.add_row(kernels.name, "sessions", "", f"{kernels.logits} logits")
+        else:
+            q = kernels.quantization
+            values = f"{q.source} to {q.target}" if q else "any, unchanged"
+            rows.add_row(kernels.name, "engines of TensorRT", str(kernels.caches), values)
+    console().print(rows)
 
 
-def _compile(chosen: Sequence[Kernels], archs: list[str], *, json: bool) -> None:
-    from trt_kvcache.cli.output import console, print_json, table
-    from trt_kvcache.plugins.ahead import compile_ahead
+def _print_compiled(made: Sequence[KernelReport], archs: list[str]) -> None:
+    """Print one row for each kernel, over all architectures."""
+    from trt_kvcache.cli.output import console, table
     from trt_kvcache.plugins.compile import kernel_folder, nvrtc_version
 
-    made = [_row(cubin, ptx) for cubin, ptx in compile_ahead(chosen, archs)]
-    if json:
-        print_json(made)
-        return
     out = console()
-    rows = table("kernel", "arch", "registers", "spills", "stack", "occupancy", "cubin", "PTX")
-    for row in made:
-        occupancy = "?" if row.occupancy is None else f"{row.occupancy:.0%}"
-        ptx = "none" if row.ptx_bytes is None else f"{row.ptx_bytes} B"
-        counts = (row.registers, f"{row.spill_bytes} B", f"{row.stack_bytes} B", occupancy, f"{row.cubin_bytes} B", ptx)
-        rows.add_row(row.kernel, row.arch, *map(str, counts))
+    rows = table("kernel", "registers", "spills", "stack", "occupancy", "cubin", "PTX")
+    for name in dict.fromkeys(row.kernel for row in made):
+        same = [row for row in made if row.kernel == name]
+        rows.add_row(
+            name,
+            _range(row.registers for row in same),
+            _range((row.spill_bytes for row in same), " B"),
+            _range((row.stack_bytes for row in same), " B"),
+            _range((None if row.occupancy is None else round(100 * row.occupancy) for row in same), "%"),
+            _range((row.cubin_bytes for row in same), " B"),
+            _range((row.ptx_bytes for row in same), " B"),
+        )
     out.print(rows)
     major, minor = nvrtc_version()
-    out.print(f"\n{len(made)} kernels of NVRTC {major}.{minor} in {kernel_folder()}")
+    out.print(f"\n{len(made)} kernels for {', '.join(archs)}, made by NVRTC {major}.{minor}, in {kernel_folder()}")
 
 
-def _row(cubin: CompiledKernel, ptx: CompiledKernel | None) -> _Row:
-    use = cubin.resources
-    spills = use.spill_store_bytes + use.spill_load_bytes
-    sizes = len(cubin.code), None if ptx is None else len(ptx.code)
-    return _Row(cubin.name, cubin.arch, use.registers, spills, use.stack_bytes, use.occupancy, *sizes)
+def _range(values: Iterable[int | None], unit: str = "") -> str:
+    known: list[Any] = sorted({value for value in values if value is not None})
+    if not known:
+        return "-"
+    return f"{known[0]}{unit}" if len(known) == 1 else f"{known[0]} to {known[-1]}{unit}"

@@ -64,7 +64,7 @@ class _Update:
     @property
     def shared(self) -> list[gs.Tensor]:
         """What the K and V of a pair have in common: write indices, and lengths."""
-        return list(self.node.inputs[2:4] if self.operator.lengths else self.node.inputs[2:3])
+        return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
 
 
 def rewrite_plugins(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
@@ -137,14 +137,13 @@ def _check_rows(caches: list[CacheUpdate]) -> None:
 
 
 def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
-    packed = cache.form is UpdateForm.PACKED_NHD
     if input_or_none(node, 2) is None:
         past = node.inputs[0]
         batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
         zeros = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", INT64)
         node.inputs = [*node.inputs[:2], zeros, *node.inputs[3:]]
     scale, scales = _take_quantization(emitter, node, cache)
-    operator = Operator(cache.form, cache.mode, lengths=packed, quantized=scale is not None)
+    operator = Operator(cache.form, cache.mode, quantized=scale is not None)
     return _Update(cache, node, operator, scale, scales)
 
 

@@ -1,7 +1,7 @@
 """The meaning of the plugin's operators, as ONNX functions of plain operators.
 
-In words, for sequence ``b`` with tokens ``start[b] .. end[b]`` of its update (padded: 0 to its valid length, or S_new;
-packed: ``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row ``write_indices[b] + t - start[b]``, circular:
+In words, for sequence ``b`` with tokens ``start[b] .. end[b]`` of its update (padded: 0 to S_new; packed:
+``lengths[b]`` to ``lengths[b + 1]``): token ``t`` goes to row ``write_indices[b] + t - start[b]``, circular:
 modulo the capacity, where the last tokens win. A sequence whose bounds lie outside the update writes nothing, nor does
 a linear one that does not fit into the cache; packed lengths that do not ascend write nothing at all.
 """
@@ -14,7 +14,7 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from trt_kvcache.importer.plan import UpdateForm, UpdateMode
+from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.plugins.operators import NAMESPACE, Operator
 
 _ATTRIBUTES = ("plugin_namespace", "plugin_version", "aot")  # for TensorRT's parser; they say nothing about the meaning
@@ -59,9 +59,6 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
     _places(body, operator)
     for i in range(operator.caches):
         _scatter(body, operator, i, suffix)
-    if operator.errors:
-        body.add("Not", ["accepted"], "refused")
-        body.add("Cast", ["refused"], "errors", to=TensorProto.INT32)
     return helper.make_function(
         NAMESPACE, operator.name, list(operator.inputs), list(operator.outputs), body.nodes,
         [helper.make_opsetid("", opset)], attributes=list(_ATTRIBUTES),
@@ -70,8 +67,7 @@ def operator_function(operator: Operator, opset: int, *, through_float: bool = F
 
 def _bounds(body: _Body, operator: Operator, suffix: str) -> None:
     """``first``, ``start``, ``end`` and ``count`` [B]; ``length`` and ``capacity`` [1]."""
-    packed = operator.form is UpdateForm.PACKED_NHD
-    axis = 0 if packed else 2
+    axis = 0 if operator.packed else 2
     body.add("Shape", [f"update_0{suffix}"], "length", start=axis, end=axis + 1)
     body.add("Shape", [f"cache_0{suffix}"], "capacity", start=2, end=3)
     body.add("Cast", ["write_indices"], "given_first", to=TensorProto.INT64)
@@ -79,16 +75,13 @@ def _bounds(body: _Body, operator: Operator, suffix: str) -> None:
     body.add("Mod", ["given_first", "capacity"], "first") if circular else body.add(
         "Identity", ["given_first"], "first"
     )
-    if packed:
+    if operator.packed:
         body.add("Cast", ["lengths"], "bounds", to=TensorProto.INT64)
         body.add("Slice", ["bounds", "vector_0", "vector_-1"], "start")
         body.add("Slice", ["bounds", "vector_1", "vector_end"], "end")
     else:
         body.add("Mul", ["first", "scalar_0"], "start")
-        if operator.lengths:
-            body.add("Cast", ["lengths"], "end", to=TensorProto.INT64)
-        else:
-            body.add("Add", ["start", "length"], "end")
+        body.add("Add", ["start", "length"], "end")
     body.add("Sub", ["end", "start"], "count")
 
 
@@ -99,7 +92,7 @@ def _accepted(body: _Body, operator: Operator) -> None:
         body.add("GreaterOrEqual", ["count", "scalar_0"], "ascends"),
         body.add("LessOrEqual", ["end", "length"], "ends_inside"),
     ]
-    if operator.form is UpdateForm.PACKED_NHD:
+    if operator.packed:
         body.add("Cast", ["ascends"], "ascends_int", to=TensorProto.INT64)
         body.add("ReduceMin", ["ascends_int"], "all_ascend_int", keepdims=0)
         tests.append(body.add("Cast", ["all_ascend_int"], "all_ascend", to=TensorProto.BOOL))
@@ -139,7 +132,7 @@ def _places(body: _Body, operator: Operator) -> None:
     body.add("Unsqueeze", ["written_position", "vector_1"], "position_column")
     body.add("Slice", ["sources", "vector_0", "vector_1", "vector_1"], "row_column")
     body.add("Concat", ["row_column", "position_column"], "targets", axis=1)
-    if operator.form is UpdateForm.PACKED_NHD:
+    if operator.packed:
         body.add("Slice", ["sources", "vector_1", "vector_end", "vector_1"], "token_column")
 
 
@@ -149,7 +142,7 @@ def _scatter(body: _Body, operator: Operator, i: int, suffix: str) -> None:
         update = _quantize(body, i)
         if suffix:
             update = body.add("Cast", [update], f"quantized_{i}{suffix}", to=TensorProto.FLOAT)
-    if operator.form is UpdateForm.PACKED_NHD:
+    if operator.packed:
         body.add("GatherND", [update, "token_column"], f"rows_{i}")
     else:
         body.add("Transpose", [update], f"update_rows_{i}", perm=[0, 2, 1, 3])
