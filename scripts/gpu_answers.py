@@ -27,9 +27,9 @@ from gpu_measure import BUILT_FOR, Opened, built_for, write_json
 from gpu_supervise import AGAIN, ENGINE, runs_only_if_built_here, supervise
 
 from trt_kvcache.engine import build
+from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.runner import StepBatch

@@ -236,7 +236,7 @@ def test_what_is_not_worth_a_line_is_the_reason_where_there_is_no_other() -> Non
     """With a driver that is too old, a build for the GPU at hand fails with words that every build says in passing."""
     import tensorrt_rtx as trt
 
-    from trt_kvcache.engine.listeners import make_listeners
+    from trt_kvcache.engine.callbacks import make_listeners
 
     sent: list[Any] = []
     logger, _ = make_listeners(trt, sent.append)

@@ -18,10 +18,11 @@ MODULES = {"trt", "tensorrt", "tensorrt_rtx", "module", "self._trt.module", "trt
 """What the module is called."""
 
 OBJECTS = {
-    "trt_kvcache/engine/worker.py": {"builder": "Builder", "parser": "OnnxParser", "error": "ParserError"},
+    "trt_kvcache/engine/worker.py": {
+        "builder": "Builder", "parser": "OnnxParser", "error": "ParserError", "config": "IBuilderConfig",
+    },
     "trt_kvcache/engine/network.py": {"network": "INetworkDefinition", "layer": "ILayer", "tensor": "ITensor"},
-    "trt_kvcache/engine/config.py": {"config": "IBuilderConfig"},
-    "trt_kvcache/engine/listeners.py": {},
+    "trt_kvcache/engine/callbacks.py": {},
     "trt_kvcache/engine/inspect.py": {"engine": "ICudaEngine", "runtime": "Runtime"},
     "trt_kvcache/engine/doctor.py": {},
     "trt_kvcache/importer/patch.py": {"network": "INetworkDefinition", "layer": "IAttentionInputLayer",

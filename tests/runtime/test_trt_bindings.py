@@ -116,7 +116,7 @@ def test_signatures_of_tensorrt() -> None:
 
 def test_a_damaged_engine_is_refused_without_a_driver(capfd: pytest.CaptureFixture[str]) -> None:
     """The real `Runtime`, with our recorder, as far as they go here."""
-    from trt_kvcache.engine.recorder import make_recorder, native_logger
+    from trt_kvcache.engine.callbacks import make_recorder, native_logger
     from trt_kvcache.runtime.trt.load import _reasons
 
     recorder = make_recorder(trt)
@@ -135,7 +135,7 @@ def test_a_damaged_engine_is_refused_without_a_driver(capfd: pytest.CaptureFixtu
 
 def test_all_runtimes_have_one_logger_for_good() -> None:
     """What makes it necessary: the first logger stays registered when its runtime is gone, and others are ignored."""
-    from trt_kvcache.engine.recorder import native_logger
+    from trt_kvcache.engine.callbacks import native_logger
 
     first, second = trt.Runtime(native_logger(trt)), trt.Runtime(native_logger(trt))
     assert first.logger is second.logger is native_logger(trt)

@@ -97,10 +97,10 @@ def build_engine(
     if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
         raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
 
-    watched = _Watched(progress)
+    setup = _Setup(build, backend, _Watched(progress))
     if build.encoder != "auto":
         which_encoder(part.path, plan, build)  # where there is none, nothing could run on the CPU
-    encoder, said = _or_on_the_cpu(build, watched, lambda: find_job(part.path, plan, build))
+    encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, build))
     own = build if encoder is None else _of_decoder(build, plan, encoder)
     try:
         limits = resolve_limits(plan, own)
@@ -112,22 +112,17 @@ def build_engine(
     with ExitStack() as stack:
         ready: list[tuple[Manifest, Path, Path]] = []
         if encoder is not None:
-            made, more = _or_on_the_cpu(
-                build, watched, lambda: _build_encoder(stack, encoder, build, backend, engine_path, watched)
-            )
+            made, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
             ready, said = [made] if made is not None else [], (*said, *more)
         twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
         try:
-            built = stack.enter_context(
-                _built(part, plan, profiles, build, backend, engine_path, progress, twice=twice)
-            )
+            built = stack.enter_context(_built(part, plan, profiles, setup, engine_path, twice=twice))
         except BuildError as error:
             if not scans or limits.max_chunk == 1:
                 raise
             raise BuildError(f"{error}; {_about_scans(scans)}") from None
-        manifest = _manifest(backend, build, plan, profiles, built, engine_path)
         manifest = replace(
-            manifest,
+            _manifest(setup, plan, profiles, built, engine_path),
             max_batch=limits.max_batch,
             max_chunk=limits.max_chunk,
             max_logits=limits.max_logits,
@@ -135,10 +130,35 @@ def build_engine(
             max_positions=min(tables.positions.values(), default=None),
             encoder=ready[0][0].engine if ready else None,
             generation=generation,
-            warnings=(*said, *manifest.warnings),
+            warnings=(*said, *built.warnings),
         )
         _publish([*ready, (manifest, built.file, engine_path)])
     return manifest
+
+
+class _Watched:
+    """The caller's `progress`. It keeps the exception that the caller raised, because that ends the whole build."""
+
+    def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
+        self._progress = progress
+        self.raised: BaseException | None = None
+
+    def __call__(self, event: ProgressEvent) -> None:
+        try:
+            if self._progress is not None:
+                self._progress(event)
+        except BaseException as error:
+            self.raised = error
+            raise
+
+
+@dataclass(frozen=True)
+class _Setup:
+    """The choices that all engines of one build share."""
+
+    build: BuildOptions
+    backend: Backend
+    progress: _Watched
 
 
 @dataclass(frozen=True)
@@ -184,22 +204,6 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     return _Part(sources[0].path, files, [model], flipped, weights)
 
 
-class _Watched:
-    """A caller's `progress`, and what it raised: that ends the build, whatever it was told of."""
-
-    def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
-        self._progress = progress
-        self.raised: BaseException | None = None
-
-    def __call__(self, event: ProgressEvent) -> None:
-        try:
-            if self._progress is not None:
-                self._progress(event)
-        except BaseException as error:
-            self.raised = error
-            raise
-
-
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
     """The options for the decoder: it takes what its encoder makes of the longest source.
 
@@ -220,22 +224,23 @@ def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> Bu
     return own if made is None or given else replace(own, max_encoder=made)
 
 
-def _or_on_the_cpu(build: BuildOptions, watched: _Watched, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
-    """What `work` makes for an engine of the encoder; where it cannot and nobody insists, None and what to know.
+def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tuple[str, ...]]:
+    """Return the result of `work` for the encoder's engine; if it fails and no encoder is named, None and a warning.
 
-    Also where it fails as nobody foresaw: who builds a decoder gets it, with words that say so. Naming the encoder
-    shows the fault as it is. What cannot be written ends the build: the decoder's engine would not be, either.
+    An unforeseen error is a warning, too, so that the decoder is built all the same; a caller who names the encoder
+    sees the error itself. An `OutputError` ends the build, because the decoder's engine could not be written either.
     """
     try:
         return work(), ()
     except (ModelError, OptionError, BuildError) as error:
-        if error is watched.raised:
+        if error is setup.progress.raised:
             raise
-        if build.encoder != "auto":
+        if setup.build.encoder != "auto":
             raise type(error)(f"{error}; with --encoder none the encoder runs on the CPU") from error
         why = str(error)
     except Exception as error:
-        if error is watched.raised or isinstance(error, TrtKvCacheError) or build.encoder != "auto":
+        named = setup.build.encoder != "auto"
+        if error is setup.progress.raised or isinstance(error, TrtKvCacheError) or named:
             raise
         last = (str(error).strip().splitlines() or [""])[-1]
         why = (
@@ -245,46 +250,32 @@ def _or_on_the_cpu(build: BuildOptions, watched: _Watched, work: Callable[[], _T
     return None, (f"the encoder becomes no engine, and runs on the CPU: {why}",)
 
 
-def _build_encoder(
-    stack: ExitStack,
-    job: EncoderJob,
-    build: BuildOptions,
-    backend: Backend,
-    engine: Path,
-    progress: Callable[[ProgressEvent], None] | None,
-) -> tuple[Manifest, Path, Path]:
-    """Build an encoder: its manifest, its engine, and where that goes. `stack` removes what is not published."""
+def _build_encoder(stack: ExitStack, job: EncoderJob, setup: _Setup, engine: Path) -> tuple[Manifest, Path, Path]:
+    """Build an encoder; returns its manifest, its engine in a temporary file of `stack`, and the final path."""
     path = check_output(encoder_path(engine))
     check_output(manifest_path(path))
     part = _part(job.sources, job.model.pop())
     _check_not_model(path, part.files)
-    built = stack.enter_context(_built(part, job.plan, (job.profile,), build, backend, path, progress))
-    manifest = _manifest(backend, build, job.plan, (job.profile,), built, path)
+    built = stack.enter_context(_built(part, job.plan, (job.profile,), setup, path))
+    manifest = _manifest(setup, job.plan, (job.profile,), built, path)
     return replace(manifest, vocab=job.vocab), built.file, path
 
 
 @contextmanager
 def _built(
-    part: _Part,
-    plan: CachePlan,
-    profiles: tuple[Profile, ...],
-    build: BuildOptions,
-    backend: Backend,
-    output: Path,
-    progress: Callable[[ProgressEvent], None] | None,
-    *,
-    twice: bool = False,
+    part: _Part, plan: CachePlan, profiles: tuple[Profile, ...], setup: _Setup, output: Path, *, twice: bool = False
 ) -> Iterator[_Built]:
-    """Build an engine into a temporary file beside `output`, which goes with the block unless it is moved."""
+    """Build an engine into a temporary file beside `output`; the block's end removes the file unless it was moved."""
     from trt_kvcache.importer.serialize import serialize_model
 
+    build, backend = setup.build, setup.backend
     if build.memory_check and backend.target is Target.TENSORRT_RTX:
         check_memory(part.weights, sum(weight.length for weight in part.flipped), twice=twice)
     with temporary_file(output) as file:
         with _identities(part.files) as identities:
             paths = str(part.path), str(file), str(output)
             job = Job(backend.target, backend.title, *paths, plan, profiles, build, part.flipped)
-            done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), progress)
+            done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
             model = identities.result()
         yield _Built(file, done, warnings, model)
 
@@ -336,16 +327,14 @@ def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, .
             cancelled.set()
 
 
-def _manifest(
-    backend: Backend, build: BuildOptions, plan: CachePlan, profiles: tuple[Profile, ...], built: _Built, engine: Path
-) -> Manifest:
-    """What every engine's has; of sizes, those of an encoder, which reads one source at a time."""
+def _manifest(setup: _Setup, plan: CachePlan, profiles: tuple[Profile, ...], built: _Built, engine: Path) -> Manifest:
+    """Return the manifest of an engine, with the sizes of an encoder, which reads one source at a time."""
     carried = [c for c in plan.caches if c.carried]
     return Manifest(
         created_by=f"trt_kvcache {__version__}",
-        backend=backend.target.value,
+        backend=setup.backend.target.value,
         backend_version=built.done.version,
-        compute_capabilities=_built_for(build),
+        compute_capabilities=_built_for(setup.build),
         plan=plan,
         aliases={c.present: c.past for c in carried if c.in_place},
         double_buffered=plan.double_buffered,
@@ -354,7 +343,7 @@ def _manifest(
         max_chunk=1,
         model=built.model,
         engine=FileIdentity(engine.name, built.done.size, built.done.blake3),
-        options=_flat(build),
+        options=_flat(setup.build),
         warnings=built.warnings,
     )
 

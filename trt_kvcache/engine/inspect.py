@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
-from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import Route, TensorRole

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.engine.backend import PACKAGES, RTX_COMPUTE_CAPABILITIES
+from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.inspect import reconcile, view_of
 from trt_kvcache.engine.manifest import Manifest
 from trt_kvcache.engine.options import CURRENT
-from trt_kvcache.engine.recorder import make_recorder, native_logger
 from trt_kvcache.errors import BackendError, ManifestError, UnsupportedModelError
 from trt_kvcache.importer.plan import Role, Target
 from trt_kvcache.runtime.dtypes import is_dtype

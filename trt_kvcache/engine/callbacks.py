@@ -1,11 +1,21 @@
-"""What TensorRT calls back while it parses and builds: its log, its progress, and the writer of the engine.
+"""Objects that TensorRT calls back: logger, progress monitor, writer of the engine, error recorder.
 
 Their base classes belong to the TensorRT module in use, so that the classes are made once it is imported.
+
+A build has a logger of its own. Open engines use TensorRT's own logger, one for the life of the process, and errors
+come through an ``IErrorRecorder``, which takes them out of the log:
+
+- TensorRT uses the first logger of a process until no runtime or builder is left, even after its own runtime is gone.
+  With two engines open and the first one closed, TensorRT would call a logger that Python has freed (measured on
+  TensorRT for RTX 1.7.1: the address stays).
+- Python runs for every message of a logger in Python. TensorRT for RTX compiles kernels in threads of its own. Such a
+  thread would wait for Python's lock to log, while the thread that destroys the context holds that lock and waits.
 """
 
 from __future__ import annotations
 
 import threading
+from functools import cache
 from typing import Any, BinaryIO
 
 from blake3 import blake3
@@ -106,3 +116,49 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
             return len(data)
 
     return Writer()
+
+
+def native_logger(module: Any) -> Any:
+    """The logger for ``Runtime`` and ``Builder`` of a TensorRT module. It prints errors that no recorder takes."""
+    return _logger(module.Logger)
+
+
+@cache  # for good: TensorRT keeps its address
+def _logger(kind: Any) -> Any:
+    return kind(kind.ERROR)
+
+
+def make_recorder(module: Any) -> Any:
+    """An ``IErrorRecorder`` for the ``error_recorder`` of a runtime or builder; `take` gives what was reported."""
+
+    class Recorder(module.IErrorRecorder):  # type: ignore[misc]
+        def __init__(self) -> None:
+            module.IErrorRecorder.__init__(self)
+            self._errors: list[tuple[Any, str]] = []
+
+        def report_error(self, code: Any, description: str) -> bool:
+            self._errors.append((code, description))
+            return False  # not fatal: what was called says by itself that it failed
+
+        def get_num_errors(self) -> int:
+            return len(self._errors)
+
+        def get_error_code(self, index: int) -> Any:
+            return self._errors[index][0]
+
+        def get_error_desc(self, index: int) -> str:
+            return self._errors[index][1]
+
+        def has_overflowed(self) -> bool:
+            return False
+
+        def clear(self) -> None:
+            self._errors.clear()
+
+        def take(self) -> str:
+            """What was reported since the last call, each once, on one line."""
+            words = dict.fromkeys(" ".join(text.split()) for _, text in self._errors)
+            self._errors.clear()
+            return "; ".join(words) or "it gives no reason"
+
+    return Recorder()
