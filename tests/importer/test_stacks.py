@@ -17,7 +17,9 @@ from stacked_graphs import Stacking, stacked, text_first
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model, plan_model
-from trt_kvcache.importer.extensions.stacked_caches.uses import Use, find_use
+from trt_kvcache.importer.extensions.stacked_caches.operators import RULES
+from trt_kvcache.importer.extensions.stacked_caches.pieces import Pieces
+from trt_kvcache.importer.extensions.stacked_caches.uses import find_uses
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.verify import VerifyOptions, verify_import
 
@@ -154,12 +156,15 @@ def test_a_tensor_that_is_read_as_a_whole_is_refused(tmp_path: Path) -> None:
     assert "'past.all' holds several caches, and ReduceMean 'mean' reads it as a whole" in refused(tmp_path, model)
 
 
-def test_a_transpose_of_more_axes_than_there_are_is_not_followed() -> None:
+@pytest.mark.parametrize(("op", "attrs"), [("Transpose", {"perm": [0, 1, 2, 3, 4]}), ("Squeeze", {"axes": [0, 1, 2]})])
+def test_operators_on_axes_that_are_not_there_are_not_followed(op: str, attrs: dict[str, object]) -> None:
     """Shape inference leaves such models alone where it does not know the rank."""
     whole = gs.Variable("past", np.dtype(np.float32), [2, "P", 4])
-    node = gs.Node("Transpose", "turned", {"perm": [0, 1, 2, 3, 4]}, [whole], [gs.Variable("out")])
+    node = gs.Node(op, "turned", attrs, [whole], [gs.Variable("out", np.dtype(np.float32), [2, "P", 4])])
     graph = gs.Graph([node], [whole], node.outputs)
-    assert find_use(graph.inputs[0], lambda _: None) == Use(frozenset(), closed=False)
+    uses = find_uses(Pieces(graph, lambda _: None, RULES), graph.inputs)
+    assert not uses.chosen
+    assert op == "Squeeze" or uses.whole == {("past", 0): node, ("past", 2): node}
 
 
 def test_a_write_to_a_place_that_is_computed_is_refused(tmp_path: Path) -> None:

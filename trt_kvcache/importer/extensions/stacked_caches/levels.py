@@ -23,11 +23,11 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import Rewritten
-from trt_kvcache.importer.extensions.stacked_caches.operators import split_readers
+from trt_kvcache.importer.extensions.stacked_caches.operators import RULES
 from trt_kvcache.importer.extensions.stacked_caches.order import put_batch_first
-from trt_kvcache.importer.extensions.stacked_caches.pieces import Pieces, UnsplittableError, Value
+from trt_kvcache.importer.extensions.stacked_caches.pieces import Array, Pieces, UnsplittableError
 from trt_kvcache.importer.extensions.stacked_caches.slots import check_slots
-from trt_kvcache.importer.extensions.stacked_caches.uses import Use, find_use
+from trt_kvcache.importer.extensions.stacked_caches.uses import Uses, find_uses
 from trt_kvcache.importer.graph import (
     FLOATS,
     INT32,
@@ -165,10 +165,13 @@ class _Level:
         self._graph = graph
         probe = Probe(Blueprint(model, weights), {}, {})
         known = set(graph.tensors())
-        self._value: Value = lambda t: probe.value(t.name) if t.name in known else small_constant(t)
+
+        def value(tensor: gs.Tensor) -> Array | None:
+            return probe.value(tensor.name) if tensor.name in known else small_constant(tensor)
+
         self._inputs = [t for t in graph.inputs if elem_type(t) in FLOATS and t.shape is not None]
         self._outputs = [t for t in graph.outputs if elem_type(t) in FLOATS and t.shape is not None]
-        self._pieces = Pieces(graph, self._value)
+        self._pieces = Pieces(graph, value, RULES)
         self._taken = known
 
     def split(self) -> dict[str, tuple[int, list[str]]]:
@@ -178,17 +181,22 @@ class _Level:
             UnsupportedModelError: it cannot be done.
         """
         large = [t for t in self._inputs if len(t.shape) >= _LEAST_RANK]
-        uses = {t.name: use for t in large if (use := find_use(t, self._value)).axes}
-        if not uses and not any(self._pieces.is_joined(t, a) for t in self._outputs for a in range(len(t.shape))):
+        uses, pieces = find_uses(self._pieces, large), self._pieces
+        if not uses.chosen and not any(pieces.leads(t, a) for t in self._outputs for a in range(len(t.shape))):
             return {}
         candidates = find_candidates(self._graph)
         taken = self._stacked_inputs(uses, candidates)
         whole = {c.past.name for c in candidates if not c.reason}  # with an output of its own
         others = [t for t in self._inputs if len(t.shape) > 2 and (t.name in taken or t.name not in whole)]
-        kinds = [_Kind.of(t, uses[t.name].axes if t.name in taken else ()) for t in others]
-        made = {t.name: self._take_input(t, taken[t.name]) for t in self._inputs if t.name in taken}
+        kinds = [_Kind.of(t, self._axes(t, uses) if t.name in taken else ()) for t in others]
+        pieces.follow((t, taken[t.name]) for t in self._inputs if t.name in taken)
         try:
-            split_readers(self._pieces)
+            for name, place in taken.items():
+                if reader := uses.whole.get((name, place)):
+                    said = f"{reader.op} '{reader.name}' reads it as a whole"
+                    raise UnsplittableError(f"'{name}' holds several caches, and {said}")
+            made = {t.name: self._take_input(t, taken[t.name]) for t in self._inputs if t.name in taken}
+            pieces.read_pieces()
             for tensor in self._outputs:
                 if (axis := self._output_axis(tensor, kinds)) is not None:
                     made[tensor.name] = self._take_output(tensor, axis)
@@ -204,22 +212,26 @@ class _Level:
                 )
         return made
 
-    def _stacked_inputs(self, uses: Mapping[str, Use], candidates: Sequence[Candidate]) -> dict[str, int]:
+    def _axes(self, tensor: gs.Tensor, uses: Uses) -> list[int]:
+        return [a for a in range(len(tensor.shape)) if (tensor.name, a) in uses.chosen]
+
+    def _stacked_inputs(self, uses: Uses, candidates: Sequence[Candidate]) -> dict[str, int]:
         """The inputs that hold several caches, and an axis of each that these lie along."""
         whole = {c.past.name for c in candidates if not c.reason}
         outputs = [_static(t) for t in self._outputs]
         taken: dict[str, int] = {}
         read: dict[str, int] = {}
-        for tensor in (t for t in self._inputs if t.name in uses):
-            axes = [a for a in sorted(uses[tensor.name].axes) if self._is_layers(tensor, a, tensor.name in whole)]
+        for tensor in self._inputs:
+            chosen = self._axes(tensor, uses)
+            axes = [a for a in chosen if self._is_layers(tensor, a, tensor.name in whole)]
             if axes:
-                core = _Kind.of(tensor, uses[tensor.name].axes).core
+                core = _Kind.of(tensor, chosen).core
                 is_written = any(core <= sizes for sizes in outputs)
                 (taken if is_written else read)[tensor.name] = axes[0]
         shapes = {t.name: t.shape for t in self._inputs}
         alike = {(axis, shapes[name][axis]) for name, axis in taken.items()}
-        # What is only read, such as the keys of an encoder for every layer: with the caches, or not at all.
-        more = {n: a for n, a in read.items() if (a, shapes[n][a]) in alike and uses[n].closed}
+        # Tensors that are only read, such as the keys of an encoder for every layer: with the caches, or not at all.
+        more = {n: a for n, a in read.items() if (a, shapes[n][a]) in alike and (n, a) not in uses.whole}
         return {**taken, **more}
 
     def _is_layers(self, tensor: gs.Tensor, axis: int, is_cache: bool) -> bool:
@@ -238,17 +250,18 @@ class _Level:
 
     def _output_axis(self, tensor: gs.Tensor, kinds: Sequence[_Kind]) -> int | None:
         """The axis that an output was stacked along, of caches like those that go in; None: it was not."""
-        if (known := self._pieces.of(tensor)) is not None:
-            return known.axis
-        sizes, rank = _static(tensor), len(tensor.shape)
+        rank, at = len(tensor.shape), self._pieces
+        if held := [a for a in range(rank) if at.is_held(tensor, a)]:
+            return held[0]
+        sizes = _static(tensor)
         if not any(kind.dtype == elem_type(tensor) and kind.rank < rank and kind.core <= sizes for kind in kinds):
             return None
-        return next((axis for axis in range(rank) if self._pieces.is_joined(tensor, axis)), None)
+        return next((axis for axis in range(rank) if at.leads(tensor, axis)), None)
 
     def _take_output(self, tensor: gs.Tensor, axis: int) -> tuple[int, list[str]]:
         graph, rest = self._graph, [d for a, d in enumerate(tensor.shape) if a != axis]
         outputs: list[gs.Tensor] = []
-        for number, piece in enumerate(self._pieces.taken_apart(tensor, axis)):
+        for number, piece in enumerate(self._pieces.all(tensor, axis)):
             name = self._name(f"{tensor.name}.{number}")
             if producer(piece) is None or contains((*graph.outputs, *outputs), piece):
                 copy = gs.Variable(name, tensor.dtype, rest)

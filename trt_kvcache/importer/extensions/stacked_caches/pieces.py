@@ -1,159 +1,339 @@
-"""Tensors that hold several caches, as these caches."""
+"""One place along an axis of a tensor, computed without the whole tensor.
+
+    past [L, B, N, P, H], of which place 1 is an input `past.1` of its own
+
+    place 1 of past                                             past.1
+    place 1 of Transpose(past, 0, 1, 3, 2, 4)                   Transpose(past.1, 0, 2, 1, 3)
+    place 1 of ScatterND(past, [[1, b, n, row]], new)           ScatterND(past.1, [[b, n, row]], new)
+    place 1 of Concat(Unsqueeze(x), Unsqueeze(y))               y
+
+Every rule is an identity: it holds whatever the tensors hold and wherever the operator stands. An operator without a
+rule is cut by Gather, and then reads the whole tensor; `levels` refuses the model if that is left.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, contains, dims, input_or_none, is_op, producer, replace_uses
-from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.graph import INT64, Emitter, contains, dims, input_or_none, is_op, producer, replace_uses
+
+__all__ = ["Pieces", "UnsplittableError"]
 
 Array = npt.NDArray[Any]
 Value = Callable[[gs.Tensor], Array | None]
+Rule = Callable[["Pieces", gs.Node, gs.Tensor, int, int], gs.Tensor]
+Label = tuple[str, int]  # an input of the graph, and an axis of it
+
+ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "Identity", "Cast")
+_SCATTERS = ("ScatterND", "ScatterElements")
+_SAME_RANK = ("Identity", "Cast", "Transpose", "Concat", "Slice", "Split", *_SCATTERS)
 
 
 class UnsplittableError(Exception):
     """Why an operator cannot be said of each cache by itself."""
 
 
-@dataclass(frozen=True, eq=False)
-class Stacked:
-    """A tensor, as the tensors that lie along one of its axes."""
-
-    axis: int
-    pieces: tuple[gs.Tensor, ...]
-    rank: int
-
-
 class Pieces:
-    """The pieces of stacked tensors, as far as they are known.
+    """Takes pieces of the tensors of a graph.
 
     Args:
         graph: edited; its nodes in topological order, its shapes inferred.
         value: of a tensor as the graph had it first, where constants alone decide it.
+        rules: by operator, how a piece of its output is made.
     """
 
-    def __init__(self, graph: gs.Graph, value: Value) -> None:
+    def __init__(self, graph: gs.Graph, value: Value, rules: Mapping[str, Rule]) -> None:
         self.graph = graph
         self.emit = Emitter(graph)
         self.value = value
-        self._stacked: dict[int, Stacked] = {}
+        self._rules = rules
+        self._stacks: dict[tuple[int, int], Sequence[gs.Tensor]] = {}
+        self._labels: dict[tuple[int, int], frozenset[Label]] = {}
         self._ranks: dict[int, int] = {}
-        self._origins: dict[int, str] = {}  # by id: tensors stay, since nodes that became dead stay in the graph
+        self._made: dict[tuple[int, int, int], gs.Tensor] = {}
+        self._kept: list[gs.Tensor] = []  # ids of what is gone would be given to others
 
-    def stack(self, tensor: gs.Tensor, axis: int, pieces: Sequence[gs.Tensor]) -> None:
+    def stack(self, tensor: gs.Tensor, axis: int, pieces: Sequence[gs.Tensor], rank: int | None = None) -> None:
         """Say what the pieces of a tensor are."""
-        rank = len(tensor.shape) if tensor.shape is not None else len(pieces[0].shape) + 1
-        self.set(tensor, axis, pieces, rank)
+        self._stacks[id(tensor), axis] = pieces
+        self._kept.append(tensor)
+        if rank is not None:
+            self._ranks[id(tensor)] = rank
 
-    def set(
-        self, tensor: gs.Tensor, axis: int, pieces: Sequence[gs.Tensor], rank: int, origin: str | None = None
-    ) -> None:
-        """Say what the pieces of a tensor are that is made of another."""
-        self._stacked[id(tensor)] = Stacked(axis, tuple(pieces), rank)
-        self._origins[id(tensor)] = origin or str(tensor.name)
+    # Which axis of a result is which axis of an operand.
 
-    def of(self, tensor: gs.Tensor) -> Stacked | None:
-        """The pieces of a tensor, as far as they are known."""
-        return self._stacked.get(id(tensor))
+    def follow(self, inputs: Iterable[tuple[gs.Tensor, int]]) -> None:
+        """Find, through the whole graph, the axes whose places are made of the places of axes of inputs."""
+        self._labels = {(id(t), axis): frozenset([(str(t.name), axis)]) for t, axis in inputs}
+        reached = {tensor for tensor, _ in self._labels}
+        for node in self.graph.nodes:
+            if not any(id(t) in reached for t in node.inputs):
+                continue
+            for output in node.outputs:
+                for axis in range(self.rank(output) or 0):
+                    before = [self.labels(*pair) for pair in self.axis_before(node, output, axis)]
+                    if found := frozenset[Label]().union(*before):
+                        self._labels[id(output), axis] = found
+                        reached.add(id(output))
 
-    def origin(self, node: gs.Node) -> str | None:
-        """The graph's own tensor of which a node reads pieces; None where it reads none."""
-        return next((self._origins[id(t)] for t in node.inputs if id(t) in self._stacked), None)
+    def labels(self, tensor: gs.Tensor, axis: int) -> frozenset[Label]:
+        """The inputs, and axes of these, whose places make those of an axis."""
+        return self._labels.get((id(tensor), axis), frozenset())
 
-    def taken_apart(self, tensor: gs.Tensor, axis: int, size: int | None = None) -> list[gs.Tensor]:
-        """The pieces of any tensor along an axis: those that it was joined of, where it was, or cut out of it.
+    def is_held(self, tensor: gs.Tensor, axis: int) -> bool:
+        """Whether the places of an axis are made of inputs that are pieces."""
+        return (id(tensor), axis) in self._stacks or (id(tensor), axis) in self._labels
 
-        Raises:
-            UnsplittableError: nothing says how long the axis is.
-        """
-        found = self._joined_of(tensor, axis)
-        if found is not None:
-            return found
-        shape = dims(tensor) or ()
-        count = shape[axis] if axis < len(shape) and isinstance(shape[axis], int) else size
-        if not isinstance(count, int):
-            raise UnsplittableError(f"nothing says how long axis {axis} of '{tensor.name}' is")
-        if count == 1:
-            return [self.emit.op("Squeeze", [tensor, self.emit.ints([axis])], "piece")]
-        return [self.emit.op("Gather", [tensor, self.emit.ints(i)], "piece", axis=axis) for i in range(count)]
-
-    def is_joined(self, tensor: gs.Tensor, axis: int) -> bool:
-        """Whether something joins a tensor of pieces along this axis."""
-        known = self._stacked.get(id(tensor))
-        node = producer(tensor)
-        if known is not None or node is None:
-            return known is not None and known.axis == axis
-        rank = self.rank(tensor)
-        if rank is None:
-            return False
-        if is_op(node, "Concat", "Transpose", "Identity", "Cast", "Slice"):
-            self._ranks.update((id(t), rank) for t in node.inputs)
-        if is_op(node, "Concat") and axis_of(node.attrs["axis"], rank) == axis:
-            return all(self.is_joined(t, axis) for t in node.inputs)
-        if is_op(node, "Unsqueeze"):
-            return axis in (self.axes(node, rank) or ())
-        if is_op(node, "Transpose"):
-            return self.is_joined(node.inputs[0], perm_of(node, rank)[axis])
-        if is_op(node, "Reshape"):
-            return _merged(node, axis) is not None and self.is_joined(node.inputs[0], axis)
-        if is_op(node, "Slice"):
-            return self.range_along(node, axis, rank) is not None and self.is_joined(node.inputs[0], axis)
-        return is_op(node, "Identity", "Cast") and self.is_joined(node.inputs[0], axis)
-
-    def rank(self, tensor: gs.Tensor) -> int | None:
-        """The rank of a tensor, by its shape or by what it is joined to."""
-        return len(tensor.shape) if tensor.shape is not None else self._ranks.get(id(tensor))
-
-    def _joined_of(self, tensor: gs.Tensor, axis: int) -> list[gs.Tensor] | None:
-        known = self._stacked.get(id(tensor))
-        if known is not None and known.axis == axis:
-            return list(known.pieces)
-        node, emit, rank = producer(tensor), self.emit, self.rank(tensor)
-        if node is None or rank is None or known is not None or not self.is_joined(tensor, axis):
-            return None
-        source = node.inputs[0]
-        if is_op(node, "Concat"):
-            return [piece for t in node.inputs for piece in self.taken_apart(t, axis)]
-        if is_op(node, "Unsqueeze"):
-            others = [a - (a > axis) for a in self.axes(node, rank) or () if a != axis]
-            return [emit.op("Unsqueeze", [source, emit.ints(others)], "piece") if others else source]
-        if is_op(node, "Slice"):
-            parts, bounds = self.taken_apart(source, axis), self.range_along(node, axis, rank)
-            assert bounds is not None
-            return [parts[i] for i in chosen(*bounds, len(parts))]
+    def axis_before(self, node: gs.Node, output: gs.Tensor, axis: int) -> list[tuple[gs.Tensor, int]]:
+        """The operands, each with an axis, whose places make the places of an output's axis; empty: there are none."""
+        rank, first = self.rank(output), node.inputs[0] if node.inputs else None
+        if rank is None or first is None or not is_op(node, *self._rules):
+            return []
+        if is_op(node, *_SAME_RANK):
+            self._ranks.update((id(t), rank) for t in (node.inputs if is_op(node, "Concat") else [first]))
+        if is_op(node, *ELEMENTWISE):
+            ends = [(t, axis - rank + own) for t in node.inputs if (own := self.rank(t)) is not None]
+            is_one = len(ends) == 1 or self.size(output, axis) == 1
+            return [(t, a) for t, a in ends if a >= 0 and (is_one or self.size(t, a) != 1)]
         if is_op(node, "Transpose"):
             perm = perm_of(node, rank)
-            return [self.turned(p, perm, axis) for p in self.taken_apart(source, perm[axis])]
+            return [(first, perm[axis])] if sorted(perm) == [*range(rank)] else []
+        if is_op(node, "Concat"):
+            return [(t, axis) for t in node.inputs]
+        if is_op(node, "Unsqueeze"):
+            axes = self.axes(node, rank)
+            return [] if axes is None or axis in axes else [(first, axis - sum(a < axis for a in axes))]
+        own = self.rank(first)
+        if own is None:
+            return []
+        if is_op(node, "Squeeze"):
+            axes = self.axes(node, own)
+            left = [a for a in range(own) if a not in (axes or ())]
+            return [(first, left[axis])] if axes is not None and len(left) == rank else []
+        if is_op(node, "Gather"):
+            along, extra = axis_of(node.attrs.get("axis", 0), own), rank - own
+            inside = extra > 0 and along <= axis <= along + extra
+            return [] if inside else [(first, axis if axis < along else axis - extra)]
         if is_op(node, "Reshape"):
-            inner = [q for p in self.taken_apart(source, axis) for q in self.taken_apart(p, axis, _merged(node, axis))]
-            return self.reshaped(
-                node, inner, (dims(source) or ())[axis + 2 :], (dims(tensor) or ())[axis + 1 :], [axis]
-            )
-        return [emit.op(node.op, [p], "piece", **node.attrs) for p in self.taken_apart(source, axis)]
+            regrouped = self.regrouped(node, axis)
+            return [] if regrouped is None else [(first, regrouped[1])]
+        updates = self._updates(node, axis) if is_op(node, *_SCATTERS) else []
+        return [(first, axis), *updates]
+
+    def _updates(self, node: gs.Node, axis: int) -> list[tuple[gs.Tensor, int]]:
+        """The axis of a scatter's updates that is one of its data; empty where an index chooses among the places."""
+        index, updates = node.inputs[1:3]
+        if is_op(node, "ScatterElements"):
+            return [] if axis == axis_of(node.attrs.get("axis", 0), self.rank(index) or 1) else [(updates, axis)]
+        columns, rank = (dims(index) or ("?",))[-1], self.rank(index)
+        if not isinstance(columns, int) or rank is None or axis < columns:
+            return []
+        return [(updates, rank - 1 + axis - columns)]
+
+    def regrouped(self, node: gs.Node, axis: int) -> tuple[str, int, int] | None:
+        """What a Reshape does to the axis of its result: how, from which axis, and how many places go together.
+
+        ``kept``; ``outer`` and ``inner``: an axis was split in two; ``merged``: two axes became one.
+        """
+        before, after = dims(node.inputs[0]) or (), dims(node.outputs[0]) or ()
+        for how, at in (("kept", axis), ("outer", axis), ("inner", axis - 1), ("merged", axis)):
+            if at < 0 or "?" in before[:at] or before[:at] != after[:at] or at >= min(len(before), len(after)):
+                continue
+            one, two = before[at : at + 2], after[at : at + 2]
+            if how == "kept" and isinstance(one[0], int) and one[0] == two[0]:
+                return how, at, 1
+            if how in ("outer", "inner") and _is_product(one[0], two):
+                return how, at, int(two[1])
+            if how == "merged" and _is_product(two[0], one) and len(after) == len(before) - 1:
+                return how, at, int(one[1])
+        return None
+
+    def rank(self, tensor: gs.Tensor) -> int | None:
+        """The rank of a tensor, by its shape or by what it is made of or joined to."""
+        if tensor.shape is not None:
+            return len(tensor.shape)
+        node = producer(tensor)
+        if id(tensor) not in self._ranks and node is not None and is_op(node, *_SAME_RANK):
+            own = self.rank(node.inputs[0])
+            if own is not None:
+                self._ranks[id(tensor)] = own
+        return self._ranks.get(id(tensor))
+
+    def rank_of(self, tensor: gs.Tensor) -> int:
+        """The rank of a tensor.
+
+        Raises:
+            UnsplittableError: nothing says it.
+        """
+        rank = self.rank(tensor)
+        if rank is None:
+            raise UnsplittableError(f"nothing says the rank of '{tensor.name}'")
+        return rank
+
+    def size(self, tensor: gs.Tensor, axis: int) -> int | None:
+        """How long an axis is; None where nothing says it."""
+        shape, node = dims(tensor) or (), producer(tensor)
+        if axis < len(shape) and isinstance(shape[axis], int):
+            return int(shape[axis])
+        if (id(tensor), axis) in self._stacks:
+            return len(self._stacks[id(tensor), axis])
+        rank = self.rank(tensor)
+        if node is None or rank is None or not is_op(node, "Unsqueeze", "Concat", "Transpose", "Identity", "Cast"):
+            return None
+        if is_op(node, "Unsqueeze") and axis in (self.axes(node, rank) or ()):
+            return 1
+        sizes = [self.size(*pair) for pair in self.axis_before(node, tensor, axis)]
+        if is_op(node, "Concat") and axis_of(node.attrs["axis"], rank) == axis:
+            return None if None in sizes else sum(size for size in sizes if size is not None)
+        return sizes[0] if sizes else None
+
+    # Pieces.
+
+    def leads(self, tensor: gs.Tensor, axis: int) -> bool:
+        """Whether the places of an axis are at hand: made of inputs that are pieces, or joined of tensors."""
+        if self.is_held(tensor, axis):
+            return True
+        node, rank = producer(tensor), self.rank(tensor)
+        if node is None or rank is None:
+            return False
+        if is_op(node, "Unsqueeze") and axis in (self.axes(node, rank) or ()):
+            return True
+        before = self.axis_before(node, tensor, axis)
+        if is_op(node, "Concat"):
+            return axis_of(node.attrs["axis"], rank) == axis and all(self.leads(*pair) for pair in before)
+        if is_op(node, "Slice") and self.range_along(node, axis, rank) is None:
+            return False
+        moves = is_op(node, "Transpose", "Reshape", "Slice", "Unsqueeze", "Identity", "Cast")
+        return moves and bool(before) and self.leads(*before[0])
+
+    def all(self, tensor: gs.Tensor, axis: int) -> list[gs.Tensor]:
+        """All pieces of a tensor along an axis.
+
+        Raises:
+            UnsplittableError: nothing says how long the axis is, or an operator cannot be said of each by itself.
+        """
+        return [self.piece(tensor, axis, i) for i in range(self.length(tensor, axis))]
+
+    def length(self, tensor: gs.Tensor, axis: int) -> int:
+        """How long an axis is.
+
+        Raises:
+            UnsplittableError: nothing says it.
+        """
+        size = self.size(tensor, axis)
+        if size is None:
+            raise UnsplittableError(f"nothing says how long axis {axis} of '{tensor.name}' is")
+        return size
+
+    def piece(self, tensor: gs.Tensor, axis: int, index: int) -> gs.Tensor:
+        """The tensor at a place of an axis, without this axis.
+
+        Raises:
+            UnsplittableError: see `all`.
+        """
+        key = (id(tensor), axis, index)
+        if key not in self._made:
+            made = self._take(tensor, axis, index)
+            self._kept.append(tensor)
+            self._made[key] = made
+            if (rank := self.rank(tensor)) is not None:
+                self._ranks.setdefault(id(made), rank - 1)
+        return self._made[key]
+
+    def _take(self, tensor: gs.Tensor, axis: int, index: int) -> gs.Tensor:
+        if (id(tensor), axis) in self._stacks:
+            return self._stacks[id(tensor), axis][index]
+        node = producer(tensor)
+        if node is not None and self.leads(tensor, axis):
+            return self._rules[node.op](self, node, tensor, axis, index)
+        if self.length(tensor, axis) == 1:
+            return self.emit.op("Squeeze", [tensor, self.emit.ints([axis])], "piece")
+        return self.emit.op("Gather", [tensor, self.emit.ints(index)], "piece", axis=axis)
 
     def become(self, old: gs.Tensor, new: gs.Tensor) -> None:
-        """Let what reads `old` read `new`."""
+        """Let all that reads `old` read `new`."""
         replace_uses(old, new)
+        self._kept.append(old)
         for node in list(old.inputs):
             node.outputs = [t if t is not old else gs.Variable.empty() for t in node.outputs]
         if contains(self.graph.outputs, old):
             self.graph.nodes.append(gs.Node("Identity", self.emit.name("piece"), {}, [new], [old]))
 
-    def put(self, node: gs.Node, axis: int, made: Sequence[gs.Tensor], rank: int) -> None:
-        """Say what the pieces of a node's output are."""
-        self.set(node.outputs[0], axis, made, rank, self.origin(node))
+    # Where an axis ends.
 
-    def turned(self, piece: gs.Tensor, perm: Sequence[int], axis: int) -> gs.Tensor:
-        """A piece, transposed as the whole is; `axis`: of the pieces behind the Transpose."""
-        gone = perm[axis]
-        rest = [p - (p > gone) for p in perm if p != gone]
-        return piece if rest == sorted(rest) else self.emit.op("Transpose", [piece], "piece", perm=rest)
+    def read_pieces(self) -> None:
+        """Let operators at which the axis of a stacked input ends read its pieces.
+
+        Raises:
+            UnsplittableError: naming the operator that cannot be said of each by itself.
+        """
+        for node in list(self.graph.nodes):
+            tensor = node.inputs[0] if node.inputs else gs.Variable.empty()
+            for axis in [a for a in range(self.rank(tensor) or 0) if self.is_held(tensor, a)]:
+                try:
+                    if (made := self._ended(node, axis)) is not None:
+                        self.become(node.outputs[0], made)
+                        break
+                except (UnsplittableError, IndexError) as error:
+                    name = min(self.labels(tensor, axis), default=(str(tensor.name), 0))[0]
+                    raise UnsplittableError(f"'{name}' holds several caches, and {error}") from None
+
+    def _ended(self, node: gs.Node, axis: int) -> gs.Tensor | None:
+        """What a node makes of the pieces along an axis that its result lacks; None where the result has it."""
+        tensor = node.inputs[0]
+        rank = self.rank(tensor) or 0
+        if is_op(node, "Shape"):
+            return self._shape(node, axis, rank)
+        if is_op(node, "Gather") and axis_of(node.attrs.get("axis", 0), rank) == axis:
+            index = self.value(node.inputs[1])
+            if index is None:
+                raise UnsplittableError(f"Gather '{node.name}' computes which one it reads ('{node.inputs[1].name}')")
+            if index.ndim > 1:
+                raise UnsplittableError(f"Gather '{node.name}' reads several in {index.ndim} dimensions")
+            return self.piece(tensor, axis, int(index) % self.length(tensor, axis)) if index.ndim == 0 else None
+        if is_op(node, "Squeeze"):
+            axes = self.axes(node, rank)
+            if axes is None:
+                raise UnsplittableError(f"nothing says which axes Squeeze '{node.name}' takes away")
+            if axis not in axes:
+                return None
+            if self.length(tensor, axis) > 1:
+                raise UnsplittableError(f"Squeeze '{node.name}' takes away an axis of size {self.size(tensor, axis)}")
+            others = [a - (a > axis) for a in axes if a != axis]
+            one = self.piece(tensor, axis, 0)
+            return self.emit.op("Squeeze", [one, self.emit.ints(others)], "piece") if others else one
+        if is_op(node, "Reshape") and self.size(tensor, axis) == 1:
+            passes = any((tensor, axis) in self.axis_before(node, node.outputs[0], a)
+                         for a in range(self.rank(node.outputs[0]) or 0))  # fmt: skip
+            target = self.value(node.inputs[1])
+            copies = target is not None and not node.attrs.get("allowzero", 0) and 0 in target.reshape(-1)[axis:]
+            if passes or copies:
+                return None
+            return self.emit.op("Reshape", [self.piece(tensor, axis, 0), node.inputs[1]], "piece", **node.attrs)
+        return None
+
+    def _shape(self, node: gs.Node, axis: int, rank: int) -> gs.Tensor:
+        """Shape is that of any piece, and their number."""
+        emit = self.emit
+        start, end = (int(node.attrs.get(key, default)) for key, default in (("start", 0), ("end", rank)))
+        wanted = range(rank)[start:end]
+        own = emit.op("Shape", [self.piece(node.inputs[0], axis, 0)], "piece_shape", dtype=INT64)
+        sides = [a for a in wanted if a < axis], [a - 1 for a in wanted if a > axis]
+        parts = [
+            emit.op("Slice", [own, *map(emit.ints, ([places[0]], [places[-1] + 1], [0]))], "piece_shape", INT64)
+            for places in sides
+            if places
+        ]
+        if axis in wanted:
+            parts.insert(int(wanted[0] < axis), emit.ints([self.length(node.inputs[0], axis)]))
+        return parts[0] if len(parts) == 1 else emit.op("Concat", parts, "whole_shape", INT64, axis=0)
+
+    # Operands that say what an operator does.
 
     def axes(self, node: gs.Node, rank: int) -> list[int] | None:
         """The axes of Squeeze and Unsqueeze; None where they are left out or computed."""
@@ -161,15 +341,30 @@ class Pieces:
         axes = node.attrs.get("axes") if given is None else self.value(given)
         return None if axes is None else [axis_of(a, rank) for a in np.asarray(axes).reshape(-1)]
 
-    def range_along(self, node: gs.Node, axis: int, rank: int) -> tuple[int, int, int] | None:
-        """Start, end and step of a Slice along this axis alone; None where it is along others, or computed."""
+    def range_along(self, node: gs.Node, axis: int, rank: int) -> range | None:
+        """The places along an axis that a Slice takes, all where it cuts others; None where that is computed."""
         given = [input_or_none(node, i) for i in range(1, 5)]
-        starts, ends, axes, steps = (None if t is None else self.value(t) for t in given)
-        if any(t is not None and v is None for t, v in zip(given, (starts, ends, axes, steps), strict=True)):
+        starts, ends, _, steps = (None if t is None else self.value(t) for t in given)
+        known = self.cut_axes(node, rank)
+        size = self.size(node.inputs[0], axis)
+        if known is None or (axis not in known and size is None):
             return None
-        if starts is None or ends is None or starts.size != 1 or axis_of(0 if axes is None else axes[0], rank) != axis:
+        if axis not in known:
+            return range(size or 0)
+        place = known.index(axis)
+        if starts is None or ends is None or size is None or (given[3] is not None and steps is None):
             return None
-        return int(starts[0]), int(ends[0]), 1 if steps is None else int(steps[0])
+        return _chosen(int(starts[place]), int(ends[place]), 1 if steps is None else int(steps[place]), size)
+
+    def cut_axes(self, node: gs.Node, rank: int) -> list[int] | None:
+        """The axes that a Slice cuts; None where they are computed."""
+        given = input_or_none(node, 3)
+        if given is not None:
+            known = self.value(given)
+            return None if known is None else [axis_of(a, rank) for a in known]
+        starts = self.value(node.inputs[1])
+        count = len(starts) if starts is not None else (dims(node.inputs[1]) or ("?",))[0]
+        return list(range(count)) if isinstance(count, int) else None
 
     def without(self, numbers: gs.Tensor, place: int, hint: str) -> gs.Tensor:
         """A vector of numbers without one of them."""
@@ -183,62 +378,9 @@ class Pieces:
         ]
         return self.emit.op("Concat", parts[place == 0 :], hint, axis=0)
 
-    def reshaped(
-        self,
-        node: gs.Node,
-        parts: Sequence[gs.Tensor],
-        before: Sequence[Dim],
-        after: Sequence[Dim],
-        gone: Sequence[int],
-    ) -> list[gs.Tensor]:
-        """Parts, each as a Reshape of the whole has it.
 
-        Args:
-            node: the Reshape.
-            parts: of what it reads.
-            before: the last sizes of a part,
-            after: and of what becomes of it; those in front are the same.
-            gone: places of its target that parts do not have, one after the other.
-
-        Raises:
-            UnsplittableError: sizes are copied, by 0, from places that are others in a part.
-        """
-        # As much is in it as before: where one size at most is unknown or has another name, it is the same size.
-        if len(before) == len(after) and sum(a != b or a == "?" for a, b in zip(before, after, strict=True)) < 2:
-            return list(parts)
-        target = node.inputs[1]
-        lost = len(dims(node.inputs[0]) or ()) - gone[0] - len(before)
-        if lost != len(gone) and self._copies(node):
-            raise UnsplittableError(f"Reshape '{node.name}' copies sizes by 0, which lie elsewhere in a single one")
-        for place in gone:
-            target = self.without(target, place, "piece_shape")
-        return [self.emit.op("Reshape", [p, target], "piece", **node.attrs) for p in parts]
-
-    def _copies(self, node: gs.Node) -> bool:
-        """Whether a Reshape takes sizes of what it reads, at the same places."""
-        target = node.inputs[1]
-        made = producer(target)
-        parts = made.inputs if made is not None and is_op(made, "Concat") else [target]
-        zeros = any(0 in known for t in parts if (known := self.value(t)) is not None)
-        return zeros and not node.attrs.get("allowzero", 0)
-
-    def joined(self, parts: Sequence[gs.Tensor], axis: int, rank: int) -> gs.Tensor:
-        """Pieces stacked again, for what takes them apart later on."""
-        axes = self.emit.ints([axis])
-        whole = self.emit.op("Concat", [self.emit.op("Unsqueeze", [p, axes], "part") for p in parts], "part", axis=axis)
-        self.set(whole, axis, parts, rank)
-        return whole
-
-    def first(self, node: gs.Node) -> Stacked:
-        """The stacked input that an operator works on."""
-        found = [s for t in node.inputs if (s := self.of(t)) is not None]
-        if self.of(node.inputs[0]) is None and not is_op(node, "ScatterND", "ScatterElements"):
-            raise UnsplittableError(f"{node.op} '{node.name}' reads it as a whole")
-        return found[0]
-
-
-def chosen(start: int, end: int, step: int, size: int) -> range:
-    """What a Slice takes: unlike Python's, it begins with the first one backwards where it would begin before that.
+def _chosen(start: int, end: int, step: int, size: int) -> range:
+    """The places that a Slice takes: unlike Python's, it starts at the first backwards where that is out of range.
 
     Source: https://onnx.ai/onnx/operators/onnx__Slice.html
     """
@@ -252,33 +394,12 @@ def axis_of(axis: Any, rank: int) -> int:
     return int(axis) % rank if rank else 0
 
 
-def rank_of(tensor: gs.Tensor) -> int:
-    """The rank of a tensor.
-
-    Raises:
-        UnsplittableError: nothing says it.
-    """
-    if tensor.shape is None:
-        raise UnsplittableError(f"nothing says the rank of '{tensor.name}'")
-    return len(tensor.shape)
-
-
 def perm_of(node: gs.Node, rank: int) -> list[int]:
     """The permutation of a Transpose."""
     return list(node.attrs.get("perm") or reversed(range(rank)))
 
 
-def _merged(node: gs.Node, axis: int) -> int | None:
-    """How many of the second axis a Reshape puts into each of `axis`; None where it does something else."""
-    before, after = dims(node.inputs[0]) or (), dims(node.outputs[0]) or ()
-    if "?" in before[:axis] or before[:axis] != after[:axis] or len(before) != len(after) + 1:
-        return None
-    pair = [d for d in before[axis : axis + 2] if isinstance(d, int)]
-    if len(pair) < 2 or after[axis] != pair[0] * pair[1]:
-        return None
-    return pair[1]
-
-
-def text_of(shape: Sequence[int | str]) -> str:
-    """A shape in a message."""
-    return f"[{', '.join(map(str, shape))}]"
+def _is_product(whole: int | str, parts: Sequence[int | str]) -> bool:
+    return len(parts) == 2 and all(isinstance(n, int) and n for n in (whole, *parts)) and (
+        int(whole) == int(parts[0]) * int(parts[1])
+    )  # fmt: skip
