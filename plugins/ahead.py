@@ -1,4 +1,4 @@
-"""The kernels of one model or engine, listed and compiled before somebody waits for them."""
+"""The kernels of one model or engine, compiled before a build or a session needs them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Kernels = KernelConfig | ChoiceKernels
 
 @dataclass(frozen=True)
 class KernelReport:
-    """One kernel on one architecture; of several in one cubin, the most of each.
+    """One kernel on one architecture; for several kernels in one cubin, the largest values.
 
     Attributes:
         spill_bytes, stack_bytes: of local memory, for one thread; nonzero is slow.

@@ -1,6 +1,6 @@
-"""The kernels that find what a host needs of logits to choose tokens: their text, their launch, and what they write.
+"""The kernels that find the best tokens in logits, for the host to choose from: their text, launch and results.
 
-TensorRT knows nothing of them: the runtime launches them behind an engine. See ``choice.cu``.
+The runtime launches them after an engine, without TensorRT. See ``choice.cu``.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ CHOICE_DTYPES: dict[str, npt.DTypeLike] = {
     "bfloat16": ml_dtypes.bfloat16,
     "float32": np.float32,
 }
-"""Types of logits that there are kernels for."""
+"""Types of logits that have kernels."""
 
 KERNELS = ("best_token", "set_maxima", "candidates")
 """Entry functions: two addresses (`candidates` three), int32 keep, vocab and blocks, int64 pitch."""
 
 MOST_TOKENS = 1 << 30
-"""Tokens of a vocabulary, below which places of 32 bits do not overflow."""
+"""Largest vocabulary, so that positions of 32 bits do not overflow."""
 
 SETS = 8
 """Sets of scores for each warp of `set_maxima`."""
 
 CANDIDATES = 1023
-"""Keys that `candidates` writes for a row, behind their number."""
+"""Most keys that `candidates` writes for a row, after their number."""
 
 _NUMBERS = {"float16": "Float16", "bfloat16": "Bfloat16", "float32": "Float32"}
 
@@ -50,17 +50,17 @@ class ChoiceKernels:
 
     @property
     def name(self) -> str:
-        """Of the whole."""
+        """Name of the cubin."""
         return f"choice_{self.logits}"
 
 
 def choice_source(dtype: str) -> str:
-    """One CUDA C++ translation unit, without includes, with all kernels for logits of this type."""
+    """Return one CUDA C++ translation unit, without includes, with all kernels for logits of this type."""
     return f"{choice_family()}\n{choice_entries(dtype)}"
 
 
 def choice_family() -> str:
-    """The text that all entry functions share."""
+    """Return the text that all entry functions share."""
     constants = {"THREADS": THREADS, "SETS": SETS, "CANDIDATES": CANDIDATES}
     lines = [f"constexpr int {name} = {value};" for name, value in constants.items()]
     text = (resource_dir("plugins") / "choice.cu").read_text(encoding="utf-8")
@@ -68,7 +68,7 @@ def choice_family() -> str:
 
 
 def choice_entries(dtype: str, suffix: str = "") -> str:
-    """The entry functions for logits of this type, their names with a suffix."""
+    """Return the entry functions for logits of this type, with a suffix in their names."""
     scores = f"const Scores<{_NUMBERS[dtype]}> scores(logits, keep, vocab, blocks, pitch);"
     begin = 'extern "C" __global__ void __launch_bounds__(THREADS)'
     sizes = "int keep, int vocab, int blocks, long long pitch"
@@ -89,7 +89,7 @@ def choice_entries(dtype: str, suffix: str = "") -> str:
 
 
 def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = None) -> CompiledKernel:
-    """A cubin for this architecture: nothing hands it on as text, and a driver of its major version takes it.
+    """Compile to a cubin for this architecture. A driver for the same major version of CUDA loads it.
 
     Raises:
         OptionError, BackendError: as of `compile_source`.
@@ -98,17 +98,17 @@ def compile_choice(dtype: str, arch: str, *, driver: tuple[int, int] | None = No
 
 
 def blocks_per_row(vocab: int, itemsize: int) -> int:
-    """Blocks that share a row: each thread takes a few accesses of it."""
+    """Return the number of blocks that share a row: each thread makes a few accesses."""
     return max(1, -(-vocab * itemsize // BLOCK_BYTES))
 
 
 def sets_per_row(vocab: int, itemsize: int) -> int:
-    """Numbers that `set_maxima` writes for each row."""
+    """Return the count of numbers that `set_maxima` writes for each row."""
     return blocks_per_row(vocab, itemsize) * (THREADS // 32) * SETS
 
 
 def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
-    """Numbers that are in the order of the scores, as the kernels have them."""
+    """Return integers in the order of the scores, as in the kernels."""
     kind = np.dtype(f"u{logits.itemsize}").type
     bits = logits.view(kind)
     sign, infinite = kind(1 << 8 * logits.itemsize - 1), np.array(np.inf, logits.dtype).view(kind)
@@ -119,7 +119,7 @@ def ordered(logits: npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
 
 
 def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.float32]:
-    """The inverse of `ordered`, as float32; NaN is some NaN, and 0 may have had a sign."""
+    """Invert `ordered`, as float32; the bits of NaN and the sign of 0 are lost."""
     bits = np.dtype(f"u{np.dtype(CHOICE_DTYPES[dtype]).itemsize}")
     sign = 1 << 8 * bits.itemsize - 1
     distance = order.astype(np.int64) - sign
@@ -128,20 +128,20 @@ def read_scores(order: npt.NDArray[np.uint32], dtype: str) -> npt.NDArray[np.flo
 
 
 def read_keys(keys: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens and their scores."""
+    """Return tokens and their scores."""
     tokens = (~keys & 0xFFFFFFFF).astype(np.int64)
     return tokens, read_scores((keys >> np.uint64(32)).astype(np.uint32), dtype)
 
 
 def read_lists(lists: npt.NDArray[np.uint64], dtype: str) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
-    """Tokens ``[n, N]``, ascending, and their scores, of what `candidates` wrote, complete: ``[n, 1 + CANDIDATES]``.
+    """Return tokens ``[n, N]``, ascending, and their scores, from the lists ``[n, 1 + CANDIDATES]`` of `candidates`.
 
-    N is that of the longest list; behind the last token of a shorter one are tokens of -1 with scores of ``-inf``.
+    N is the length of the longest list. A shorter list ends with tokens of -1, whose scores are ``-inf``.
     """
     counts = lists[:, 0]
     most = int(counts.max())
     keys = lists[:, 1 : 1 + most]
-    # Tokens above scores, to sort them; what lies behind a list comes last.
+    # Tokens in the upper half, to sort by them; entries after the end of a list come last.
     keys = ((~keys & 0xFFFFFFFF) << 32 | keys >> 32).astype(np.uint64)
     missing = np.arange(most) >= counts[:, None]
     keys[missing] = np.iinfo(np.uint64).max

@@ -1,7 +1,7 @@
-"""NVRTC: kernels as PTX or cubin for an architecture, with the compiler's account of them, kept on disk.
+"""NVRTC: kernels as PTX or cubin for an architecture, with the compiler's report, kept on disk.
 
 Neither a GPU nor a driver is needed. The calls go to ``cuda.bindings.nvrtc``, because ``cuda.core.Program`` (1.2) asks
-the driver for its version as soon as PTX is wanted.
+the driver for its version before it makes PTX.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WARPS = {75: 32, 80: 64, 86: 48, 87: 48, 89: 48, 90: 64, 100: 64, 103: 64, 110:
 
 _OPTIONS = (
     "--std=c++17",
-    "--fmad=false",  # else whoever compiles the PTX may fuse a product and a sum, and round once instead of twice
+    "--fmad=false",  # otherwise the driver may fuse a product and a sum, and round once instead of twice
     "--device-as-default-execution-space",  # NVRTC 13.0 takes generic lambdas in device functions for host functions
 )
 
@@ -38,13 +38,13 @@ _REGISTERS = 65536  # of a multiprocessor, on all of them; given to a warp in un
 
 @dataclass(frozen=True)
 class ResourceUse:
-    """What ptxas says of one kernel.
+    """The resources of one kernel, from ptxas.
 
     Attributes:
         registers: of one thread.
         stack_bytes, spill_store_bytes, spill_load_bytes: of local memory, for one thread; nonzero is slow.
-        occupancy: resident warps over those that a multiprocessor can hold, as registers allow; None where the
-            architecture's limit is not known here.
+        occupancy: resident warps over those that a multiprocessor can hold, as registers allow; None if the
+            architecture's limit is unknown.
     """
 
     registers: int
@@ -75,10 +75,10 @@ class CompiledKernel:
 
     @property
     def resources(self) -> ResourceUse:
-        """What ptxas says of a cubin; the most of each where it holds several kernels.
+        """The resources of a cubin; the largest values if it holds several kernels.
 
         Raises:
-            OptionError: this is PTX, which ptxas has not seen.
+            OptionError: the code is PTX, which ptxas has not seen.
         """
         if self.ptx:
             raise OptionError(f"kernel {self.name} is PTX, whose registers are not known yet: compile a cubin")
@@ -134,7 +134,7 @@ def compile_source(
 
 
 def kernel_folder() -> Path:
-    """The folder where compiled kernels are kept (it need not exist yet)."""
+    """Return the folder of compiled kernels, which need not exist yet."""
     chosen = os.environ.get(CACHE_VARIABLE)
     if chosen:
         return Path(chosen)
@@ -142,7 +142,7 @@ def kernel_folder() -> Path:
 
 
 def nvrtc_version() -> tuple[int, int]:
-    """NVRTC's major and minor version.
+    """Return NVRTC's major and minor version.
 
     Raises:
         BackendError: NVRTC is not installed.
@@ -159,7 +159,7 @@ def nvrtc_version() -> tuple[int, int]:
 
 
 def supported_archs() -> tuple[str, ...]:
-    """The architectures that NVRTC knows, such as ``"sm_90"``, in ascending order.
+    """Return the architectures that NVRTC knows, such as ``"sm_90"``, in ascending order.
 
     Raises:
         BackendError: NVRTC is not installed.
@@ -168,7 +168,7 @@ def supported_archs() -> tuple[str, ...]:
 
 
 def check_compiler(arch: str, *, ptx: bool = False, driver: tuple[int, int] | None = None) -> None:
-    """Make sure that NVRTC compiles for an architecture, and that a driver takes its code; see `compile_source`.
+    """Check that NVRTC compiles for an architecture, and that a driver takes the code; see `compile_source`.
 
     Raises:
         OptionError: NVRTC does not know the architecture, or makes code that the driver is too old for.
@@ -211,7 +211,7 @@ def _nvrtc() -> Any:
 
 
 def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
-    """Return what an NVRTC call gave besides its status: nothing, one value, or several."""
+    """Return the results of an NVRTC call without its status: none, one value, or several."""
     status, *values = result
     if status != _nvrtc().nvrtcResult.NVRTC_SUCCESS:
         raise BackendError(f"NVRTC: {status.name}{f': {about}' if about else ''}")
@@ -219,7 +219,7 @@ def _handle_return(result: tuple[Any, ...], about: str = "") -> Any:
 
 
 def _read(path: Path) -> CompiledKernel | None:
-    """A kept kernel, or None if there is none that is whole."""
+    """Return a kept kernel, or None if there is no complete one."""
     try:
         digest, content = (data := path.read_bytes())[:32], data[32:]
         if blake3(content).digest() != digest:

@@ -26,10 +26,10 @@ def register_for_this_gpu(trt: Any, *, declare_aliases: bool) -> Registration:
 
 
 def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
-    """A compiler for one GPU, to PTX, which later GPUs take as well.
+    """Return a compiler for one GPU, to PTX, which later GPUs take as well.
 
-    TensorRT takes nothing else: its documentation of ``aot_impl`` says so, and its runtime hands the code on as text
-    that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4), where a cubin has many.
+    TensorRT takes no cubin: the documentation of ``aot_impl`` asks for PTX, and the runtime passes the code on as text
+    that ends at the first zero byte (``setPTX(ptx.c_str())``, seen in 10.15 and 11.4).
 
     Args:
         arch: such as ``"sm_90"``.
@@ -43,7 +43,7 @@ def kernels_for(arch: str, driver: tuple[int, int]) -> Compile:
 
 
 def this_gpu() -> tuple[str, tuple[int, int]]:
-    """Architecture of the first GPU, and the CUDA version that its driver is for.
+    """Return the architecture of the first GPU, and the CUDA version of its driver.
 
     Raises:
         BackendError: there is no driver, or no GPU.

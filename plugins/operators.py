@@ -31,7 +31,7 @@ CACHE_BITS = {
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: which tensors it takes and gives, and how the update goes into the cache.
+    """One operator: its inputs and outputs, and the way in which the update goes into the cache.
 
     Attributes:
         form: padded updates ``[B, N, S_new, H]``, or packed ones ``[T, N, H]`` with cumulative lengths ``[B + 1]``.
@@ -76,14 +76,14 @@ class Operator:
         return self.config({**types, "cache_1": "int8", "update_1": types["update_0"], "lengths": "int64"})
 
     def config(self, types: Mapping[str, str], *, per_head: bool = False) -> KernelConfig:
-        """The kernel for tensors of these types.
+        """Return the kernel for tensors of these types.
 
         Args:
             types: the ONNX type name of each input, by the operator's input names.
             per_head: there is one scale for each head.
 
         Raises:
-            OptionError: no kernel takes them: what was found, and what is supported.
+            OptionError: no kernel takes them; the message gives the types and the supported ones.
         """
         for i in range(self.caches):
             cache, update = types[f"cache_{i}"], types[f"update_{i}"]
@@ -112,13 +112,13 @@ class Operator:
     def check_shapes(self, shapes: Mapping[str, Sequence[int | None]]) -> None:
         """Check the ranks of inputs, and their sizes against each other where both are known.
 
-        The kernel takes B, N, S_max and H from the cache, and reads as much as they say of everything else.
+        The kernel takes B, N, S_max and H from the cache, and reads all other tensors by these sizes.
 
         Args:
             shapes: by the operator's input names, without those of unknown rank; None for a size that is open.
 
         Raises:
-            OptionError: what was found, and what is supported.
+            OptionError: ranks or sizes do not fit.
         """
         known: dict[str, tuple[int, str]] = {}
         for name, shape in shapes.items():

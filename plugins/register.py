@@ -1,8 +1,8 @@
 """Registers the plugin's operators with TensorRT: quickly deployable plugins with an ahead-of-time implementation.
 
 TensorRT embeds the kernel that `aot_impl` returns in the engine, so that an engine opens under trtexec, Triton or C++
-with no Python. The bindings check the signatures of the two functions of an operator, which are therefore made for it.
-Rules: the bindings' own checks (``tensorrt.plugin``, read in 10.15 and 11.4).
+with no Python. The bindings check the signatures of the two functions of an operator, so that each operator gets its
+own. Rules: the bindings' own checks (``tensorrt.plugin``, read in 10.15 and 11.4).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Registration:
 
     Attributes:
         names: of the operators.
-        errors: what was refused while TensorRT asked, which it reports in words of its own only.
+        errors: refusals while TensorRT asked. TensorRT reports them in its own words only.
     """
 
     names: tuple[str, ...]
@@ -46,8 +46,8 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
         trt: the module ``tensorrt``, 10.15 or later.
         compile_kernel: makes the PTX; called while an engine is built, once for each kernel that it needs.
         declare_aliases: tell TensorRT that present and past are one buffer. Needs the preview feature
-            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it they are one only because the caller
-            binds one address to both, which the kernel recognizes.
+            ``ALIASED_PLUGIN_IO_10_03`` in the builder's configuration. Without it, the caller binds one address to
+            both, and the kernel recognizes that.
 
     Raises:
         OptionError: this TensorRT takes no such plugins, or they are registered already.
@@ -69,7 +69,7 @@ def register_plugins(trt: Any, compile_kernel: Compile, *, declare_aliases: bool
 
 
 def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: list[TrtKvCacheError]) -> Any:
-    """The function that says what an operator's outputs are: ``present_i`` is like ``cache_i``."""
+    """Return the function that describes an operator's outputs: ``present_i`` is like ``cache_i``."""
 
     def describe(*inputs: Any) -> Any:
         tensors = dict(zip(operator.inputs, inputs, strict=True))
@@ -85,7 +85,7 @@ def _description(trtp: Any, operator: Operator, declare_aliases: bool, errors: l
 
 
 def _implementation(trtp: Any, operator: Operator, compile_kernel: Compile, errors: list[TrtKvCacheError]) -> Any:
-    """The function that gives TensorRT an operator's kernel and how it is launched."""
+    """Return the function that gives TensorRT an operator's kernel and its launch."""
 
     def implement(*arguments: Any) -> Any:
         tensors = dict(zip(operator.inputs, arguments, strict=False))
@@ -116,7 +116,7 @@ def _tensors(trtp: Any, operator: Operator) -> list[inspect.Parameter]:
 
 
 def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Signature) -> Any:
-    """A function of this signature that keeps its refusals in `errors`, too."""
+    """Return the function with this signature; its refusals are added to `errors`."""
 
     def kept(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -130,13 +130,13 @@ def _typed(function: Any, errors: list[TrtKvCacheError], signature: inspect.Sign
 
 
 def _config(operator: Operator, tensors: dict[str, Any]) -> KernelConfig:
-    """The kernel for these tensors; whether there is a scale for each head is known once shapes are."""
+    """Return the kernel for these tensors. The number of scales is known once shapes are."""
     types = {name: TYPES.get(tensor.dtype.name, tensor.dtype.name) for name, tensor in tensors.items()}
     return operator.config(types, per_head=operator.quantized and _per_head(operator, tensors))
 
 
 def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
-    """Whether there is a scale for each head: no, as long as there are no shapes yet."""
+    """Return True if there is a scale for each head; False while there are no shapes."""
     for i in range(operator.caches):
         count = tensors[f"scale_{i}"].shape_expr[0]
         if _open(count) or (_constant(count) not in (None, 1) and _open(tensors["cache_0"].shape_expr[1])):
@@ -146,7 +146,7 @@ def _per_head(operator: Operator, tensors: dict[str, Any]) -> bool:
 
 
 def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None:
-    """Rows of 4-bit elements must end on a byte."""
+    """Check that rows of 4-bit elements end on a byte."""
     for i in range(operator.caches):
         size = tensors[f"cache_{i}"].shape_expr[3]
         if bits % 8 and (_open(size) or (_constant(size) or 0) * bits % 8):
@@ -156,12 +156,12 @@ def _check_bytes(operator: Operator, tensors: dict[str, Any], bits: int) -> None
 
 
 def _open(size: Any) -> bool:
-    """Whether a size is known while the engine runs only."""
+    """Return True if a size is known only while the engine runs."""
     return not size.is_fake and not size.is_constant
 
 
 def _constant(size: Any) -> int | None:
-    """A size that is fixed, or None where it is open or asked for before shapes are computed."""
+    """Return a fixed size, or None if it is open or shapes are not computed yet."""
     return int(size.constant_value()) if not size.is_fake and size.is_constant else None
 
 

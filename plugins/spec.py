@@ -1,4 +1,4 @@
-"""Which kernel a cache update needs, in what order its arguments come, and how it is launched: plain data.
+"""The kernel of a cache update, the order of its arguments, and its launch: plain data.
 
 The plugin's registration and the kernel's source both follow this file. Shapes are those of the canonical view: caches
 ``[B, N, S_max, H]``; updates ``[B, N, S_new, H]`` (padded) or ``[T, N, H]`` (packed).
@@ -18,7 +18,7 @@ THREADS = 128
 """Threads in a block."""
 
 BLOCKS_PER_MULTIPROCESSOR = 4
-"""What ptxas aims at: 128 registers a thread at most. Left to itself it takes fewer, and spills (sm_86, CUDA 13.5)."""
+"""A hint for ptxas: at most 128 registers a thread. Without it, ptxas takes fewer and spills (sm_86, CUDA 13.5)."""
 
 VECTOR_BYTES = 16
 """Bytes that one access moves where rows and addresses allow."""
@@ -174,7 +174,7 @@ class Shapes:
 
 @dataclass(frozen=True)
 class LaunchParams:
-    """How a kernel is launched.
+    """The launch of a kernel.
 
     Attributes:
         grid: number of blocks (x; y and z are 1).
@@ -188,7 +188,7 @@ class LaunchParams:
 
 
 def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False) -> LaunchParams:
-    """Size the grid, as expressions of the sizes; the kernel is right under any grid, and fast under this one.
+    """Size the grid, as expressions of the sizes; the kernel is correct with any grid, and fast with this one.
 
     Args:
         config: the kernel.
@@ -197,7 +197,7 @@ def launch_params(config: KernelConfig, shapes: Shapes, *, copies: bool = False)
             update.
 
     Raises:
-        OptionError: a size that is known and that the kernel cannot take.
+        OptionError: the kernel cannot take a known size.
     """
     if len(shapes.head_sizes) != config.caches:
         raise OptionError(f"{len(shapes.head_sizes)} head sizes for {config.caches} caches: give one for each")

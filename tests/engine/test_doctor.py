@@ -90,7 +90,7 @@ def test_a_package_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_nvrtc(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_version", lambda package: None if package == "nvidia-cuda-nvrtc" else "1.0")
     (line,) = (line for line in diagnose().advice if "nvrtc" in line)
-    assert line.startswith("pip install 'trt-kvcache[plugin]': nvidia-cuda-nvrtc, the compiler of what a GPU runs")
+    assert line.startswith("pip install 'trt-kvcache[plugin]': nvidia-cuda-nvrtc, compiles the kernels that run")
 
 
 def test_a_package_that_does_not_load(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -77,8 +77,8 @@ def test_the_plan_of_the_model_fits(parsed: tuple[Any, object, CachePlan]) -> No
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (drop_cache, "KV-cache layers that the plan does not know: key_cache.0 -> updated_key_cache.0"),
-        (not_native, "KV-cache layers that the plan does not know: key_cache.0 -> updated_key_cache.0"),
+        (drop_cache, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
+        (not_native, "KV-cache layers that are not in the plan: key_cache.0 -> updated_key_cache.0"),
         (add_cache, "has 4 KV-cache layers, the plan 5; missing: other_cache -> other_present"),
         (swap_caches, "has 4 KV-cache layers, the plan 4; missing: key_cache.0 -> updated_value_cache.0"),
         (add_input, r"inputs differ from the plan's: missing \['extra'\], unknown \[\]"),

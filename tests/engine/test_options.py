@@ -156,7 +156,7 @@ def test_auto_needs_a_driver_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch) 
         ("tensorrt", True, {"rtx": "1.7"}, r"TensorRT is not installed; run: pip install 'trt-kvcache\[tensorrt\]'"),
         ("tensorrt", True, {"full": "10.14.1.48"}, r"TensorRT 10.14.1.48 is too old, 10.15 or later is needed"),
         ("tensorrt-rtx", False, {"rtx": "1.2"}, r"TensorRT for RTX 1.2 is too old, 1.7 or later is needed"),
-        ("tensorrt", False, {"full": "11.4"}, "needs an NVIDIA GPU and driver to build, and none is here"),
+        ("tensorrt", False, {"full": "11.4"}, "needs an NVIDIA GPU and driver to build, and this machine has none"),
     ],
 )
 def test_backends_that_cannot_build_are_refused(

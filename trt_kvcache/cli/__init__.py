@@ -1,5 +1,5 @@
-"""The command line, one file per command. Commands are thin: they read options, call the API, print what it returns.
+"""The command line, one file per command. Commands are thin: they read flags, call the API and print the result.
 
-Nothing heavy is imported here or at the top of a command's file, so that ``--help`` answers at once: ONNX, numpy and
-TensorRT come with the API, inside the handlers.
+The flags of a command are the fields of dataclasses (`options.with_flags`). Heavy modules such as ONNX and NumPy are
+imported inside the handlers, so that ``--help`` and errors answer at once.
 """

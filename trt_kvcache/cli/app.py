@@ -46,7 +46,7 @@ def _in_one_line() -> Iterator[None]:
         print_error(str(error))
         raise typer.Exit(1) from None
     except OSError as error:
-        # Paths that cannot even be looked at: too long, or in a folder that is closed to us.
+        # Paths that cannot even be looked up: too long, or in a folder without permission.
         if error.filename is None or error.errno is None:
             raise
         print_error(f"{os.fspath(error.filename)}: {error.strerror}")

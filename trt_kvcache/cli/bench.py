@@ -27,7 +27,7 @@ _COMMAS = "1,2,..."
 
 @dataclass(frozen=True)
 class MeasureFlags:
-    """Flags that say what is measured."""
+    """Flags that choose the measurements."""
 
     lengths: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens of prompts to prefill.")] = None
     positions: Annotated[str | None, typer.Option(metavar=_COMMAS, help="Tokens in the cache while decoding.")] = None

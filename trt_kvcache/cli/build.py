@@ -217,7 +217,7 @@ def _print(output: Path, manifest: Manifest, seconds: float) -> None:
 
 @contextmanager
 def build_progress() -> Iterator[Callable[[ProgressEvent], None] | None]:
-    """Show bars on stderr while a build runs; yields what to give it as `progress`, None where nobody watches."""
+    """Show bars on stderr while a build runs; yields the build's `progress`, None if stderr is no terminal."""
     if not sys.stderr.isatty():
         yield None
         return
@@ -231,19 +231,19 @@ def build_progress() -> Iterator[Callable[[ProgressEvent], None] | None]:
 
 
 class ProgressBars:
-    """One bar per phase that is under way, indented under the phase that it is part of."""
+    """One bar per running phase, indented under its parent phase."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._tasks: dict[str, tuple[TaskID, int]] = {}
 
     def show(self, event: ProgressEvent) -> None:
-        """Move the bar of the event's phase: new ones appear, finished ones go."""
+        """Move the bar of the event's phase: new bars appear, finished ones go."""
         if event.finished:
             if event.phase in self._tasks:
                 self._progress.remove_task(self._tasks.pop(event.phase)[0])
             return
-        total = event.steps if event.steps > 1 else None  # of one step there is nothing to tell but that it runs
+        total = event.steps if event.steps > 1 else None  # a phase of one step has no progress to show
         if event.phase not in self._tasks:
             depth = self._tasks[event.parent][1] + 1 if event.parent in self._tasks else 0
             self._tasks[event.phase] = (self._progress.add_task("  " * depth + event.phase, total=total), depth)

@@ -1,4 +1,4 @@
-"""``trt-kvcache doctor``: what this machine can do."""
+"""``trt-kvcache doctor``: the capabilities of this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def doctor(json: JsonOption = False) -> None:
-    """Show packages, TensorRT backends, GPU and driver, which cache routes are available, what to install for more."""
+    """Show packages, TensorRT backends, GPU and driver, available cache routes, and advice on installing more."""
     from trt_kvcache import diagnose
     from trt_kvcache.cli.output import print_json
 

@@ -1,4 +1,4 @@
-"""Runs prompts and shows what comes: as live text, or as JSON at the end."""
+"""Runs prompts and shows the result: as live text, or as JSON at the end."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["JsonView", "LiveView", "Run", "run"]
 
 @dataclass
 class Run:
-    """All that happened.
+    """The record of a run.
 
     Attributes:
-        runs_on: what runs where.
-        config: how tokens were chosen.
+        runs_on: the runner and its device.
+        config: the settings by which tokens were chosen.
         sequences: one per prompt, in order.
         opening: seconds until the session was open.
-        first: seconds from then to the first token: all prompts that run at once, and one step.
+        first: seconds from the open session to the first token: the prompts that run at once, and one step.
         total: seconds to the end.
-        speculation: how well drafts did, over all sequences.
+        speculation: counts of drafts, over all sequences.
     """
 
     runs_on: str
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def rate(self) -> float | None:
-        """Tokens per second after the first one (beam search gives all at its end); None where there are none."""
+        """Tokens per second after the first one (beam search gives all at its end); None without tokens."""
         if self.config.num_beams > 1:
             return self.count / self.total if self.total else None
         later = self.total - (self.first or 0.0)
@@ -58,7 +58,7 @@ class Run:
 
 
 class View(Protocol):
-    """What a user sees of a run."""
+    """The user's view of a run."""
 
     def show(self, event: TokenEvent, run: Run) -> None:
         """Show one event, which `run` has taken."""
@@ -79,14 +79,14 @@ def run(
     """Continue the prompts.
 
     Args:
-        open_session: opens what runs them.
+        open_session: opens the session that runs the prompts.
         prompts: token ids of each.
-        config: how to continue them.
-        view: what the user sees.
-        beside: makes what else `DecodeSession.stream` takes for each prompt.
+        config: settings of the generation.
+        view: the user's view.
+        beside: makes the other arguments of `DecodeSession.stream`.
 
     Returns:
-        Whether Ctrl-C ended it early. What was made until then has been shown.
+        True if Ctrl-C ended the run early. The tokens until then have been shown.
     """
     start = time.perf_counter()
     with open_session() as session:
@@ -111,17 +111,17 @@ def run(
 
 
 class JsonView:
-    """Nothing until the end, then one JSON object.
+    """A view that prints one JSON object at the end.
 
     Args:
-        text: whether there is a tokenizer.
+        text: there is a tokenizer.
     """
 
     def __init__(self, *, text: bool) -> None:
         self._text = text
 
     def show(self, event: TokenEvent, run: Run) -> None:
-        """Nothing."""
+        """Show nothing yet."""
 
     def end(self, run: Run) -> None:
         """Print everything."""
@@ -143,17 +143,17 @@ class JsonView:
 
 
 class LiveView:
-    """One prompt: its text, or its token ids, as they come. Several: each one when it has ended.
+    """A view that prints text, or token ids, as they come; of several prompts, each one when it has ended.
 
     Args:
-        text: whether there is a tokenizer.
+        text: there is a tokenizer.
     """
 
     def __init__(self, *, text: bool) -> None:
         self._text = text
 
     def show(self, event: TokenEvent, run: Run) -> None:
-        """Print what the event brings."""
+        """Print the event's text or token."""
         sequence = run.sequences[event.sequence]
         if len(run.sequences) == 1:
             if self._text:
@@ -164,7 +164,7 @@ class LiveView:
             self._whole(event.sequence, sequence)
 
     def end(self, run: Run) -> None:
-        """Print what was cut off, and on stderr how it went."""
+        """Print the sequences that were cut off, and a summary on stderr."""
         if len(run.sequences) == 1:
             self._write("\n")
         else:
@@ -214,13 +214,13 @@ def _speculation(run: Run) -> dict[str, Any] | None:
 def _events(
     session: DecodeSession, prompts: Sequence[Sequence[int]], config: GenerationConfig, beside: Mapping[str, Any]
 ) -> Generator[TokenEvent]:
-    """`DecodeSession.stream`, as a generator whatever it is, so that it can be closed."""
+    """Yield from `DecodeSession.stream`: a generator can be closed."""
     yield from session.stream(prompts, config, **beside)
 
 
 @contextmanager
 def _interruptible() -> Iterator[threading.Event]:
-    """Ctrl-C sets the event, so that a step is never torn; a second one interrupts at once, as usual."""
+    """Let Ctrl-C set the event, so that a step is completed; a second Ctrl-C interrupts at once, as usual."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
         yield asked

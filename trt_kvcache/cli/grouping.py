@@ -14,10 +14,10 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
     Args:
         rows: cells, all rows of one length.
-        names: how many leading cells are names; the cells after them must be equal for rows to merge.
+        names: number of leading cells that are names; the cells after them must be equal for rows to merge.
 
     Returns:
-        Rows in the order of their first appearance, each with the positions of the rows that it stands for.
+        Rows in the order of their first appearance, each with the positions of the merged rows.
     """
     alike: dict[object, list[tuple[int, tuple[str, ...], list[int]]]] = {}
     for at, row in enumerate(rows):
@@ -34,7 +34,7 @@ def group_rows(rows: Iterable[Sequence[str]], names: int) -> list[tuple[tuple[st
 
 
 def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tuple[str, ...] | None:
-    """Return the one row for these members, or None where their first running number does not tell them apart."""
+    """Return the one row for these members, or None if their first running number is not unique."""
     first, first_numbers = members[0]
     if len(members) == 1:
         return first
@@ -42,7 +42,7 @@ def _merge(members: list[tuple[tuple[str, ...], list[int]]], names: int) -> tupl
     layers = [numbers[running[0]] for _, numbers in members] if running else []
     if len(set(layers)) < len(members):
         return None
-    # Numbers that follow the layer's are written like it; others (an exporter's count of nodes) say nothing.
+    # Numbers equal to the layer's are written like it; others (an exporter's count of nodes) become a star.
     texts = {at: ranges(layers) if all(m[at] == m[running[0]] for _, m in members) else "*" for at in running}
     position = iter(range(len(first_numbers)))
     cells = [_NUMBER.sub(lambda m: texts.get(next(position), m[0]), cell) for cell in first[:names]]

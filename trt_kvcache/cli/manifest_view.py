@@ -16,7 +16,7 @@ _FEW = 8  # tokens of a setting that are shown
 
 
 def print_manifest(out: Console, manifest: Manifest) -> None:
-    """Print what was built from what, with what, and the profiles; the plan is printed apart."""
+    """Print the files, the backend, the options and the profiles of an engine, without the plan."""
     built_for = ", ".join(manifest.compute_capabilities) or "the backend's default"
     out.print(f"created by  {manifest.created_by}")
     out.print(f"backend     {manifest.backend} {manifest.backend_version}, compute capabilities: {built_for}")

@@ -1,4 +1,4 @@
-"""What the commands print, and where: results on stdout; progress, warnings and errors on stderr."""
+"""The output of commands: results on stdout; progress, warnings and errors on stderr."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _PIPED_WIDTH = 1000
-"""Columns where nobody looks at a window: wide enough that no name is ever folded."""
+"""Columns of output that is no terminal: wide enough that no name is folded."""
 
 
 def console(stream: IO[str] | None = None) -> Console:
     """Return a Rich console for `stream` (default: stdout) that prints text as it is: no markup, no guessed colors.
 
-    It is as wide as the window, or as COLUMNS says; what is piped is never folded.
+    It is as wide as the window, or as COLUMNS says. Piped output is never folded.
     """
     from rich.console import Console
 
@@ -63,7 +63,7 @@ def print_error(message: str) -> None:
 
 
 def print_warnings(messages: Iterable[str]) -> None:
-    """Write one line, ``warning: ...``, to stderr for each message; those that differ in a layer's number are one."""
+    """Write a line ``warning: ...`` to stderr for each message; those that differ in a layer's number are merged."""
     for (message,), _ in group_rows(((one_line(message),) for message in messages), 1):
         print(f"warning: {message}", file=sys.stderr)  # noqa: T201
 

@@ -25,14 +25,14 @@ Group = Callable[[Iterable[Sequence[str]], int], Grouped]
 
 
 def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_row: bool = False) -> None:
-    """Print a plan: what changes for the caller, caches, states, attention, masks, spans, inputs, outputs and bytes.
+    """Print a plan: changes for the caller, caches, states, attention, masks, spans, inputs, outputs and bytes.
 
     Args:
-        out: where to.
+        out: the console.
         model: the model's name, for the first line.
-        plan: what to print.
-        batch: sequences to count cache bytes for.
-        every_row: one row per cache and node, instead of one per group of layers, and in full what showed each role.
+        plan: the plan.
+        batch: batch size for the memory estimate.
+        every_row: one row per cache and node, instead of one per group of layers, and the full reason for each role.
     """
 
     def group(rows: Iterable[Sequence[str]], names: int) -> Grouped:
@@ -68,7 +68,7 @@ def plan_data(plan: CachePlan, batch: int) -> dict[str, Any]:
 
 
 def batch_of(plan: CachePlan, asked: int) -> int:
-    """Return the batch size that the model fixes, else the one asked for."""
+    """Return the batch size that the model fixes, otherwise `asked`."""
     fixed = [c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)]
     return fixed[0] if fixed and len(fixed) == len(plan.caches) else asked
 
@@ -162,7 +162,7 @@ def _attention_row(node: AttentionPlan) -> tuple[str, ...]:
 
 
 def _print_notes(out: Console, notes: list[tuple[str, str, str]]) -> None:
-    """Print each distinct reason once, under the names that it is given for."""
+    """Print each distinct reason once, with its names."""
     names_of: dict[tuple[str, str], list[str]] = {}
     for kind, name, reason in notes:
         names_of.setdefault((kind, reason), []).append(name)

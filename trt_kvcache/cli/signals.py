@@ -1,4 +1,4 @@
-"""Signals that end a command as Ctrl-C does: what it has begun is undone on the way out."""
+"""Signals that end a command as Ctrl-C does: by an exception, so that its files are removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from importlib.machinery import ExtensionFileLoader
 from types import FrameType
 
 INTERRUPTED = 128
-"""Exit codes above are those of interrupted commands: the number of a signal comes on top."""
+"""The exit code of an interrupted command is this, plus the number of the signal."""
 
 _NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") if hasattr(signal, name)]
 """Windows has no SIGHUP; Linux has no SIGBREAK, which Ctrl-Break sends."""
@@ -31,16 +31,16 @@ class Ended(KeyboardInterrupt):
 
 
 def end_by_unwinding() -> None:
-    """Make SIGTERM, SIGHUP and SIGBREAK raise `Ended`, where they would end the process at once."""
+    """Make SIGTERM, SIGHUP and SIGBREAK raise `Ended` if they would end the process at once."""
     for number in _NUMBERS:
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP, and so does what it runs
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup makes its command ignore SIGHUP
             signal.signal(number, _end)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
 
 
 def last_words(error: KeyboardInterrupt) -> tuple[str, int]:
-    """What to say about an interrupt, and the exit code of a process that it ends."""
+    """Return the message about an interrupt, and the exit code of a process that it ends."""
     if isinstance(error, Ended):
         return f"ended by {signal.Signals(error.number).name}", INTERRUPTED + error.number
     return "interrupted", INTERRUPTED + signal.SIGINT
@@ -57,15 +57,15 @@ def _end(number: int, frame: FrameType | None) -> None:
     if _is_loading(frame):
         _send_later(number)
         return
-    for other in _NUMBERS:  # a second one must not end the cleaning up
+    for other in _NUMBERS:  # a second one must not end the cleanup
         signal.signal(other, signal.SIG_IGN)
     raise Ended(number)
 
 
 def _is_loading(frame: FrameType | None) -> bool:
-    """Whether an extension module is being loaded.
+    """Return True while an extension module is being loaded.
 
-    An exception within ends some with a crash (protobuf 7.36) or as an ImportError (ONNX Runtime 1.31.1).
+    An exception during the load crashes some modules (protobuf 7.36), or becomes an ImportError (ONNX Runtime 1.31.1).
     """
     while frame is not None:
         named = frame.f_code.co_name in ("create_module", "exec_module")

@@ -1,1 +1,1 @@
-"""From a plan to an engine and its manifest: builds, in processes of their own, and what can be said of them later."""
+"""From a plan to an engine and its manifest: builds in child processes, manifests, inspection, diagnosis."""

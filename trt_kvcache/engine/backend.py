@@ -1,7 +1,7 @@
-"""Which TensorRT builds the engine, and what it can do.
+"""The TensorRT package that builds an engine, and the options that it supports.
 
-Nothing here imports TensorRT: that happens in the build process (`trt_kvcache.engine.worker`), so that a parser that
-crashes does not take the caller with it.
+This module does not import TensorRT. Only the build process (`trt_kvcache.engine.worker`) does, so that a crash of
+TensorRT's parser does not end the caller.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from trt_kvcache.importer.plan import Target
 
 @dataclass(frozen=True)
 class Package:
-    """How one of the two builders is packaged.
+    """The Python package of one of the two builders.
 
     Attributes:
         module: the name to import.
-        install: what to give to ``pip install``.
-        floor: the oldest version that has what this package needs.
-        reason: what the floor is for.
+        install: the requirement for ``pip install``.
+        floor: the oldest supported version.
+        reason: the reason for `floor`, for messages.
     """
 
     title: str
@@ -36,7 +36,7 @@ class Package:
 
 
 PACKAGES = {
-    # IKVCacheUpdateLayer exists since 10.15 (its Python bindings were looked at from 10.14 on).
+    # IKVCacheUpdateLayer exists since 10.15 (read in the Python bindings from 10.14 on).
     Target.TENSORRT: Package(
         "TensorRT", "tensorrt", "trt-kvcache[tensorrt]", (10, 15), "the KV-cache layer exists since 10.15"
     ),
@@ -46,15 +46,15 @@ PACKAGES = {
 }
 
 PACKED_NATIVE_SINCE = (11, 0)
-"""The first TensorRT whose KV-cache layer takes packed updates. TensorRT for RTX does since its floor."""
+"""The first TensorRT whose KV-cache layer takes packed updates. TensorRT for RTX takes them since its floor."""
 
 RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
-"""What ``tensorrt_rtx.ComputeCapability`` lists in 1.7."""
+"""The members of ``tensorrt_rtx.ComputeCapability`` in 1.7."""
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A builder that is installed.
+    """An installed builder.
 
     Attributes:
         version: of its package, such as ``"1.7.1.116"``.
@@ -70,13 +70,13 @@ class Backend:
 
     @property
     def packed_native(self) -> bool:
-        """Whether packed updates need no plugin."""
+        """True if packed updates need no plugin."""
         return self.target is Target.TENSORRT_RTX or _release(self.version) >= PACKED_NATIVE_SINCE
 
 
-@cache  # who provides a module is read from the metadata of all packages, some 60 ms each time
+@cache  # the search reads the metadata of all packages, some 60 ms each time
 def installed_version(target: Target) -> str | None:
-    """The version of the package that provides this builder's module, or None where it is not installed."""
+    """The version of the package that provides this builder's module, or None if it is not installed."""
     module = PACKAGES[target].module
     if importlib.util.find_spec(module) is None:
         return None
@@ -87,7 +87,7 @@ def installed_version(target: Target) -> str | None:
 
 
 def driver_present() -> bool:
-    """Whether an NVIDIA driver with a GPU is there."""
+    """Return True if there is an NVIDIA driver with a GPU."""
     from cuda.bindings import driver
 
     try:
@@ -101,13 +101,13 @@ def driver_present() -> bool:
 
 
 def choose_backend(choice: str) -> Backend:
-    """The builder for ``"auto"``, ``"tensorrt"`` or ``"tensorrt-rtx"``.
+    """Return the builder for ``"auto"``, ``"tensorrt"`` or ``"tensorrt-rtx"``.
 
-    ``"auto"`` takes TensorRT where it is installed and a GPU driver is there (it cannot build without one), else
+    ``"auto"`` takes TensorRT if it is installed and there is a GPU driver, without which it cannot build; otherwise
     TensorRT for RTX.
 
     Raises:
-        BackendError: it is not installed, or too old.
+        BackendError: the builder is not installed, or too old.
     """
     if choice == "auto":
         full = installed_version(Target.TENSORRT) is not None and driver_present()
@@ -126,19 +126,19 @@ def choose_backend(choice: str) -> Backend:
         )
     if target is Target.TENSORRT and not driver_present():
         raise BackendError(
-            f"{package.title} {version} needs an NVIDIA GPU and driver to build, and none is here; "
+            f"{package.title} {version} needs an NVIDIA GPU and driver to build, and this machine has none; "
             "build on a machine with a GPU, or with --backend tensorrt-rtx, which needs none"
         )
     return Backend(target, version)
 
 
 def check_build_options(backend: Backend, build: BuildOptions) -> None:
-    """Refuse options that this builder does not have, or would ignore.
+    """Refuse options that the builder does not have, or would ignore.
 
     Measured on TensorRT for RTX 1.7.1: the timing cache is documented as doing nothing; engines of every optimization
-    level are byte for byte the default's (but for the noise between two equal builds); version-compatible builds fail
-    for want of libnvinfer_lean, which the package does not have; refittable and stripped builds compile on the GPU and
-    fail without a driver.
+    level equal the default's byte for byte (except for the noise between two equal builds); version-compatible builds
+    fail because the package lacks libnvinfer_lean; refittable and stripped builds compile on the GPU and fail without a
+    driver.
 
     Raises:
         OptionError: such an option is set.
@@ -154,7 +154,7 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     if here and not driver_present():
         raise OptionError(
             f"--compute-capabilities {CURRENT} builds for the GPU of this machine, and no NVIDIA GPU and driver is "
-            "here; leave it out, or name what the engine will run on"
+            "here; leave it out, or name the GPUs that the engine will run on"
         )
     unknown = [c for c in build.compute_capabilities if c not in RTX_COMPUTE_CAPABILITIES and not here]
     if unknown:

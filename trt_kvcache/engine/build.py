@@ -49,24 +49,24 @@ def build_engine(
 
     The engine goes to `output`, the manifest to ``<output>.json``; the engine of an encoder that lies beside the model,
     for ``model.engine``, to ``model.encoder.engine``. All appear together and complete, or existing files stay as they
-    are. TensorRT runs in a child process, which ends with the caller; Ctrl-C leaves nothing behind.
+    are. TensorRT runs in a child process, which ends with the caller; Ctrl-C leaves no files.
 
     Args:
         model: path of an ONNX decoder, opset 24 or later.
         output: path of the engine.
-        options: how to plan; `target` and `packed_native` follow from the backend.
-        build: how to build.
-        progress: called with every step; what it raises ends the build.
+        options: options of the plan; `target` and `packed_native` follow from the backend.
+        build: options of the build.
+        progress: called with every step; an exception from it ends the build.
 
     Returns:
         The manifest, as written.
 
     Raises:
         InvalidModelError, UnsupportedModelError, AmbiguousRoleError: the model cannot be used.
-        OptionError: an option is illegal for this model or backend; it would not fit into memory.
+        OptionError: an option is illegal for this model or backend, or the build would not fit into memory.
         OutputError: a file cannot be written.
-        BackendError: no fitting TensorRT is installed.
-        BuildError: TensorRT refuses the model; with its words.
+        BackendError: no suitable TensorRT is installed.
+        BuildError: TensorRT refuses the model; the message quotes TensorRT.
     """
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.importer import import_model
@@ -92,14 +92,14 @@ def build_engine(
     tables = index_limits(imported.model, plan)
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
-    del imported  # a model with its weights inside is large; nobody needs it while TensorRT works
+    del imported  # a model with its weights inside is large, and is not needed while TensorRT works
     _check_not_model(engine_path, part.files)
     if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
         raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
 
     setup = _Setup(build, backend, _Watched(progress))
     if build.encoder != "auto":
-        which_encoder(part.path, plan, build)  # where there is none, nothing could run on the CPU
+        which_encoder(part.path, plan, build)  # a named encoder has to exist
     encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, build))
     own = build if encoder is None else _of_decoder(build, plan, encoder)
     try:
@@ -166,11 +166,11 @@ class _Part:
     """A model that becomes an engine.
 
     Attributes:
-        path: of its file; external data lie in its folder.
-        files: all that it is read from, by path, and their names in the manifest.
-        model: it, rewritten; taken out when it is sent to TensorRT.
-        flipped: external data that TensorRT wants otherwise.
-        weights: bytes.
+        path: of the model's file; external data lie in the same folder.
+        files: all files of the model, by path, with their names in the manifest.
+        model: the rewritten model; taken out when it is sent to TensorRT.
+        flipped: external data whose bytes change for TensorRT.
+        weights: their size in bytes.
     """
 
     path: Path
@@ -205,10 +205,10 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
-    """The options for the decoder: it takes what its encoder makes of the longest source.
+    """Return the options for the decoder, which takes the encoder's output for the longest source.
 
     Raises:
-        OptionError: the caller allows less. Said here and not by the first step behind a long source.
+        OptionError: the caller allows less. Otherwise the first step after a long source would fail.
     """
     made, allowed = encoder.positions, build.max_encoder
     if made is not None and allowed is not None and made > allowed:
@@ -244,8 +244,8 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
             raise
         last = (str(error).strip().splitlines() or [""])[-1]
         why = (
-            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with what --encoder FILE, the "
-            "encoder's, prints"
+            f"{type(error).__name__}: {last}: a fault in trt_kvcache, please report it with the output of "
+            "--encoder FILE, the encoder's"
         )
     return None, (f"the encoder becomes no engine, and runs on the CPU: {why}",)
 
@@ -289,7 +289,7 @@ def _check_not_model(engine: Path, files: dict[Path, str]) -> None:
 
 
 def _about_scans(scans: list[str]) -> str:
-    """What may be the matter where a build fails: see `importer.scans`."""
+    """Return a likely reason for a failed build of a model with a Scan: see `importer.scans`."""
     return (
         f"the model has a Scan over the tokens of an update ('{scans[0]}'), and some operators do not build before one "
         "while their number is open: try --max-chunk 1 (one token in a step), or export with a fixed number of tokens"
@@ -297,7 +297,7 @@ def _about_scans(scans: list[str]) -> str:
 
 
 def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
-    """The plan with the longest update in every contract."""
+    """Return the plan with the longest update in every contract."""
 
     def bounded(contract: UpdateContract) -> UpdateContract:
         known = contract.max_update_length
@@ -309,7 +309,7 @@ def _bound_contracts(plan: CachePlan, max_chunk: int) -> CachePlan:
 
 @contextmanager
 def _identities(files: dict[Path, str]) -> Iterator[Future[tuple[FileIdentity, ...]]]:
-    """Identify the model's files in a thread, which ends with the block."""
+    """Identify the model's files in a thread that ends with the block."""
     cancelled = threading.Event()
 
     def work() -> tuple[FileIdentity, ...]:
@@ -349,7 +349,7 @@ def _manifest(setup: _Setup, plan: CachePlan, profiles: tuple[Profile, ...], bui
 
 
 def _built_for(build: BuildOptions) -> tuple[str, ...]:
-    """The compute capabilities by name: ``current`` means something else on the next machine."""
+    """Return the compute capabilities by name, because ``current`` means another GPU on another machine."""
     if build.compute_capabilities != (CURRENT,):
         return build.compute_capabilities
     _, gpus, _ = find_gpus()
@@ -357,7 +357,7 @@ def _built_for(build: BuildOptions) -> tuple[str, ...]:
 
 
 def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
-    """The options as they would be given on a command line."""
+    """Return the options as plain values, in the form of the command line."""
     flat = {name: value for name, value in vars(build).items() if not name.endswith("shapes")}
     flat["compute_capabilities"] = ",".join(build.compute_capabilities)
     for name in ("min_shapes", "opt_shapes", "max_shapes"):
@@ -366,7 +366,7 @@ def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
 
 
 def _publish(engines: Sequence[tuple[Manifest, Path, Path]]) -> None:
-    """Put engines and manifests in place, from temporary files: a manifest behind its engine, and none if one fails."""
+    """Move engines and manifests to their paths: each manifest after its engine, and no file if one fails."""
     with ExitStack() as stack:
         files = []
         for manifest, engine_file, engine in engines:

@@ -25,16 +25,16 @@ from trt_kvcache.engine.protocol import Log, Node, Progress, ProgressEvent, Send
 # Parsing every node is announced at verbose severity ("Parsing node: name [Op]"); measured on TensorRT for RTX 1.7.1.
 _NODE = "arsing node: "
 
-# Log lines that say nothing about a build that succeeds: every int64 input is announced as a warning (the manifest has
-# the dtypes), a machine without a driver is asked for its GPU in passing, of logits_span only the shape is to count.
+# Log lines without news in a build that succeeds: a warning for every int64 input (the manifest has the dtypes), the
+# missing driver of a machine without a GPU, and logits_span, whose contents are unused on purpose.
 _NOISE = ("has Int64 binding", "CUDA driver version is insufficient", "Input Tensor logits_span")
 
 
 def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:
-    """A logger that passes on warnings, errors and the node being parsed, and a progress monitor.
+    """Return a logger that passes on warnings, errors and the node being parsed, and a progress monitor.
 
-    The logger's method `words` gives the errors so far on one line; those that it does not pass on, where there is no
-    other.
+    The logger's method `words` gives the errors so far on one line. If there are none, it gives the errors that are not
+    passed on.
     """
 
     class Logger(trt.ILogger):  # type: ignore[misc]
@@ -90,10 +90,10 @@ def make_listeners(trt: Any, send: Send) -> tuple[Any, Any]:
 
 
 def make_writer(trt: Any, file: BinaryIO) -> Any:
-    """A stream writer that hashes while it writes.
+    """Return a stream writer that hashes while it writes.
 
-    Its `error` must be looked at after the build: TensorRT for RTX 1.7.1 reports success even where a write came back
-    short, and prints exceptions away.
+    Check its `error` after the build: TensorRT for RTX 1.7.1 reports success even after a short write, and only prints
+    exceptions.
     """
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
@@ -119,17 +119,17 @@ def make_writer(trt: Any, file: BinaryIO) -> Any:
 
 
 def native_logger(module: Any) -> Any:
-    """The logger for ``Runtime`` and ``Builder`` of a TensorRT module. It prints errors that no recorder takes."""
+    """Return the logger for a module's ``Runtime`` and ``Builder``. It prints errors that no recorder takes."""
     return _logger(module.Logger)
 
 
-@cache  # for good: TensorRT keeps its address
+@cache  # kept for the life of the process: TensorRT keeps its address
 def _logger(kind: Any) -> Any:
     return kind(kind.ERROR)
 
 
 def make_recorder(module: Any) -> Any:
-    """An ``IErrorRecorder`` for the ``error_recorder`` of a runtime or builder; `take` gives what was reported."""
+    """Return an ``IErrorRecorder`` for the ``error_recorder`` of a runtime or builder; `take` gives the reports."""
 
     class Recorder(module.IErrorRecorder):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -138,7 +138,7 @@ def make_recorder(module: Any) -> Any:
 
         def report_error(self, code: Any, description: str) -> bool:
             self._errors.append((code, description))
-            return False  # not fatal: what was called says by itself that it failed
+            return False  # not fatal: the call that failed reports it, too
 
         def get_num_errors(self) -> int:
             return len(self._errors)
@@ -156,7 +156,7 @@ def make_recorder(module: Any) -> Any:
             self._errors.clear()
 
         def take(self) -> str:
-            """What was reported since the last call, each once, on one line."""
+            """Return the reports since the last call, each once, on one line."""
             words = dict.fromkeys(" ".join(text.split()) for _, text in self._errors)
             self._errors.clear()
             return "; ".join(words) or "it gives no reason"

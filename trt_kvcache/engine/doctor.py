@@ -1,4 +1,4 @@
-"""What this machine can do: packages, TensorRT backends, GPU and driver, cache routes, and what to install for more."""
+"""A diagnosis of this machine: packages, TensorRT backends, GPU and driver, cache routes, and advice."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = {
 }
 _EXTRAS = {
     "text": (("tokenizers", "jinja2"), "prompts as text; token ids need neither"),
-    "plugin": (("nvidia-cuda-nvrtc",), "the compiler of what a GPU runs beside engines; without it, slower decoding"),
+    "plugin": (("nvidia-cuda-nvrtc",), "compiles the kernels that run beside engines; without it, decoding is slower"),
     "exporters": (("mobius-onnx",), "to export decoders with static caches"),
 }
 """Packages that only some uses need, and how they are installed."""
@@ -44,7 +44,7 @@ class PackageStatus:
 
     Attributes:
         version: as installed, or None.
-        used_for: what needs it.
+        used_for: the functions that need it.
     """
 
     name: str
@@ -60,7 +60,7 @@ class BackendStatus:
         name: ``"tensorrt-rtx"`` or ``"tensorrt"``.
         version: of the importable module, else of the installed package, else None.
         importable: whether the module loads here.
-        problem: why it does not; empty where it does.
+        problem: the reason if it does not; otherwise empty.
         native, packed_native, plugins: whether it has the cache update layer, its packed form, and plugins.
     """
 
@@ -84,7 +84,7 @@ class Gpu:
 
 @dataclass(frozen=True)
 class RouteStatus:
-    """Whether a cache route can be built here, and what says so. `form` tells packed updates from padded ones."""
+    """One cache route: `available` on this machine, and the reason in `detail`. `form`: packed or padded updates."""
 
     route: Route
     form: str
@@ -94,12 +94,12 @@ class RouteStatus:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What this machine can do.
+    """The capabilities of this machine.
 
     Attributes:
         driver: the newest CUDA version that the driver supports, as ``"13.0"``, or None.
-        gpu_problem: why no GPU can be used; empty where one can.
-        advice: what to install for more.
+        gpu_problem: the reason why no GPU can be used; empty if one can.
+        advice: installations that would add capabilities.
     """
 
     version: str
@@ -115,7 +115,7 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at this machine. Never raises for what is missing: that is the answer."""
+    """Diagnose this machine. Missing parts are part of the answer; they raise nothing."""
     packages = tuple(PackageStatus(name, _version(name), use) for name, use in _PACKAGES.items())
     backends = tuple(_backend(name) for name in _BACKENDS)
     driver, gpus, problem = find_gpus()
@@ -134,7 +134,7 @@ def diagnose() -> Diagnosis:
 
 
 def find_gpus() -> tuple[str | None, tuple[Gpu, ...], str]:
-    """Return the driver's CUDA version, the GPUs, and why there are none (empty where there are some)."""
+    """Return the driver's CUDA version, the GPUs, and the reason for having none (empty if there are some)."""
     try:
         from cuda.bindings import driver
         from cuda.pathfinder import DynamicLibNotFoundError
@@ -162,7 +162,7 @@ def _gpu(driver: ModuleType, index: int) -> Gpu:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """Return what a driver call gave, or raise `RuntimeError` with the name of its error."""
+    """Return the result of a driver call, or raise `RuntimeError` with the name of its error."""
     status, *values = result
     if int(status):
         raise RuntimeError(f"{getattr(status, 'name', status)} from the CUDA driver")
@@ -184,7 +184,7 @@ def _backend(name: str) -> BackendStatus:
     except ModuleNotFoundError as error:
         problem = "not installed" if error.name == module_name and installed is None else _line(error)
         return BackendStatus(name, installed, False, problem, False, False, False)
-    except Exception as error:  # noqa: BLE001  a package without its libraries raises whatever its loader does
+    except Exception as error:  # noqa: BLE001  a package without its libraries may raise any exception of its loader
         return BackendStatus(name, installed, False, _line(error), False, False, False)
     layer = getattr(trt, "IKVCacheUpdateLayer", None)
     return BackendStatus(
@@ -238,7 +238,7 @@ def _advice(
 
 
 def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """What engines of TensorRT for RTX have to be built for, which are for every GPU from 8.0 on that it knows."""
+    """Advise on ``--compute-capabilities``: engines of TensorRT for RTX are for its GPUs from 8.0 on by default."""
     if not any(backend.name == "tensorrt-rtx" and backend.importable for backend in backends):
         return ()
     advice = []
@@ -255,9 +255,10 @@ def _gpu_advice(gpus: tuple[Gpu, ...], backends: tuple[BackendStatus, ...]) -> t
 
 
 def _driver_advice(driver: str | None, backends: tuple[BackendStatus, ...]) -> tuple[str, ...]:
-    """A driver takes libraries of its major version of CUDA, which packages have in their names, and of older ones.
+    """Advise on versions: a driver takes libraries of its own major version of CUDA or an older one.
 
-    PTX, of which engines with the plugin have some, it takes of no later version than its own.
+    The names of packages say which major version they need. Engines with the plugin contain PTX, which a driver takes
+    only up to its own version.
     """
     if driver is None:
         return ()

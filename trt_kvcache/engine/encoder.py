@@ -1,4 +1,4 @@
-"""The encoder that becomes an engine beside its decoder's: which one, and for sources of which lengths."""
+"""The encoder that becomes an engine beside its decoder's, and the lengths of its sources."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["EncoderJob", "find_job", "which_encoder"]
 
 @dataclass(frozen=True)
 class EncoderJob:
-    """What to build.
+    """An encoder to build.
 
     Attributes:
-        sources: files that it is made of; external data lie in the folder of the first.
-        plan: of it.
-        model: it, for TensorRT; to be taken out, because it may be large.
+        sources: files of the encoder; external data lie in the folder of the first.
+        plan: the plan of the encoder.
+        model: the model for TensorRT; taken out when it is sent, because it may be large.
         profile: the lengths of sources.
-        vocab: token ids are below; None: there are none, or no table of them is known.
-        positions: made of the longest source; None: nothing says how many.
+        vocab: token ids are 0 to ``vocab - 1``; None: the encoder takes no tokens, or no table of them is known.
+        positions: length of the output for the longest source; None: unknown.
     """
 
     sources: tuple[SourceModel, ...]
@@ -42,12 +42,12 @@ class EncoderJob:
 
 
 def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | None:
-    """The encoder that goes with a decoder; None: there is none, or none is wanted.
+    """Return the path of the encoder for a decoder; None: there is none, or none is wanted.
 
     Args:
         model: path of the decoder.
         plan: of the decoder.
-        build: says which encoder.
+        build: names the encoder.
 
     Raises:
         OptionError: an encoder is named and there is none, or the decoder takes nothing from one.
@@ -68,17 +68,17 @@ def which_encoder(model: Path, plan: CachePlan, build: BuildOptions) -> Path | N
 
 
 def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | None:
-    """The encoder to build; None: there is none, or none is wanted.
+    """Return the encoder to build; None: there is none, or none is wanted.
 
     Args:
         model: path of the decoder.
         plan: of the decoder.
-        build: says which encoder, and how long what it gives may be.
+        build: names the encoder, and the longest output.
 
     Raises:
-        OptionError: see `which_encoder`; or nothing says how long a source may be, or it may be longer than the encoder
-            can tell positions apart.
-        ModelError: it cannot be used.
+        OptionError: see `which_encoder`; or the longest source is unknown, or longer than the encoder's table of
+            positions.
+        ModelError: the encoder cannot be used.
     """
     from trt_kvcache.importer.extensions.encoders.files import find_first_step
     from trt_kvcache.importer.extensions.encoders.model import import_encoder
@@ -100,5 +100,5 @@ def find_job(model: Path, plan: CachePlan, build: BuildOptions) -> EncoderJob | 
 
 
 def _constants(plan: CachePlan) -> list[TensorRole]:
-    """What the decoder takes of an encoder."""
+    """Return the decoder's inputs that an encoder computes."""
     return [t for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT]

@@ -20,7 +20,7 @@ _DTYPES = {"half": "float16", "bf16": "bfloat16", "fp8": "float8e4m3fn", "fp4": 
 
 @dataclass(frozen=True)
 class EngineTensor:
-    """One input or output as the engine itself has it; -1 in `shape` where it is dynamic."""
+    """One input or output of the engine; -1 in `shape` is a dynamic size."""
 
     name: str
     io: str
@@ -30,10 +30,10 @@ class EngineTensor:
 
 @dataclass(frozen=True)
 class EngineView:
-    """What an opened engine says about itself.
+    """The inputs, outputs, aliases and profiles that an opened engine reports.
 
     Attributes:
-        aliases: output -> input of one buffer, for TensorRT's own layers. It does not report those of plugins.
+        aliases: output -> input of one buffer, for TensorRT's own layers. TensorRT does not report those of plugins.
         profiles: per profile, the shapes of the inputs.
     """
 
@@ -44,11 +44,11 @@ class EngineView:
 
 @dataclass(frozen=True)
 class EngineReport:
-    """A built engine: its manifest, whose hash is the engine's, and what the engine says where it could be opened.
+    """A built engine: its manifest, whose hash is the engine's, and the report of the opened engine.
 
     Attributes:
-        view: None where the engine was not opened.
-        not_opened: why; empty where it was, and then `view` agrees with `manifest`.
+        view: agrees with `manifest`; None if the engine was not opened.
+        not_opened: the reason why the engine was not opened; empty if it was.
     """
 
     engine: str
@@ -58,7 +58,7 @@ class EngineReport:
 
 
 def inspect_engine(engine: str | Path) -> EngineReport:
-    """Read an engine's manifest, check the engine's hash against it, and where a GPU is, the engine itself.
+    """Read an engine's manifest, check the engine's hash against it, and with a GPU the opened engine, too.
 
     Args:
         engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
@@ -79,7 +79,7 @@ def inspect_engine(engine: str | Path) -> EngineReport:
 
 
 def reconcile(manifest: Manifest, view: EngineView) -> tuple[str, ...]:
-    """Return what the engine has and the manifest does not say, and the reverse, in words; empty where they agree."""
+    """Return the differences between an engine and its manifest, in words; empty if they agree."""
     return (
         *_compare_tensors(manifest.plan.tensors, view.tensors),
         *_compare_aliases(manifest, view.aliases),
@@ -139,7 +139,7 @@ def _compare_profiles(planned: tuple[Profile, ...], found: tuple[dict[str, Shape
 
 
 def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
-    """Return what the engine says, or None and why it was not opened."""
+    """Return the opened engine's report, or None and the reason why it was not opened."""
     _, gpus, problem = find_gpus()
     if not gpus:
         return None, problem
@@ -159,7 +159,7 @@ def _open(path: Path, backend: str) -> tuple[EngineView | None, str]:
 
 
 def view_of(engine: Any) -> EngineView:
-    """Return what an opened ``ICudaEngine`` says about itself."""
+    """Return the report of an opened ``ICudaEngine``."""
     tensors = []
     aliases = {}
     names = [engine.get_tensor_name(index) for index in range(engine.num_io_tensors)]

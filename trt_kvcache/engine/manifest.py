@@ -1,4 +1,4 @@
-"""The manifest: what a built engine needs to be run or audited. Written beside the engine as ``<engine>.json``."""
+"""The manifest: the facts that running or auditing an engine needs, beside the engine as ``<engine>.json``."""
 
 from __future__ import annotations
 
@@ -58,24 +58,24 @@ class Profile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a built engine needs to be run or audited.
+    """The facts that running or auditing an engine needs.
 
     Attributes:
         aliases: present tensor -> past tensor, bound to one device address.
         double_buffered: present tensor -> past tensor for state, and for caches that are not in place.
         max_batch, max_chunk: the largest batch, and the longest update in tokens.
-        max_logits: most positions of one sequence that a step gives logits of; None: those that the model gives.
-        vocab, max_positions: rows of the tables that token ids and positions look up; None where none is known. The
-            runtime checks them, because TensorRT reports no error for an index beyond them.
+        max_logits: most positions of one sequence with logits in a step; None: the model decides.
+        vocab, max_positions: rows of the tables that token ids and positions look up; None if none is known. The
+            runtime checks ids and positions, because TensorRT reports no error for an index beyond them.
         backend: ``"tensorrt"`` or ``"tensorrt-rtx"``.
-        compute_capabilities: those asked for; empty: the backend's default.
+        compute_capabilities: as given; empty: the backend's default.
         model: the source model and its external data files.
         options: the build options as given, for the audit.
-        warnings: what TensorRT warned about while it built, each once.
+        warnings: TensorRT's warnings during the build, each once.
         encoder: the engine of the encoder that was built with this decoder's, by its name beside it; None: there is
             none. An encoder's own engine has no caches, and one profile, `ENCODER`.
-        generation: what files beside the model said of its tokens, by the names of transformers' ``GenerationConfig``:
-            which end a text, start or end it by force, or never come.
+        generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: tokens
+            that end a text, start or end it by force, or never come.
     """
 
     created_by: str
@@ -101,7 +101,7 @@ class Manifest:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the engine is an encoder's."""
+        """True for the engine of an encoder."""
         return tuple(profile.name for profile in self.profiles) == (ENCODER,)
 
 
@@ -113,13 +113,13 @@ class _SchemaOnly:
 
 
 def manifest_path(engine: str | os.PathLike[str]) -> Path:
-    """Where the manifest of this engine is: ``model.engine.json`` for ``model.engine``."""
+    """Return the path of an engine's manifest: ``model.engine.json`` for ``model.engine``."""
     engine = Path(engine)
     return engine.with_name(engine.name + ".json")
 
 
 def encoder_path(engine: Path) -> Path:
-    """Where the engine of a decoder's encoder is: ``model.encoder.engine`` for ``model.engine``."""
+    """Return the path of the engine of a decoder's encoder: ``model.encoder.engine`` for ``model.engine``."""
     return engine.with_name(f"{engine.stem}.{ENCODER}{engine.suffix}")
 
 
@@ -134,17 +134,17 @@ def save_manifest(manifest: Manifest, path: str | os.PathLike[str]) -> None:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The manifest as indented JSON."""
+    """Return the manifest as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
 def load_manifest(path: str | os.PathLike[str]) -> Manifest:
     """Read the manifest of an engine, given the engine or the manifest itself.
 
-    The engine is not looked at: see `check_engine`.
+    The engine is not read: see `check_engine`.
 
     Raises:
-        ManifestError: there is none, it is not a manifest, or it is of an unknown schema version.
+        ManifestError: the file is missing, no manifest, or of an unknown schema version.
     """
     path = given_path("." if isinstance(path, str) and not path else path, "engine")
     if path.is_dir():
@@ -182,10 +182,10 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Make sure that axes, profiles and shapes go together, as everything that reads a manifest takes for granted.
+    """Check that axes, profiles and shapes agree. All readers of a manifest rely on that.
 
     Raises:
-        ValidationError: they do not; or there is no such backend.
+        ValidationError: they disagree, or the backend is unknown.
     """
     backends = [target.value for target in Target]
     if manifest.backend not in backends:
@@ -204,10 +204,10 @@ def _check(manifest: Manifest) -> None:
 
 
 def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
-    """Make sure that this engine is the one that the manifest describes, by size and BLAKE3 digest of the whole file.
+    """Check that the manifest describes this engine, by size and BLAKE3 digest of the whole file.
 
     Raises:
-        ManifestError: it is missing or another.
+        ManifestError: the engine is missing, or the manifest is of another one.
     """
     engine = Path(engine)
     if engine.suffix == ".json":

@@ -1,14 +1,14 @@
-"""What a build takes of the machine's memory, asked before TensorRT is started.
+"""The memory that a build needs, checked before TensorRT starts.
 
-Measured with TensorRT for RTX 1.7.1: what cannot be given back for other uses, of all processes, at the most:
+Measured with TensorRT for RTX 1.7.1: the peak of memory that the system cannot reclaim, over all processes:
 
-    float16, 0.70 GB of weights    1.23 GB, where decode steps have weights of their own 2.36 GB
+    float16, 0.70 GB of weights    1.23 GB; 2.36 GB if decode steps have weights of their own
     float16, 1.35 GB               2.39 GB
     float16, 4.02 GB               6.59 GB
     float32, 0.92 GB               1.58 GB
-    int4, 0.64 GB                  1.84 GB, with copies of the weights whose signs change on the way
+    int4, 0.64 GB                  1.84 GB, with copies of the weights whose signs change
 
-Weights that the operating system maps, and the engine that is being written, come on top where there is room.
+The system also keeps mapped weights and the new engine in memory while there is room.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _FIXED = 500_000_000  # bytes
 
 
 def check_memory(weights: int, flipped: int = 0, *, twice: bool = False) -> None:
-    """Refuse a build that would run out of memory, or take the whole machine down.
+    """Refuse a build that would run out of memory.
 
     Args:
-        weights: of the rewritten model, in bytes.
-        flipped: bytes of those that change on the way to TensorRT.
-        twice: the engine has most of them twice.
+        weights: size of the rewritten model's weights, in bytes.
+        flipped: size of the weights whose bytes change for TensorRT.
+        twice: the engine holds most weights twice.
 
     Raises:
-        OptionError: too little is free.
+        OptionError: too little memory is free.
     """
     need = int(_FACTOR * weights * (2 if twice else 1)) + flipped + _FIXED
     free = free_memory(swap=True)
     if need > free:
         raise OptionError(
             f"this build takes about {need / 1e9:.1f} GB of memory ({weights / 1e9:.1f} GB of weights, and TensorRT's "
-            f"copies of most of them), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are to be had; "
-            "free memory that other programs hold, add swap space, or build on a larger machine: engines of TensorRT "
-            "for RTX need no GPU to build. --no-memory-check builds all the same"
+            f"copies of most of them), and {free / 1e9:.1f} of this machine's {memory() / 1e9:.1f} GB are free; "
+            "close other programs, add swap space, or build on a larger machine (TensorRT for RTX needs no GPU to "
+            "build); --no-memory-check skips this check"
         )

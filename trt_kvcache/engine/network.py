@@ -1,4 +1,4 @@
-"""Is the parsed network what the plan says? Looked at before building, because TensorRT drops what it does not know."""
+"""A check of the parsed network against the plan, before the build: TensorRT drops what it does not know."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
     """Compare the network's KV-cache layers, inputs and outputs with the plan's.
 
     Raises:
-        BuildError: they differ; an engine would not do what its manifest says.
+        BuildError: they differ; the engine would contradict its manifest.
     """
     _check_updates(network, plan, trt)
     _check_plugins(network, plan, trt)
@@ -30,7 +30,7 @@ def check_network(network: Any, plan: CachePlan, trt: Any) -> None:
 
 
 def _check_updates(network: Any, plan: CachePlan, trt: Any) -> None:
-    """Every native update is a KV-cache layer from the cache's input to its output, and there is no other."""
+    """Check that the KV-cache layers are the native updates, each from the cache's input to its output."""
     planned = Counter((c.past, c.present) for c in plan.caches if c.route is Route.NATIVE)
     found: Counter[tuple[str, str]] = Counter()
     for i in range(network.num_layers):
@@ -46,15 +46,15 @@ def _check_updates(network: Any, plan: CachePlan, trt: Any) -> None:
     if surplus := found - planned:
         pairs = ", ".join(f"{past} -> {present}" for past, present in surplus)
         raise BuildError(
-            f"the parsed network has KV-cache layers that the plan does not know: {pairs}. "
+            f"the parsed network has KV-cache layers that are not in the plan: {pairs}. "
             "This is a fault in trt_kvcache, please report it with the model"
         )
 
 
 def _check_plugins(network: Any, plan: CachePlan, trt: Any) -> None:
-    """Every update of the plugin is a plugin layer from the cache's input to its output.
+    """Check that every update of the plugin is a plugin layer from the cache's input to its output.
 
-    The parser would import a node that it finds no plugin for by the node's definition in ONNX: right, but a copy.
+    If the parser found no plugin, it would import the node's definition in ONNX: correct, but with a copy.
     """
     planned = [(c.past, c.present) for c in plan.caches if c.route is Route.PLUGIN]
     if not planned:
@@ -73,7 +73,7 @@ def _check_plugins(network: Any, plan: CachePlan, trt: Any) -> None:
 
 
 def _check_tensors(io: str, found: list[Any], planned: list[TensorRole]) -> None:
-    """Names, dtypes and shapes of the network's inputs or outputs."""
+    """Check names, dtypes and shapes of the network's inputs or outputs."""
     expected = {t.name: t for t in planned}
     names = [t.name for t in found]
     if set(names) != set(expected):
@@ -85,7 +85,7 @@ def _check_tensors(io: str, found: list[Any], planned: list[TensorRole]) -> None
         role = expected[tensor.name]
         dtype = tensor.dtype.name
         if dtype != _DTYPES.get(role.dtype):
-            # float64 becomes fp32 without a word; measured on TensorRT for RTX 1.7.1.
+            # float64 becomes fp32 without a message; measured on TensorRT for RTX 1.7.1.
             raise BuildError(f"TensorRT gives {io} {role.name!r} the dtype {dtype}, the model says {role.dtype}")
         if not _same_shape(tuple(tensor.shape), role.shape, exact=io == "input"):
             raise BuildError(
@@ -99,7 +99,7 @@ def _check_tensors(io: str, found: list[Any], planned: list[TensorRole]) -> None
 
 
 def _same_shape(found: tuple[int, ...], planned: tuple[Dim, ...], *, exact: bool) -> bool:
-    """-1 is TensorRT's dynamic size. Of an output it may know more or less than the model says."""
+    """Compare shapes. -1 is TensorRT's dynamic size; it may know more or less of an output than the model."""
     if len(found) != len(planned):
         return False
     for size, dim in zip(found, planned, strict=True):

@@ -1,4 +1,4 @@
-"""What a caller may decide about a build, and the parsers of the textual forms."""
+"""The options of a build, and the parsers of their textual forms."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ DEFAULT_CHUNK = 512
 DEFAULT_LOGITS = 16
 """Enough to verify drafts of 15 tokens in one step."""
 CURRENT = "current"
-"""The compute capability of the GPU at hand."""
+"""The compute capability of this machine's GPU."""
 
 Shape = tuple[int, ...]
 
 _MOST, _MOST_BYTES = 2**31 - 1, 2**63 - 1
-"""What TensorRT has numbers for: of sequences, tokens and positions; of bytes."""
+"""TensorRT's largest numbers of sequences, tokens and positions, and of bytes."""
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     unit: 1024**power
@@ -32,30 +32,31 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | 
 
 @dataclass(frozen=True)
 class BuildOptions:
-    """What a caller may decide about an engine.
+    """The options of a build.
 
     Attributes:
-        backend: ``"tensorrt"``, ``"tensorrt-rtx"``, or ``"auto"``: TensorRT where it and a GPU driver are installed,
-            else TensorRT for RTX.
+        backend: ``"tensorrt"``, ``"tensorrt-rtx"``, or ``"auto"``: TensorRT if it and a GPU driver are installed,
+            otherwise TensorRT for RTX.
         max_batch: the largest batch. None: the model's own, if it is fixed, else 1.
-        opt_batch: the batch that kernels are chosen for. None: `max_batch`.
+        opt_batch: the batch that TensorRT chooses kernels for. None: `max_batch`.
         max_chunk: the longest update in tokens. None: the model's own, if it is fixed, else 512 or the capacity if
             that is smaller.
-        max_logits: of how many of the last positions of a step logits can be asked for; more go in several steps. Their
-            memory grows with it. None: 16, or the longest update if that is shorter.
-        max_encoder: the longest output of an encoder, in positions, for models that attend one. None: what the encoder
-            makes of the longest source, where that is built too and says so, else what `max_shapes` says.
-        opt_encoder: the length of it that kernels are chosen for. None: `max_encoder`.
-        encoder: whether the encoder of an encoder-decoder becomes an engine too: ``"auto"``: where one lies beside the
-            model and TensorRT takes it; ``"none"``: no; or the path of its ``.onnx`` file, or of its folder.
-        decode_weights: for `max_batch` 1; without effect beyond. ``"own"``: decode is for a batch of exactly one, for
-            which TensorRT stores weights in a layout of their own. ``"shared"``: it could also take two, and uses the
-            weights of prefill. ``"auto"``: what gives the smaller engine (measured with TensorRT for RTX 1.7.1): own
-            where weights are quantized, else shared.
+        max_logits: most positions at the end of a step with logits; more positions take several steps. Memory grows
+            with it. None: 16, or the longest update if that is shorter.
+        max_encoder: the longest output of an encoder, in positions, for models that attend one. None: the
+            encoder's output for the longest source, if the encoder is built too and the length is known; otherwise from
+            `max_shapes`.
+        opt_encoder: the length of the encoder's output that TensorRT chooses kernels for. None: `max_encoder`.
+        encoder: the encoder that becomes an engine too. ``"auto"``: the encoder beside the model, if there is one and
+            TensorRT takes it; ``"none"``; or the path of its ``.onnx`` file or folder.
+        decode_weights: for `max_batch` 1; no effect for larger batches. ``"own"``: decode is for a batch of one
+            exactly, for which TensorRT stores weights in a layout of their own. ``"shared"``: decode may also take two,
+            and uses the weights of prefill. ``"auto"``: the smaller engine (measured with TensorRT for RTX 1.7.1): own
+            for quantized weights, otherwise shared.
         min_shapes, opt_shapes, max_shapes: shapes by input name, for inputs that `max_batch`, `max_chunk` and the
             capacity do not determine; see `parse_shapes`.
         compute_capabilities: GPU architectures to build for, as ``"sm80"``, ``"80"`` or ``"8.0"``, or ``"current"``
-            alone, for the GPU of this machine (TensorRT for RTX only). Empty: every one from 8.0 on.
+            alone, for the GPU of this machine (TensorRT for RTX only). Empty: all from 8.0 on.
         workspace: most bytes of GPU scratch memory; see `parse_bytes`. None: TensorRT's default.
         opt_level: TensorRT's builder optimization level, 0 to 5. None: its default (TensorRT only).
         timing_cache: file of measured kernel times, read if it exists and written after the build (TensorRT only).
@@ -64,9 +65,9 @@ class BuildOptions:
             one address to both (TensorRT only). TensorRT may then copy whole caches to keep its own promises.
         strip_plan: leave the weights that can be refitted out of the engine.
         refit: weights can be changed after the build.
-        profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: what the engine tells about its
-            layers.
-        memory_check: refuse what would not fit into this machine's memory, as far as sizes tell (TensorRT for RTX
+        profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: detail in which the engine
+            describes its layers.
+        memory_check: refuse a build that would not fit into this machine's memory, by an estimate (TensorRT for RTX
             only).
 
     Raises:
@@ -134,10 +135,10 @@ class BuildOptions:
 
 
 def parse_shapes(text: str) -> dict[str, Shape]:
-    """Shapes by input name, from trtexec's form ``name:1x2x3,other:4``.
+    """Return shapes by input name, from trtexec's form ``name:1x2x3,other:4``.
 
     Raises:
-        OptionError: not of that form, or a name is given twice.
+        OptionError: the text has another form, or a name is given twice.
     """
     shapes: dict[str, Shape] = {}
     for item in text.split(","):
@@ -156,10 +157,10 @@ def format_shapes(shapes: Mapping[str, Shape]) -> str:
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes, from ``"4GiB"``, ``"512M"`` (M, G: binary, as trtexec has them), ``"4GB"`` (decimal) or a plain number.
+    """Return bytes, from ``"4GiB"``, ``"512M"`` (M, G: binary, as in trtexec), ``"4GB"`` (decimal) or a plain number.
 
     Raises:
-        OptionError: not of that form, or less than one byte.
+        OptionError: the text has another form, or gives less than one byte.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in _UNITS:
@@ -176,7 +177,7 @@ def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:
 
 
 def _shapes(given: object, name: str) -> dict[str, Shape]:
-    """Shapes by input name, as plain numbers."""
+    """Return shapes by input name, as plain numbers."""
     if not isinstance(given, Mapping) or not all(
         isinstance(key, str) and isinstance(shape, Sequence) and all(is_whole(size) for size in shape)
         for key, shape in given.items()
@@ -186,7 +187,7 @@ def _shapes(given: object, name: str) -> dict[str, Shape]:
 
 
 def _compute_capability(text: object) -> str:
-    """``"sm80"`` from ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``; `CURRENT` stays."""
+    """Return ``"sm80"`` for ``"sm80"``, ``"sm_80"``, ``"80"`` or ``"8.0"``; `CURRENT` stays."""
     if not isinstance(text, str):
         raise OptionError(f"compute capability {shown(text)} is no text such as 'sm80'")
     if text.strip().lower() == CURRENT:

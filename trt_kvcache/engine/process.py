@@ -1,4 +1,4 @@
-"""The caller's side of the build process: start it, feed it, listen to it, and end it whatever happens."""
+"""The caller's side of the build process: start it, feed it, listen to it, and end it in every case."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ from trt_kvcache.errors import BuildError, TrtKvCacheError
 WORKER = (sys.executable, "-m", "trt_kvcache.engine.worker")
 """The command of the build process; its argument is the file that it writes."""
 
-_GRACE = 3.0  # seconds for the child to end by itself, once nobody listens
-_CRASH = 0xC0000000  # exit codes of Windows from here on are exceptions that nobody handled
+_GRACE = 3.0  # seconds for the child to end by itself, once its pipe is closed
+_CRASH = 0xC0000000  # exit codes of Windows from here on are unhandled exceptions
 _ROOT = Path(trt_kvcache.__file__).parents[1]
 if sys.platform == "win32":
     _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
@@ -45,7 +45,7 @@ else:
 
 @dataclass
 class _Heard:
-    """What the child has said so far: what is left to tell about it if it dies."""
+    """The child's messages so far, for the report if it dies."""
 
     stage: str = STAGES[0]
     node: str | None = None
@@ -62,13 +62,13 @@ def run_worker(
     """Do a job in a child process.
 
     Args:
-        job: what to build.
-        model: gives the rewritten model; called once, so that its bytes are not held while the child works.
+        job: the engine to build.
+        model: returns the rewritten model's bytes; called once, so that they are freed while the child works.
         progress: called in this thread for every event; an exception from it (as from Ctrl-C) ends the child.
         command: the child's command line without its argument, if it is not `WORKER`.
 
     Returns:
-        What was built, and TensorRT's warnings.
+        The result, and TensorRT's warnings.
 
     Raises:
         BuildError: TensorRT refused the model, or its process died.
@@ -76,7 +76,7 @@ def run_worker(
     """
     with tempfile.TemporaryFile() as stderr:
         child = subprocess.Popen(
-            [*(command or WORKER), job.engine],  # which the child removes, should this process die before it says more
+            [*(command or WORKER), job.engine],  # the child removes it if this process dies early
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -103,7 +103,7 @@ def run_worker(
 
 def _feed(stdin: IO[bytes], job: Job, model: Callable[[], bytes]) -> None:
     data = model()
-    with unless_ended():  # it died early: how will show
+    with unless_ended():  # it died early: the exit code says why
         stdin.write(msgspec.json.encode(job) + b"\n%d\n" % len(data))
         stdin.write(data)
         stdin.flush()
@@ -117,7 +117,7 @@ def _take_over(stdin: IO[bytes]) -> None:
 
 
 def _listen(stdout: IO[bytes], heard: _Heard, progress: Callable[[ProgressEvent], None] | None) -> Done | None:
-    """Follow the child to its end: what it has built, or None if it died without a word."""
+    """Follow the child to its end. Returns its result, or None if it died without a message."""
     decoder = msgspec.json.Decoder(Event)
 
     def report(event: ProgressEvent) -> None:
@@ -152,7 +152,7 @@ def _listen(stdout: IO[bytes], heard: _Heard, progress: Callable[[ProgressEvent]
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Close the child's stdin, which makes it leave nothing behind and end; insist if it does not."""
+    """Close the child's stdin, so that it removes its file and ends; kill it if it does not."""
     assert child.stdin is not None
     assert child.stdout is not None
     with unless_ended():
@@ -169,7 +169,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _death_message(job: Job, heard: _Heard, status: int, stderr: IO[bytes]) -> str:
-    """What is known about a child that died without saying why."""
+    """Return a message about a child that died without giving a reason."""
     stderr.seek(0)
     lines = [line for line in stderr.read().decode(errors="replace").splitlines() if line.strip()]
     killed_by = signal.Signals(-status).name if status < 0 else ""

@@ -1,13 +1,13 @@
-"""Optimization profiles: which shapes an engine takes.
+"""Optimization profiles: the shapes that an engine takes.
 
-Two of them, because one set of kernels does not fit both phases of a decode loop: ``prefill`` writes up to `max_chunk`
-tokens per sequence and step, ``decode`` exactly one.
+There are two, because one set of kernels does not fit both phases of a decode loop: ``prefill`` writes up to
+`max_chunk` tokens per sequence and step, ``decode`` exactly one.
 
 For decode steps of exactly one row, TensorRT for RTX 1.7.1 stores weights in a layout of their own: an engine of 377 MB
-instead of 227 MB for 202 MB of float16 weights. So ``decode`` goes up to a batch of two where the largest batch is one,
-and nobody has to use it. ``prefill`` goes up to logits of two positions then: its tail would have one row for those of
-one, 323 MB instead of 245 MB for 232 MB. With quantized weights it is the other way round, 90 MB against 109 MB for
-81 MB in int4, and 172 MB against 263 MB for 126 MB in int8: there it stays at one.
+instead of 227 MB for 202 MB of float16 weights. So ``decode`` goes up to a batch of two if the largest batch is one; no
+caller has to use two. ``prefill`` then goes up to logits of two positions, because for one position its last layers
+would have one row: 323 MB instead of 245 MB for 232 MB. Quantized weights show the opposite, 90 MB against 109 MB for
+81 MB in int4, and 172 MB against 263 MB for 126 MB in int8, so that ``decode`` stays at one.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Limits:
     Attributes:
         max_chunk: most tokens of one sequence in one step.
         capacity: rows of the smallest cache.
-        max_logits: most positions of one sequence that a step gives logits of; None: the model says.
-        encoder: positions of an encoder's output: fewest, typical, most; None where nobody said.
+        max_logits: most positions of one sequence with logits in a step; None: the model decides.
+        encoder: positions of an encoder's output: fewest, typical, most; None: not given.
     """
 
     max_batch: int
@@ -48,7 +48,7 @@ Range = tuple[int, int, int]
 
 
 def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
-    """What `build` says and the model allows.
+    """Return the sizes that `build` asks for and the model allows.
 
     Raises:
         OptionError: a limit is in conflict with a size that the model fixes, or a chunk is longer than a cache.
@@ -84,10 +84,9 @@ def resolve_limits(plan: CachePlan, build: BuildOptions) -> Limits:
 
 
 def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: int) -> int | None:
-    """Of how many positions a step can give logits, where the caller decides.
+    """Return the most positions with logits in a step; None if the model decides.
 
-    Where updates are of a fixed length, a step of fewer tokens is filled up behind them, and its last token may be
-    anywhere.
+    If updates have a fixed length, a step of fewer tokens is padded at its end, and its last token may be anywhere.
     """
     asked = build.max_logits
     if plan.logits_span is None:
@@ -101,8 +100,8 @@ def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: 
         raise OptionError(f"--max-logits is {asked}, and a step has at most {max_chunk} positions; give at most that")
     if fixed is not None and asked not in (None, fixed):
         raise OptionError(
-            f"--max-logits is {asked}, and all updates of the model have {fixed} tokens, of which any may be the last "
-            "one that counts: leave it out"
+            f"--max-logits is {asked}, and all updates of the model have {fixed} tokens, and any of them may "
+            "be the last valid one: leave it out"
         )
     return fixed or asked or min(DEFAULT_LOGITS, max_chunk)
 
@@ -110,13 +109,13 @@ def _logits(plan: CachePlan, build: BuildOptions, fixed: int | None, max_chunk: 
 def make_profiles(
     plan: CachePlan, build: BuildOptions, limits: Limits, *, quantized: bool = False
 ) -> tuple[Profile, ...]:
-    """The profiles for a plan; one where prefill and decode come out the same.
+    """Return the profiles for a plan: one if prefill and decode are the same.
 
     Args:
         plan: of the model.
-        build: what the caller decides.
+        build: the caller's options.
         limits: from `resolve_limits`.
-        quantized: whether the model has quantized weights.
+        quantized: the model has quantized weights.
 
     Raises:
         OptionError: an axis that nothing determines has no shape from the caller, or a shape from the caller does not
@@ -125,7 +124,7 @@ def make_profiles(
     inputs = [t for t in plan.tensors if t.io == "input"]
     _check_names(inputs, build)
     shared = not quantized if build.decode_weights == "auto" else build.decode_weights == "shared"
-    several = shared and limits.max_batch == 1  # rows, even where nobody uses them
+    several = shared and limits.max_batch == 1  # rows, even if they are never used
     if several and limits.max_logits == 1:
         limits = replace(limits, max_logits=2)
     prefill = Profile("prefill", dict(_ranges(plan, inputs, build, limits, limits.max_chunk)))
@@ -136,14 +135,14 @@ def make_profiles(
 
 
 def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
-    """The profile of an encoder, which reads one source at a time.
+    """Return the profile of an encoder, which reads one source at a time.
 
     Args:
         plan: of the encoder.
-        build: what the caller decides; shapes of inputs that the encoder lacks are the decoder's.
+        build: the caller's options; shapes of inputs that the encoder lacks are the decoder's.
 
     Raises:
-        OptionError: nothing says how long a source may be, or a shape from the caller does not fit the model.
+        OptionError: the longest source is unknown, or a shape from the caller does not fit the model.
     """
     inputs = [t for t in plan.tensors if t.io == "input"]
     names = {t.name for t in inputs}
@@ -153,7 +152,7 @@ def make_encoder_profile(plan: CachePlan, build: BuildOptions) -> Profile:
 
 
 def without_shapes(build: BuildOptions, decoder: CachePlan, encoder: CachePlan) -> BuildOptions:
-    """The same options without the shapes of inputs that the encoder has alone."""
+    """Return the options without the shapes of inputs that the encoder has alone."""
     own, others = ({t.name for t in plan.tensors if t.io == "input"} for plan in (decoder, encoder))
     return _with_shapes(build, lambda name: name not in others - own)
 
@@ -166,12 +165,12 @@ def _with_shapes(build: BuildOptions, wanted: Callable[[str], bool]) -> BuildOpt
 
 
 def _encoder(build: BuildOptions) -> Range | None:
-    """Lengths of an encoder's output, where the caller says the largest."""
+    """Return lengths of an encoder's output, if the caller gives the largest."""
     return None if build.max_encoder is None else (1, build.opt_encoder or build.max_encoder, build.max_encoder)
 
 
 def _wider(plan: CachePlan, profile: Profile) -> Profile:
-    """A profile for a batch of one, for up to two; as it is where the caller alone knows a size."""
+    """Widen a profile for a batch of one to two; unchanged if only the caller knows a size."""
     tensors = {t.name: t for t in plan.tensors if t.io == "input"}
     shapes = {}
     for name, range_ in profile.shapes.items():
@@ -185,7 +184,7 @@ def _wider(plan: CachePlan, profile: Profile) -> Profile:
 
 
 def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> int | None:
-    """The one size that the model fixes, or None where it is open."""
+    """Return the one size that the model fixes, or None if it is open."""
     fixed = {s for s in sizes if isinstance(s, int)}
     if len(fixed) > 1:
         raise OptionError(f"the model's caches have different fixed {what}s: {', '.join(map(str, sorted(fixed)))}")
@@ -198,7 +197,7 @@ def _fixed(sizes: set[int | str], what: str, flag: str, asked: int | None) -> in
 def _ranges(
     plan: CachePlan, inputs: list[TensorRole], build: BuildOptions, limits: Limits, chunk: int
 ) -> Iterator[tuple[str, ShapeRange]]:
-    """Name and range of every input with a dynamic dimension, for updates of up to `chunk` tokens."""
+    """Yield name and range of every input with a dynamic dimension, for updates of up to `chunk` tokens."""
     for tensor in inputs:
         if all(isinstance(d, int) for d in tensor.shape):
             continue
@@ -207,7 +206,7 @@ def _ranges(
 
 
 def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk: int) -> Range | None:
-    """The range of one axis, or None where only the caller can know it."""
+    """Return the range of one axis, or None if only the caller can know it."""
     size = tensor.shape[index]
     if isinstance(size, int):
         return size, size, size
@@ -236,10 +235,10 @@ def _axis(plan: CachePlan, tensor: TensorRole, index: int, limits: Limits, chunk
 
 
 def _rows(capacity: int, chunk: int) -> Range:
-    """The range of a number of cache rows.
+    """Return the range of a number of cache rows.
 
-    Kernels are chosen for half the capacity: the mean length of a sequence that grows until its cache is full, and so
-    the step that costs most in sum. A prefill reads at least what it has just written.
+    TensorRT chooses kernels for half the capacity: the mean length of a sequence that grows until its cache is full. A
+    prefill reads at least the rows that it has just written.
     """
     return 1, max(capacity // 2, chunk, 1), capacity
 
@@ -263,7 +262,7 @@ def _check_names(inputs: list[TensorRole], build: BuildOptions) -> None:
 def _with_user_shapes(
     tensor: TensorRole, known: list[Range | None], build: BuildOptions, limits: Limits, chunk: int
 ) -> ShapeRange:
-    """The range of one input: what is known of each axis, and what the caller says."""
+    """Return the range of one input: the known range of each axis, narrowed by the caller's shapes."""
     given = {kind: _user_shapes(build, kind).get(tensor.name) for kind in _FLAGS}
     axes: list[Range] = []
     for i, axis in enumerate(known):
@@ -276,19 +275,19 @@ def _with_user_shapes(
 
 
 def _free_axis(tensor: TensorRole, index: int, asked: list[int | None]) -> Range:
-    """The range of an axis that nothing but the caller determines; one flag given stands for those left out."""
+    """Return the range of an axis that only the caller determines; a given flag stands for those left out."""
     low, typical, high = asked
     sizes = [s for s in (typical, high, low) if s is not None]
     if not sizes:
         unknown = [str(s) for s, axis in zip(tensor.shape, tensor.axes, strict=True) if axis in ("?", "encoder")]
         if tensor.axes[index] == "encoder":
             raise OptionError(
-                f"input {tensor.name!r} {_text(tensor.shape)}: nothing says how long the output of the encoder may be "
+                f"input {tensor.name!r} {_text(tensor.shape)}: the longest output of the encoder is unknown "
                 f"({', '.join(unknown)}); give the most positions with --max-encoder, such as --max-encoder 1500"
             )
         example = "x".join(str(s) if isinstance(s, int) else "1" for s in tensor.shape)
         raise OptionError(
-            f"input {tensor.name!r} {_text(tensor.shape)}: nothing says how large {', '.join(unknown)} may be; give "
+            f"input {tensor.name!r} {_text(tensor.shape)}: the largest {', '.join(unknown)} is unknown; give "
             f"its shapes with --minShapes, --optShapes and --maxShapes, as in --maxShapes {tensor.name}:{example}"
         )
     range_ = (low if low is not None else min(sizes), sizes[0], high if high is not None else max(sizes))
@@ -298,14 +297,14 @@ def _free_axis(tensor: TensorRole, index: int, asked: list[int | None]) -> Range
 def _known_axis(
     tensor: TensorRole, index: int, asked: list[int | None], known: Range, limits: Limits, chunk: int
 ) -> Range:
-    """The range of an axis of the decode loop, narrowed by the caller."""
+    """Return the range of an axis of the decode loop, narrowed by the caller."""
     axis = tensor.axes[index]
     if isinstance(tensor.shape[index], int) or (
         axis in ("sequence", "tokens", "kept") and chunk == 1 != limits.max_chunk
     ):
-        return known  # the decode profile takes one token per sequence, whatever the caller says about prefill
+        return known  # decode takes one token per sequence; the caller's shapes are for prefill
     low, typical, high = (k if a is None else a for a, k in zip(asked, known, strict=True))
-    if asked[1] is None:  # ours is a default: it gives way
+    if asked[1] is None:  # the default yields to the caller's bounds
         typical = min(max(typical, low), high)
     owner = {
         "batch": "--max-batch", "batch+1": "--max-batch", "sequence": "--max-chunk", "tokens": "--max-chunk",

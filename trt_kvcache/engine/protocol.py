@@ -1,8 +1,8 @@
-"""What the caller's process and the build process say to each other.
+"""The messages between the caller's process and the build process.
 
 Caller to child, on its stdin: one line of JSON (`Job`), one line with the length of the rewritten model, and that many
-bytes. The pipe then stays open for as long as the caller lives; a last byte takes over the finished engine, and closing
-it without one makes the child remove its file. Child to caller, on what was its stdout: one line of JSON per `Event`.
+bytes. The pipe then stays open while the caller lives. A last byte takes over the finished engine; if the pipe closes
+without that byte, the child removes its file. Child to caller, on the original stdout: one line of JSON per `Event`.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class ProgressEvent:
     Attributes:
         phase: its name: one of `STAGES`, or TensorRT's own (IProgressMonitor).
         parent: the phase that it is part of, or None.
-        step, steps: how many of its steps are done.
-        finished: it is over, whether all steps were needed or not.
+        step, steps: `step` of `steps` are done.
+        finished: the phase is over, even if some steps were not needed.
     """
 
     phase: str
@@ -40,19 +40,19 @@ class ProgressEvent:
 
 
 STAGES = ("loading TensorRT", "parsing the model", "checking the network", "building the engine")
-"""What the build process does, in this order; each is a phase of one step without a parent."""
+"""The stages of the build process, in order; each is a phase of one step without a parent."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to build.
+    """An engine to build.
 
     Attributes:
         title: name and version of the builder, for messages.
         model: absolute path of the source model: external data are looked up beside it.
         engine: absolute path of an existing file to write the engine to.
-        output: what becomes of that file, for messages.
-        flipped: external data that the model declares signed and that are not, yet.
+        output: the final path of that file, for messages.
+        flipped: external data that the model declares signed, and whose bytes are still unsigned.
     """
 
     target: Target
@@ -92,14 +92,14 @@ class Log(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The build failed in a way that was foreseen: the name of a class of `trt_kvcache.errors`, and its message."""
+    """The build failed with an error of ours: the name of a class of `trt_kvcache.errors`, and its message."""
 
     kind: str
     message: str
 
 
 class Bug(msgspec.Struct, tag=True, frozen=True):
-    """The child failed in a way that was not foreseen."""
+    """The child failed with an unforeseen error."""
 
     traceback: str
 
@@ -118,13 +118,13 @@ Send = Callable[[Event], None]
 
 
 def is_broken(error: OSError) -> bool:
-    """Whether writing failed because the process at the other end of the pipe has ended."""
+    """Return True if writing failed because the process at the other end of the pipe has ended."""
     return error.errno == errno.EPIPE or (sys.platform == "win32" and error.errno == errno.EINVAL)
 
 
 @contextmanager
 def unless_ended() -> Iterator[None]:
-    """Write to the other process: if it has ended, that is no error here."""
+    """Write to the other process; it is no error if that process has ended."""
     try:
         yield
     except OSError as error:

@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def _die_quietly() -> None:
-    """Let a crash leave no gigabytes behind and ask nobody; where memory runs out, let no other program end."""
+    """Turn off core dumps and error dialogs; if memory runs out, let the system end this process first."""
     if sys.platform == "win32":
         ctypes.windll.kernel32.SetErrorMode(_NO_DIALOGS)
     else:
@@ -70,13 +70,13 @@ def _die_quietly() -> None:
 
 
 def _abandon(engine: Path) -> None:
-    """Remove what nobody waits for."""
+    """Remove an engine whose caller has ended."""
     with suppress(PermissionError):  # Windows, while it is open
         engine.unlink(missing_ok=True)
 
 
 def _event_sender() -> Send:
-    """Keep stdout for events. What TensorRT's libraries print there goes to stderr."""
+    """Keep stdout for events. Output of TensorRT's libraries goes to stderr."""
     events = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     encoder, lock = msgspec.json.Encoder(), threading.Lock()
@@ -90,10 +90,10 @@ def _event_sender() -> Send:
 
 
 def _read_job(stdin: BinaryIO) -> tuple[Job, list[bytes]]:
-    """The job and the model; the model in a list, for the parser to take out and let go.
+    """Read the job and the model. The model is in a list, so that the parser can take it out and free it.
 
     Raises:
-        EOFError: the caller ended before it had said everything.
+        EOFError: the caller ended early.
     """
     job, size = stdin.readline(), stdin.readline()
     model = [stdin.read(int(size) if size.endswith(b"\n") else 0)]
@@ -103,21 +103,21 @@ def _read_job(stdin: BinaryIO) -> tuple[Job, list[bytes]]:
 
 
 def _end_with_parent(engine: Path) -> None:
-    """Wait for the caller's end of stdin to close, however the caller ended, and end too.
+    """Wait until stdin closes, which happens however the caller ends, and end this process.
 
-    The engine stays only if the caller has said, by any byte, that it has taken it over.
+    The engine stays only if the caller has taken it over, by sending any byte.
     """
     taken = b""
     while byte := os.read(0, 1):
         taken = byte
     if not taken:
         _abandon(engine)
-    # Without unwinding: taking TensorRT's objects apart takes time, and could still crash.
+    # Without unwinding: destroying TensorRT's objects takes time, and could still crash.
     os._exit(0 if taken else 1)
 
 
 def _build(job: Job, model: list[bytes], send: Send) -> Done:
-    """Everything from importing TensorRT to the engine on disk."""
+    """Do the job, from importing TensorRT to the engine on disk."""
     send(Stage(STAGES[0]))
     trt = _import_tensorrt(job.target)
     from trt_kvcache.engine.callbacks import make_listeners, make_writer
@@ -148,7 +148,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
         # Handing the engine over in pieces needs 0.6 GB less than IHostMemory for an engine of 2.2 GB.
         built = builder.build_serialized_network_to_stream(network, config, writer)
         if not built and _NO_KERNEL in logger.words():
-            # Which attentions have a fused kernel was measured on one version; another may lack one.
+            # The set of attentions with a fused kernel was measured on one version; another may lack one.
             patch_network(network, job.plan, trt, decompose_all=True)
             logger.errors.clear()
             file.truncate(0)
@@ -172,7 +172,7 @@ def _build(job: Job, model: list[bytes], send: Send) -> Done:
 
 
 def _flipped_weights(job: Job) -> dict[str, bytearray]:
-    """The weights whose bytes differ from those in the model's files, by name."""
+    """Return the weights whose bytes differ from those in the model's files, by name."""
     folder, weights = Path(job.model).parent, {}
     for weight in job.flipped:
         data = weights[weight.name] = bytearray()
@@ -185,7 +185,7 @@ def _flipped_weights(job: Job) -> dict[str, bytearray]:
 
 
 def _parse(parser: Any, model: list[bytes], job: Job, weights: dict[str, bytearray]) -> bool:
-    """Parse the model, with these bytes in the place of those in its files."""
+    """Parse the model, with these bytes instead of those in its files."""
     if not weights:
         return bool(parser.parse(model.pop(), job.model))
     if not parser.load_model_proto(model.pop(), job.model):
@@ -198,7 +198,7 @@ def _parse(parser: Any, model: list[bytes], job: Job, weights: dict[str, bytearr
 
 
 def _import_tensorrt(target: Target) -> Any:
-    """The builder's module, for this process and for Polygraphy, which looks at the variable when it is imported."""
+    """Import the builder's module, here and for Polygraphy, which reads the variable when it is imported."""
     os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if target is Target.TENSORRT_RTX else "0"
     try:
         if target is Target.TENSORRT_RTX:
@@ -213,7 +213,7 @@ def _import_tensorrt(target: Target) -> Any:
 
 
 def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
-    """Register the cache-update plugin if the plan needs it; returns a list that its refusals will appear in."""
+    """Register the cache-update plugin if the plan needs it; returns a list to which its refusals are added."""
     if not any(cache.route is Route.PLUGIN for cache in job.plan.caches):
         return []
     from trt_kvcache.plugins.embed import register_for_this_gpu
@@ -225,7 +225,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:
-    """A message of TensorRT's with what the plugin refused, which TensorRT does not pass on, and the way out."""
+    """Return TensorRT's message with the plugin's refusals, which TensorRT does not pass on, and the way out."""
     if not refusals:
         return message
     said = "; the cache-update plugin: ".join([message, *dict.fromkeys(map(str, refusals))])
@@ -233,7 +233,7 @@ def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> s
 
 
 def _parser_message(job: Job, parser: Any) -> str:
-    """What the parser could not take: node, operator and its own words, for every error."""
+    """Return the parser's errors: node, operator and its own words for each."""
     found = []
     for i in range(parser.num_errors):
         error = parser.get_error(i)
@@ -243,10 +243,10 @@ def _parser_message(job: Job, parser: Any) -> str:
 
 
 def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) -> Any:
-    """The configuration for this job.
+    """Return the builder configuration for this job.
 
     Raises:
-        BuildError: Polygraphy or TensorRT refuses it.
+        BuildError: Polygraphy or TensorRT refuses an option.
     """
     from polygraphy.backend.trt import CreateConfig
     from polygraphy.backend.trt import Profile as TrtProfile
@@ -301,7 +301,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
 
 
 def save_timing_cache(config: Any, path: Path) -> None:
-    """Write the kernel times that were read and measured, for the next build.
+    """Write the measured kernel times for the next build.
 
     Raises:
         OutputError: the file cannot be written.
