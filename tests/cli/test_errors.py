@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,26 @@ def test_a_missing_file_is_one_line(command: list[str], tmp_path: Path, monkeypa
     assert result.stdout == ""
     assert re.fullmatch(r"error: [^\n]*missing[^\n]*\n", result.stderr)
     assert list(tmp_path.iterdir()) == []
+
+
+QUICK = [*COMMANDS[:4], ["generate", "missing.onnx", "--tokens", "1"], ["bench", "missing.onnx"],
+         ["plugins", "missing.onnx"]]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", QUICK, ids=lambda command: command[0])
+def test_a_missing_model_is_an_error_before_slow_imports(command: list[str], tmp_path: Path) -> None:
+    code = f"""
+import sys
+from trt_kvcache.cli.app import app
+try:
+    app({command})
+except SystemExit as stop:
+    assert stop.code == 1
+print([name for name in ("numpy", "onnx", "onnxruntime", "tensorrt_rtx") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "[]\n")
+    assert done.stderr == "error: missing.onnx: no such file; give the path of an .onnx file\n"
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/m.onnx"], ids=["file", "folder"])
@@ -118,21 +140,23 @@ def test_a_file_that_is_not_onnx_is_one_line(
     assert list(tmp_path.iterdir()) == [model]
 
 
-def test_several_lines_become_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_lines_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise BuildError("the build failed:\n  [E] first\n  [E] second")
 
     monkeypatch.setattr(trt_kvcache, "plan_model", fail)
-    result = run(app, ["plan", "model.onnx"])
+    (tmp_path / "model.onnx").touch()
+    result = run(app, ["plan", str(tmp_path / "model.onnx")])
     assert (result.exit_code, result.stderr) == (1, "error: the build failed: [E] first [E] second\n")
 
 
-def test_interrupt_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupt_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(trt_kvcache, "plan_model", interrupt)
-    result = run(app, ["plan", "model.onnx"])
+    (tmp_path / "model.onnx").touch()
+    result = run(app, ["plan", str(tmp_path / "model.onnx")])
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
 
 
@@ -152,13 +176,15 @@ def test_interrupt_while_options_are_read(
     assert (result.exit_code, result.stdout, result.stderr) == (status, "", f"error: {said}\n")
 
 
-def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bugs_keep_their_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model.onnx").touch()
+
     def bug(*_: object) -> None:
         raise ZeroDivisionError("a bug")
 
     monkeypatch.setattr(trt_kvcache, "plan_model", bug)
     with pytest.raises(ZeroDivisionError):
-        run(app, ["plan", "model.onnx"], catch_exceptions=False)
+        run(app, ["plan", str(tmp_path / "model.onnx")], catch_exceptions=False)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +209,11 @@ def test_bugs_keep_their_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         (["verify", "m.onnx", "--chunks", "", "--tokens", "0"], "0 single-token steps and no chunk"),
     ],
 )
-def test_illegal_option_values_are_one_line(arguments: list[str], message: str) -> None:
+def test_illegal_option_values_are_one_line(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("m.onnx").touch()
     result = run(app, arguments)
     assert result.exit_code == 1
     assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)

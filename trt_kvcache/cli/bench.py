@@ -54,6 +54,7 @@ def bench(
     json: JsonOption = False,
 ) -> None:
     """Time prefill by length, decode by position and by batch: medians, a table, one JSON line last."""
+    options = planning.session_options(model)
     import msgspec
 
     from trt_kvcache.cli.output import console
@@ -61,7 +62,6 @@ def bench(
     from trt_kvcache.runtime.session import DecodeSession
 
     pyplot = None if plot is None else load_pyplot(plot)
-    options = planning.session_options(model)
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)
     with DecodeSession.open(
         model, device=device.value, embeddings=embeddings, max_batch=max_batch, threads=threads, **options

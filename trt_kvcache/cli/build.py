@@ -178,13 +178,13 @@ def build(
     json: JsonOption = False,
 ) -> None:
     """Build an engine whose caches are updated in place, and its manifest beside it."""
+    plan, options = flags.options_for(model), engine.options()
     from trt_kvcache import build_engine
     from trt_kvcache.cli.output import print_json, print_warnings
 
-    options = engine.options()
     start = time.perf_counter()
     with build_progress() as report:
-        manifest = build_engine(model, output, options=flags.options(), build=options, progress=report)
+        manifest = build_engine(model, output, options=plan, build=options, progress=report)
     seconds = time.perf_counter() - start
     print_warnings((*manifest.plan.warnings, *manifest.warnings))
     if json:

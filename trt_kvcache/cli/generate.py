@@ -158,9 +158,7 @@ def generate(
     json: JsonOption = False,
 ) -> None:
     """Continue prompts; text comes as it is made. Ctrl-C ends it with the text so far, a second Ctrl-C at once."""
-    from trt_kvcache.cli.generate_view import JsonView, LiveView, run
     from trt_kvcache.errors import NoCapacityError, OptionError
-    from trt_kvcache.runtime.session import DecodeSession
 
     if generation.output_logprobs and not json:
         raise OptionError("--logprobs are shown by --json; add it")
@@ -173,8 +171,11 @@ def generate(
     else:
         prompts = text.read(tokenizer, embedded)
     prompts = encoded.for_each(prompts, len(sources), constants=bool(text.constants))
-    config = generation.config(model, tokenizer)
     options = planning.session_options(model)
+    config = generation.config(model, tokenizer)
+    from trt_kvcache.cli.generate_view import JsonView, LiveView, run  # slow: after the checks of flags
+    from trt_kvcache.runtime.session import DecodeSession
+
     view = (JsonView if json else LiveView)(text=tokenizer is not None)
     session_of = partial(
         DecodeSession.open,

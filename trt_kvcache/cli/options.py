@@ -12,7 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import typer
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import InvalidModelError, OptionError
 from trt_kvcache.importer.plan import (
     CacheLayout,
     Fallback,
@@ -118,15 +118,28 @@ class SessionPlanFlags:
             )
         return PlanOptions(**given_flags(self))
 
-    def for_file(self, path: Path) -> PlanOptions | None:
+    def options_for(self, model: Path) -> PlanOptions:
+        """Return the `PlanOptions` for a model. A missing file is an error here, before the slow imports.
+
+        Raises:
+            OptionError: a flag has no effect without another.
+            InvalidModelError: there is no such file.
+        """
+        options = self.options()
+        if not model.exists():
+            raise InvalidModelError(f"{model}: no such file; give the path of an .onnx file")
+        return options
+
+    def options_for_file(self, path: Path) -> PlanOptions | None:
         """Return the `PlanOptions` for a model; None for an engine.
 
         Raises:
             OptionError: flags are given for an engine, which was planned when it was built; or one has no effect
                 without another.
+            InvalidModelError: there is no such model.
         """
         if path.suffix.lower() == ".onnx" or path.is_dir():
-            return self.options()
+            return self.options_for(path)
         given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if given:
             flags = " and ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -140,9 +153,9 @@ class SessionPlanFlags:
         """Return the keyword arguments for `DecodeSession.open`: none if no flag is given.
 
         Raises:
-            OptionError: see `for_file`.
+            OptionError, InvalidModelError: see `options_for_file`.
         """
-        options = self.for_file(path)
+        options = self.options_for_file(path)
         return {} if self == SessionPlanFlags() else {"plan_options": options}
 
 

@@ -17,11 +17,12 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Show what a build will do to every cache and every attention, without doing it."""
+    options = flags.options_for(model)
     from trt_kvcache import plan_model
     from trt_kvcache.cli.output import console, print_json, print_warnings
     from trt_kvcache.cli.plan_view import batch_of, plan_data, print_plan
 
-    made = plan_model(model, flags.options())
+    made = plan_model(model, options)
     batch = batch_of(made, max_batch)
     if json:
         print_json(plan_data(made, batch))

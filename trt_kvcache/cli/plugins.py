@@ -59,7 +59,7 @@ def _kernels(model: Path, flags: TensorRTPlanFlags) -> Sequence[Kernels]:
     """Return the kernels of a model for full TensorRT, or of an engine, which carries its updates."""
     from trt_kvcache import Target, load_manifest
 
-    options = flags.for_file(model)
+    options = flags.options_for_file(model)
     updates: Sequence[Kernels] = ()
     if options is None:
         plan = load_manifest(model).plan

@@ -96,18 +96,14 @@ class PromptFlags:
         Raises:
             OptionError: text needs one, and there is none.
         """
+        if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
+            return None
+        file = self.tokenizer or (model if model.is_dir() else model.parent) / "tokenizer.json"
+        if self.tokenizer is None and not file.exists():
+            raise OptionError(f"text needs a tokenizer, and there is no {file}; give --tokenizer, or ids with --tokens")
         from trt_kvcache.runtime.text.tokenizer import Tokenizer
 
-        if self.tokenizer is not None:
-            return Tokenizer.load(self.tokenizer)
-        if not (needed or self.prompt or self.prompt_file or self.chat):
-            return None
-        beside = (model if model.is_dir() else model.parent) / "tokenizer.json"
-        if not beside.exists():
-            raise OptionError(
-                f"text needs a tokenizer, and there is no {beside}; give --tokenizer, or ids with --tokens"
-            )
-        return Tokenizer.load(beside)
+        return Tokenizer.load(file)
 
     def embedded(self) -> list[EmbeddedPrompt]:
         """Read the prompts that are given as embeddings.
@@ -149,14 +145,12 @@ class PromptFlags:
         Raises:
             OptionError: a file cannot be read, or the number of files fits no number of prompts.
         """
-        from trt_kvcache.verify.inputs import load_inputs
-
         files = self.constants or []
         if files and len(files) not in (1, prompts):
             raise OptionError(
                 f"there are {len(files)} files of constants for {prompts} prompts; give one, or one for each"
             )
-        given = encoded or [load_inputs(str(file)) for file in files]
+        given = encoded or [read_arrays(file) for file in files]
         return (given * prompts if len(given) == 1 else given) or None
 
 
@@ -193,9 +187,7 @@ class SourceFlags:
         Raises:
             OptionError: ids are malformed, or a file cannot be read.
         """
-        from trt_kvcache.verify.inputs import load_inputs
-
-        arrays = [load_inputs(str(file)) for file in self.source_inputs or []]
+        arrays = [read_arrays(file) for file in self.source_inputs or []]
         ids = [token_ids(text, "--source-tokens") for text in self.source_tokens or []]
         return [*(self.source or []), *ids, *arrays]
 
@@ -253,9 +245,7 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
     Raises:
         OptionError: the file cannot be read, lacks an array or has others, or its ids are no integers ``[S]``.
     """
-    from trt_kvcache.verify.inputs import load_inputs
-
-    arrays = load_inputs(str(file))
+    arrays = read_arrays(file)
     missing = [name for name in _NEEDED if name not in arrays]
     unknown = [name for name in arrays if name not in (*_NEEDED, "position_ids")]
     if missing or unknown:
@@ -266,6 +256,17 @@ def read_embedded(file: Path) -> EmbeddedPrompt:
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise OptionError(f"--inputs-embeds {file}: input_ids are {ids.dtype} {list(ids.shape)}; give integers [S]")
     return EmbeddedPrompt(ids.tolist(), arrays["inputs_embeds"], arrays.get("position_ids"))
+
+
+def read_arrays(file: Path) -> dict[str, Array]:
+    """Read an ``.npz`` file: arrays by name.
+
+    Raises:
+        OptionError: it cannot be read.
+    """
+    from trt_kvcache.verify.inputs import load_inputs
+
+    return load_inputs(str(file))
 
 
 def token_ids(text: str, option: str) -> list[int]:

@@ -18,10 +18,11 @@ def rewrite(
     flags: PlanFlags,
 ) -> None:
     """Write the rewritten model alone: standard ONNX, for trtexec and others. Another folder gets data files too."""
+    options = flags.options_for(model)
     from trt_kvcache import rewrite_model
     from trt_kvcache.cli.output import console, print_warnings
     from trt_kvcache.cli.plan_view import in_place_text
 
-    made = rewrite_model(model, output, flags.options())
+    made = rewrite_model(model, output, options)
     print_warnings(made.warnings)
     console().print(f"{output}: {in_place_text(made)}")

@@ -64,11 +64,11 @@ def verify(
     json: JsonOption = False,
 ) -> None:
     """Run the original and the rewritten model side by side on ONNX Runtime over a decode; fail where they differ."""
+    plan, options = flags.options_for(model), verification.options()
     from trt_kvcache import verify_model
     from trt_kvcache.cli.output import print_json
 
-    options = verification.options()
-    report = verify_model(model, flags.options(), options)
+    report = verify_model(model, plan, options)
     if json:
         print_json(report)
     else:
