@@ -13,11 +13,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer.extensions.stacked_caches.operators import RULES
+from trt_kvcache.importer.extensions.stacked_caches.operators import RULES, read_pieces
 from trt_kvcache.importer.extensions.stacked_caches.pieces import Pieces, UnsplittableError
 from trt_kvcache.importer.graph import export_inferred, small_constant
 
 SIZES = (4, 2, 6, 3)
+MAY_FAIL = ("Reshape", "ScatterElements")  # where sizes are mixed, or not all are written
 
 
 def model_of(node: onnx.NodeProto, constants: dict[str, Any], shape: list[Any], more: list[onnx.NodeProto]) -> Any:
@@ -55,11 +56,12 @@ def check(node: onnx.NodeProto, constants: dict[str, Any], axis: int, known: str
     at.stack(graph.inputs[0], axis, pieces)
     found: list[tuple[int, list[gs.Tensor]] | None] = []
     try:
-        at.read_pieces()
+        read_pieces(at)
         for output in outputs:
             held = [a for a in range(at.rank(output) or 0) if at.is_held(output, a)]
             found.append((held[0], at.all(output, held[0])) if held else None)
     except UnsplittableError:
+        assert node.op_type in MAY_FAIL
         return
     whole = graph.inputs[0]
     graph.inputs = pieces
@@ -70,6 +72,7 @@ def check(node: onnx.NodeProto, constants: dict[str, Any], axis: int, known: str
     graph.outputs = copies
     graph.cleanup(remove_unused_graph_inputs=True).toposort()
     if whole.outputs:  # as a whole: `levels` refuses it
+        assert node.op_type in MAY_FAIL
         return
     split = export_inferred(graph)
     read = {v.name for v in split.graph.input}

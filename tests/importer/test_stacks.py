@@ -143,6 +143,14 @@ def test_a_place_that_is_computed_is_refused(tmp_path: Path) -> None:
     assert "chosen by a constant index (past[i], or unbind and stack)" in message
 
 
+def test_a_place_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    model = edited("concat-attention", Stacking("L"))
+    node = next(n for n in model.graph.node if n.output[0] == "past_key_values.1.key")
+    model.graph.initializer.append(numpy_helper.from_array(np.array(2), "beyond"))
+    node.input[1] = "beyond"
+    assert f"Gather '{node.name}' reads place 2 of 2" in refused(tmp_path, model)
+
+
 def test_a_tensor_that_is_read_as_a_whole_is_refused(tmp_path: Path) -> None:
     model = edited("concat-attention", Stacking("LK", 1))
     logits = next(n for n in model.graph.node if n.output[0] == "logits")

@@ -1,32 +1,21 @@
-"""Caches of several layers in one tensor, taken apart before anything else looks at them.
+"""One axis of every tensor that holds several caches.
 
-    past [L, 2, B, N, P, H] -- Gather(i) -- Gather(0) -- Concat -- Unsqueeze, Concat -> present [L, 2, B, N, P + S, H]
-
-        becomes
-
-    past.0.0 [B, N, P, H] -- Concat -> present.0.0 [B, N, P + S, H]     and so on for past.0.1 .. past.(L - 1).1
-
-An axis is one that caches are stacked along if constants choose single places of it; several such axes go one after the
-other. Outputs that are stacked of such caches are taken apart as well. All that is done holds by itself, operator by
-operator (`operators`): no samples are needed, and what the caches are is seen later, of each.
+Caches are stacked along an axis if constants choose single places of it. Outputs that are stacked of such caches are
+taken apart as well.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import Rewritten
-from trt_kvcache.importer.extensions.stacked_caches.operators import RULES
-from trt_kvcache.importer.extensions.stacked_caches.order import put_batch_first
+from trt_kvcache.importer.extensions.stacked_caches.operators import RULES, read_pieces
 from trt_kvcache.importer.extensions.stacked_caches.pieces import Array, Pieces, UnsplittableError
-from trt_kvcache.importer.extensions.stacked_caches.slots import check_slots
 from trt_kvcache.importer.extensions.stacked_caches.uses import Uses, find_uses
 from trt_kvcache.importer.graph import (
     FLOATS,
@@ -36,7 +25,6 @@ from trt_kvcache.importer.graph import (
     contains,
     dims,
     elem_type,
-    fold_identities,
     is_op,
     producer,
     replace_uses,
@@ -46,10 +34,9 @@ from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
-from trt_kvcache.importer.plan import CachePlan, Dim, InterfaceChange, Stack, StackPart
-from trt_kvcache.importer.protos import shape_of
+from trt_kvcache.importer.plan import Dim
 
-__all__ = ["rewrite"]
+__all__ = ["Level", "batch_of"]
 
 _LEAST_RANK = 4
 _ADVICE = (
@@ -59,92 +46,6 @@ _ADVICE = (
 )
 
 
-def rewrite(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> Rewritten:
-    """Take apart what holds several caches; see `trt_kvcache.importer.extensions`.
-
-    Raises:
-        UnsupportedModelError: something reads or writes such a tensor in a way that is none of one cache by itself, or
-            a cache comes back in another place.
-    """
-    whole = {v.name: (io, v) for io, vs in (("input", model.graph.input), ("output", model.graph.output)) for v in vs}
-    parts = {name: [StackPart(name, (None,) * len(shape_of(v) or ()))] for name, (_, v) in whole.items()}
-    while True:
-        taken = onnx.shape_inference.infer_shapes(model, data_prop=True)
-        graph: gs.Graph = gs.import_onnx(taken)
-        fold_identities(graph)
-        graph.toposort()
-        made = _Level(graph, taken, weights).split()
-        if not made:
-            break
-        for name, held in parts.items():
-            parts[name] = [part for old in held for part in _refined(old, made)]
-        model = _export(graph, model)
-    if orders := put_batch_first(graph, batch_of(graph)):
-        model = _export(graph, model)
-        parts = {name: [replace(p, order=orders.get(p.name)) for p in held] for name, held in parts.items()}
-    stacks = tuple(
-        Stack(name, whole[name][0], tuple(shape_of(whole[name][1]) or ()), tuple(held))
-        for name, held in parts.items()
-        if held[0].name != name or held[0].order is not None
-    )
-    if not stacks:
-        return Rewritten(model)
-    pairs = [(c.past.name, c.present.name) for c in find_candidates(graph) if not c.reason]
-    check_slots(stacks, pairs, [t.name for t in (*graph.inputs, *graph.outputs)])
-    return Rewritten(model, partial(_finish, stacks))
-
-
-def _finish(stacks: tuple[Stack, ...], plan: CachePlan) -> CachePlan:
-    """The plan with the tensors as exported; what changes is said of these."""
-    pairs = [(c.past, c.present) for c in plan.caches if c.carried] + [(s.past, s.present) for s in plan.states]
-    check_slots(stacks, pairs, [t.name for t in plan.tensors])  # of operators that hold caches, and states, too
-    return replace(plan, stacks=stacks, changes=tuple(_changes(stacks, plan.changes)))
-
-
-def _refined(old: StackPart, made: Mapping[str, tuple[int, Sequence[str]]]) -> Iterator[StackPart]:
-    if old.name not in made:
-        yield old
-        return
-    axis, names = made[old.name]
-    place = [i for i, at in enumerate(old.place) if at is None][axis]
-    for number, name in enumerate(names):
-        yield replace(old, name=name, place=(*old.place[:place], number, *old.place[place + 1 :]))
-
-
-def _changes(stacks: Sequence[Stack], changes: Sequence[InterfaceChange]) -> Iterator[InterfaceChange]:
-    """What changes for each cache, from the tensor in which it lay; then what else changes."""
-    ends = {(c.io, c.old.partition(" ")[0]): c for c in changes if c.old}
-    parts = {(stack.io, part.name) for stack in stacks for part in stack.parts}
-    for stack in stacks:
-        for part in stack.parts:
-            own = [str(d) for d, at in zip(stack.shape, part.place, strict=True) if at is None]
-            shape = [own[a] for a in part.order or range(len(own))]
-            end = ends.get((stack.io, part.name))
-            new = f"{part.name} [{', '.join(shape)}]" if end is None else end.new
-            whys = ["one tensor for each cache"] if len(stack.parts) > 1 else []
-            whys += ["the batch comes first"] if part.order is not None else []
-            why = "; ".join([*whys, *([end.why] if end is not None and end.why else [])])
-            yield InterfaceChange(stack.io, _at(stack, part), new, why)
-    yield from (c for c in changes if (c.io, c.old.partition(" ")[0]) not in parts)
-
-
-def _at(stack: Stack, part: StackPart) -> str:
-    """Where a cache lies, such as ``past[0, 1] of [4, 2, B, 8, P, 64]``."""
-    places = [":" if at is None else str(at) for at in part.place]
-    while places and places[-1] == ":":
-        places.pop()
-    at = f"[{', '.join(places)}] of" if places else ""
-    return f"{stack.name}{at} [{', '.join(map(str, stack.shape))}]"
-
-
-def _export(graph: gs.Graph, like: onnx.ModelProto) -> onnx.ModelProto:
-    graph.cleanup(remove_unused_graph_inputs=False).toposort()
-    model: onnx.ModelProto = gs.export_onnx(graph)
-    del model.graph.value_info[:]
-    model.ir_version = like.ir_version
-    return model
-
-
 def batch_of(graph: gs.Graph) -> Dim:
     """The batch, as the new tokens have it."""
     ids = [t for t in graph.inputs if elem_type(t) in (INT32, INT64) and len(t.shape or ()) == 2]
@@ -152,7 +53,7 @@ def batch_of(graph: gs.Graph) -> Dim:
     return next((shape[0] for t in (*ids, *embedded) if (shape := dims(t))), "?")
 
 
-class _Level:
+class Level:
     """One axis of every stacked tensor.
 
     Args:
@@ -188,7 +89,7 @@ class _Level:
         taken = self._stacked_inputs(uses, candidates)
         whole = {c.past.name for c in candidates if not c.reason}  # with an output of its own
         others = [t for t in self._inputs if len(t.shape) > 2 and (t.name in taken or t.name not in whole)]
-        kinds = [_Kind.of(t, self._axes(t, uses) if t.name in taken else ()) for t in others]
+        kinds = [_kind(t, self._axes(t, uses) if t.name in taken else ()) for t in others]
         pieces.follow((t, taken[t.name]) for t in self._inputs if t.name in taken)
         try:
             for name, place in taken.items():
@@ -196,11 +97,11 @@ class _Level:
                     said = f"{reader.op} '{reader.name}' reads it as a whole"
                     raise UnsplittableError(f"'{name}' holds several caches, and {said}")
             made = {t.name: self._take_input(t, taken[t.name]) for t in self._inputs if t.name in taken}
-            pieces.read_pieces()
+            read_pieces(pieces)
             for tensor in self._outputs:
                 if (axis := self._output_axis(tensor, kinds)) is not None:
                     made[tensor.name] = self._take_output(tensor, axis)
-        except UnsplittableError as error:
+        except (UnsplittableError, IndexError) as error:
             raise UnsupportedModelError(f"{error}; {_ADVICE}") from None
         self._graph.cleanup(remove_unused_graph_inputs=False)
         _join_once(self._graph)
@@ -218,14 +119,14 @@ class _Level:
     def _stacked_inputs(self, uses: Uses, candidates: Sequence[Candidate]) -> dict[str, int]:
         """The inputs that hold several caches, and an axis of each that these lie along."""
         whole = {c.past.name for c in candidates if not c.reason}
-        outputs = [_static(t) for t in self._outputs]
+        outputs = [_kind(t, ()).core for t in self._outputs]
         taken: dict[str, int] = {}
         read: dict[str, int] = {}
         for tensor in self._inputs:
             chosen = self._axes(tensor, uses)
             axes = [a for a in chosen if self._is_layers(tensor, a, tensor.name in whole)]
             if axes:
-                core = _Kind.of(tensor, chosen).core
+                core = _kind(tensor, chosen).core
                 is_written = any(core <= sizes for sizes in outputs)
                 (taken if is_written else read)[tensor.name] = axes[0]
         shapes = {t.name: t.shape for t in self._inputs}
@@ -253,7 +154,7 @@ class _Level:
         rank, at = len(tensor.shape), self._pieces
         if held := [a for a in range(rank) if at.is_held(tensor, a)]:
             return held[0]
-        sizes = _static(tensor)
+        sizes = _kind(tensor, ()).core
         if not any(kind.dtype == elem_type(tensor) and kind.rank < rank and kind.core <= sizes for kind in kinds):
             return None
         return next((axis for axis in range(rank) if at.leads(tensor, axis)), None)
@@ -295,26 +196,15 @@ def _join_once(graph: gs.Graph) -> None:
             made[key] = kept
 
 
-@dataclass(frozen=True)
-class _Kind:
-    """What all caches of one kind have in common.
-
-    Attributes:
-        dtype: their ONNX element type.
-        core: their fixed sizes.
-        rank: of each.
-    """
+class _Kind(NamedTuple):
+    """The element type, the fixed sizes and the rank that all caches of one kind have in common."""
 
     dtype: int | None
     core: Counter[int]
     rank: int
 
-    @classmethod
-    def of(cls, tensor: gs.Tensor, axes: Collection[int]) -> _Kind:
-        """The kind of what lies along some axes of a tensor."""
-        core = Counter(d for a, d in enumerate(tensor.shape) if a not in axes and isinstance(d, int))
-        return cls(elem_type(tensor), core, len(tensor.shape) - len(axes))
 
-
-def _static(tensor: gs.Tensor) -> Counter[int]:
-    return Counter(d for d in tensor.shape if isinstance(d, int))
+def _kind(tensor: gs.Tensor, axes: Collection[int]) -> _Kind:
+    """The kind of the caches that lie along some axes of a tensor."""
+    core = Counter(d for a, d in enumerate(tensor.shape) if a not in axes and isinstance(d, int))
+    return _Kind(elem_type(tensor), core, len(tensor.shape) - len(axes))

@@ -1,4 +1,4 @@
-"""How one place of an operator's output is computed from places of its operands; see `pieces`.
+"""How one place of an operator's output is computed from places of its operands, and where axes end; see `pieces`.
 
 Each rule takes the pieces, the node, the output, an axis of it, and the place along this axis.
 """
@@ -19,11 +19,89 @@ from trt_kvcache.importer.extensions.stacked_caches.pieces import (
     axis_of,
     perm_of,
 )
-from trt_kvcache.importer.graph import dims, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import INT64, dims, input_or_none, is_op, producer
 
-__all__ = ["RULES"]
+__all__ = ["RULES", "read_pieces"]
 
 _SPREADS = ("Expand", "Unsqueeze", "Squeeze", "Reshape", "Identity", "Cast", "Tile", "Transpose")
+
+
+def read_pieces(at: Pieces) -> None:
+    """Let operators at which the axis of a stacked input ends read its pieces.
+
+    Raises:
+        UnsplittableError: naming the operator that cannot be said of each by itat.
+    """
+    for node in list(at.graph.nodes):
+        tensor = node.inputs[0] if node.inputs else gs.Variable.empty()
+        for axis in [a for a in range(at.rank(tensor) or 0) if at.is_held(tensor, a)]:
+            try:
+                if (made := _ended(at, node, axis)) is not None:
+                    at.become(node.outputs[0], made)
+                    break
+            except (UnsplittableError, IndexError) as error:
+                name = min(at.labels(tensor, axis), default=(str(tensor.name), 0))[0]
+                raise UnsplittableError(f"'{name}' holds several caches, and {error}") from None
+
+
+def _ended(at: Pieces, node: gs.Node, axis: int) -> gs.Tensor | None:
+    """What a node makes of the pieces along an axis that its result lacks; None where the result has it."""
+    tensor = node.inputs[0]
+    rank = at.rank(tensor) or 0
+    if is_op(node, "Shape"):
+        return _shape(at, node, axis, rank)
+    if is_op(node, "Gather") and axis_of(node.attrs.get("axis", 0), rank) == axis:
+        index = at.value(node.inputs[1])
+        if index is None:
+            raise UnsplittableError(f"Gather '{node.name}' computes which one it reads ('{node.inputs[1].name}')")
+        if index.ndim > 1:
+            raise UnsplittableError(f"Gather '{node.name}' reads several in {index.ndim} dimensions")
+        return at.piece(tensor, axis, _at_place(at, node, axis, index)) if index.ndim == 0 else None
+    if is_op(node, "Squeeze"):
+        axes = at.axes(node, rank)
+        if axes is None:
+            raise UnsplittableError(f"nothing says which axes Squeeze '{node.name}' takes away")
+        if axis not in axes:
+            return None
+        if at.length(tensor, axis) > 1:
+            raise UnsplittableError(f"Squeeze '{node.name}' takes away an axis of size {at.size(tensor, axis)}")
+        others = [a - (a > axis) for a in axes if a != axis]
+        one = at.piece(tensor, axis, 0)
+        return at.emit.op("Squeeze", [one, at.emit.ints(others)], "piece") if others else one
+    if is_op(node, "Reshape") and at.size(tensor, axis) == 1:
+        passes = any((tensor, axis) in at.axis_before(node, node.outputs[0], a)
+                     for a in range(at.rank(node.outputs[0]) or 0))  # fmt: skip
+        target = at.value(node.inputs[1])
+        copies = target is not None and not node.attrs.get("allowzero", 0) and 0 in target.reshape(-1)[axis:]
+        if passes or copies:
+            return None
+        return at.emit.op("Reshape", [at.piece(tensor, axis, 0), node.inputs[1]], "piece", **node.attrs)
+    return None
+
+
+def _shape(at: Pieces, node: gs.Node, axis: int, rank: int) -> gs.Tensor:
+    """Shape is that of any piece, and their number."""
+    emit = at.emit
+    start, end = (int(node.attrs.get(key, default)) for key, default in (("start", 0), ("end", rank)))
+    wanted = range(rank)[start:end]
+    own = emit.op("Shape", [at.piece(node.inputs[0], axis, 0)], "piece_shape", dtype=INT64)
+    sides = [a for a in wanted if a < axis], [a - 1 for a in wanted if a > axis]
+    parts = [
+        emit.op("Slice", [own, *map(emit.ints, ([places[0]], [places[-1] + 1], [0]))], "piece_shape", INT64)
+        for places in sides
+        if places
+    ]
+    if axis in wanted:
+        parts.insert(int(wanted[0] < axis), emit.ints([at.length(node.inputs[0], axis)]))
+    return parts[0] if len(parts) == 1 else emit.op("Concat", parts, "whole_shape", INT64, axis=0)
+
+
+def _at_place(at: Pieces, node: gs.Node, axis: int, index: Array) -> int:
+    """The place that a Gather reads, from the front."""
+    size = at.length(node.inputs[0], axis)
+    if not -size <= int(index) < size:
+        raise UnsplittableError(f"Gather '{node.name}' reads place {int(index)} of {size}")
+    return int(index) % size
 
 
 def _elementwise(at: Pieces, node: gs.Node, output: gs.Tensor, axis: int, index: int) -> gs.Tensor:
@@ -75,7 +153,7 @@ def _gather(at: Pieces, node: gs.Node, output: gs.Tensor, axis: int, index: int)
     places = at.value(node.inputs[1])
     if places is None:
         raise UnsplittableError(f"Gather '{node.name}' computes which one it reads ('{node.inputs[1].name}')")
-    return at.piece(tensor, along, int(places.reshape(-1)[index]) % at.length(tensor, along))
+    return at.piece(tensor, along, _at_place(at, node, along, places.reshape(-1)[index]))
 
 
 def _slice(at: Pieces, node: gs.Node, output: gs.Tensor, axis: int, index: int) -> gs.Tensor:

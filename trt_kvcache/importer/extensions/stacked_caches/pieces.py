@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import INT64, Emitter, contains, dims, input_or_none, is_op, producer, replace_uses
+from trt_kvcache.importer.graph import Emitter, contains, dims, input_or_none, is_op, producer, replace_uses
 
 __all__ = ["Pieces", "UnsplittableError"]
 
@@ -263,75 +263,6 @@ class Pieces:
             node.outputs = [t if t is not old else gs.Variable.empty() for t in node.outputs]
         if contains(self.graph.outputs, old):
             self.graph.nodes.append(gs.Node("Identity", self.emit.name("piece"), {}, [new], [old]))
-
-    # Where an axis ends.
-
-    def read_pieces(self) -> None:
-        """Let operators at which the axis of a stacked input ends read its pieces.
-
-        Raises:
-            UnsplittableError: naming the operator that cannot be said of each by itself.
-        """
-        for node in list(self.graph.nodes):
-            tensor = node.inputs[0] if node.inputs else gs.Variable.empty()
-            for axis in [a for a in range(self.rank(tensor) or 0) if self.is_held(tensor, a)]:
-                try:
-                    if (made := self._ended(node, axis)) is not None:
-                        self.become(node.outputs[0], made)
-                        break
-                except (UnsplittableError, IndexError) as error:
-                    name = min(self.labels(tensor, axis), default=(str(tensor.name), 0))[0]
-                    raise UnsplittableError(f"'{name}' holds several caches, and {error}") from None
-
-    def _ended(self, node: gs.Node, axis: int) -> gs.Tensor | None:
-        """What a node makes of the pieces along an axis that its result lacks; None where the result has it."""
-        tensor = node.inputs[0]
-        rank = self.rank(tensor) or 0
-        if is_op(node, "Shape"):
-            return self._shape(node, axis, rank)
-        if is_op(node, "Gather") and axis_of(node.attrs.get("axis", 0), rank) == axis:
-            index = self.value(node.inputs[1])
-            if index is None:
-                raise UnsplittableError(f"Gather '{node.name}' computes which one it reads ('{node.inputs[1].name}')")
-            if index.ndim > 1:
-                raise UnsplittableError(f"Gather '{node.name}' reads several in {index.ndim} dimensions")
-            return self.piece(tensor, axis, int(index) % self.length(tensor, axis)) if index.ndim == 0 else None
-        if is_op(node, "Squeeze"):
-            axes = self.axes(node, rank)
-            if axes is None:
-                raise UnsplittableError(f"nothing says which axes Squeeze '{node.name}' takes away")
-            if axis not in axes:
-                return None
-            if self.length(tensor, axis) > 1:
-                raise UnsplittableError(f"Squeeze '{node.name}' takes away an axis of size {self.size(tensor, axis)}")
-            others = [a - (a > axis) for a in axes if a != axis]
-            one = self.piece(tensor, axis, 0)
-            return self.emit.op("Squeeze", [one, self.emit.ints(others)], "piece") if others else one
-        if is_op(node, "Reshape") and self.size(tensor, axis) == 1:
-            passes = any((tensor, axis) in self.axis_before(node, node.outputs[0], a)
-                         for a in range(self.rank(node.outputs[0]) or 0))  # fmt: skip
-            target = self.value(node.inputs[1])
-            copies = target is not None and not node.attrs.get("allowzero", 0) and 0 in target.reshape(-1)[axis:]
-            if passes or copies:
-                return None
-            return self.emit.op("Reshape", [self.piece(tensor, axis, 0), node.inputs[1]], "piece", **node.attrs)
-        return None
-
-    def _shape(self, node: gs.Node, axis: int, rank: int) -> gs.Tensor:
-        """Shape is that of any piece, and their number."""
-        emit = self.emit
-        start, end = (int(node.attrs.get(key, default)) for key, default in (("start", 0), ("end", rank)))
-        wanted = range(rank)[start:end]
-        own = emit.op("Shape", [self.piece(node.inputs[0], axis, 0)], "piece_shape", dtype=INT64)
-        sides = [a for a in wanted if a < axis], [a - 1 for a in wanted if a > axis]
-        parts = [
-            emit.op("Slice", [own, *map(emit.ints, ([places[0]], [places[-1] + 1], [0]))], "piece_shape", INT64)
-            for places in sides
-            if places
-        ]
-        if axis in wanted:
-            parts.insert(int(wanted[0] < axis), emit.ints([self.length(node.inputs[0], axis)]))
-        return parts[0] if len(parts) == 1 else emit.op("Concat", parts, "whole_shape", INT64, axis=0)
 
     # Operands that say what an operator does.
 

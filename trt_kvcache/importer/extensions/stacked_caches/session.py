@@ -19,34 +19,25 @@ Array = npt.NDArray[Any]
 
 def open_original(plan: CachePlan, open_session: Opener) -> Opener:
     """What opens a session that takes and gives caches one by one; see `trt_kvcache.importer.extensions`."""
-    return lambda feeds: StackedSession(open_session(joined(feeds, plan.stacks)), plan.stacks)
+    return lambda feeds: _Session(open_session(_joined(feeds, plan.stacks)), plan.stacks)
 
 
-class StackedSession:
-    """Runs a model as exported on caches one by one.
-
-    Attributes:
-        engine: name and version of what runs the model.
-    """
+class _Session:
+    """Runs a model as exported on caches one by one."""
 
     def __init__(self, session: Session, stacks: Sequence[Stack]) -> None:
         self.engine = session.engine
-        self._session = session
-        self._stacks = stacks
+        self._session, self._stacks = session, stacks
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """The outputs, caches one by one.
-
-        Raises:
-            EngineError: the engine cannot run the step.
-        """
-        outputs = self._session.run(joined(feeds, self._stacks))
+        """The outputs, caches one by one; see `Session`."""
+        outputs = self._session.run(_joined(feeds, self._stacks))
         for stack in (s for s in self._stacks if s.io == "output"):
             outputs |= stack.parted(outputs.pop(stack.name))
         return outputs
 
 
-def joined(feeds: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, Array]:
+def _joined(feeds: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, Array]:
     """The inputs of the model as exported, of which `feeds` has the caches one by one."""
     made = dict(feeds)
     for stack in (s for s in stacks if s.io == "input"):
