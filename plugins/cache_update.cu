@@ -94,7 +94,7 @@ public:
 
 private:
     static constexpr int RATIO = static_cast<int>(sizeof(typename Storage<Chosen::SOURCE>::type));
-    static constexpr int FLIGHT = IN_FLIGHT / RATIO;  // as many bytes of the update in flight, whatever the ratio
+    static constexpr int FLIGHT = IN_FLIGHT / RATIO;  // the same bytes of the update in flight for any ratio
 
     __device__ Rows rows(int b) const {
         return rows_of<Chosen>(b, write_indices_, lengths_, sizes_.length, sizes_.capacity);

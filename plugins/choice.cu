@@ -1,4 +1,4 @@
-// What a host needs of rows of scores to choose tokens: the best token of each, or its highest scores.
+// Finds in rows of scores what the host chooses tokens from: the best token of each row, or its highest scores.
 //
 // Scores are compared as integers, so that nothing rounds, and subnormal numbers are what they are. As NumPy has it, NaN of
 // either sign is higher than everything, and -0 equals 0. A key holds a score and, below it, the complement of its token:
@@ -108,8 +108,8 @@ __device__ inline void best_token(const Scores<Number>& scores, Key* best) {
     if (mine == top) atomicMax(best + scores.row, mine);
 }
 
-// The highest score of each of the sets into which the threads divide a row, SETS to a warp; 0 of an empty one. Whatever
-// reaches the n-th highest of them is reached by n scores of the row at least.
+// The highest score of each of the sets into which the threads divide a row, SETS to a warp; 0 for an empty set. At least
+// n scores of the row reach the n-th highest of these maxima.
 template <class Number>
 __device__ inline void set_maxima(const Scores<Number>& scores, unsigned* maxima, int blocks) {
     const Key top = highest_of_lanes(scores.highest(), SETS);
@@ -118,8 +118,8 @@ __device__ inline void set_maxima(const Scores<Number>& scores, unsigned* maxima
     if (lane < SETS) row[warp * SETS + lane] = static_cast<unsigned>(top >> 32);
 }
 
-// All keys of a row whose score is at least least[row], in any order, behind their number, which is 0 before. Where there
-// are more than CANDIDATES, only their number is right.
+// All keys of a row whose score is at least least[row], in any order, after their number, which is 0 before. If there are
+// more than CANDIDATES, only their number is right.
 template <class Number>
 __device__ inline void candidates(const Scores<Number>& scores, const unsigned* least, Key* lists) {
     const unsigned threshold = least[scores.row];

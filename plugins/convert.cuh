@@ -1,8 +1,8 @@
-// How an update becomes cache bytes: as it is, or by ONNX QuantizeLinear with a float32 scale and zero point 0.
+// From an update to cache bytes: unchanged, or by ONNX QuantizeLinear with a float32 scale and zero point 0.
 
 enum class Type { BYTES, FLOAT16, BFLOAT16, FLOAT32, INT8, FLOAT8E4M3FN };
 
-template <int WIDTH> struct VectorOf;  // what one access moves
+template <int WIDTH> struct VectorOf;  // the bytes that one access moves
 template <> struct VectorOf<1> { using type = unsigned char; };
 template <> struct VectorOf<2> { using type = unsigned short; };  // a half-precision number on its own
 template <> struct VectorOf<4> { using type = unsigned int; };
@@ -21,7 +21,7 @@ __device__ inline float to_float(typename Storage<TYPE>::type bits) {
     // The sign, and an exponent bias of 15 read as one of 127: 2^112 too small, subnormal numbers included.
     const unsigned extended = static_cast<unsigned>(static_cast<short>(bits) * (1 << 13)) & 0x8fffe000u;
     const float value = __uint_as_float(extended) * 0x1p112f;
-    const bool finite = fabsf(value) < 65536.0f;  // what would be larger stands for infinities and NaN
+    const bool finite = fabsf(value) < 65536.0f;  // larger values stand for infinities and NaN
     return finite ? value : __uint_as_float(__float_as_uint(value) | 0x7f800000u);
 }
 

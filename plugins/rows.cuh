@@ -1,5 +1,5 @@
-// Which rows of the cache one sequence's update covers. Everything that may be wrong in the input is refused here, so
-// that what follows needs no checks.
+// The rows of the cache that one sequence's update covers. Invalid input is refused here, so that later code needs no
+// checks.
 
 using Int64 = long long;
 
@@ -32,7 +32,7 @@ __device__ inline Rows covered_rows(Int64 first, Int64 token, Int64 count, Int64
     return {first, token, count};
 }
 
-// A tensor of int32 or int64. Which one is known at run time only: its few reads are no reason for another kernel.
+// A tensor of int32 or int64. The type is an argument: the few reads do not justify another kernel.
 struct Integers {
     const void* data;
     int bytes;
