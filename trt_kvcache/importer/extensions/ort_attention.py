@@ -65,7 +65,7 @@ def _check(graph: gs.Graph, node: gs.Node) -> None:
 
 
 def _source(past: gs.Tensor | None) -> gs.Tensor | None:
-    """What a past is made of by Casts alone, as converters to float16 write them in front of caches that they keep."""
+    """The tensor in front of Casts of a past, as converters to float16 write them for caches that they keep."""
     while past is not None and (maker := producer(past)) is not None and is_op(maker, "Cast"):
         past = maker.inputs[0]
     return past

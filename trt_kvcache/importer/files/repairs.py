@@ -41,7 +41,7 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 
 def make_strict(model: ModelProto) -> None:
-    """Make, in place, strict ONNX of the above. What is wrong in another way stays for ONNX's checker to name."""
+    """Make, in place, strict ONNX of the above. Other faults stay for ONNX's checker to name."""
     for scope in iter_scopes(model):
         _sort(scope)
         _unstate(scope)

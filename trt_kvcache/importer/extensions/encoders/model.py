@@ -143,7 +143,7 @@ def import_encoder(
 
 
 def _length(graph: onnx.GraphProto, parts: EncoderParts, constants: Sequence[TensorRole]) -> Dim:
-    """What the encoder calls the length of its output; empty where it says nothing."""
+    """The name of the length of an encoder's output; empty where it says nothing."""
     shapes = {v.name: shape_of(v) or () for v in graph.output}
     places = [(parts.hidden, 1)] if parts.hidden else []
     places += [(parts.own[t.name], t.axes.index("encoder")) for t in constants

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 HIDDEN, IDS, MASK = "encoder_hidden_states", "input_ids", "encoder_attention_mask"
-"""What a first step takes, as optimum calls it."""
+"""Inputs of a first step, as optimum names them."""
 
 _MASK = "mask"
 _HIDDEN_NAMES = ("last_hidden_state", "hidden_states", HIDDEN)
@@ -75,7 +75,7 @@ def find_parts(constants: Sequence[TensorRole], made: Mapping[str, int], path: P
 
 
 def find_later(rest: Sequence[TensorRole], made: Collection[str], encoder: Path, first: Path | None) -> dict[str, str]:
-    """What the first step gives, by the names of what the decoder takes.
+    """The outputs of the first step, by the names of the inputs that they give.
 
     Args:
         rest: constants that the encoder does not give.
@@ -97,7 +97,7 @@ def find_later(rest: Sequence[TensorRole], made: Collection[str], encoder: Path,
 
 
 def present_names(constant: str) -> tuple[str, ...]:
-    """What exporters call an output that a past input takes."""
+    """The names that exporters give to an output that a past input takes."""
     return (constant, constant.replace("past_key_values", "present"), constant.replace("past", "present"))
 
 

@@ -1,6 +1,6 @@
 """Positions of an encoder: how many it makes of a source, and the tables that it looks up by them.
 
-A lookup behind the end of a table gives anything, and TensorRT says nothing.
+A lookup after the end of a table gives anything, and TensorRT says nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def most_ids(model: onnx.ModelProto) -> int | None:
 def positions_made(
     model: onnx.ModelProto, shapes: Mapping[str, tuple[int, ...]], axes: Mapping[str, int]
 ) -> int | None:
-    """How many positions an encoder makes of a source; None: its outputs do not say.
+    """The number of positions that an encoder makes of a source; None: its outputs do not say.
 
     Args:
         model: of the encoder, flat; not changed.

@@ -4,9 +4,9 @@
     weights of MXFP8        y        -> DequantizeLinear(numbers, 2 ** (exponents - 127))
     what a step computes    y        -> x, in the type of y
 
-ONNX Runtime 1.31.1 has nothing for float4, and nobody but TensorRT runs TensorRT's operators. Weights are exact. What a
-step computes is not rounded, in either model: scales follow from the numbers of each block, so that the smallest
-difference moves many of them, by up to a quarter.
+ONNX Runtime 1.31.1 has nothing for float4, and nobody but TensorRT runs TensorRT's operators. Weights are exact.
+Numbers that a step computes are not rounded, in either model: scales follow from the numbers of each block, so that the
+smallest difference moves many of them, by up to a quarter.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PREFIX = "trt_kvcache.verify/blocks/"
 
 
 def block_steps(model: ModelProto) -> int:
-    """How many operators quantize what a step computes."""
+    """The number of operators that quantize while a step runs."""
     return sum(is_block_operator(node) and node.op_type != MX_DEQUANTIZE for node in model.graph.node)
 
 

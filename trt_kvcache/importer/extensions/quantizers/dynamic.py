@@ -12,7 +12,7 @@
 and rows of a quantized table are dequantized before they are gathered, with its zero point in the middle, too; whatever
 wrote it. TensorRT has none of the operators above, and takes tables in no other form.
 Rounding `x` is an approximation that makes processors faster; its step follows from the largest number in a whole
-batch, so that sequences, and what lies behind their ends, would change each other's numbers. So `x` stays as it is, as
+batch, so that sequences, and rows after their ends, would change each other's numbers. So `x` stays as it is, as
 with the `accuracy_level` of MatMulNBits; the plan says so.
 """
 
@@ -39,7 +39,7 @@ _NONE = TensorProto(data_type=TensorProto.UINT8, raw_data=b"\0")
 _SMALL = 1 << 12  # numbers of a table
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze"}
 _PARTS = {"DynamicQuantizeLinear", "DequantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather", *_MOVES}
-"""What may be left over, read by nothing."""
+"""Operators that may be left over, read by nothing."""
 _INTEGER = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"}
 _INTEGER_CONTRIB = {"QAttention", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM"}
 
@@ -125,7 +125,7 @@ class _Editor:
         graph.node.extend(nodes)
 
     def _replaced(self, node: NodeProto) -> list[NodeProto]:
-        """What takes the place of a node: itself where it is none of these."""
+        """The nodes that take the place of a node: itself where it is none of these."""
         given = [*node.input, *[""] * 7]
         made = None
         if is_op(node, "Mul"):
@@ -170,7 +170,7 @@ class _Editor:
         return self._steps(node, [("MatMul", [x, y]), *([("Add", [bias])] if bias else [])])
 
     def _rounded(self, quantized: str, scale: str, zero: str) -> str | None:
-        """What DynamicQuantizeLinear rounds to these three; None where it does not."""
+        """The tensor that DynamicQuantizeLinear rounds to these three; None where it does not."""
         node = self._maker(quantized, "DynamicQuantizeLinear")
         return str(node.input[0]) if node is not None and [*node.output] == [quantized, scale, zero] else None
 
@@ -233,7 +233,7 @@ class _Editor:
         return [helper.make_node("Identity", [self._floats(floats, found[1].data_type)], node.output, node.name)]
 
     def _taken(self, node: NodeProto) -> list[NodeProto] | None:
-        """Of rows that are taken out of a table behind DequantizeLinear, with a zero point."""
+        """Of rows that are taken out of a table after DequantizeLinear, with a zero point."""
         table = self._maker(node.input[0], "DequantizeLinear")
         tensor = self._weights.get(table.input[0]) if table is not None else None
         weight = None if table is None or tensor is None else self._shifted(table, len(tensor.dims))
@@ -277,7 +277,7 @@ class _Editor:
         return [*nodes, *more, *self._steps(node, steps)]
 
     def _steps(self, node: NodeProto, steps: Sequence[tuple[str, list[str]]]) -> list[NodeProto]:
-        """Operators one behind the other, the last one with the name and the output of `node`."""
+        """A chain of operators, the last one with the name and the output of `node`."""
         nodes: list[NodeProto] = []
         for op, inputs in steps:
             inputs = [*(name for made in nodes[-1:] for name in made.output), *inputs]

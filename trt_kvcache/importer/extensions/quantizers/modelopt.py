@@ -44,7 +44,7 @@ _FLOAT8_OPSET, _BLOCKS_OPSET = 19, 21
 
 
 def is_block_operator(node: NodeProto) -> bool:
-    """Whether a node quantizes or dequantizes in blocks."""
+    """True if a node quantizes or dequantizes in blocks."""
     return node.domain == DOMAIN and node.op_type in _PORTS
 
 

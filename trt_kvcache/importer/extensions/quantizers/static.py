@@ -5,7 +5,7 @@
     DequantizeLinear(int32 bias, scale) ->    Cast(bias) * scale
 
 TensorRT for RTX 1.7.1 parses no zero points but 0, and no 16 bits; of uint8 it makes int8 without a word, so that all
-above 127 would be cut. What is rounded to uint8 around 128 is rounded to int8 around 0, which is the same. Biases of
+above 127 would be cut. Rounding to uint8 around 128 becomes rounding to int8 around 0, which is the same. Biases of
 int32 it refuses (DequantizeLinear's input "must have type FP8, FP4, Int4, Int8, or UInt8").
 """
 
@@ -40,7 +40,7 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True, eq=False)
 class _Numbers:
-    """What a node rounds with.
+    """The numbers that a node rounds with.
 
     Attributes:
         scale: float32.
@@ -73,12 +73,12 @@ class _Rounding:
 
     @property
     def is_signed(self) -> bool:
-        """Whether int8 does the same."""
+        """True if int8 does the same."""
         return self.kind == TensorProto.UINT8 and all(np.all(n.zeros == _MIDDLE) for _, n in self.each)
 
 
 def note_roundings(model: ModelProto, folder: Path) -> tuple[str, ...]:
-    """What to know about a model of which `spell_roundings` spells some; not what it refuses, which the CPU runs."""
+    """A note on what `spell_roundings` will spell; none on what it will refuse, which the CPU runs."""
     try:
         count = sum(not rounding.is_signed for rounding in _roundings(model, folder))
     except UnsupportedModelError:
@@ -172,23 +172,23 @@ def _roundings(model: ModelProto, folder: Path) -> Iterator[_Rounding]:
     for node in all_nodes(model.graph):
         if not is_op(node, "QuantizeLinear"):
             continue
-        name, behind = node.output[0], readers.get(node.output[0], [])
+        name, after = node.output[0], readers.get(node.output[0], [])
         zero = tensors.get(node.input[2]) if len(node.input) > 2 else None
         kind = int(zero.data_type) if zero is not None else _attribute(node, "output_dtype") or TensorProto.UINT8
-        is_pair = name not in kept and all(is_op(n, "DequantizeLinear") and name not in n.input[1:] for n in behind)
-        each = [_numbers(n, tensors, folder) for n in (node, *(behind if is_pair else ()))]
+        is_pair = name not in kept and all(is_op(n, "DequantizeLinear") and name not in n.input[1:] for n in after)
+        each = [_numbers(n, tensors, folder) for n in (node, *(after if is_pair else ()))]
         numbers = [found for found in each if found is not None]
         if kind not in _LIMITS or len(numbers) < len(each) or (zero is None and len(node.input) > 2):
             continue  # TensorRT takes it, or wants constants and says so
         if kind in _TAKEN and not any(np.any(found.zeros) for found in numbers):
             continue
-        made = _Rounding(node, kind, numbers[0], list(zip(behind, numbers[1:], strict=False)))
+        made = _Rounding(node, kind, numbers[0], list(zip(after, numbers[1:], strict=False)))
         is_one = all(n.size == 1 for found in numbers for n in (found.scale, found.zeros))
         if not is_pair or not (made.is_signed or is_one):
             what = "with a scale for each channel" if is_pair else "and something else than DequantizeLinear reads it"
             raise UnsupportedModelError(
                 f"{describe(node)} rounds to {dtype_name(kind)}, {what}; TensorRT rounds to int8 around 0, and "
-                f"supported beside that is one scale, and DequantizeLinear behind it: {_ADVICE}"
+                f"supported beside that is one scale, and DequantizeLinear after it: {_ADVICE}"
             )
         yield made
 
@@ -241,7 +241,7 @@ class _Constants:
 
 
 class _Steps:
-    """Operators one behind the other, in the place of a node."""
+    """A chain of operators in the place of a node."""
 
     def __init__(self, node: NodeProto, constants: _Constants) -> None:
         self._node = node

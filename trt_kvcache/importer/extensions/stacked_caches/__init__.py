@@ -11,7 +11,7 @@ one place of a tensor, without the tensor       pieces, operators
 caches with the text first                      order
 the model as exported, in verify                session
 
-Every edit is an identity, operator by operator: no samples are needed. What the caches are is seen later, of each.
+Every edit is an identity, operator by operator: no samples are needed. Later stages see each cache by itself.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def _refined(old: StackPart, made: Mapping[str, tuple[int, Sequence[str]]]) -> I
 
 
 def _changes(stacks: Sequence[Stack], changes: Sequence[InterfaceChange]) -> Iterator[InterfaceChange]:
-    """What changes for each cache, from the tensor in which it lay; then what else changes."""
+    """The changes of each cache, from the tensor in which it lay; then all other changes."""
     ends = {(c.io, c.old.partition(" ")[0]): c for c in changes if c.old}
     parts = {(stack.io, part.name) for stack in stacks for part in stack.parts}
     for stack in stacks:
@@ -155,14 +155,14 @@ def _check_slots(stacks: Sequence[Stack], pairs: Sequence[tuple[str, str]], name
 
 
 def _fits(before: Sequence[int | str], after: Sequence[int | str]) -> bool:
-    """Whether an output can be the input of the next step as it is."""
+    """True if an output can be the input of the next step as it is."""
     return len(before) == len(after) and all(
         a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(before, after, strict=True)
     )
 
 
 def _keeps_order(found: Sequence[_Move]) -> bool:
-    """Whether places only count along other axes than before."""
+    """True if places only count along other axes than before."""
     rank = len(found[0][0])
     for perm in permutations(range(rank)):
         ordered = sorted(found, key=lambda f: [f[0][p] for p in perm])

@@ -136,7 +136,7 @@ class Level:
         return {**taken, **more}
 
     def _is_layers(self, tensor: gs.Tensor, axis: int, is_cache: bool) -> bool:
-        """Whether caches may lie along an axis; `is_cache`: the tensor looks like one of them as it is."""
+        """True if caches may lie along an axis; `is_cache`: the tensor looks like one of them as it is."""
         if tensor.shape[axis] != 1 or axis > 0:
             return not is_cache
         batch = batch_of(self._graph)  # which an axis of one place, in front, may be

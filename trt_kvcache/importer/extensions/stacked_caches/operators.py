@@ -45,7 +45,7 @@ def read_pieces(at: Pieces) -> None:
 
 
 def _ended(at: Pieces, node: gs.Node, axis: int) -> gs.Tensor | None:
-    """What a node makes of the pieces along an axis that its result lacks; None where the result has it."""
+    """The result of a node, made of pieces along an axis that the result lacks; None where the result has the axis."""
     tensor = node.inputs[0]
     rank = at.rank(tensor) or 0
     if is_op(node, "Shape"):
@@ -289,7 +289,7 @@ def _columns(at: Pieces, index: gs.Tensor) -> list[gs.Tensor] | int:
 
 
 def _is_column(at: Pieces, tensor: gs.Tensor) -> bool:
-    """Whether a tensor is one number of every index."""
+    """True if a tensor is one number of every index."""
     if (dims(tensor) or ("?",))[-1] == 1:
         return True
     node = producer(tensor)
@@ -333,7 +333,7 @@ def _scatter_elements(at: Pieces, node: gs.Node, output: gs.Tensor, axis: int, i
 
 
 def _is_whole(data: gs.Tensor, axis: int, index: gs.Tensor, updates: gs.Tensor) -> bool:
-    """Whether updates cover one piece: they have its sizes, and the index theirs."""
+    """True if updates cover one piece: they have its sizes, and the index theirs."""
     whole, part = list(dims(data) or ()), list(dims(updates) or ())
     if "?" in part or len(part) != len(whole) or part[axis] != 1:
         return False

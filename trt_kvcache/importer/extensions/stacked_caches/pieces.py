@@ -86,7 +86,7 @@ class Pieces:
         return self._labels.get((id(tensor), axis), frozenset())
 
     def is_held(self, tensor: gs.Tensor, axis: int) -> bool:
-        """Whether the places of an axis are made of inputs that are pieces."""
+        """True if the places of an axis are made of inputs that are pieces."""
         return (id(tensor), axis) in self._stacks or (id(tensor), axis) in self._labels
 
     def axis_before(self, node: gs.Node, output: gs.Tensor, axis: int) -> list[tuple[gs.Tensor, int]]:
@@ -136,7 +136,7 @@ class Pieces:
         return [(updates, rank - 1 + axis - columns)]
 
     def regrouped(self, node: gs.Node, axis: int) -> tuple[str, int, int] | None:
-        """What a Reshape does to the axis of its result: how, from which axis, and how many places go together.
+        """The effect of a Reshape on the axis of its result: how, from which axis, and how many places go together.
 
         ``kept``; ``outer`` and ``inner``: an axis was split in two; ``merged``: two axes became one.
         """
@@ -195,7 +195,7 @@ class Pieces:
     # Pieces.
 
     def leads(self, tensor: gs.Tensor, axis: int) -> bool:
-        """Whether the places of an axis are at hand: made of inputs that are pieces, or joined of tensors."""
+        """True if the places of an axis are at hand: made of inputs that are pieces, or joined of tensors."""
         if self.is_held(tensor, axis):
             return True
         node, rank = producer(tensor), self.rank(tensor)

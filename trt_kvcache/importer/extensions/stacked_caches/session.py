@@ -18,7 +18,7 @@ Array = npt.NDArray[Any]
 
 
 def open_original(plan: CachePlan, open_session: Opener) -> Opener:
-    """What opens a session that takes and gives caches one by one; see `trt_kvcache.importer.extensions`."""
+    """A function that opens a session that takes and gives caches one by one; see `trt_kvcache.importer.extensions`."""
     return lambda feeds: _Session(open_session(_joined(feeds, plan.stacks)), plan.stacks)
 
 

@@ -48,7 +48,7 @@ def find_uses(at: Pieces, inputs: Sequence[gs.Tensor]) -> Uses:
 
 
 def _chosen(at: Pieces, node: gs.Node, tensor: gs.Tensor, axis: int) -> int:
-    """How many single places of an axis a node chooses."""
+    """The number of single places of an axis that a node chooses."""
     if node.inputs[0] is not tensor:
         return 0
     rank, size, after = at.rank_of(tensor), at.size(tensor, axis), at.rank(node.outputs[0])
