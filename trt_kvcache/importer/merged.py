@@ -16,10 +16,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx
 
-from trt_kvcache.importer.inline import splice_body
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import captured_names, dtype_name, elem_type_of, shape_of
+from trt_kvcache.importer.simplify import splice_body
 
 _FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 _CACHE_RANK = 4

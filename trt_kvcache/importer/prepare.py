@@ -14,20 +14,16 @@ import onnx
 
 from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.inline import inline_bodies
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.attention.rejoined import rejoin
-from trt_kvcache.importer.normalize.evidence.fixed import fold_constant
 from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.protos import all_nodes, opset_version
 from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
+from trt_kvcache.importer.simplify import name_nodes, simplify
 from trt_kvcache.importer.stacks import write_heads_together
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
-_EACH_AXIS = 13  # the opset from which axes and sizes are inputs, as what reads and edits graphs here expects
 _MOST_TOKENS = 1 << 24  # float32 counts no further: positions, from which masks and rotary factors are computed
 _INLINE_LIMIT = 1024  # elements; smaller initializers may be shapes or axes, which shape inference reads
 
@@ -94,12 +90,7 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], t
     Returns:
         The model, names of what was inlined, and notes for the plan.
     """
-    model, inlined = inline_bodies(model)
-    name_nodes(model.graph)
-    drop_unused_outputs(model.graph)
-    fold_constant(model)
-    if (opset_version(model) or _EACH_AXIS) < _EACH_AXIS:
-        model = raise_opset(model)
+    model, inlined = simplify(model)
     model, notes = extensions.standardize(model)
     return model, inlined, notes
 
@@ -154,31 +145,6 @@ def fix_digit_dims(graph: onnx.GraphProto) -> None:
         for dim in value.type.tensor_type.shape.dim:
             if dim.HasField("dim_param") and dim.dim_param.strip().isdigit():
                 dim.dim_value = int(dim.dim_param.strip())
-
-
-def name_nodes(graph: onnx.GraphProto) -> None:
-    """Give every node a name of its own: plans and messages name nodes, TensorRT names layers after them."""
-    taken: set[str] = set()
-    for index, node in enumerate(graph.node):
-        name = node.name or f"{node.op_type}_{index}"
-        while name in taken:
-            name = f"{name}_{index}"
-        node.name = name
-        taken.add(name)
-
-
-def drop_unused_outputs(graph: onnx.GraphProto) -> None:
-    """Drop outputs of Attention and LayerNormalization that nothing reads: exporters list them, TensorRT refuses them.
-
-    Before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
-    """
-    used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
-    for node in graph.node:
-        if node.op_type in ("Attention", "LayerNormalization") and node.domain in ("", "ai.onnx"):
-            kept = [name if i == 0 or name in used else "" for i, name in enumerate(node.output)]
-            while not kept[-1]:
-                kept.pop()
-            node.output[:] = kept
 
 
 def bind_capacity(graph: onnx.GraphProto, capacity: int | None, *, fits: bool = False) -> None:

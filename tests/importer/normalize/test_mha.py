@@ -32,8 +32,8 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
 from trt_kvcache.importer.normalize.fused.mha import lower_mha
 from trt_kvcache.importer.normalize.fused.operators import find_held
-from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import PlanOptions, Route
+from trt_kvcache.importer.simplify import raise_opset
 
 HEADS, SIZE, WIDTH = 4, 16, 24
 CHUNKS = [5, 1, 1, 4, 1, 3]

@@ -28,8 +28,8 @@ from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.opset import raise_opset
-from trt_kvcache.importer.prepare import detach_weights, fix_digit_dims, infer_shapes, name_nodes
+from trt_kvcache.importer.prepare import detach_weights, fix_digit_dims, infer_shapes
+from trt_kvcache.importer.simplify import name_nodes, raise_opset
 
 MODELS = Path(__file__).parents[2] / "models"
 

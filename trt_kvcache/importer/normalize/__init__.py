@@ -1,12 +1,12 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
-    com.microsoft operators -> standard ones            fused: contrib (contrib_shapes), rotary, nbits, zero_points,
+    com.microsoft operators -> standard ones            fused: contrib, rotary, nbits, zero_points,
                                                         moe (expert_blocks)
-    opset 17..23 -> 24; Einsum -> MatMul, Mul           opset, einsum
+    Einsum -> MatMul, Mul                               einsum
     Softmax in five operators                           softmax
     what is read and proven, in which order             exported
     what the inputs are, samples of a step              interface, evidence: samples, probe (blueprint), sizes
-    constants in disguise                               evidence: fixed, factors
+    constants in disguise                               evidence: fixed
     caches in the type that they are kept in            idioms: narrow
     caches along other axes                             idioms: relayout
     cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
@@ -44,6 +44,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.attention.apart import refuse_apart
@@ -61,7 +62,6 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
 from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, lower_contrib
-from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.operators import holds_cache
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.computed import Computed, find_computed
 from trt_kvcache.importer.normalize.attention.grouped_heads import Merged, check_merged, merge_groups
@@ -25,14 +26,12 @@ from trt_kvcache.importer.normalize.canonical import batch_of
 from trt_kvcache.importer.normalize.einsum import lower_einsum
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.even import hold_even
-from trt_kvcache.importer.normalize.evidence.factors import fold_factors
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.evidence.sizes import check_sizes
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
-from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.held import HeldCache, Rewrite
 from trt_kvcache.importer.normalize.fused.in_op import lower_presents
 from trt_kvcache.importer.normalize.fused.mha import lower_mha
@@ -44,7 +43,6 @@ from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows
 from trt_kvcache.importer.normalize.idioms.states import find_states, resized
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.normalize.softmax import join_softmax
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 
@@ -124,7 +122,7 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
 def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache], list[Merged]]:
     """The same in standard operators of opset 24, as a graph and as a model; caches in operators; what was merged."""
     lower_einsum(graph)
-    graph = gs.import_onnx(infer_shapes(raise_opset(gs.export_onnx(graph.cleanup().toposort()))))
+    graph = gs.import_onnx(infer_shapes(gs.export_onnx(graph.cleanup().toposort())))
     join_softmax(graph)
     lower_mha(graph)
     lower_presents(graph)
@@ -137,7 +135,6 @@ def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCach
     graph.cleanup().toposort()
     split_heads(graph, candidates)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
-        fold_factors(graph)
         round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})
     part_from_rows(graph, find_candidates(graph))
     model = export_inferred(graph.cleanup().toposort())

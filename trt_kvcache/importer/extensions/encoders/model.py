@@ -22,6 +22,7 @@ from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.attention import analyze_attention
+from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions.encoders.outputs import (
     HIDDEN,
     IDS,
@@ -45,20 +46,18 @@ from trt_kvcache.importer.merged import take_first_branch
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
-from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.mha import lower_mha
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
-from trt_kvcache.importer.normalize.opset import raise_opset
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
 from trt_kvcache.importer.prepare import (
     attach_weights,
     detach_weights,
-    drop_unused_outputs,
     fix_digit_dims,
     flatten,
 )
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
 from trt_kvcache.importer.rewrite import rewrite_graph
+from trt_kvcache.importer.simplify import drop_unused_outputs
 
 __all__ = ["EncoderModel", "import_encoder"]
 
@@ -170,7 +169,7 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _, notes = flatten(model)
-    graph = gs.import_onnx(infer_shapes(raise_opset(model)))
+    graph = gs.import_onnx(infer_shapes(model))
     fold_identities(graph)
     lower_mha(graph)
     shift_zero_points(graph)

@@ -21,29 +21,17 @@ import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.inline import splice_body
 from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint, is_standard
 from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.simplify import splice_body
 
 _LARGEST = 1 << 16  # elements of a constant
 _MOST = 1 << 14  # sequences, and of an axis that nothing explains
 _LONGEST = 1 << 20  # tokens
 _FEW = range(1, 9)
 _FEW_NUMBERS = 64  # of a constant that may be a size, a bound or an index
-
-
-def fold_constant(model: onnx.ModelProto) -> None:
-    """Replace, in place, each NonZero whose input comes from constants alone.
-
-    Args:
-        model: flat, with named tensors.
-    """
-    if names := [name for name in _deciding(model.graph) if _is_nonzero(model.graph, name)]:
-        probe = Probe(Blueprint(model, {}), {}, {})
-        values = {name: probe.value(name) for name in names}
-        _replace(model.graph, {name: v for name, v in values.items() if v is not None and v.size <= _LARGEST})
 
 
 def fold_fixed(samples: Samples) -> onnx.ModelProto | None:

@@ -11,8 +11,8 @@ import pytest
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 
+from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
-from trt_kvcache.importer.normalize.fused.contrib_shapes import infer_shapes
 from trt_kvcache.importer.protos import elem_type_of, shape_of
 
 Array = np.ndarray[Any, Any]

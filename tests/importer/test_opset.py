@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper, parser, version_converter
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.opset import OPSET, raise_opset
 from trt_kvcache.importer.protos import opset_version
+from trt_kvcache.importer.simplify import OPSET, raise_opset
 
 OLD = """
 <ir_version: 8, opset_import: ["" : 17, "my" : 3]>

@@ -1,0 +1,495 @@
+"""Bring a model into one form before anything is recognized in it.
+
+    function calls                            their bodies                 onnx.inliner
+    opset 11 to 23                            opset 24                     onnx.version_converter
+    what constants and known sizes make       constants                    onnx.shape_inference, ONNX Runtime
+    If of a constant                          the branch that is taken     onnx.compose
+    equal nodes                               one node
+    shapes                                                                 onnx.shape_inference
+
+Names of tensors and nodes stay, but for those of nodes that go. Weights are never read: large initializers and external
+data take no part.
+
+onnx-ir, onnxscript and onnx-shape-inference do the same, but their import alone takes 0.3 s (onnx-ir loads sympy), a
+quarter of planning a model of two layers. onnxscript's version converter (0.7.2) raises a model below opset 18 without
+converting its operators, and graphsurgeon's `fold_constants` (0.6.1) reads `Shape` without its `start` and `end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import onnx
+from onnx import (
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    TensorProto,
+    compose,
+    helper,
+    inliner,
+    numpy_helper,
+    version_converter,
+)
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.contrib_shapes import infer_shapes
+from trt_kvcache.importer.protos import (
+    DEFAULT_DOMAINS,
+    all_nodes,
+    attribute_graphs,
+    describe,
+    is_op,
+    names_read,
+    opset_version,
+    shape_of,
+)
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
+
+OPSET = 24
+"""The version that the canonical form needs at least: TensorScatter, Attention with `nonpad_kv_seqlen`."""
+
+_OLDEST = 11  # what ONNX Runtime's converter of GPT-2 still writes
+_SOFTMAX_BY_AXIS = 13  # before, Softmax goes over its axis and all that follow
+_PARKED = "trt_kvcache.parked"
+_LARGEST = 1024  # elements of a constant that may be a shape, an axis or a factor
+_HIDDEN = ("TensorScatter", "Attention")
+_PREFIX = "trt_kvcache/simplify/"
+_MOST_ROUNDS = 8
+_STAY = frozenset((
+    "QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear",  # TensorRT reads them as they are
+    "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike", "Bernoulli", "Multinomial", "Dropout",
+    "RegexFullMatch", "If", "Loop", "Scan", "TensorScatter", "Attention",
+))  # fmt: skip
+_FOLDED = frozenset((
+    TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE, TensorProto.BOOL,
+    TensorProto.INT8, TensorProto.INT16, TensorProto.INT32, TensorProto.INT64, TensorProto.UINT8,
+))  # fmt: skip
+
+
+def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
+    """The model without functions, of opset 24 at least, folded, with named nodes and inferred shapes.
+
+    Args:
+        model: large inline weights are stand-ins. May be changed.
+
+    Returns:
+        The model and the names of the functions and branches that were inlined.
+
+    Raises:
+        InvalidModelError: the shapes that the model states contradict each other.
+        UnsupportedModelError: a cache update or an attention sits in a body that may run never or more than once, or
+            the opset cannot be raised.
+    """
+    model, inlined = _inline_functions(model)
+    name_nodes(model.graph)
+    drop_unused_outputs(model.graph)
+    if not any(node.op_type == "TRT_KVCacheUpdate" for node in all_nodes(model.graph)):
+        model = raise_opset(model)
+    try:
+        model, branches = _fold(model)
+    except (onnx.shape_inference.InferenceError, RuntimeError) as error:
+        raise InvalidModelError(f"ONNX shape inference failed: {(str(error).splitlines() or [''])[0]}") from error
+    for node in model.graph.node:
+        _refuse_hidden(node)
+    name_nodes(model.graph)
+    return model, (*inlined, *branches)
+
+
+def name_nodes(graph: GraphProto) -> None:
+    """Give every node a name of its own: plans and messages name nodes, TensorRT names layers after them."""
+    taken: set[str] = set()
+    for index, node in enumerate(graph.node):
+        name = node.name or f"{node.op_type}_{index}"
+        while name in taken:
+            name = f"{name}_{index}"
+        node.name = name
+        taken.add(name)
+
+
+def drop_unused_outputs(graph: GraphProto) -> None:
+    """Drop outputs of Attention and LayerNormalization that nothing reads: exporters list them, TensorRT refuses them.
+
+    Before shape inference, which from opset 25 on stops at present outputs beside `nonpad_kv_seqlen`.
+    """
+    used = {name for node in all_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+    for node in graph.node:
+        if is_op(node, "Attention") or is_op(node, "LayerNormalization"):
+            kept = [name if i == 0 or name in used else "" for i, name in enumerate(node.output)]
+            while not kept[-1]:
+                kept.pop()
+            node.output[:] = kept
+
+
+def _inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
+    """The model without functions: TensorRT's parser prefers an operator of its own to a function of the same name.
+
+    A function ``my::Relu`` that squares is built as a ReLU, without a word (measured, TensorRT for RTX 1.7.1).
+    Functions that only say what an update of the caches means stay.
+    """
+    known = {entry.domain: entry.version for entry in model.opset_import}
+    done = []
+    for function in model.functions:
+        if function.name == "TRT_KVCacheUpdate" or (function.domain == NAMESPACE and function.name in OPERATORS):
+            continue
+        done.append((function.domain, function.name))
+        for entry in function.opset_import:  # ONNX's inliner knows no operators of two versions
+            if (of_model := known.get(entry.domain, entry.version)) != entry.version:
+                raise UnsupportedModelError(
+                    f"the function {function.domain}::{function.name} is of opset {entry.version} of "
+                    f"'{entry.domain or 'ai.onnx'}', and the model of {of_model}; supported are functions of the "
+                    "model's own opsets: export both with one"
+                )
+    if done:
+        model = inliner.inline_selected_functions(model, done)
+        for node in model.graph.node:  # inputs that calls leave out: empty ones kill ONNX Runtime 1.31 in its fusions
+            while node.input and not node.input[-1]:
+                del node.input[-1]
+    return model, [f"function {domain}::{name}" for domain, name in done]
+
+
+def raise_opset(model: ModelProto) -> ModelProto:
+    """The model at opset 24; a model at 24 or beyond is returned as it is.
+
+    ONNX's converter aborts at operators that the source version lacks, which exporters write into the default domain
+    (SimplifiedLayerNormalization). They wait in a domain of their own meanwhile, and so does Softmax of opset 11 and
+    12, for which it writes Flatten, Softmax and Reshape. It forgets metadata, functions and stated shapes, so that of
+    its result only the nodes and new constants are taken.
+
+    Args:
+        model: without functions. Not changed; initializers are never read.
+
+    Raises:
+        UnsupportedModelError: the version is below 11, a Softmax of it goes over several axes, or ONNX's converter
+            cannot raise an operator.
+    """
+    version = opset_version(model)
+    if version is None or version >= OPSET:
+        return model
+    if version < _OLDEST:
+        raise UnsupportedModelError(
+            f"the model is of opset {version}; supported are {_OLDEST} and later: export it with opset {OPSET}"
+        )
+    parked = ModelProto()
+    parked.CopyFrom(model)
+    parked.opset_import.add(domain=_PARKED, version=1)
+    axes = _park_softmax(parked) if version < _SOFTMAX_BY_AXIS else {}
+    for node in all_nodes(parked.graph):
+        if node.domain in DEFAULT_DOMAINS and not onnx.defs.has(node.op_type, version, ""):
+            node.domain = _PARKED
+    try:
+        converted = version_converter.convert_version(parked, OPSET)
+    except (RuntimeError, version_converter.ConvertError) as error:
+        raise UnsupportedModelError(
+            f"ONNX's version converter cannot raise the model from opset {version} to {OPSET} "
+            f"({_culprit(model, str(error))}): export it with opset {OPSET}"
+        ) from error
+    result = ModelProto()
+    result.CopyFrom(model)
+    metadata = {tuple(node.output): node.metadata_props for node in model.graph.node if node.metadata_props}
+    for node in all_nodes(converted.graph):
+        if node.domain == _PARKED:
+            node.ClearField("domain")
+        if (kept := metadata.get(tuple(node.output))) is not None and not node.metadata_props:
+            node.metadata_props.extend(kept)
+    _replace_nodes(result.graph, converted.graph.node)
+    own = {tensor.name for tensor in model.graph.initializer}
+    result.graph.initializer.extend(t for t in converted.graph.initializer if t.name not in own)
+    for entry in result.opset_import:
+        if entry.domain in DEFAULT_DOMAINS:
+            entry.version = OPSET
+    result.ir_version = max(model.ir_version, 10)  # the IR that opset 24's element types need
+    if any(axis != -1 for axis in axes.values()):
+        _check_last(result, axes, version)
+    return result
+
+
+def _park_softmax(model: ModelProto) -> dict[str, int]:
+    """Let each Softmax wait, in place, as one along the last axis; returns the axes by what these nodes write."""
+    axes = {}
+    for node in [n for n in all_nodes(model.graph) if is_op(n, "Softmax")]:
+        axes[node.output[0]] = next((int(a.i) for a in node.attribute if a.name == "axis"), 1)
+        del node.attribute[:]
+        node.attribute.append(helper.make_attribute("axis", -1))
+        node.domain = _PARKED
+    return axes
+
+
+def _check_last(model: ModelProto, axes: dict[str, int], version: int) -> None:
+    """Refuse Softmax of which the axis was not the last one, or may not have been."""
+    inferred = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+    ranks = {v.name: len(s) for v in (*inferred.value_info, *inferred.output) if (s := shape_of(v)) is not None}
+    for node in [n for n in all_nodes(model.graph) if is_op(n, "Softmax")]:
+        axis, rank = axes.get(node.output[0], -1), ranks.get(node.output[0])
+        if axis not in (-1, None if rank is None else rank - 1):
+            raise UnsupportedModelError(
+                f"Softmax '{node.name}' of opset {version} goes over axis {axis} and all behind it, of "
+                f"{'an unknown number' if rank is None else rank}; supported is the last axis alone: export the model "
+                f"with opset {OPSET}"
+            )
+
+
+def _culprit(model: ModelProto, words: str) -> str:
+    """The converter's last words, and the node that they are about where they name an operator."""
+    last = words.strip().splitlines()[-1].split("failed: ")[-1] if words.strip() else "no reason given"
+    operator = last.rsplit(" for ", 1)[-1]
+    node = next((n for n in all_nodes(model.graph) if n.op_type == operator), None)
+    return f"{describe(node)}: {last}" if node is not None else last
+
+
+def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
+    """The model with shapes and with constants for what constants and sizes make; the branches that were taken."""
+    taken: list[str] = []
+    stated = list(model.graph.output)  # what they say is a promise to callers; inference would write over it
+    for _ in range(_MOST_ROUNDS):
+        model = infer_shapes(model)
+        graph = model.graph
+        constants = _take_constants(graph)
+        made = _known_sizes(model, constants)
+        made |= _evaluated(model, constants | made)
+        gone = [n for n in graph.node if n.output[0] in made]
+        for name in (name for node in gone for name in node.output if name in made):
+            graph.initializer.append(numpy_helper.from_array(made[name], name))
+        _replace_nodes(graph, [n for n in graph.node if n.output[0] not in made])
+        branches = _take_branches(graph, constants | made)
+        merged = _merge_equal(graph)
+        _drop_dead(graph)
+        taken += branches
+        if not (gone or branches or merged):
+            break
+    _replace(model.graph.output, stated)
+    return model, taken
+
+
+def _take_constants(graph: GraphProto) -> dict[str, Any]:
+    """The small constants by name. Constant nodes become initializers."""
+    outputs = {v.name for v in graph.output}
+    kept = []
+    for node in graph.node:
+        tensor = _constant(node) if is_op(node, "Constant") and node.output[0] not in outputs else None
+        if tensor is None:
+            kept.append(node)
+        else:
+            graph.initializer.append(tensor)
+    if len(kept) < len(graph.node):
+        _replace_nodes(graph, kept)
+        _drop_shapes(graph)  # of constants, of which onnxruntime-genai states wrong ones
+    inputs = {v.name for v in graph.input}  # an initializer that is also an input is only a default
+    return {
+        t.name: numpy_helper.to_array(t)
+        for t in graph.initializer
+        if t.name not in inputs and t.data_type in _FOLDED and _is_small(t.dims)
+        and t.data_location != TensorProto.EXTERNAL
+    }  # fmt: skip
+
+
+def _constant(node: NodeProto) -> TensorProto | None:
+    """The value of a Constant; None for large ones, strings and sparse ones."""
+    attribute = node.attribute[0]
+    tensor = TensorProto()
+    if attribute.name == "value" and _is_small(attribute.t.dims) and attribute.t.data_location != TensorProto.EXTERNAL:
+        tensor.CopyFrom(attribute.t)
+    elif attribute.name in ("value_int", "value_ints"):
+        tensor.CopyFrom(numpy_helper.from_array(np.array(helper.get_attribute_value(attribute), np.int64)))
+    elif attribute.name in ("value_float", "value_floats"):
+        tensor.CopyFrom(numpy_helper.from_array(np.array(helper.get_attribute_value(attribute), np.float32)))
+    else:
+        return None
+    tensor.name = node.output[0]
+    return tensor
+
+
+def _is_small(dims: Iterable[int]) -> bool:
+    return int(np.prod(list(dims), dtype=np.float64)) <= _LARGEST
+
+
+def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
+    """The integers that known sizes make, by name: ONNX propagates them, and shows them as shapes of what they fill.
+
+    Shape(x) -> Gather(1) -> Unsqueeze -> ConstantOfShape of 64 elements: the Gather gives 64
+    """
+    shapes = _shapes(model)
+    outputs = {v.name for v in model.graph.output}
+    twin, probed = ModelProto(), {}
+    twin.CopyFrom(model)
+    twin.graph.initializer.append(numpy_helper.from_array(np.array([0]), f"{_PREFIX}axis"))
+    for node in model.graph.node:
+        name = node.output[0]
+        kind, shape = shapes.get(name, (0, None))
+        if len(node.output) > 1 or name in outputs or node.op_type in _STAY:
+            continue
+        if kind != TensorProto.INT64 or shape is None or len(shape) > 1:
+            continue
+        probed[_PREFIX + name] = shape
+        sizes = name if shape else f"{_PREFIX}{name}/sizes"
+        if not shape:
+            twin.graph.node.append(helper.make_node("Unsqueeze", [name, f"{_PREFIX}axis"], [sizes]))
+        twin.graph.node.append(helper.make_node("ConstantOfShape", [sizes], [_PREFIX + name]))
+    if not probed:
+        return {}
+    found = {v.name: shape_of(v) for v in onnx.shape_inference.infer_shapes(twin, data_prop=True).graph.value_info}
+    return {
+        probe.removeprefix(_PREFIX): np.array(sizes, np.int64).reshape([len(sizes)] if shape else [])
+        for probe, shape in probed.items()
+        if (sizes := found.get(probe)) and all(isinstance(d, int) and d > 0 for d in sizes)
+    }
+
+
+def _evaluated(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]:
+    """What nodes make of small constants, by name, as ONNX Runtime computes it: only what other nodes read."""
+    shapes = _shapes(model)
+    outputs = {v.name for v in model.graph.output}
+    known, nodes = set(constants), []
+    for node in model.graph.node:
+        if _is_foldable(node, shapes, known) and not outputs & set(node.output):
+            known.update(node.output)
+            if node.output[0] not in constants:
+                nodes.append(node)
+    folded = {id(node) for node in nodes}
+    read = {name for node in model.graph.node if id(node) not in folded for name in names_read(node)}
+    wanted = [name for node in nodes for name in node.output if name in read]
+    if not wanted:
+        return {}
+    import onnxruntime as ort  # not before there is something to run
+
+    graph = GraphProto(name="constants", node=nodes, output=[helper.make_empty_tensor_value_info(n) for n in wanted])
+    used = {name for node in nodes for name in node.input}
+    graph.initializer.extend(numpy_helper.from_array(v, n) for n, v in constants.items() if n in used)
+    part = ModelProto(ir_version=model.ir_version, opset_import=model.opset_import, graph=graph)
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.intra_op_num_threads = 1
+    try:
+        session = ort.InferenceSession(part.SerializeToString(), options, providers=["CPUExecutionProvider"])
+        values = session.run(wanted, {})
+    except Exception:  # noqa: BLE001 - as where it has no kernel; these nodes stay as they are
+        return {}
+    return {name: value for name, value in zip(wanted, values, strict=True) if _is_small(value.shape)}
+
+
+def _is_foldable(node: NodeProto, shapes: dict[str, Any], known: set[str]) -> bool:
+    """Whether known constants make something small of a node, and nothing else takes part."""
+    if node.domain not in DEFAULT_DOMAINS or node.op_type in _STAY or not all(n in known for n in node.input if n):
+        return False
+    for name in (name for name in node.output if name):
+        kind, shape = shapes.get(name, (0, None))
+        is_known = shape is not None and all(isinstance(d, int) for d in shape) and _is_small(shape)
+        if kind not in _FOLDED or not (is_known or node.op_type == "NonZero"):
+            return False
+    return True
+
+
+def _shapes(model: ModelProto) -> dict[str, Any]:
+    """Element type and shape by name, as far as they are known."""
+    return {v.name: (v.type.tensor_type.elem_type, shape_of(v)) for v in model.graph.value_info}
+
+
+def _take_branches(graph: GraphProto, constants: dict[str, Any]) -> list[str]:
+    """Replace each If of a constant by its branch; returns the names of what was replaced."""
+    done = []
+    while (index := next((i for i, n in enumerate(graph.node) if is_op(n, "If") and n.input[0] in constants), -1)) >= 0:
+        node = graph.node[index]
+        done.append(f"If '{node.name or node.output[0]}'")
+        wanted = "then_branch" if constants[node.input[0]].reshape(-1)[0] else "else_branch"
+        splice_body(graph, index, next(a.g for a in node.attribute if a.name == wanted))
+    return done
+
+
+def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
+    """Replace, in place, the node at `index` by a branch of it. Names inside get the node's name in front."""
+    node = graph.node[index]
+    prefix = f"{node.name or node.output[0]}/"
+    names = {t.name: prefix + t.name for t in body.initializer}
+    made = {name for n in body.node for name in n.output}
+    copies = []
+    for value, name in zip(body.output, node.output, strict=False):
+        if value.name in made and value.name not in names:
+            names[value.name] = name or prefix + value.name  # at once the name outside
+        elif name:  # passed through, or given twice
+            copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
+    inner = compose.add_prefix_graph(body, prefix, rename_inputs=False, rename_outputs=False, name_map=names)
+    nodes = [*graph.node[:index], *inner.node, *copies, *graph.node[index + 1 :]]
+    _replace_nodes(graph, nodes)
+    graph.initializer.extend(inner.initializer)
+    own = set(names.values())
+    graph.value_info.extend(v for v in inner.value_info if v.name in own)
+
+
+def _merge_equal(graph: GraphProto) -> bool:
+    """Let one node stand for those that do the same to the same; whether there were any."""
+    outputs = {v.name for v in graph.output}
+    constants = {
+        t.name: (t.data_type, *t.dims, numpy_helper.to_array(t).tobytes())
+        for t in graph.initializer
+        if t.data_type in _FOLDED and t.data_location != TensorProto.EXTERNAL and _is_small(t.dims)
+    }
+    captured = {name for node in graph.node for name in names_read(node) - {*node.input}}
+    fixed = outputs | captured
+    first: dict[object, NodeProto] = {}
+    renamed: dict[str, str] = {}
+    kept = []
+    for node in graph.node:
+        node.input[:] = [renamed.get(name, name) for name in node.input]
+        bodies = any(True for a in node.attribute for _ in attribute_graphs(a))
+        attributes = sorted(a.SerializeToString(deterministic=True) for a in node.attribute)
+        read = [constants.get(name, name) for name in node.input]
+        key = (node.domain, node.op_type, *attributes, "", *read, len(node.output))
+        free = not bodies and node.op_type not in _STAY and node.domain in DEFAULT_DOMAINS
+        if not free or fixed & set(node.output) or (other := first.setdefault(key, node)) is node:
+            kept.append(node)
+        else:
+            renamed |= dict(zip(node.output, other.output, strict=True))
+    if renamed:
+        _replace_nodes(graph, kept)
+    return bool(renamed)
+
+
+def _drop_dead(graph: GraphProto) -> None:
+    """Remove what no output needs: nodes, initializers and the shapes of what went."""
+    used = {v.name for v in graph.output}
+    kept = []
+    for node in reversed(graph.node):
+        if used & set(node.output):
+            kept.append(node)
+            used |= names_read(node)
+    _replace_nodes(graph, kept[::-1])
+    _replace(graph.initializer, [t for t in graph.initializer if t.name in used])
+    _drop_shapes(graph)
+
+
+def _drop_shapes(graph: GraphProto) -> None:
+    made = {name for node in graph.node for name in node.output}
+    _replace(graph.value_info, [v for v in graph.value_info if v.name in made])
+
+
+def _refuse_hidden(node: NodeProto) -> None:
+    """Refuse control flow that holds a cache update or an attention: TensorRT's cache layer runs in every step."""
+    bodies = [graph for attribute in node.attribute for graph in attribute_graphs(attribute)]
+    inner = [n for body in bodies for n in all_nodes(body)]
+    hidden = {n.op_type for n in inner if n.op_type == "TRT_KVCacheUpdate"}
+    hidden |= {n.op_type for n in inner if n.op_type in _HIDDEN and n.domain in DEFAULT_DOMAINS}
+    if not hidden:
+        return
+    label = f"{describe(node)} holds {', '.join(sorted(hidden))}"
+    if is_op(node, "If"):
+        raise UnsupportedModelError(
+            f"{label} and its condition '{node.input[0]}' is not a constant: TensorRT's cache layer must run in every "
+            "step; export without the branch"
+        )
+    raise UnsupportedModelError(
+        f"{label}: cache updates and attention inside a {node.op_type} body cannot be mapped to TensorRT's layers; "
+        "unroll it in the export"
+    )
+
+
+def _replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
+    _replace(graph.node, nodes)
+
+
+def _replace(field: Any, values: Sequence[Any]) -> None:
+    kept = list(values)
+    del field[:]
+    field.extend(kept)
