@@ -64,10 +64,7 @@ def take_past_branch(graph: onnx.GraphProto) -> Merged:
     tensors = [replace(_tensor(inputs[n], "input", OriginalRole.SWITCH), on=on) for n, on in chosen.items()]
     tensors += [_tensor(inputs[n], "input", OriginalRole.SWITCH) for n in dead]
     empty = [v for v in graph.output if _is_empty(graph, v.name)]
-    changes += [
-        _gone(v, "output", "only the branch without a past computes it: run the export as it is once for it")
-        for v in empty
-    ]
+    changes += [_gone(v, "output", _FIRST_ONLY) for v in empty]
     tensors += [_tensor(v, "output", OriginalRole.OTHER) for v in empty]
     _keep(graph.input, {*chosen, *dead})
     _keep(graph.output, {v.name for v in empty})
