@@ -32,8 +32,8 @@ def loaded(path: Path, model: onnx.ModelProto) -> list[str]:
     return done.stdout.split()
 
 
-@pytest.mark.parametrize("form", ["concat", "concat-attention"])
-def test_a_plain_concat_decoder_loads_no_extension(tmp_path: Path, form: str) -> None:
+@pytest.mark.parametrize("form", ["concat", "concat-attention", "scatter", "gqa"])
+def test_a_plain_decoder_loads_no_extension(tmp_path: Path, form: str) -> None:
     assert loaded(tmp_path / "model.onnx", make_foreign(form, DecoderConfig(vocab=64, capacity=16))) == []
 
 

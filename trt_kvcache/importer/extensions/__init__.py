@@ -180,9 +180,10 @@ _THROUGH = ("Transpose", "Unsqueeze", "Reshape", "Identity", "Cast", "ScatterND"
 
 def _stacks_caches(model: onnx.ModelProto) -> bool:
     """Places of a cache input are chosen, an output of rank 5 is joined, or a cache grows along its first axis."""
-    ranks = {v.name: len(shape_of(v) or ()) for v in model.graph.input if elem_type_of(v) in FLOATS}
-    reached = {name for name, rank in ranks.items() if rank > 3}
-    first = {name: (0, -rank) for name, rank in ranks.items() if rank > 2}  # where their first axis lies
+    shapes = {v.name: shape_of(v) or () for v in model.graph.input if elem_type_of(v) in FLOATS}
+    # Of four axes the first has to be fixed: otherwise it is the batch of a single cache.
+    reached = {n for n, shape in shapes.items() if len(shape) > 4 or (len(shape) == 4 and isinstance(shape[0], int))}
+    first = {n: (0, -len(shape)) for n, shape in shapes.items() if len(shape) > 2}  # where their first axis lies
     joined = {v.name for v in model.graph.output if len(shape_of(v) or (0,) * 9) > 4}
     for node in model.graph.node:
         if node.op_type in _CHOICES and node.input[0] in reached:
