@@ -6,30 +6,50 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import onnx
 import pytest
+from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig
 from foreign_decoders import make_foreign
+from latent_graphs import Latent, latent_decoder
+from rope_graphs import Rope
 from stacked_graphs import Stacking, stacked
 
 from trt_kvcache.importer.extensions import EXTENSIONS, load
 
+EXPORTS = sorted((Path(__file__).parents[1] / "models").glob("*/*/model.onnx"))
 LOADED = """
 import sys
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions
-plan_model(sys.argv[1], PlanOptions(capacity=16))
+planned = 0
+for path in sys.argv[1:]:
+    for capacity in (16, None):  # None: of a fixed length
+        try:
+            plan_model(path, PlanOptions(capacity=capacity))
+            planned += 1
+            break
+        except (OptionError, UnsupportedModelError):
+            pass
+assert planned > 0.8 * len(sys.argv[1:])
 folder = "trt_kvcache.importer.extensions."
 print(*sorted({name[len(folder):].split(".")[0] for name in sys.modules if name.startswith(folder)}))
 """
 
 
+def loaded_for(*paths: Path) -> list[str]:
+    """The extensions that a fresh process loads to plan models."""
+    done = subprocess.run([sys.executable, "-c", LOADED, *paths], check=True, capture_output=True, text=True)
+    return done.stdout.split()
+
+
 def loaded(path: Path, model: onnx.ModelProto) -> list[str]:
     """The extensions that a fresh process loads to plan a model."""
     onnx.save(model, path)
-    done = subprocess.run([sys.executable, "-c", LOADED, str(path)], check=True, capture_output=True, text=True)
-    return done.stdout.split()
+    return loaded_for(path)
 
 
 @pytest.mark.parametrize("form", ["concat", "concat-attention", "scatter", "gqa"])
@@ -40,6 +60,19 @@ def test_a_plain_decoder_loads_no_extension(tmp_path: Path, form: str) -> None:
 def test_stacked_caches_are_loaded_for_stacked_caches(tmp_path: Path) -> None:
     model = stacked(make_foreign("concat-attention", DecoderConfig(vocab=64, capacity=16)), Stacking("L"))
     assert loaded(tmp_path / "model.onnx", model) == ["stacked_caches"]
+
+
+@pytest.mark.parametrize("attend", [Latent(), Rope(), Rope(keys=True)], ids=["latents", "factors", "keys"])
+def test_latent_attention_is_loaded_for_what_is_computed_row_by_row(tmp_path: Path, attend: Any) -> None:
+    decoder = Decoder(positions="none", attend=attend) if isinstance(attend, Rope) else latent_decoder(attend)
+    model = make_decoder(decoder)
+    assert loaded(tmp_path / "model.onnx", model) == ["latent_attention"]
+
+
+def test_no_stored_export_of_a_plain_decoder_loads_latent_attention() -> None:
+    """All in one process: whatever one of them loaded would show."""
+    assert len(EXPORTS) > 25
+    assert "latent_attention" not in loaded_for(*EXPORTS)
 
 
 def test_records_name_what_can_be_loaded() -> None:

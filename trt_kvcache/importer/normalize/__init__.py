@@ -17,14 +17,12 @@
                                                         head_order, head_parts), sinks, guards, rounded, masks
                                                         (mask_values, own_masks, scaled_masks, square_masks,
                                                         rings, bias, slopes)
-    keys and values computed from caches                attention: computed (row_function, row_search,
-                                                        row_operators, row_emission), absorbed
-    rows made of positions                              attention: position_rows, row_taking
+    keys and values computed from caches                extensions: latent_attention
     caches inside operators                             fused: operators (held), gqa, mha,
                                                         in_op
     state that is no cache                              idioms: states
     what was found                                      findings
-    the canonical form                                  canonical, readers, residual (tables, counted, positioned),
+    the canonical form                                  canonical, readers, residual (tables, counted),
                                                         trim, changes
     rows that do not depend on each other               evidence: independence (batch_axis)
     the same at every length                            evidence: lengths (program)
@@ -46,7 +44,6 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
-from trt_kvcache.importer.normalize.attention.absorbed import find_absorbed, note
 from trt_kvcache.importer.normalize.attention.apart import refuse_apart
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
 from trt_kvcache.importer.normalize.attention.head_parts import whole
@@ -74,7 +71,7 @@ from trt_kvcache.importer.normalize.readers import check_readers
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
-from trt_kvcache.importer.plan import Dim, LatentAttention, PlanOptions, Sliding
+from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
 
 __all__ = ["Normalized", "normalize"]
 
@@ -127,8 +124,7 @@ def _rewrite(
 ) -> Normalized:
     """Edit the graph as proven, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
-    is_absorbed = options.latent_attention is LatentAttention.ABSORBED
-    absorbed = find_absorbed(exported.cores, exported.computed, samples) if is_absorbed else {}
+    computed = exported.computed
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     canonical = Canonical(graph, tokens, exported.batch, exported.capacity)
     for rewrite in exported.held:
@@ -136,15 +132,13 @@ def _rewrite(
     for write in exported.writes:
         canonical.write(write)
     for core in exported.cores:
-        if core.node in absorbed:
-            absorbed[core.node].place(core, exported.computed, canonical)
-        else:
-            canonical.core(whole(in_groups(exported.computed.place(core, canonical), canonical), canonical))
+        plain = core if computed is None else computed.place(core, canonical)
+        canonical.core(whole(in_groups(plain, canonical), canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
     settle_heads(graph, canonical.emit, samples)
     graph.cleanup().toposort()
-    check_readers(graph, exported.computed.functions.reasons)
+    check_readers(graph, {} if computed is None else computed.reasons)
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup()
     ids = free_positions(graph, canonical, interface, samples)  # sorts the graph
@@ -166,7 +160,12 @@ def _rewrite(
     tensors = say_new_rows(say_layouts(tensors, laid), exported.writes)
     tensors = tuple(replace(t, singly=exported.singly and t.name == interface.tokens) for t in tensors)
     changes = find_changes(tensors, model, counts, copies)
-    notes = (*_own_masks(exported.cores), *note(absorbed.values()), *((NOTE,) if ids else ()), *rings.notes)
+    notes = (
+        *_own_masks(exported.cores),
+        *(() if computed is None else computed.notes),
+        *((NOTE,) if ids else ()),
+        *rings.notes,
+    )
     notes += (SINGLY,) if exported.singly else ()
     return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))
 

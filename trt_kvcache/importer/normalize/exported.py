@@ -10,16 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.contrib_shapes import infer_shapes
+from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
-from trt_kvcache.importer.normalize.attention.computed import Computed, find_computed
 from trt_kvcache.importer.normalize.attention.grouped_heads import Merged, check_merged, merge_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import split_heads, turn_keys
 from trt_kvcache.importer.normalize.attention.rounded import round_first
+from trt_kvcache.importer.normalize.attention.search import find_cores
 from trt_kvcache.importer.normalize.attention.square_masks import hold_by_position, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
@@ -46,6 +49,9 @@ from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.softmax import join_softmax
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 
+if TYPE_CHECKING:
+    from trt_kvcache.importer.extensions.latent_attention import ComputedAttention
+
 __all__ = ["Exported", "read_exported"]
 
 
@@ -55,6 +61,7 @@ class Exported:
 
     Attributes:
         model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
+        computed: the same attentions, where keys or values are computed from caches; None: caches are read as they are.
         held: rewrites of the operators that hold caches.
         batch: the batch dimension of the caches.
         capacity: tokens per sequence.
@@ -67,7 +74,7 @@ class Exported:
     samples: Samples
     writes: tuple[Write, ...]
     cores: tuple[Core, ...]
-    computed: Computed
+    computed: ComputedAttention | None
     held: tuple[Rewrite, ...]
     batch: Dim
     capacity: int
@@ -111,12 +118,33 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
     samples.promises += [write.promise for write in writes if write.promise is not None]
     for write in writes:
         hold_even(write.operands, samples, f"what is written to the cache '{write.past.name}'")
-    computed = find_computed(graph, [w for w in writes if w.room is None], samples)
-    cores = computed.find_cores(graph, writes, interface, samples)
+    cores, computed = _attention(graph, writes, interface, samples, options)
     rewrites = tuple(prove_held(graph, interface, samples))
     check_promises(samples)
     batch = batch_of(candidates[0].past if candidates else held[0].past)
     return Exported(model, graph, interface, samples, writes, cores, computed, rewrites, batch, samples.capacity)
+
+
+def _attention(
+    graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples, options: PlanOptions
+) -> tuple[tuple[Core, ...], ComputedAttention | None]:
+    """All attentions; where one of the caches is read by none as it is, those over what is computed from caches too."""
+    promised = len(samples.promises)
+    try:
+        cores = find_cores(graph, writes, interface, samples)
+        attended = {write.past.name for core in cores for write in (core.key, core.value)}
+        if all(write.past.name in attended or not _is_read(write) for write in writes):
+            return cores, None
+    except UnsupportedModelError:
+        pass  # the extension has what is computed to look at, too, and refuses what is left
+    del samples.promises[promised:]
+    computed = load("latent_attention").find_attention(graph, writes, interface, samples, options.latent_attention)
+    return computed.cores, computed
+
+
+def _is_read(write: Write) -> bool:
+    """Whether an operator takes numbers of a cache after its update."""
+    return any(not is_op(node, "Shape") for t in (write.present, *write.aliases) for node in consumers(t))
 
 
 def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache], list[Merged]]:

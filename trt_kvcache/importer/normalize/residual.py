@@ -12,15 +12,17 @@ nothing but P.
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, replace_uses
+from trt_kvcache.importer.extensions import load
+from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, made_of_constants, replace_uses
 from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import count_per_row
@@ -28,9 +30,11 @@ from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface
-from trt_kvcache.importer.normalize.positioned import Positioned
 from trt_kvcache.importer.normalize.tables import gather_rows, shifted_positions
 from trt_kvcache.importer.plan import OriginalRole
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer.extensions.latent_attention import Positioned
 
 Array = npt.NDArray[Any]
 
@@ -58,7 +62,12 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         UnsupportedModelError: a live node computes with the length of the past.
     """
     pair = samples.twins
-    positioned = Positioned(graph, canonical, interface, samples)
+
+    @cache
+    def positioned() -> Positioned:
+        made: Positioned = load("latent_attention").Positioned(graph, canonical, interface, samples)
+        return made
+
     queue = [t for t in graph.inputs if t.name in interface.inputs and _is_source(interface, t.name)]
     updates = [n for n in graph.nodes if is_op(n, "TensorScatter")]
     caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
@@ -85,7 +94,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                     cancelled.append(output.name)
                 elif counted := count_per_row(node, canonical, samples):
                     ids |= counted
-                elif positioned.is_looked_up(node):
+                elif _may_look_up(node) and positioned().is_looked_up(node):
                     continue
                 elif _follow(graph, node, output, canonical, pair, samples, positioned):
                     queue.append(output)
@@ -114,6 +123,11 @@ def check_padding(graph: gs.Graph, interface: Interface) -> None:
                 )
 
 
+def _may_look_up(node: gs.Node) -> bool:
+    """Whether a node may take rows by the caller's positions of a table that is as long as the text."""
+    return is_op(node, "Gather") and not any(made_of_constants(tensor) for tensor in node.inputs)
+
+
 def _is_source(interface: Interface, name: str) -> bool:
     role = interface.inputs[name].role
     return role in _COUNTED or role in (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)
@@ -126,14 +140,14 @@ def _follow(
     canonical: Canonical,
     pair: tuple[Sample, Sample],
     samples: Samples,
-    positioned: Positioned,
+    positioned: Callable[[], Positioned],
 ) -> bool:
     """Whether what is computed from `output` still has to be looked at."""
     before, after = (s.probe.value(output.name) for s in pair)
     if before is None or after is None:
-        if gather_rows(graph, node, canonical, samples) or positioned.meets_tokens(node):
+        if gather_rows(graph, node, canonical, samples) or positioned().meets_tokens(node):
             return False
-        if positioned.holds(output):  # rows of a table that is too large to be evaluated
+        if positioned().holds(output):  # rows of a table that is too large to be evaluated
             return True
         if is_op(node, "If"):
             raise chosen_by_length(node, output, samples)
@@ -150,7 +164,7 @@ def _follow(
         try:
             _check_rows(graph, output, offset, samples)
         except UnsupportedModelError:
-            if positioned.holds(output):  # what is made of them row by row may fit
+            if positioned().holds(output):  # what is made of them row by row may fit
                 return True
             raise
         samples.promise([output.name], ("positions", offset), partial(_hold_positions, output, offset))

@@ -5,7 +5,7 @@
 
 Calibration rounds what a product reads right before it. With one scale for a whole tensor that does the same to every
 number, wherever it is moved to, so it changes places with what only moves numbers (`round_first`). Rows of a cache are
-rounded one by one then, before heads are repeated, which `row_operators` knows how to follow.
+rounded one by one then, before heads are repeated, which `latent_attention` knows how to follow.
 """
 
 from __future__ import annotations

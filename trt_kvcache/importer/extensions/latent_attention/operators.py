@@ -16,8 +16,8 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.extensions.latent_attention.function import ANY, LEAST_ZERO, POSITIVE, Axes, RowFunction
 from trt_kvcache.importer.graph import consumers, is_op, made_of_constants
-from trt_kvcache.importer.normalize.attention.row_function import ANY, LEAST_ZERO, POSITIVE, Axes, RowFunction
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast

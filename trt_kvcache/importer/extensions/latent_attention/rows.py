@@ -11,11 +11,10 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
+from trt_kvcache.importer.extensions.latent_attention.operators import MixedError, RowOperators
+from trt_kvcache.importer.extensions.latent_attention.positions import find_position_rows, read_taking
 from trt_kvcache.importer.graph import is_op
-from trt_kvcache.importer.normalize.attention.position_rows import find_position_rows
-from trt_kvcache.importer.normalize.attention.row_function import RowFunction
-from trt_kvcache.importer.normalize.attention.row_operators import MixedError, RowOperators
-from trt_kvcache.importer.normalize.attention.row_taking import read_taking
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
 

@@ -25,10 +25,10 @@ from math import prod
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.extensions.latent_attention.computed import MOVES, Computed
+from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
 from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import elem_type_of, smallest
-from trt_kvcache.importer.normalize.attention.computed import MOVES, Computed
-from trt_kvcache.importer.normalize.attention.row_function import RowFunction
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -117,8 +117,8 @@ class Absorbed:
     value: _Part
     sample: Sample
 
-    def place(self, core: Core, computed: Computed, canonical: Canonical) -> None:
-        """Put the attention, and what stands around it, into the graph.
+    def place(self, core: Core, computed: Computed, canonical: Canonical) -> Core:
+        """Put what stands around the attention into the graph; returns the attention over latents.
 
         Args:
             core: the attention that this stands for.
@@ -145,15 +145,14 @@ class Absorbed:
             query_type=key_type,
         )
         if self.value.weight is None:
-            canonical.core(inner)
-            return
+            return inner
         output = gs.Variable(emit.name("over_latents"), dtype=value_type)
-        canonical.core(replace(inner, output=output, output_type=value_type))
         result = self.value.weight.multiply(output, value_type, emit, transposed=False)
         if value_type != core.output_type:
             result = emit.op("Cast", [result], "values", core.output_type, to=core.output_type)
         core.output.inputs.clear()
         result.inputs[0].outputs = [core.output]
+        return replace(inner, output=output, output_type=value_type)
 
     def _query(self, core: Core, kind: int, emit: Emitter) -> gs.Tensor:
         query = core.query

@@ -8,9 +8,9 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
+from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
 from trt_kvcache.importer.graph import elem_type, is_op
-from trt_kvcache.importer.normalize.attention.row_function import RowFunction
-from trt_kvcache.importer.normalize.attention.row_search import RowFunctions
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.even import hold_even, operands

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.normalize.attention.position_rows import PositionRows
-from trt_kvcache.importer.normalize.attention.row_taking import Taking
+from trt_kvcache.importer.extensions.latent_attention.positions import PositionRows, Taking
 from trt_kvcache.importer.normalize.findings import Write
 
 ANY, LEAST_ZERO, POSITIVE = 0, 1, 2

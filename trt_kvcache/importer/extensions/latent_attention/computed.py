@@ -3,7 +3,7 @@
     latents [B, 1, T, r] -- MatMul, Reshape, Transpose, Split --> K without positions, V
     rotated [B, 1, T, d] -- Expand over the heads --------------> K with positions
 
-To attention they are caches like any other: `find_cores` proves what is done with them. Once caches have their capacity
+To attention they are caches like any other: the search proves what is done with them. Once caches have their capacity
 they are computed anew, from constants and from as many rows of the caches as are in use.
 """
 
@@ -18,15 +18,13 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rows_in_use import emit_cut
+from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows, hold_rows
+from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
+from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
 from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
-from trt_kvcache.importer.normalize.attention.row_emission import emit_rows, hold_rows
-from trt_kvcache.importer.normalize.attention.row_function import RowFunction
-from trt_kvcache.importer.normalize.attention.row_search import RowFunctions
-from trt_kvcache.importer.normalize.attention.search import find_cores
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.views import is_float_cast
 
 MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
@@ -47,27 +45,7 @@ class Computed:
     writes: tuple[Write, ...]
     heads: Mapping[str, int]
 
-    def find_cores(
-        self, graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples
-    ) -> tuple[Core, ...]:
-        """As `attention.find_cores`, over caches and what is computed from them.
-
-        Raises:
-            UnsupportedModelError: an attention is not what is supported, or reads what is not computed row by row.
-        """
-        try:
-            cores = find_cores(graph, (*writes, *self.writes), interface, samples)
-        except UnsupportedModelError as error:
-            if not (broken := self.functions.broken):
-                raise
-            raise UnsupportedModelError(
-                f"{error}; keys or values are computed from caches, supported is that row by row with constants, and "
-                f"{broken}"
-            ) from error
-        self._hold(cores, samples)
-        return cores
-
-    def _hold(self, cores: Sequence[Core], samples: Samples) -> None:
+    def hold(self, cores: Sequence[Core], samples: Samples) -> None:
         """See to it that what the attentions read of `writes` is arranged the same at every length."""
         for core in cores:
             for write in {core.key, core.value}:

@@ -17,11 +17,11 @@ from functools import partial
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows, hold_rows
+from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
+from trt_kvcache.importer.extensions.latent_attention.positions import read_taking
+from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
 from trt_kvcache.importer.graph import INT64, Emitter, is_op
-from trt_kvcache.importer.normalize.attention.row_emission import emit_rows, hold_rows
-from trt_kvcache.importer.normalize.attention.row_function import RowFunction
-from trt_kvcache.importer.normalize.attention.row_search import RowFunctions
-from trt_kvcache.importer.normalize.attention.row_taking import read_taking
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface

@@ -1,0 +1,97 @@
+"""Attention over keys and values that a graph computes from its caches row by row, and rotary factors made likewise.
+
+    latents in the caches (MLA)     DeepSeek V3, MiniCPM3, GLM-4 MoE Lite, Youtu, Mistral 4
+    keys rotated after the cache    decoders written by hand
+    factors made of positions       decoders written by hand: `rotary`
+
+    function, operators, rows, emission     a tensor as a function of each row, found and computed again
+    positions                               rows made of positions
+    computed                                keys and values that are such functions
+    absorbed                                queries that go to the latents instead
+
+The search for attention takes what is computed for another cache. The rewrite of the graph then computes it from the
+rows in use of the canonical caches, or moves the weights to the queries (`absorbed`): what is left is plain attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.latent_attention.absorbed import Absorbed, find_absorbed, note
+from trt_kvcache.importer.extensions.latent_attention.computed import Computed, find_computed
+from trt_kvcache.importer.extensions.latent_attention.rotary import Positioned
+from trt_kvcache.importer.normalize.attention.search import find_cores
+from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.findings import Core, Write
+from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.plan import LatentAttention
+
+__all__ = ["ComputedAttention", "Positioned", "find_attention"]
+
+
+@dataclass(frozen=True, eq=False)
+class ComputedAttention:
+    """Attention over caches, and over what is computed from them.
+
+    Attributes:
+        cores: all attentions of the model.
+    """
+
+    cores: tuple[Core, ...]
+    _computed: Computed
+    _absorbed: Mapping[str, Absorbed]
+
+    @property
+    def reasons(self) -> Mapping[str, str]:
+        """By name of a cache, why what is computed from it are no keys and values."""
+        return self._computed.functions.reasons
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """For the plan."""
+        return note(self._absorbed.values())
+
+    def place(self, core: Core, canonical: Canonical) -> Core:
+        """Emit what an attention reads, and what stands around it; returns the plain attention that is left.
+
+        Raises:
+            UnsupportedModelError: keys and values are of different heads, and one is a cache that has no heads axis.
+        """
+        if core.node in self._absorbed:
+            return self._absorbed[core.node].place(core, self._computed, canonical)
+        return self._computed.place(core, canonical)
+
+
+def find_attention(
+    graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples, form: LatentAttention
+) -> ComputedAttention:
+    """Find every attention over caches and over what is computed from them.
+
+    Args:
+        graph: sorted, as exported.
+        writes: its caches.
+        interface: of the model as exported.
+        samples: of the model as exported.
+        form: how to attend over latents.
+
+    Raises:
+        UnsupportedModelError: an attention is not what is supported, or reads what is not computed row by row.
+    """
+    computed = find_computed(graph, [w for w in writes if w.room is None], samples)
+    try:
+        cores = find_cores(graph, (*writes, *computed.writes), interface, samples)
+    except UnsupportedModelError as error:
+        if not (broken := computed.functions.broken):
+            raise
+        raise UnsupportedModelError(
+            f"{error}; keys or values are computed from caches, supported is that row by row with constants, and "
+            f"{broken}"
+        ) from error
+    computed.hold(cores, samples)
+    absorbed = find_absorbed(cores, computed, samples) if form is LatentAttention.ABSORBED else {}
+    return ComputedAttention(cores, computed, absorbed)
