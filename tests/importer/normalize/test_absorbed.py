@@ -120,6 +120,7 @@ ABSORBED: dict[str, tuple[Latent, dict[str, Any]]] = {
     "float16": (Latent(plain=6), {"dtype": np.float16}),
     "scores in float32": (Latent(plain=6), {"dtype": np.float16, "upcast": True}),
     "values of one head": (Alike(), {}),
+    "a weight that is the sum of two": (Fused(), {}),
 }
 EXPANDED: dict[str, tuple[Latent, dict[str, Any]]] = {
     "bias": (Latent(bias=True), {}),
@@ -129,7 +130,6 @@ EXPANDED: dict[str, tuple[Latent, dict[str, Any]]] = {
     "scaled keys of all heads": (Latent(keys=_halved), {}),
     "groups of heads": (Latent(kv_heads=2), {}),
     "weights of 8 bits": (Quantized(), {}),
-    "a weight that is computed": (Fused(), {}),
     "heads in another order": (Crossed(), {}),
     "what is rotated in an order without slices": (Latent(rotated=_reversed), {}),
     "columns of a head apart": (Strided(), {}),
