@@ -194,7 +194,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
             node.ClearField("domain")
         if (kept := metadata.get(tuple(node.output))) is not None and not node.metadata_props:
             node.metadata_props.extend(kept)
-    _replace_nodes(result.graph, converted.graph.node)
+    _replace(result.graph.node, converted.graph.node)
     own = {tensor.name for tensor in model.graph.initializer}
     result.graph.initializer.extend(t for t in converted.graph.initializer if t.name not in own)
     for entry in result.opset_import:
@@ -252,12 +252,12 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
         gone = [n for n in graph.node if n.output[0] in made]
         for name in (name for node in gone for name in node.output if name in made):
             graph.initializer.append(numpy_helper.from_array(made[name], name))
-        _replace_nodes(graph, [n for n in graph.node if n.output[0] not in made])
+        _replace(graph.node, [n for n in graph.node if n.output[0] not in made])
         branches = _take_branches(graph, constants | made)
-        merged = _merge_equal(graph)
+        _merge_equal(graph)
         _drop_dead(graph)
         taken += branches
-        if not (gone or branches or merged):
+        if not (gone or branches):
             break
     _replace(model.graph.output, stated)
     return model, taken
@@ -274,7 +274,7 @@ def _take_constants(graph: GraphProto) -> dict[str, Any]:
         else:
             graph.initializer.append(tensor)
     if len(kept) < len(graph.node):
-        _replace_nodes(graph, kept)
+        _replace(graph.node, kept)
         _drop_shapes(graph)  # of constants, of which onnxruntime-genai states wrong ones
     inputs = {v.name for v in graph.input}  # an initializer that is also an input is only a default
     return {
@@ -411,15 +411,14 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
         elif name:  # passed through, or given twice
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
     inner = compose.add_prefix_graph(body, prefix, rename_inputs=False, rename_outputs=False, name_map=names)
-    nodes = [*graph.node[:index], *inner.node, *copies, *graph.node[index + 1 :]]
-    _replace_nodes(graph, nodes)
+    _replace(graph.node, [*graph.node[:index], *inner.node, *copies, *graph.node[index + 1 :]])
     graph.initializer.extend(inner.initializer)
     own = set(names.values())
     graph.value_info.extend(v for v in inner.value_info if v.name in own)
 
 
-def _merge_equal(graph: GraphProto) -> bool:
-    """Let one node stand for those that do the same to the same; whether there were any."""
+def _merge_equal(graph: GraphProto) -> None:
+    """Let one node stand for those that do the same to the same."""
     outputs = {v.name for v in graph.output}
     constants = {
         t.name: (t.data_type, *t.dims, numpy_helper.to_array(t).tobytes())
@@ -443,8 +442,7 @@ def _merge_equal(graph: GraphProto) -> bool:
         else:
             renamed |= dict(zip(node.output, other.output, strict=True))
     if renamed:
-        _replace_nodes(graph, kept)
-    return bool(renamed)
+        _replace(graph.node, kept)
 
 
 def _drop_dead(graph: GraphProto) -> None:
@@ -455,7 +453,7 @@ def _drop_dead(graph: GraphProto) -> None:
         if used & set(node.output):
             kept.append(node)
             used |= names_read(node)
-    _replace_nodes(graph, kept[::-1])
+    _replace(graph.node, kept[::-1])
     _replace(graph.initializer, [t for t in graph.initializer if t.name in used])
     _drop_shapes(graph)
 
@@ -483,10 +481,6 @@ def _refuse_hidden(node: NodeProto) -> None:
         f"{label}: cache updates and attention inside a {node.op_type} body cannot be mapped to TensorRT's layers; "
         "unroll it in the export"
     )
-
-
-def _replace_nodes(graph: GraphProto, nodes: Sequence[NodeProto]) -> None:
-    _replace(graph.node, nodes)
 
 
 def _replace(field: Any, values: Sequence[Any]) -> None:

@@ -115,7 +115,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     read_presents(graph)
     if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
-    exported = read_exported(graph, weights, options)
+    exported = read_exported(graph, weights, options, edited=bool(wide or laid))
     return Normalized(model, None) if exported is None else _rewrite(exported, options, wide, laid)
 
 

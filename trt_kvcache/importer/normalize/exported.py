@@ -81,13 +81,16 @@ class Exported:
     singly: bool = False
 
 
-def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> Exported | None:
+def read_exported(
+    graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, *, edited: bool = True
+) -> Exported | None:
     """Find and prove.
 
     Args:
         graph: of the model; edited.
         weights: the detached weights.
         options: capacity and name patterns.
+        edited: shapes in `graph` may be those of another model.
 
     Returns:
         None where what looked like caches is state.
@@ -96,7 +99,7 @@ def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], opti
         UnsupportedModelError: what was found cannot be proven to be what is supported.
         OptionError: the capacity is missing or contradicts the model.
     """
-    graph, model, held, grouped = _standard(graph)
+    graph, model, held, grouped = _standard(graph, edited)
     candidates, states = _caches(graph, held)
     if not candidates and not held:
         return None
@@ -147,10 +150,12 @@ def _is_read(write: Write) -> bool:
     return any(not is_op(node, "Shape") for t in (write.present, *write.aliases) for node in consumers(t))
 
 
-def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache], list[Merged]]:
-    """The same in standard operators of opset 24, as a graph and as a model; caches in operators; what was merged."""
+def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache], list[Merged]]:
+    """The same in standard operators, as a graph and as a model; caches in operators; what was merged."""
     lower_einsum(graph)
-    graph = gs.import_onnx(infer_shapes(gs.export_onnx(graph.cleanup().toposort())))
+    graph.cleanup().toposort()
+    if edited or any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
+        graph = gs.import_onnx(infer_shapes(gs.export_onnx(graph)))
     join_softmax(graph)
     lower_mha(graph)
     lower_presents(graph)
