@@ -9,6 +9,7 @@ import bench_build
 import pytest
 
 
+@pytest.mark.slow
 def test_it_prints_a_table_and_a_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bench_build.main(["--small", "--runs", "1", "--keep", str(tmp_path)])
     *table, last = capsys.readouterr().out.splitlines()

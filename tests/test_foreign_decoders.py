@@ -19,6 +19,7 @@ IDIOMS = {
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_is_taken_and_keeps_its_numbers(tmp_path: Path, form: str) -> None:
     onnx.save(make_foreign(form, DecoderConfig(vocab=64, capacity=32)), tmp_path / "model.onnx")

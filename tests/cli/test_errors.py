@@ -219,6 +219,7 @@ def test_illegal_option_values_are_one_line(
     assert re.fullmatch(rf"error: [^\n]*{re.escape(message)}[^\n]*\n", result.stderr)
 
 
+@pytest.mark.few(31)
 @pytest.mark.parametrize(
     "arguments",
     [

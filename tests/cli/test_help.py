@@ -33,6 +33,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 COMMANDS = ("plan", "rewrite", "build", "verify", "generate", "inspect", "plugins", "doctor")
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("command", ["", *COMMANDS])
 def test_help_loads_nothing_heavy(command: str) -> None:
     arguments = [command, "--help"] if command else ["--help"]

@@ -34,6 +34,7 @@ def names(folder: Path) -> set[str]:
     return {p.name for p in folder.iterdir()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "config",
     [

@@ -180,6 +180,7 @@ build_engine({model!r}, {output!r}, progress=progress)
 """
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("death", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda s: s.name)
 def test_the_death_of_the_caller_leaves_nothing(model: Path, output: Path, death: signal.Signals) -> None:
     script = PARENT.format(fake=FAKE.format(body="time.sleep(600)"), model=str(model), output=str(output))

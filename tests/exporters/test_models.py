@@ -87,6 +87,7 @@ def test_the_plan_names_the_idiom_and_every_cache_is_native(name):
     assert all(len(a.caches) == 2 for a in plan.attention)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_each_cache_is_read_once_for_all_heads_of_its_group(name):
     model = import_model(_path(name), PlanOptions(capacity=CAPACITY)).model
@@ -99,6 +100,7 @@ def test_each_cache_is_read_once_for_all_heads_of_its_group(name):
     assert readers <= kept
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", [n for n in IDIOMS if IDIOMS[n] != "TensorScatter"])
 def test_the_plan_lists_every_input_that_changes(name):
     path = _path(name)

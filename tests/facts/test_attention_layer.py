@@ -127,6 +127,7 @@ class TestKernels:
         assert bare.stage == ("built" if 16 <= head_size <= 256 else "build")
         assert trt.build(model, patch=trt.decomposable).stage == "built"
 
+    @pytest.mark.few(7)
     @pytest.mark.parametrize("head_size", [4, 7, 16, 100, 256, 320])
     @pytest.mark.parametrize("mask", [None, ("B", 1, "S", 16)], ids=str)
     def test_float(self, head_size: int, mask: tuple[int | str, ...] | None) -> None:

@@ -29,6 +29,7 @@ SCRIPT = textwrap.dedent(
 )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("shared", "scale"), [(True, 0.25), (True, 0.5), (False, 0.25)])
 def test_shared_query_kills_the_builder(shared, scale):
     paths = [path for path in sys.path if path]

@@ -56,6 +56,7 @@ def build(case: Mixture, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[s
     return [line for words in parsed.log.words for line in words.splitlines()]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("bits", "kind"), [(4, "Int4"), (8, "Int8")])
 @pytest.mark.parametrize("zeros", [False, True])
 def test_one_kernel_reads_the_bits_of_the_chosen_experts(

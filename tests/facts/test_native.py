@@ -11,6 +11,7 @@ from builder import build_in_child
 from cases import ALL_CASES, Case
 
 
+@pytest.mark.few(36)
 @pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.key)
 def test_native_outcome(case: Case) -> None:
     """Stage and words of the failure, or none."""

@@ -163,6 +163,7 @@ def test_blocks_of_a_name_that_is_for_quantizers_alone() -> None:
     assert "Plugin not found" in trt.build(model).words
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("make", "bits"),
     [

@@ -140,6 +140,7 @@ def test_functions_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
+@pytest.mark.few(14)
 def test_commands_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
     path, said = bad
     made = ["out.onnx", "out.engine", "out.engine.json"]

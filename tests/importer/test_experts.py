@@ -103,6 +103,7 @@ def test_greedy_tokens_on_the_cpu(tmp_path: Path) -> None:
     assert [e.token for e in events if e.sequence == 0] == together
 
 
+@pytest.mark.slow
 def test_onnxruntime_genai(tmp_path: Path) -> None:
     """Its gpt-oss in 4 bits: QMoE beside MatMulNBits; weights are referred to where they are."""
     model = import_model(GENAI, OPTIONS).model

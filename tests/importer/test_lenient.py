@@ -40,6 +40,7 @@ def shuffled(model: onnx.ModelProto, seed: int) -> list[str]:
     return [node.output[0] for node in copies]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_decoder_with_nodes_in_any_order_is_the_same_decoder(tmp_path: Path, seed: int) -> None:
     model = make_foreign("concat", SMALL)

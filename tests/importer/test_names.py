@@ -16,6 +16,7 @@ NAMES = (
 )  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_names_that_are_taken(name: str, tmp_path: Path) -> None:
     model = make_decoder(Decoder())

@@ -79,6 +79,7 @@ def put(model: onnx.ModelProto, path: Path, where: str) -> Path:
     return path
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", ["inside", "outside"])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_large_table_of_slopes(tmp_path: Path, form: str, where: str) -> None:

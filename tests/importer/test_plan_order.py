@@ -20,6 +20,7 @@ SOURCES = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("source", SOURCES)
 def test_caches_come_in_the_order_of_the_inputs(source: str) -> None:
     path = MODELS / source / "model.onnx"

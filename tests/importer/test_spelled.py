@@ -50,6 +50,7 @@ def spelled(model: onnx.ModelProto) -> onnx.ModelProto:
 ZEROS = [None, *(np.uint8(n) for n in (0, 3, 127, 128, 255)), np.int8(-5), np.uint16(0), np.uint16(31571), np.int16(0)]
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("dtype", FLOATS, ids=["float32", "float16"])
 @pytest.mark.parametrize("zero", ZEROS, ids=repr)
 def test_numbers_are_the_same(zero: Any, dtype: Any) -> None:

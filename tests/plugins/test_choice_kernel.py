@@ -82,6 +82,7 @@ def test_it_chooses_as_the_host_does(host: HostChoice) -> None:
     check(host, [case for dtype in CHOICE_DTYPES for case in some_cases(rng, dtype, 200)])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
 def test_the_best_token_anywhere(host: HostChoice, dtype: str) -> None:
     """In every access of every thread, of one block and of several that come around three times."""

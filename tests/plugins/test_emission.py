@@ -47,6 +47,7 @@ def function_model(operator: Operator, feeds: Feeds) -> onnx.ModelProto:
     return graph.model(24, [NAMESPACE], [operator_function(operator, 24)])
 
 
+@pytest.mark.few(29)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_the_function_is_the_operator(name: str) -> None:
     operator = OPERATORS[name]
@@ -84,6 +85,7 @@ def grid() -> Iterator[Case]:
         yield dtype, "circular", -2, (2, 4), 4, True
 
 
+@pytest.mark.few(79)
 @pytest.mark.parametrize("case", list(grid()), ids=str)
 def test_plugin_nodes_equal_tensor_scatter(
     case: tuple[str, str, int, tuple[int, ...], int, bool], tmp_path: Path

@@ -44,6 +44,7 @@ def hand_made(operator: Operator, kinds: dict[str, int], *, defined: bool, capac
     return graph.model(24, [NAMESPACE], functions)
 
 
+@pytest.mark.few(38)
 @pytest.mark.parametrize("name", OPERATORS)
 def test_every_operator_is_taken_as_it_is(name: str, tmp_path: Path) -> None:
     """Plan, rewrite, and the numbers, refused updates included."""

@@ -76,6 +76,7 @@ def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return made
 
 
+@pytest.mark.few(2)
 def test_every_operator_is_in_the_registry(answers: Answers) -> None:
     assert answers.all["registered"] == list(OPERATORS)
     assert len(OPERATORS) == 16

@@ -211,6 +211,7 @@ def test_constants_that_grow_with_the_text_are_refused(tmp_path: Path) -> None:
         OnnxRuntimeRunner(write(tmp_path / "m.onnx", model))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "mask"), FORMS)
 def test_beside_caches_that_grow(tmp_path: Path, kind: str, mask: str) -> None:
     """Normalization makes the caches fixed, and leaves the constants as they are."""

@@ -91,6 +91,7 @@ def test_a_recording_that_fails_says_why_and_leaves_the_stream_usable(gpu: cuda.
     assert machine.graphs == 0
 
 
+@pytest.mark.slow
 def test_free_memory_of_a_gpu_that_shares_the_machines(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA counts pages of files that were read, as the engine's, for memory in use: the system gives them back."""
     machine.integrated = True

@@ -84,6 +84,7 @@ def poison(session: DecodeSession) -> None:
         view[...] = rng.choice([-1e4, 1e4], view.shape)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("chunk", [None, 4])
 def test_equal_to_recomputation(make: Any, twin_tokens: Any, form: str, chunk: int | None) -> None:

@@ -323,6 +323,7 @@ def test_a_checkpoint_whose_model_scales_its_table_is_refused(
         opened(form.embeds, "cpu", embeddings=tmp_path / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> None:
     form = forms["static"]
     table = form.table

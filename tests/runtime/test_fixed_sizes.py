@@ -64,6 +64,7 @@ def test_sequences_that_join_and_leave(kind: str, device: str, tmp_path: Path) -
         assert [list(g.tokens) for g in session.generate(PROMPTS, config)] == expected
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("kind", FIXED)
 def test_rows_that_take_no_part_stay_as_they_are(kind: str, device: str, tmp_path: Path) -> None:
@@ -102,6 +103,7 @@ def test_scores_of_a_step_are_those_of_its_tokens(tmp_path: Path) -> None:
             np.testing.assert_allclose(found, free.step(batch), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("chunk", [1, 3])
 def test_fewer_tokens_in_a_step_than_the_model_computes(device: str, chunk: int, tmp_path: Path) -> None:
@@ -215,6 +217,7 @@ def test_exports_of_fixed_sizes(name: str, sizes: dict[str, int], tmp_path: Path
     assert found[0] == found[1]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("kind", FIXED)
 def test_embeddings_and_positions_of_the_callers(kind: str, device: str, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def test_gpu_tests_pass_on_the_fake() -> None:
     assert "failed" not in last
 
 
+@pytest.mark.slow
 def test_gpu_tests_name_what_does_not_run() -> None:
     output = gpu_tests(FAKE_GPU_REFUSES="unsupported SM 9.0", TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx")
     assert "does not run on this GPU; in its own words: " in output
@@ -58,6 +59,7 @@ def test_gpu_tests_name_what_does_not_run() -> None:
     assert "24 skipped" in output
 
 
+@pytest.mark.slow
 def test_gpu_tests_are_not_skipped_where_the_gpu_fails() -> None:
     output = gpu_tests(FAKE_GPU_IS_LOST="1", TRT_KVCACHE_GPU_BACKENDS="tensorrt-rtx")
     assert "BackendError: CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS" in output
@@ -72,6 +74,7 @@ def test_more(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memo
 """
 
 
+@pytest.mark.slow
 def test_gpu_tests_end_with_the_one_that_loses_the_gpu(tmp_path: Path) -> None:
     from gpu_outcomes import counts
 
@@ -118,6 +121,7 @@ def statuses(result: Any) -> dict[str, str]:
     return {step["step"]: step["status"] for step in result["steps"]}
 
 
+@pytest.mark.slow
 def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     model = write_decoder(tmp_path / "other.onnx", DecoderConfig(dtype="float16"))
     engine = write_engine(model, max_batch=1, max_chunk=2)
@@ -165,6 +169,7 @@ def test_gpu_check_measures_answers_and_writes(tmp_path: Path) -> None:
     assert (last["ok"], last["backends"]) == (True, {"tensorrt-rtx": True})
 
 
+@pytest.mark.slow
 def test_kernels_that_do_not_load_cost_the_others_nothing(tmp_path: Path) -> None:
     """As PTX with a driver that is older than NVRTC."""
     done = check(tmp_path, *only("bench"), FAKE_KERNELS_OLD_DRIVER="1")
@@ -192,6 +197,7 @@ def test_gpu_check_says_what_the_backend_says(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["backends"] == {"tensorrt-rtx": False}
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_or_crashes_costs_its_own_results_only(tmp_path: Path) -> None:
     """The kernel's benchmark hangs until no time is left for the last steps; what was there stays there."""
     done = check(tmp_path, *only("bench", "measure 128"), "--minutes=0.1", FAKE_KERNELS_HANG="1")
@@ -609,6 +615,7 @@ def test_that_hangs():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"])
 def test_tests_that_hang_keep_what_came_before(tmp_path: Path, first: str) -> None:
     """Also where Python does not come to an interrupt, as in a library that waits for a GPU."""

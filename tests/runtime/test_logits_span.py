@@ -45,6 +45,7 @@ def model(tmp_path: Path) -> Path:
     return write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("most", [1, 2, 5, 8])
 def test_scores_and_drafts_of_an_engine_that_gives_few(model: Path, most: int) -> None:
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8] * 5]

@@ -82,6 +82,7 @@ def steps(draw: st.DrawFn, rows: int) -> list[tuple[int, int, int]]:
     return made
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     form=st.sampled_from(["mobius", "heads-major", "seq-major"]),
@@ -121,6 +122,7 @@ def test_the_same_numbers(
                 assert np.isnan(held[:, count:]).all()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["mobius/llama_static_f32", "mobius/llama_dynamic_f32", "optimum/llama",
                                   "ort-genai/llama_cpu_fp32", "ort-genai/llama_cpu_int4"])  # fmt: skip
 def test_what_exporters_write(name: str) -> None:
@@ -144,6 +146,7 @@ SPLIT: dict[str, tuple[Shape | None, Shape | None, bool]] = {
 """How heads are split: rows before that, the shape (None: of the tokens), whether it is ``[B, S, N*H]`` for sure."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", SPLIT)
 def test_heads_that_are_split(how: str, tmp_path: Path) -> None:
     rows, shape, sure = SPLIT[how]

@@ -48,6 +48,7 @@ def agree(runner: OnnxRuntimeRunner, reference: OnnxRuntimeRunner) -> None:
         written += length
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "mixture",
     [
@@ -87,6 +88,7 @@ def test_a_rewritten_model_stays(tmp_path: Path) -> None:
     assert keep_experts(imported.model, imported.source.proto) is imported.model
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("place", [0, 1])
 @pytest.mark.parametrize("name", ["embed_tokens", "nowhere"])
 def test_what_is_made_of_something_else_stays(tmp_path: Path, place: int, name: str) -> None:

@@ -107,6 +107,7 @@ def test_top_p_of_a_large_vocabulary(spread: float, mass: float) -> None:
     assert kept(left(scores, warpers.keep_top_p, mass)) == set(order[:expected])
 
 
+@pytest.mark.few(52)
 @pytest.mark.parametrize("count", [1, 2, 50, 51, 140, 1000, 8999])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 30.0])
 @pytest.mark.parametrize("order", [1, 64, 141])

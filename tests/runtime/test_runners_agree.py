@@ -41,6 +41,7 @@ def open_on(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
     return open_
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("look", [None, 4])
 def test_both_copy(open_on: Open, look: int | None) -> None:
     """Ragged prompts, more than rows, in chunks; with graphs replayed on the GPU's side."""

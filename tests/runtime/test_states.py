@@ -54,6 +54,7 @@ def session(open_: Open) -> Iterator[DecodeSession]:
         yield opened
 
 
+@pytest.mark.few(2)
 def test_ragged_prompts_in_chunks_more_than_rows(session: DecodeSession) -> None:
     results = session.generate(PROMPTS, GenerationConfig(max_new_tokens=24))
     for tokens, result in zip(PROMPTS, results, strict=True):
@@ -124,6 +125,7 @@ def test_beams(session: DecodeSession) -> None:
     assert score(best.tokens) >= score(expected(prompt, 6)) - 1e-4
 
 
+@pytest.mark.few(2)
 def test_saved_and_loaded(open_: Open, tmp_path: Path) -> None:
     with open_() as session:
         slot = session.cache.acquire()

@@ -339,6 +339,7 @@ MAKING = ("fork", "acquire", "load", "add", "beams", "stream", "leave")
 """Which make slots, that nobody would know of after an interrupt."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("act", ACTS)
 def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: str, tmp_path: Path) -> None:
     """Each slot that is left gives what its tokens alone give, or is gone; and new ones that nobody knows are gone."""

@@ -84,6 +84,7 @@ def test_greedy_decoding_fetches_no_scores(engine: Path, fetched: list[int]) -> 
     assert tokens == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), GREEDY)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "more",
     [{}, {"top_k": 1}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.3, "top_p": 0.9, "min_p": 0.02}],
@@ -104,6 +105,7 @@ def test_drafts_are_verified_on_the_gpu(engine: Path, fetched: list[int]) -> Non
     assert fetched == []
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "config",
     [GenerationConfig(max_new_tokens=6, do_sample=True, top_k=0, top_p=0.9, seed=1),
@@ -172,6 +174,7 @@ def test_numbers_that_are_none_end_their_sequence(engine: Path) -> None:
 # Wherever the kernel cannot be had, the host chooses.
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("way", "words"),
     [("no NVRTC", r"not installed: pip install 'trt-kvcache\[plugin\]'"), ("old driver", "the driver is for CUDA 12.8"),
@@ -237,6 +240,7 @@ def test_every_size_can_be_tried(dtype: str, vocab: int, positions: int) -> None
     assert choice is not None, reason
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
 def test_the_same_tokens_are_drawn_from_few_scores_as_from_all(dtype: str) -> None:
     """Generated scores, with ties at the last place, and settings; the same seeds."""

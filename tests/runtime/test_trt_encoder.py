@@ -48,6 +48,7 @@ def built(folder: Path, layout: str = "hidden", mask: str = "none", longest: int
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", ["none", "ones"])
 def test_each_sequence_has_its_source(machine: Machine, layout: str, mask: str, tmp_path: Path) -> None:
@@ -114,6 +115,7 @@ def test_ids_and_what_is_beyond_the_table(machine: Machine, tmp_path: Path) -> N
             session.encode([1] * 13)
 
 
+@pytest.mark.slow
 def test_memory_of_sources_comes_back(machine: Machine, tmp_path: Path) -> None:
     """With the next source: an array may go while a graph is recorded. What a slot holds stays."""
     with DecodeSession.open(built(tmp_path, "keys of the encoder")) as session:

@@ -130,6 +130,7 @@ CONFIGS = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_kind_of_cache(name: str, open_engine: Open, tmp_path: Path) -> None:
     config, options = CONFIGS[name]
@@ -252,6 +253,7 @@ def test_row_operations_touch_what_they_name(name: str, open_engine: Open, tmp_p
             np.testing.assert_array_equal(*(one.read_row(past, row, capacity) for one in both))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", ["heads-major", "two buffers"])
 @given(seed=st.integers(0, 2**32 - 1))

@@ -136,6 +136,7 @@ HEADS = DecoderConfig(form="heads-major")
 ROLLING = DecoderConfig(form="heads-major", mode="circular", sequence=1)
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize(
     ("mistake", "config", "outputs"),
     [
@@ -235,6 +236,7 @@ IMPORTER_MISTAKES = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mistake", [*IMPORTER_MISTAKES, first_positions, one_position_early])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_mistake_in_the_importers_model_fails(tmp_path: Path, dtype: str, mistake: Mistake) -> None:

@@ -18,6 +18,7 @@ DEAD_ENDS = {"plain-torch/roll_dynamo_op18", "plain-torch/narrow_copy_legacy_op1
 NAMES = sorted(str(path.parent.relative_to(MODELS)) for path in MODELS.rglob("model.onnx"))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", [n for n in NAMES if n not in DEAD_ENDS])
 def test_the_rewritten_model_decodes_like_the_original(name: str) -> None:
     imported = import_model(MODELS / name / "model.onnx", PlanOptions(capacity=64))

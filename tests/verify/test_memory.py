@@ -54,6 +54,7 @@ print(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 """Prints KiB. What `resource.getrusage` knows as the peak of a process begins with that of the process it came from."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("dtype", "external", "factor"),
     [("float32", 1024, 1.3), ("float16", 1024, 2.8), ("bfloat16", 1024, 2.5), ("float16", None, 5.5)],

@@ -42,6 +42,7 @@ def verify(
     return verify_import(import_pair(folder, config, mistake), options or VerifyOptions())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "config",
     [
@@ -179,6 +180,7 @@ def constant_ignored(model: ModelProto) -> None:
 MASK_ONLY = replace(MASKED, decoder=replace(MASKED.decoder, lengths=True))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("config", "mistake", "outputs"),
     [

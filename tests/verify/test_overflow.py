@@ -19,6 +19,7 @@ GROWING = MODELS / "optimum" / "llama_fp16" / "model.onnx"
 QUERIES = "val_39"  # the first layer's projection of FIXED
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("stored", [STORED, SCATTERED])
 @pytest.mark.parametrize(("scale", "garbage"), [(0.25, 1e4), (10.0, 1e3)])
 def test_garbage_is_as_large_as_scores_allow(stored: Path, scale: float, garbage: float, tmp_path: Path) -> None:

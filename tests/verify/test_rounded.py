@@ -49,6 +49,7 @@ def verify(folder: Path, model: ModelProto, factor: float = 1.0) -> VerifyReport
     return verify_import(ImportedModel(both.source, both.plan, wrong), VerifyOptions())
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [INT8, FP8])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 def test_both_sides_round_alike(tmp_path: Path, kind: Any, dtype: Any) -> None:
@@ -99,6 +100,7 @@ def test_mistakes_before_rounding_are_found(tmp_path: Path, dtype: Any, factor: 
     assert not report.passed
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [INT8, FP8])
 @pytest.mark.parametrize("attribute", ["SCORES", "WEIGHTS"])
 def test_a_rounding_that_is_lost_is_found(

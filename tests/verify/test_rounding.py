@@ -140,6 +140,7 @@ def overflow(model: ModelProto) -> None:
     insert(model, node, 0, "Clip", *(constant(model, f"bound_{b}", b, np.float16) for b in (-8.0, 8.0)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mistake", [*IMPORTER_MISTAKES, lose_bits, overflow])
 @pytest.mark.parametrize("factor", [SMALL, LARGE])
 def test_a_mistake_fails_whatever_rounding_does(tmp_path: Path, factor: float, mistake: Mistake) -> None:
@@ -176,6 +177,7 @@ def shift(model: ModelProto) -> None:
     insert(model, nodes(model, "Sin")[0], 0, "Mul", constant(model, "nearly_one", 1 + 2**-22, np.float32))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("mistake", [*IMPORTER_MISTAKES, lose_few_bits, shift])
 def test_a_mistake_in_float32_fails_whatever_rounding_does(tmp_path: Path, mistake: Mistake) -> None:
     assert not verify(tmp_path, sensitive(WIDE, "float32"), mistake).passed

@@ -21,6 +21,7 @@ from trt_kvcache.verify import verify_model
 ALLOWED = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-2}
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("precision", ["FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE"])
 @pytest.mark.parametrize("dtype", ["FLOAT", "FLOAT16"])
 @pytest.mark.parametrize("mask", [None, ("B", 1, "S", 16)])

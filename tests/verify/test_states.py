@@ -40,6 +40,7 @@ def test_state_that_the_rewritten_model_drops_shows(tmp_path):
     assert not verify_import(replace(imported, model=model), VerifyOptions()).passed
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("mask", ["none", "ones", "bool"])
 @pytest.mark.parametrize("memory", ["keys", "hidden"])
 @pytest.mark.parametrize("growing", [False, True])

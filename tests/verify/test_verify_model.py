@@ -41,6 +41,7 @@ def episodes(report: VerifyReport) -> list[str]:
     return list(dict.fromkeys(step.episode for step in report.steps))
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("kv_heads", [2, 4], ids=["grouped", "multi-head"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", FORMS)
@@ -58,6 +59,7 @@ def test_linear_decoders(tmp_path: Path, form: str, dtype: str, kv_heads: int) -
     assert {1, 2} <= {min(step.kept) for step in report.steps if step.length > 1}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("sequence", ["S", 1, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_circular_decoders_wrap(tmp_path: Path, form: str, sequence: int | str) -> None:
@@ -74,6 +76,7 @@ def test_updates_straddle_the_wrap_without_a_contract(tmp_path: Path) -> None:
     assert not any("contract" in note for note in report.notes)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "config",
     [
@@ -131,6 +134,7 @@ def test_a_fixed_batch_and_length_win(tmp_path: Path) -> None:
     assert {(len(s.starts), s.length) for s in report.steps} == {(4, 2)}
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("opset", [25, 26, pytest.param(27, marks=since_1_32)])
 def test_newer_opsets(tmp_path: Path, opset: int, form: str) -> None:

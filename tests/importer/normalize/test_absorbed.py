@@ -158,6 +158,7 @@ def test_queries_go_to_the_latents(tmp_path: Path, name: str) -> None:
         Decode(model, normalized(model), seed=1).check()
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", EXPANDED)
 def test_what_only_looks_so_stays(tmp_path: Path, name: str) -> None:
     latent, rest = EXPANDED[name]
@@ -167,6 +168,7 @@ def test_what_only_looks_so_stays(tmp_path: Path, name: str) -> None:
     assert not any("queries go to the latents" in note for note in plan.notes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ABSORBED)
 def test_expanded_on_demand(tmp_path: Path, name: str) -> None:
     latent, rest = ABSORBED[name]
@@ -177,6 +179,7 @@ def test_expanded_on_demand(tmp_path: Path, name: str) -> None:
     assert not any("queries go to the latents" in note for note in plan.notes)
 
 
+@pytest.mark.slow
 @settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     layers=st.sampled_from([1, 2]),
@@ -235,6 +238,7 @@ def test_the_note_says_how_many_tokens_are_too_many(tmp_path: Path) -> None:
     assert any("more than 6 tokens" in note and "--latent-attention expanded" in note for note in plan.notes)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(
     ("size", "latent"),

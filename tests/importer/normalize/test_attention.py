@@ -65,6 +65,7 @@ def _without_largest(g: Build, scores: str) -> str:
     return g.node("Sub", [scores, g.node("ReduceMax", [scores, g.constant([-1])], keepdims=1)])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = Decoder(**VARIANTS[name])
@@ -77,6 +78,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
         Decode(model, normalized(model), seed=1).check()
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     decoder=st.builds(
@@ -202,6 +204,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.few(16)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_only_looks_like_attention_is_refused(tmp_path: Path, name: str) -> None:
     changes, words = REFUSED[name]

@@ -95,6 +95,7 @@ def shifted(odd: Odd) -> Decoder:
 WHERE = {"hidden": hidden, "cut": cut, "crossed": crossed, "scaled": scaled, "steep": steep, "shifted": shifted}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", WHERE)
 @pytest.mark.parametrize("odd", [equal(48), above(4)], ids=["48", "above 4"])
 def test_batches_in_which_a_model_does_something_else(where: str, odd: Odd, tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     latent, rest = VARIANTS[name]
@@ -61,6 +62,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
         Decode(model, normalized(model), seed=1).check()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     layers=st.sampled_from([1, 2]),
@@ -95,6 +97,7 @@ def test_only_the_rows_in_use_are_computed(tmp_path: Path) -> None:
     assert not kinds["ConstantOfShape"]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["plain", "written side by side", "norm in pieces", "absorbed", "[B, T, D]"])
 def test_builds(tmp_path: Path, name: str) -> None:
     latent, rest = VARIANTS[name]
@@ -246,12 +249,14 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("where", ["latents", "rotated", "keys", "values"])
 def test_rows_may_be_made_of_their_numbers(tmp_path: Path, where: str) -> None:
     latent: dict[str, Any] = {where: _by_row}
     check_decode(make_decoder(latent_decoder(Latent(**latent))), tmp_path)
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("where", ["latents", "rotated", "keys", "values"])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_of_more_than_a_row_are_refused(tmp_path: Path, name: str, where: str) -> None:
@@ -308,6 +313,7 @@ def _rounded(g: Build, tensor: str) -> str:
     return written(g, again, g.node("Slice", [tensor, *map(g.constant, ([0], [2], [3]))]), 1, 3)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("change", [_twice, _added, _rounded])
 def test_what_is_written_into_more_than_zeros_is_no_concatenation(tmp_path: Path, change: Any) -> None:
     with pytest.raises(UnsupportedModelError, match="ScatterND .* is none of the operators"):

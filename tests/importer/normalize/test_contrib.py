@@ -336,6 +336,7 @@ def test_rotary_embedding_with_caches_that_do_not_fit() -> None:
         lowered(make("RotaryEmbedding", feeds, list(feeds), ["y"]))
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rank", [3, 4])
 @pytest.mark.parametrize("part", [0, 16])
@@ -419,6 +420,7 @@ def _buildable() -> dict[str, tuple[str, dict[str, Array], list[str], dict[str, 
     }  # fmt: skip
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("name", list(_buildable()))
 def test_builds(name: str) -> None:
     op, feeds, more, attrs = _buildable()[name]

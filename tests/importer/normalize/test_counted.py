@@ -90,6 +90,7 @@ FOUND: dict[str, tuple[Index, int]] = {  # and how far behind the positions
 }  # fmt: skip
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FOUND)
 def test_each_sequence_takes_rows_of_its_own(tmp_path: Path, name: str) -> None:
     result = check_decode(make_decoder(Decoder(positions="none", after=looked_up(FOUND[name][0]))), tmp_path)
@@ -109,6 +110,7 @@ def test_rows_that_are_looked_up_in_one_row(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", FOUND)
 def test_a_table_ends_where_its_offset_says(tmp_path: Path, name: str) -> None:
     index, offset = FOUND[name]
@@ -120,6 +122,7 @@ def test_a_table_ends_where_its_offset_says(tmp_path: Path, name: str) -> None:
     rewritten(make_decoder(Decoder(positions="none", after=looked_up(index, rows - 1))), tmp_path, CAPACITY - 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["one for all", "in front, from 2", "beside pads"])
 @pytest.mark.parametrize(("batch", "sequence"), [(1, "sequence"), (2, "sequence"), ("batch", 1), (2, 3)])
 def test_fixed_sizes(tmp_path: Path, name: str, batch: int | str, sequence: int | str) -> None:
@@ -168,6 +171,7 @@ LOOK_ALIKES: dict[str, Index] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", LOOK_ALIKES)
 def test_look_alikes_are_refused(tmp_path: Path, name: str) -> None:
     words = (

@@ -92,6 +92,7 @@ def test_values_of_more_layers_are_no_more_to_evaluate(counted: Counter[str]) ->
     assert layer <= 5  # what moves data: the shapes that this needs are the same in all layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decoder", [{}, {"mask": "padding", "positions": "padding"}, {"window": 5}], ids=str)
 def test_a_layer_more_costs_the_same_at_any_depth(counted: Counter[str], decoder: dict[str, Any]) -> None:
     """Not the product of layers and samples, let alone the square of the depth."""

@@ -106,6 +106,7 @@ def ops(model: onnx.ModelProto) -> set[str]:
     return {node.op_type for node in model.graph.node}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("rows", [width, cancelled, read(16)])
 @pytest.mark.parametrize("reads", ["cos", "count"])
 def test_indices_that_no_size_changes_are_a_constant(tmp_path: Path, rows, reads: str) -> None:
@@ -123,6 +124,7 @@ def test_a_chain_of_them_is_folded(tmp_path: Path) -> None:
     assert "NonZero" not in ops(check_decode(make_decoder(Decoder(after=after)), tmp_path).model)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "found",
     [
@@ -238,6 +240,7 @@ def keys(g: Build, x: str) -> str:
     return g.size_of(g.padding, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("size", [keys, lambda g, _: g.all], ids=["mask", "caches"])
 @pytest.mark.parametrize("capacity", [5, SWITCH])
 def test_a_branch_that_is_always_taken_is_all_that_stays(tmp_path: Path, size, capacity: int) -> None:

@@ -117,6 +117,7 @@ def check_decode(model: onnx.ModelProto, folder: Path) -> None:
         past += new
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mask", [causal, window, written])
 def test_decode(tmp_path: Path, mask: Mask) -> None:
     check_decode(decoder(mask), tmp_path)

@@ -31,6 +31,7 @@ def saved(folder: Path, how: Speech) -> Path:
     return folder / "decoder.onnx"
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("how", HOW, ids=str)
 def test_rows_in_use_are_written_in_place(tmp_path: Path, how: Speech) -> None:
     path = saved(tmp_path, how)
@@ -66,6 +67,7 @@ def test_rows_that_are_put_back_in_another_order_are_refused(tmp_path: Path, mon
         plan_model(saved(tmp_path, Speech(mask="all", scrambled=True, room=8)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mask", ["all", "square"])
 @pytest.mark.parametrize("room", [3, 6, 7])
 def test_sequences_that_mix_are_seen_where_there_is_little_room(tmp_path: Path, mask: str, room: int) -> None:

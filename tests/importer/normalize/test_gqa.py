@@ -84,6 +84,7 @@ def layer(
     return Layer(finish(graph), dtype, KV_HEADS, SIZE, SIZE, WIDTH, mask_feeds)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rotary", [0, SIZE, SIZE // 2])
@@ -140,6 +141,7 @@ def test_a_cache_of_a_window_becomes_linear(rows: int) -> None:
         past += new
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(
     "attrs",
@@ -192,6 +194,7 @@ def test_norm_weights() -> None:
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("options", [{"rotary": SIZE}, {"rotary": SIZE // 2, "qk_norm_epsilon": 0.5}], ids=str)
@@ -395,6 +398,7 @@ def test_original_of_the_reference_runs() -> None:
     assert {o.name for o in session(layer(rotary=SIZE).model).get_outputs()} == {"y", "present_k", "present_v"}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(
     "options",

@@ -47,6 +47,7 @@ def _decoder(settings: dict[str, Any], **grouped: Any) -> Decoder:
     return Decoder(**{"repeat": "none", "scale": "none", **settings}, attend=Grouped(**grouped))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("settings", "grouped"), VARIANTS.values(), ids=VARIANTS.keys())
 def test_it_becomes_attention(settings: dict[str, Any], grouped: dict[str, Any], tmp_path: Path) -> None:
     result = check_decode(make_decoder(_decoder(settings, **grouped)), tmp_path)

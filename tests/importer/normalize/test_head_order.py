@@ -73,6 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = turns(**VARIANTS[name])

@@ -100,6 +100,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_they_become_one(tmp_path: Path, name: str) -> None:
     decoder = apart(*VARIANTS[name][:1], **VARIANTS[name][1])

@@ -257,6 +257,7 @@ def test_mask_of_the_caller() -> None:
     assert attention_attrs(result)["is_causal"] == 1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("options", [{"is_causal": 1, "mask": "padding"}, {"rank": 4, "is_causal": 1}], ids=str)
 def test_builds_with_one_cache_layer_each(dtype: Any, options: dict[str, Any], tmp_path: Path) -> None:

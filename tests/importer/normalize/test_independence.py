@@ -123,6 +123,7 @@ MIXES = {
 }  # fmt: skip
 
 
+@pytest.mark.few(7)
 @pytest.mark.parametrize("name", MIXES)
 def test_operators_along_the_batch_are_refused_behind_weights(tmp_path: Path, name: str) -> None:
     mixed = Decoder(after=MIXES[name])

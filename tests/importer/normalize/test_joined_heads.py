@@ -91,6 +91,7 @@ class Joined:
         return g.node("Transpose", [self._split(g, tensor, size)], perm=[0, 2, 1, 3])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "form",
     [

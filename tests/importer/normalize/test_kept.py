@@ -66,6 +66,7 @@ EXACT: dict[str, Cut] = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", EXACT)
 def test_the_same_logits_at_every_length(name: str, tmp_path: Path) -> None:
     how = EXACT[name]
@@ -75,6 +76,7 @@ def test_the_same_logits_at_every_length(name: str, tmp_path: Path) -> None:
     verify_import(result, VerifyOptions(batch=3)).check()
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("name", EXACT)
 def test_the_mask_is_the_window(name: str) -> None:
     how = EXACT[name]
@@ -83,6 +85,7 @@ def test_the_mask_is_the_window(name: str) -> None:
     assert found == [w if 0 < w < LONG else 0 for w in seen]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("window", range(2, 12))
 @pytest.mark.parametrize("capacity", [9, 24])
 def test_windows_around_the_capacity(window: int, capacity: int, tmp_path: Path) -> None:
@@ -94,6 +97,7 @@ def test_windows_around_the_capacity(window: int, capacity: int, tmp_path: Path)
     )
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("chunk", [1, 4, 9])
 @pytest.mark.parametrize(
     "how", [Cut(), Cut(kept=(7, 0), window=(8, 0)), Cut(kept=(11,), window=(6,)), Cut(cut="twice", mask="positions")]

@@ -136,6 +136,7 @@ def test_a_mask_that_is_another_one_in_some_steps(apply: str, steps: tuple[str, 
         _plan(masked(odd, apply), capacity)
 
 
+@pytest.mark.slow
 @given(steps=odd_steps())
 @settings(max_examples=40, deadline=None)
 def test_a_factor_that_is_another_one_in_some_steps(steps: tuple[str, Odd, int]) -> None:
@@ -144,6 +145,7 @@ def test_a_factor_that_is_another_one_in_some_steps(steps: tuple[str, Odd, int])
         _plan(scaled(odd), capacity)
 
 
+@pytest.mark.slow
 @given(steps=odd_steps(["P", "T", "P and S", "square"]))  # what only depends on S may stay
 @settings(max_examples=40, deadline=None)
 def test_positions_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
@@ -165,6 +167,7 @@ def test_the_same_without_a_program(steps: tuple[str, Odd, int]) -> None:
             _plan(masked(odd, "add"), capacity)
 
 
+@pytest.mark.slow
 @given(total=st.integers(2, 90))
 @settings(max_examples=30, deadline=None)
 def test_padding_that_is_seen_at_one_length(total: int) -> None:
@@ -194,6 +197,7 @@ def hidden_by(odd: Odd, form: str) -> onnx.ModelProto:
     return make_decoder(Decoder(mask="none", scores=scores))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("form", ["visible", "hidden", "Max"])
 @given(steps=odd_steps())
 @settings(max_examples=12, deadline=None)
@@ -235,6 +239,7 @@ def turned(g: Build, tensor: str, odd: Odd, how: str) -> str:
     return g.node("Slice", [tensor, *bounds])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("which", ["keys", "values"])
 @pytest.mark.parametrize("how", ["heads", "channels", "rows"])
 @given(steps=odd_steps())
@@ -295,6 +300,7 @@ def test_new_rows_that_are_turned_in_some_steps(steps: tuple[str, Odd, int]) -> 
         _plan(model, capacity)
 
 
+@pytest.mark.slow
 @given(steps=odd_steps())
 @settings(max_examples=12, deadline=None)
 def test_counts_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
@@ -323,6 +329,7 @@ def cut_shorter(odd: Odd) -> onnx.ModelProto:
     return make_decoder(Decoder(mask=mask))
 
 
+@pytest.mark.slow
 @given(steps=odd_steps())
 @settings(max_examples=20, deadline=None)
 def test_shapes_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> None:
@@ -331,6 +338,7 @@ def test_shapes_that_are_others_in_some_steps(steps: tuple[str, Odd, int]) -> No
         _plan(cut_shorter(odd), capacity)
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("capacity", [24, 100])
 @pytest.mark.parametrize("length", [2, 3, 4, 5, 6])
 @pytest.mark.parametrize("past", [None, 4])
@@ -341,6 +349,7 @@ def test_shapes_that_are_others_in_steps_that_are_learnt_from(capacity: int, len
         _plan(cut_shorter(odd), capacity)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capacity", [12, 24, 300])
 @given(past=st.integers(0, 10))
 @settings(max_examples=8, deadline=None)
@@ -415,6 +424,7 @@ def check_planned(decoder: Decoder, capacity: int) -> None:
     assert (kinds["TensorScatter"], kinds["Attention"]) == (2, 1)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("capacity", [1, 2, 5, 15, 16, 17, 33, 1000, 20000])
 @pytest.mark.parametrize(
     "decoder", [Decoder(), Decoder(mask="padding", window=5), Decoder(sequence=3), Decoder(batch=1)]
@@ -433,6 +443,7 @@ def test_windows_that_only_long_texts_fill(capacity: int) -> None:
 STORED = sorted(path for path in MODELS.rglob("*.onnx") if path.stat().st_size < 1 << 20)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("path", STORED, ids=lambda path: str(path.relative_to(MODELS)))
 def test_a_program_computes_what_probes_do(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tensors that proofs are about, in real exports, at lengths that the program did not learn from."""

@@ -27,6 +27,7 @@ def attention(decoder: Decoder, capacity: int = CAPACITY) -> tuple[NodeProto, di
     return node, {a.name: helper.get_attribute_value(a) for a in node.attribute}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mask", ["past", "padding", "positions", "buffer"])
 @pytest.mark.parametrize("apply", ["add", "where", "hide"])
 def test_causal_masks_become_an_attribute(tmp_path: Path, mask: str, apply: str) -> None:
@@ -38,6 +39,7 @@ def test_causal_masks_become_an_attribute(tmp_path: Path, mask: str, apply: str)
     assert "left_window_size" not in attrs
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("mask", ["past", "padding", "positions"])
 @pytest.mark.parametrize("window", [1, 2, 5, CAPACITY - 1])
 def test_windows_become_an_attribute(tmp_path: Path, mask: str, window: int) -> None:
@@ -70,6 +72,7 @@ def test_one_token_at_a_time_needs_no_mask(tmp_path: Path) -> None:
     assert attention(decoder)[1]["is_causal"] == 1
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("own_type", "dtype", "upcast"),
     [

@@ -71,6 +71,7 @@ def _decoder(settings: dict[str, Any], **merged: Any) -> Decoder:
     return Decoder(**{"kv_heads": 4, **settings}, attend=Merged(**merged))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = _decoder(VARIANTS[name][0], **VARIANTS[name][1])
@@ -84,6 +85,7 @@ def test_decode(tmp_path: Path, name: str) -> None:
         Decode(model, canonical, seed=1).check()
 
 
+@pytest.mark.slow
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     mask=st.sampled_from(["past", "padding", "positions", "buffer", "own"]),
@@ -103,6 +105,7 @@ def test_any_combination(tmp_path: Path, **choices: Any) -> None:
     check_decode(make_decoder(Decoder(**choices)), tmp_path)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("split", ["mask", "softmax", "none"])
 def test_nothing_is_left_of_the_merged_axis(split: str) -> None:
     nodes = normalized(make_decoder(_decoder({"layers": 2}, split=split))).graph.node
@@ -126,6 +129,7 @@ def test_beside_an_encoder(tmp_path: Path, split: str) -> None:
     verify_model(path, options).check()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     "name", ["BART", "BLOOM", "all merged", "batch left open", "groups of heads", "queries by way of [B*H, 1, S, D]"]
 )

@@ -66,6 +66,7 @@ QUANTIZED = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(14)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("case", [*FLOATS, *QUANTIZED], ids=str)
 def test_mixture(case: Mixture, dtype: Any) -> None:
@@ -94,6 +95,7 @@ def test_signed_weights(case: Mixture) -> None:
     np.testing.assert_array_equal(run(copy, feeds), run(model, feeds))
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 31, 64, 200])
 @pytest.mark.parametrize(("experts", "k"), [(4, 1), (5, 2), (8, 8), (32, 4)])
 def test_however_unevenly_tokens_choose(experts: int, k: int, tokens: int) -> None:
@@ -262,6 +264,7 @@ BUILT = [
 ]  # fmt: skip
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("case", BUILT, ids=str)
 def test_tensorrt_builds(case: Mixture) -> None:
     model = lowered(case.model())

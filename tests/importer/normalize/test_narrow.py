@@ -77,6 +77,7 @@ def types(model: ModelProto) -> dict[str, int]:
     return {v.name: v.type.tensor_type.elem_type for v in (*model.graph.input, *model.graph.output)}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("source", SOURCES)
 def test_caches_get_the_type_that_they_are_cast_to(tmp_path: Path, source: str, each: bool) -> None:

@@ -340,6 +340,7 @@ class TestSigned:
 
 
 class TestTensorRT:
+    @pytest.mark.few(8)
     @pytest.mark.parametrize(
         "case",
         [

@@ -39,6 +39,7 @@ DECODERS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("name", DECODERS)
 def test_the_whole_is_updated_in_place(tmp_path: Path, name: str) -> None:
     whole = make_decoder(DECODERS[name])
@@ -47,6 +48,7 @@ def test_the_whole_is_updated_in_place(tmp_path: Path, name: str) -> None:
     Decode(whole, result.model).check(tolerance=1e-2 if name == "float16" else 1e-4)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", FORMS)
 def test_new_rows_in_any_layout(tmp_path: Path, name: str) -> None:
     whole = make_decoder(Decoder(layers=2))
@@ -134,6 +136,7 @@ MASKED = {
 }
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", MASKED)
 def test_a_past_that_always_has_as_many_rows(tmp_path: Path, name: str) -> None:
     """Where a mask hides the rows that hold nothing, the order of the rows is nothing to attention."""

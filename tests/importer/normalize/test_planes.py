@@ -178,6 +178,7 @@ def test_positions_of_any_shape_are_taken_or_refused_by_name(tmp_path: Path, bat
             assert "position" in str(error), shape  # noqa: PT017
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("shape", "batch", "axes"),
     [

@@ -38,6 +38,7 @@ def _model(**rope: Any) -> onnx.ModelProto:
     return make_decoder(Decoder(positions=positions, attend=Rope(**rope), **settings))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("rope", NEW.values(), ids=NEW.keys())
 def test_new_tokens_have_their_own_positions(rope: dict[str, Any], tmp_path: Path) -> None:
     check_decode(_model(**rope), tmp_path)

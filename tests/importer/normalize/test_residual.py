@@ -17,6 +17,7 @@ from trt_kvcache.errors import UnsupportedModelError
 After = Callable[[Build, str], str]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("positions", ["past", "padding", "present"])
 @pytest.mark.parametrize("layout", ["bnsd", "bsnd", "flat"])
 def test_positions_are_counted_from_the_write_indices(tmp_path: Path, positions: str, layout: str) -> None:

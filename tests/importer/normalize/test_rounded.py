@@ -347,6 +347,7 @@ def test_nvidia_s_operators_in_an_old_opset_are_refused(tmp_path: Path) -> None:
         plan_model(tmp_path / "model.onnx", PlanOptions(capacity=CAPACITY))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", [INT8, FP8])
 @pytest.mark.parametrize("parts", [PARTS, ("keys", "values")])
 def test_builds(tmp_path: Path, kind: Any, parts: tuple[str, ...]) -> None:

@@ -100,6 +100,7 @@ def test_what_may_be_seen_is_refused(tmp_path: Path, name: str) -> None:
         rewritten(make_decoder(Decoder(**{**CODEGEN, **changes})), tmp_path)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("apply", ["add", "where", "hide"])
 @pytest.mark.parametrize("scale", ["scores", "q", "k"])
 def test_a_mask_has_to_be_lower_than_scores_that_are_made_larger(tmp_path: Path, scale: str, apply: str) -> None:

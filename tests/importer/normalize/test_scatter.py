@@ -101,6 +101,7 @@ def row_wise(graph: Graph, past: str, new: str) -> str:
     return graph.node("ScatterElements", [past, index, update], axis=2)
 
 
+@pytest.mark.few(17)
 @pytest.mark.parametrize(
     ("idiom", "shape", "pos", "axis", "perm"),
     [

@@ -88,6 +88,7 @@ def merged_heads(graph: Graph, past: str, new: str) -> str:
     return graph.node("Where", [at(graph, 1, 3), graph.node("Reshape", [new, graph.constant([0, 0, -1])]), past])
 
 
+@pytest.mark.few(28)
 @pytest.mark.parametrize(
     ("idiom", "shape", "pos", "name", "axis", "perm"),
     [

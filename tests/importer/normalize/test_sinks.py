@@ -44,6 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_decode(tmp_path: Path, name: str) -> None:
     decoder = Decoder(**VARIANTS[name])

@@ -226,6 +226,7 @@ def test_reversed_channels_are_part_of_the_update():
     assert assert_same_update(update_model(idiom), 5, 2, 3).update.name == "flipped"
 
 
+@pytest.mark.slow
 def test_long_caches_are_proven_without_allocating_them():
     capacity = 131072
     cache = 2 * HEADS * capacity * SIZE * 4  # bytes, in the samples of two sequences

@@ -58,6 +58,7 @@ def run(model: onnx.ModelProto, x: Array) -> Array:
     return result
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
 @pytest.mark.parametrize(("rank", "readers"), [(3, 1), (2, 1), (3, 2)])
 @pytest.mark.parametrize("zeros", [True, False])
