@@ -13,7 +13,13 @@ from dataclasses import dataclass
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.analysis.attention_facts import AttentionFacts, axis_size, is_used, read_attention
+from trt_kvcache.importer.analysis.attention_facts import (
+    AttentionFacts,
+    axis_size,
+    gives_scores,
+    is_used,
+    read_attention,
+)
 from trt_kvcache.importer.analysis.caches import VIEW_OPS
 from trt_kvcache.importer.analysis.kernels import attention_kind
 from trt_kvcache.importer.analysis.queries import MOST_READERS, sequence_axis, whole_query
@@ -121,8 +127,8 @@ def _span(
 
     Rows at and beyond the longest valid length are masked for every query, so leaving them out changes nothing.
     """
-    if not options.attention_span or not read or facts.lengths is None:
-        return None
+    if not options.attention_span or not read or facts.lengths is None or facts.qk_output:
+        return None  # scores have a column for every key
     capacities = {c.capacity for c in caches if c.past in read}
     if len(capacities) != 1 or facts.keys not in capacities:
         return None
@@ -166,6 +172,12 @@ def _shorter_mask(graph: gs.Graph, facts: AttentionFacts, options: PlanOptions) 
     if facts.mask is None:
         return False
     length = axis_size(facts.mask, -1)
+    if facts.qk_output and length != facts.keys:
+        raise UnsupportedModelError(
+            f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}, and "
+            "its scores (qk_matmul_output), which are used, have a column for each; supported beside scores are masks "
+            "over all keys: export it so"
+        )
     if isinstance(length, int) and isinstance(facts.keys, int):
         if length > facts.keys:
             raise InvalidModelError(
@@ -187,6 +199,7 @@ def relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
         return False
     return all(
         is_op(n, "Attention")
+        and not gives_scores(graph, n)
         and input_or_none(n, 3) is mask
         and input_or_none(n, 6) is None
         and axis_size(n.inputs[1], sequence_axis(n.inputs[1])) == facts.keys

@@ -123,6 +123,8 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
             f"Attention '{node.name}' scales its scores by {scale:g} and caps them at {softcap:g}; supported are "
             "factors above 0, and caps above 0 or none (0)"
         )
+    if (mask := input_or_none(node, 3)) is not None:
+        _check_mask(node, mask, elem_type(q))
     precision = node.attrs.get("softmax_precision")
     return AttentionFacts(
         node=node,
@@ -138,7 +140,7 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         softcap=softcap,
         softmax_precision=int(precision) if precision else None,
         scale=scale,
-        qk_output=len(node.outputs) > 3 and is_used(graph, node.outputs[3]),
+        qk_output=gives_scores(graph, node),
         qk_mode=int(node.attrs.get("qk_matmul_output_mode", 0)),
         mask=input_or_none(node, 3),
         lengths=input_or_none(node, 6),
@@ -149,6 +151,21 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         rounded_scores=read_rounding(node, SCORES),
         rounded_weights=read_rounding(node, WEIGHTS),
     )
+
+
+def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
+    """Refuse masks that the text of the operator leaves undefined, though its type constraints allow them."""
+    shape = dims(mask)
+    if elem_type(mask) not in (None, 0, onnx.TensorProto.BOOL, dtype):
+        raise UnsupportedModelError(
+            f"the mask '{mask.name}' of Attention '{node.name}' is {dtype_name(mask)}; ONNX says what bool means, and "
+            f"the type of the queries, {dtype_name(node.inputs[0])}: cast it to one of them"
+        )
+    if shape is not None and len(shape) not in (1, 2, 3, 4):
+        raise InvalidModelError(
+            f"the mask '{mask.name}' of Attention '{node.name}' is {list(shape)}; ONNX allows [batch, heads, length, "
+            "keys], or the last of these"
+        )
 
 
 def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
@@ -168,6 +185,11 @@ def _head_size(node: gs.Node, tensor: gs.Tensor, heads: Dim) -> int | None:
             f"'{tensor.name}' of Attention '{node.name}' is {width} wide, which {heads} heads do not divide"
         )
     return width // heads
+
+
+def gives_scores(graph: gs.Graph, node: gs.Node) -> bool:
+    """Whether something reads the scores of an Attention, its fourth output."""
+    return len(node.outputs) > 3 and is_used(graph, node.outputs[3])
 
 
 def is_used(graph: gs.Graph, tensor: gs.Tensor) -> bool:

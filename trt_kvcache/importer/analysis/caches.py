@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
@@ -133,6 +134,9 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
             f"cache '{found.past.name}' of '{node.name}' has no fixed length on axis {found.axis}, and it is computed "
             "in the graph: make it an input of the model, or give the export a fixed length"
         )
+    if write_indices is not None:
+        _check_rows(found, write_indices)
+    _check_zero_points(found)
     length = _update_length(update, found.axis) if form is UpdateForm.PADDED else _packed_length(update)
     if form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
         raise InvalidModelError(
@@ -229,6 +233,29 @@ def _check_packed(found: _Found) -> None:
         raise InvalidModelError(
             f"packed update '{found.node.name}' writes a {update} update into a {cache} cache; cast the update first"
         )
+
+
+def _check_rows(found: _Found, write_indices: gs.Tensor) -> None:
+    """Refuse as many write indices as no batch but one has."""
+    (rows,), batch = dims(write_indices) or ("?",), found.shape[0]
+    if isinstance(rows, int) and not isinstance(batch, int):
+        raise UnsupportedModelError(
+            f"'{found.node.name}' has {rows} write indices ('{write_indices.name}'), and cache '{found.past.name}' "
+            f"{list(found.shape)} an open batch; one for each row is needed: export both with one symbol, or a fixed "
+            "batch"
+        )
+
+
+def _check_zero_points(found: _Found) -> None:
+    """Refuse rounding around another number than 0 on the way into a cache or out of it: it has no layer for that."""
+    for node in (*found.node.inputs[1].inputs, *consumers(found.present)):
+        if is_op(node, "QuantizeLinear", "DequantizeLinear"):
+            zero = small_constant(input_or_none(node, 2))
+            if zero is not None and np.any(zero.astype(np.int64)):
+                raise UnsupportedModelError(
+                    f"cache '{found.past.name}' holds numbers that {node.op} '{node.name}' rounds around "
+                    f"{int(zero.reshape(-1)[0])}; TensorRT rounds to int8 around 0: quantize the cache symmetrically"
+                )
 
 
 def _update_length(update: gs.Tensor, axis: int) -> Dim:

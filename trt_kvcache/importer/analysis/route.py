@@ -144,6 +144,9 @@ def _circular(facts: UpdateFacts, options: PlanOptions) -> Decision:
     if options.fallback is Fallback.AUTO and options.target is Target.TENSORRT:
         return Decision(Route.PLUGIN, "circular update of several tokens, which IKVCacheUpdateLayer does not know")
     length = facts.update_length if isinstance(facts.update_length, int) else None
+    if length is not None and facts.capacity % length:
+        why = f"circular updates of {length} tokens each straddle the end of {facts.capacity} rows: plain operators"
+        return Decision(Route.FUNCTIONAL, why)
     return Decision(
         Route.NATIVE,
         "circular update of several tokens: linear at write index mod capacity, under the contract that no update "

@@ -8,6 +8,7 @@ Rules of TensorScatter: https://onnx.ai/onnx/operators/onnx__TensorScatter.html
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -38,6 +39,7 @@ from trt_kvcache.importer.protos import (
 TENSOR_SCATTER_OPSET = 24
 _FOREIGN_DOMAIN = "trt_kvcache.foreign"
 _KEPT_BYTES = 1024  # constants up to this size are kept: shape inference reads shapes from them
+_NAMES = {"name", "input", "output", "op_type", "domain", "dim_param"}
 _FLAGGED = {"Attention", "GroupQueryAttention", "MultiHeadAttention", "RotaryEmbedding"}
 _FLAGS = {
     "is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "interleaved", "is_packed_batching",
@@ -191,7 +193,7 @@ def _without_external_data(skeleton: ModelProto) -> ModelProto:
 
 
 def _check_text(message: Message, source: str) -> None:
-    """Refuse names that are not UTF-8: protobuf hands them out as bytes, and everything after expects text."""
+    """Refuse names that are not UTF-8, which protobuf hands out as bytes, or that would break a line of text."""
     # Looking at a tensor's other fields would copy its data.
     wanted = ("name", "doc_string", "external_data") if isinstance(message, TensorProto) else None
     fields = message.DESCRIPTOR.fields_by_name
@@ -204,6 +206,13 @@ def _check_text(message: Message, source: str) -> None:
         elif field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in values):
             bad = next(text for text in values if isinstance(text, bytes))
             raise InvalidModelError(f"{source}: a {field.name} in it is not text: {bad[:40]!r}; export the model again")
+        elif field.name in _NAMES:
+            for text in values:
+                if unnatural := [c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp")]:
+                    raise InvalidModelError(
+                        f"{source}: the name {text[:80]!a} has the control character or line break {unnatural[0]!a}, "
+                        "which messages, logs and TensorRT's layer names cannot show; rename it, and export again"
+                    )
 
 
 def _check_are_tensors(graph: GraphProto, source: str) -> None:

@@ -1,6 +1,7 @@
 """Repairs of what exporters and optimizers write and ONNX forbids, or ONNX Runtime trips over later.
 
 nodes in any order              ONNX Runtime's float16 converter appends the Casts of inputs and of operators in float32
+the domain ai.onnx              another name of ONNX's own, which is empty; ONNX's checker finds no operator there
 no import of com.microsoft      its quantizers add operators of it
 shapes stated for initializers  onnxruntime-genai states [] for a constant [1], which its optimizer makes an initializer
 names of its own casts          its optimizer saves them, and gives them again when it loads what became of the model:
@@ -15,9 +16,10 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping
 
-from onnx import GraphProto, ModelProto, TensorProto, TensorShapeProto
+from onnx import GraphProto, ModelProto, OperatorSetIdProto, TensorProto, TensorShapeProto
 
 from trt_kvcache.importer.protos import (
+    DEFAULT_DOMAINS,
     Scope,
     attribute_graphs,
     is_op,
@@ -31,8 +33,11 @@ from trt_kvcache.importer.roles.config import NamePattern, shipped_patterns
 __all__ = ["drop_defaults", "list_scalars", "make_strict", "rename_casts"]
 
 _CONTRIB = "com.microsoft"
+_LONG = "ai.onnx"
 _CASTS = "InsertedPrecisionFreeCast_"
 _REDUCTIONS = ("L1", "L2", "LogSum", "LogSumExp", "Max", "Mean", "Min", "Prod", "Sum", "SumSquare")
+_BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
+"""Inputs of operators that no default can stand for: a cache, where it is written, how much of it is valid."""
 _LISTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys((f"Reduce{name}" for name in _REDUCTIONS), (1,)),
     **dict.fromkeys(("Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split"), (1,)),
@@ -42,12 +47,33 @@ _LISTS: dict[str, tuple[int, ...]] = {
 
 def make_strict(model: ModelProto) -> None:
     """Make, in place, strict ONNX of the above. Other faults stay for ONNX's checker to name."""
+    _unalias(model)
     for scope in iter_scopes(model):
         _sort(scope)
         _unstate(scope)
     used = {node.domain for scope in iter_scopes(model) for node in scope.node}
     if _CONTRIB in used - {entry.domain for entry in model.opset_import}:
         model.opset_import.add(domain=_CONTRIB, version=1)
+
+
+def _unalias(model: ModelProto) -> None:
+    """Write ONNX's own domain in its short form. Two versions of it stay for the checker."""
+    for owner in (model, *model.functions):
+        versions = {entry.version for entry in owner.opset_import if entry.domain in DEFAULT_DOMAINS}
+        if len(versions) != 1 or all(entry.domain != _LONG for entry in owner.opset_import):
+            continue
+        others = [entry for entry in owner.opset_import if entry.domain not in DEFAULT_DOMAINS]
+        kept = [OperatorSetIdProto(domain="", version=versions.pop()), *map(_copied, others)]
+        del owner.opset_import[:]
+        owner.opset_import.extend(kept)
+    for scope in iter_scopes(model):
+        for node in scope.node:
+            if node.domain == _LONG:
+                node.domain = ""
+
+
+def _copied(entry: OperatorSetIdProto) -> OperatorSetIdProto:
+    return OperatorSetIdProto(domain=entry.domain, version=entry.version)
 
 
 def rename_casts(graph: GraphProto) -> None:
@@ -145,7 +171,9 @@ def _listed(scalar: TensorProto, name: str) -> TensorProto:
 
 
 def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
-    """Let, in place, whatever a step brings have no default: inputs with an open dimension, or a name that has a role.
+    """Let, in place, whatever a step brings have no default.
+
+    That are inputs with an open dimension, or a name that has a role, or that are a cache, its indices or its lengths.
 
     Args:
         graph: edited.
@@ -155,13 +183,20 @@ def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
         Whether anything was changed.
     """
     patterns = (*named, *shipped_patterns())
+    brought = {
+        name
+        for node in graph.node
+        for place, name in enumerate(node.input)
+        if node.domain in DEFAULT_DOMAINS and place in _BROUGHT.get(node.op_type, ())
+    }
     inputs = {value.name: shape_of(value) for value in graph.input}
     given = {
         tensor.name
         for tensor in graph.initializer
         if tensor.name in inputs
         and (
-            any(not isinstance(dim, int) for dim in inputs[tensor.name] or ())
+            tensor.name in brought
+            or any(not isinstance(dim, int) for dim in inputs[tensor.name] or ())
             or any(pattern.matches(tensor.name, "input") for pattern in patterns)
         )
     }

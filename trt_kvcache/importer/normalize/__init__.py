@@ -200,7 +200,7 @@ def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:
     capacity = options.capacity or max(lengths, default=0)
     if not capacity:
         return Normalized(model, None)  # binding the capacity says what is missing
-    rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk)
+    rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
     idioms = {n.inputs[0].name: "TensorScatter" for n in graph.nodes if is_op(n, "TensorScatter")}
     findings = Findings(idioms, notes=rings.notes, longest=rings.longest)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()

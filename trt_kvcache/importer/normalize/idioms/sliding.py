@@ -15,6 +15,9 @@ position of the first new token and S new ones:
     newest(j)     = w + S - 1 - (w + S - 1 - j) mod R
     visible(i, j) = newest(j) >= 0  and  w + i - W < newest(j) <= w + i
 
+A row of a model with lengths of its own has w + S valid tokens, or none: then its queries see nothing. They cannot say
+less: rows may be gone that the first queries of such a step saw.
+
 Memory and step time stop growing with the text. A cache that some attention sees whole stays linear.
 """
 
@@ -68,7 +71,7 @@ class Rings:
     notes: tuple[str, ...]
 
 
-def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> Rings:
+def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, idle: bool = False) -> Rings:
     """Make every windowed cache of a canonical graph circular.
 
     Args:
@@ -76,6 +79,7 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
         emit: of the graph.
         capacity: of linear caches.
         chunk: the most tokens of one update.
+        idle: the lengths are the model's own, and may be 0: the row takes no part in a step.
 
     Raises:
         OptionError: `chunk` is not positive.
@@ -94,6 +98,11 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
                 "what a ring shows follows from write indices and lengths as a caller gives them"
             )
             continue
+        if view := _stated(pair, capacity):
+            notes.append(
+                f"caches '{names[0]}' and '{names[1]}' stay linear: Reshape '{view.name}' states how long they are"
+            )
+            continue
         if reader := _length_reader(pair):
             notes.append(
                 f"caches '{names[0]}' and '{names[1]}' stay linear: Shape '{reader.name}' reads how long they are"
@@ -105,13 +114,14 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int) -> 
                 f"{chunk} tokens (--window-chunk) need {rows} rows, and the capacity is {capacity}"
             )
             continue
-        _turn(pair, emit, rows)
+        _turn(pair, emit, rows, idle=idle)
         longest |= dict.fromkeys(names, chunk)
     if longest:
         after = _all_rows(graph, capacity)
         notes.append(
             f"{len(longest)} caches hold a window instead of all tokens: {after} cache rows per sequence, not {before} "
             f"({100 * (before - after) / before:.0f} % saved); updates of at most {chunk} tokens (--window-chunk)"
+            + (", of which all are valid in a row, or none" if idle else "")
         )
     elif not notes:
         notes.append("no cache became circular: no attention sees a window only")
@@ -122,6 +132,20 @@ def _computed(graph: gs.Graph, pair: _Windowed) -> gs.Tensor | None:
     """What says where rows go or how many hold tokens, and is no input, so that nothing says how both are related."""
     given = [pair.keys.inputs[2], pair.values.inputs[2], *(node.inputs[6] for node in pair.readers)]
     return next((tensor for tensor in given if not contains(graph.inputs, tensor)), None)
+
+
+def _stated(pair: _Windowed, capacity: int) -> gs.Node | None:
+    """A Reshape of one of the caches to a shape that holds their length, which is to become shorter, or may hold it."""
+    pending = [node for update in (pair.keys, pair.values) for node in consumers(update.outputs[0])]
+    while pending:
+        node = pending.pop()
+        if is_op(node, "Reshape"):
+            shape = small_constant(node.inputs[1])
+            if shape is None or any(size > 0 and size % capacity == 0 for size in shape):
+                return node
+        if is_op(node, *_VIEWS):
+            pending += consumers(node.outputs[0])
+    return None
 
 
 def _length_reader(pair: _Windowed) -> gs.Node | None:
@@ -204,7 +228,7 @@ def _cache_of(tensor: gs.Tensor, updates: dict[str, gs.Node]) -> gs.Node | None:
     return updates[tensor.name]
 
 
-def _turn(pair: _Windowed, emit: Emitter, rows: int) -> None:
+def _turn(pair: _Windowed, emit: Emitter, rows: int, *, idle: bool) -> None:
     for update in (pair.keys, pair.values):
         update.attrs["mode"] = "circular"
         axis = int(update.attrs.get("axis", -2))
@@ -213,7 +237,8 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int) -> None:
             shape[axis] = rows
             tensor.shape = shape
     for node in pair.readers:
-        visible = _visible(emit, pair.keys.inputs[2], node.inputs[0], pair.window, rows)
+        lengths = node.inputs[6] if idle else None
+        visible = _visible(emit, pair.keys.inputs[2], lengths, node.inputs[0], pair.window, rows)
         sinks = input_or_none(node, SINKS)
         beyond = [] if sinks is None else [gs.Variable.empty()] * (SINKS - 4) + [sinks]
         node.inputs = [*node.inputs[:3], visible, *beyond]
@@ -222,7 +247,9 @@ def _turn(pair: _Windowed, emit: Emitter, rows: int) -> None:
         node.attrs["is_causal"] = 0
 
 
-def _visible(emit: Emitter, write_indices: gs.Tensor, query: gs.Tensor, window: int, rows: int) -> gs.Variable:
+def _visible(
+    emit: Emitter, write_indices: gs.Tensor, lengths: gs.Tensor | None, query: gs.Tensor, window: int, rows: int
+) -> gs.Variable:
     """Bool ``[B, 1, S, R]``; made once for all attentions of one window whose queries have one symbol for S."""
     length_of = query.shape[2] if query.shape is not None and len(query.shape) == 4 else query.name
 
@@ -244,7 +271,13 @@ def _visible(emit: Emitter, write_indices: gs.Tensor, query: gs.Tensor, window: 
         past = op("LessOrEqual", [newest, position], "window_past", BOOL)
         oldest = op("Sub", [position, emit.ints(window)], "window_oldest")
         near = op("Greater", [newest, oldest], "window_near", BOOL)
-        return op("And", [op("And", [written, past], "window_known", BOOL), near], "window_visible", BOOL)
+        visible = op("And", [op("And", [written, past], "window_known", BOOL), near], "window_visible", BOOL)
+        if lengths is None:
+            return visible
+        valid = op("Unsqueeze", [lengths, emit.ints([1, 2, 3])], "window_valid")
+        return op("And", [visible, op("Greater", [valid, emit.ints(0)], "window_in_use", BOOL)], "window_rows", BOOL)
 
-    made: gs.Variable = emit.once(("window", write_indices.name, length_of, window, rows), make)
+    made: gs.Variable = emit.once(
+        ("window", write_indices.name, lengths and lengths.name, length_of, window, rows), make
+    )
     return made
