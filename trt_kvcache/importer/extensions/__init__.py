@@ -10,9 +10,10 @@ To add a family: write a record below, and a module with a function for each sta
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
     open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
 
-`folder` is that of the external data. Two families have no record, since no cheap test tells: a build and a session
+`folder` is that of the external data. Three families have no record, since no cheap test tells: a build and a session
 ask for `encoders` where there is an encoder beside the decoder; `normalize` asks for `latent_attention` where no
-attention reads a cache as it is, or tokens meet what is made of positions.
+attention reads a cache as it is, or tokens meet what is made of positions, and for `ring_windows` with ``--sliding
+circular`` or where a model writes a circular cache.
 """
 
 from __future__ import annotations

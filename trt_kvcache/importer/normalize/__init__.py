@@ -16,7 +16,7 @@
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
                                                         head_order, head_parts), sinks, guards, rounded, masks
                                                         (mask_values, own_masks, scaled_masks, square_masks,
-                                                        rings, bias, slopes)
+                                                        bias, slopes)
     keys and values computed from caches                extensions: latent_attention
     caches inside operators                             fused: operators (held), gqa, mha,
                                                         in_op
@@ -26,7 +26,7 @@
                                                         trim, changes
     rows that do not depend on each other               evidence: independence (batch_axis)
     the same at every length                            evidence: lengths (program)
-    windows as circular buffers                         idioms: sliding
+    windows as circular buffers                         extensions: ring_windows
 
 Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
 already, or that has none, goes through as it is.
@@ -37,12 +37,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.contrib_shapes import infer_shapes
+from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.apart import refuse_apart
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
@@ -64,7 +66,6 @@ from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
 from trt_kvcache.importer.normalize.idioms.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presents, relay_caches, say_layouts
-from trt_kvcache.importer.normalize.idioms.sliding import Rings, make_circular
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.readers import check_readers
@@ -72,6 +73,9 @@ from trt_kvcache.importer.normalize.residual import check_padding, free_position
 from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
+
+if TYPE_CHECKING:
+    from trt_kvcache.importer.extensions.ring_windows import Rings
 
 __all__ = ["Normalized", "normalize"]
 
@@ -147,9 +151,9 @@ def _rewrite(
     check_independence(graph, canonical, interface, samples, ids)
     check_promises(samples)
     lift_shapes(graph, canonical.emit)
-    rings = Rings({}, ())
+    rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:
-        rings = make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)
+        rings = load("ring_windows").make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)
     _drop_inputs(graph, interface)
 
     model = _export(graph, exported.model, canonical.opset)
@@ -164,10 +168,12 @@ def _rewrite(
         *_own_masks(exported.cores),
         *(() if computed is None else computed.notes),
         *((NOTE,) if ids else ()),
-        *rings.notes,
+        *(() if rings is None else rings.notes),
     )
     notes += (SINGLY,) if exported.singly else ()
-    return Normalized(model, Findings(canonical.idioms, changes, tensors, notes=notes, longest=rings.longest))
+    return Normalized(
+        model, Findings(canonical.idioms, changes, tensors, notes=notes, longest={} if rings is None else rings.longest)
+    )
 
 
 def _own_masks(cores: Sequence[Core]) -> list[str]:
@@ -200,7 +206,7 @@ def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:
     capacity = options.capacity or max(lengths, default=0)
     if not capacity:
         return Normalized(model, None)  # binding the capacity says what is missing
-    rings = make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
+    rings = load("ring_windows").make_circular(graph, Emitter(graph), capacity, options.window_chunk, idle=True)
     idioms = {n.inputs[0].name: "TensorScatter" for n in graph.nodes if is_op(n, "TensorScatter")}
     findings = Findings(idioms, notes=rings.notes, longest=rings.longest)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()

@@ -21,9 +21,9 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.analysis.rounding import SCORES, WEIGHTS, Rounding
+from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, dims, elem_type, replace_uses
 from trt_kvcache.importer.normalize.attention.bias import emit_bias
-from trt_kvcache.importer.normalize.attention.rings import emit_by_position
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.plan import Dim
@@ -196,7 +196,7 @@ class Canonical:
         bounded = visibility.bounded or visibility.causal
         mask = visibility.own
         if visibility.by_position:
-            mask = emit_by_position(self.emit, self.positions(), self.capacity)
+            mask = load("ring_windows").emit_by_position(self.emit, self.positions(), self.capacity)
         if visibility.bias is not None:
             mask = emit_bias(self.emit, visibility.bias, self.positions(), self.capacity)
             if visibility.bias.elem_type != elem_type(query) and elem_type(query) not in (None, 0):

@@ -24,6 +24,7 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import is_op, producer
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias, find_bias
 from trt_kvcache.importer.normalize.attention.mask_values import (
@@ -36,7 +37,6 @@ from trt_kvcache.importer.normalize.attention.mask_values import (
     is_low,
 )
 from trt_kvcache.importer.normalize.attention.own_masks import check_own_mask, find_own_mask
-from trt_kvcache.importer.normalize.attention.rings import check_ring
 from trt_kvcache.importer.normalize.attention.slopes import find_slopes
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility, Write
@@ -89,10 +89,18 @@ def classify(
             )
         return _own(masks, own, samples)
     if _hold_bounded(masks, samples):
-        return check_ring(masks, Visibility(causal=False, bias=bias, slopes=slopes), samples)
+        return _in_ring(masks, Visibility(causal=False, bias=bias, slopes=slopes), samples)
     window = _hold_causal(masks, samples)
     _hold_padding(masks, window, samples)
-    return check_ring(masks, Visibility(window=window, bias=bias, slopes=slopes), samples)
+    return _in_ring(masks, Visibility(window=window, bias=bias, slopes=slopes), samples)
+
+
+def _in_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibility:
+    """The same over a circular cache, whose rows are not in the order of the tokens after its end."""
+    if masks.write is None or not masks.write.circular:
+        return visibility
+    made: Visibility = load("ring_windows").check_ring(masks, visibility, samples)
+    return made
 
 
 def check_bias(node: str, visibility: Visibility) -> Visibility:

@@ -31,18 +31,17 @@ def check_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibi
     """What the canonical attention has to show, so that it goes on behind the end as the original does.
 
     Args:
-        masks: of one attention.
+        masks: of one attention over a circular cache.
         visibility: what they mean up to the end of the cache.
         samples: of the model as exported.
 
     Returns:
-        `visibility` over a cache that is not circular, or where it holds behind the end too.
+        `visibility` where it holds after the end, too.
 
     Raises:
         UnsupportedModelError: it does not, and not every row is visible there either.
     """
-    if masks.write is None or not masks.write.circular:
-        return visibility
+    assert masks.write is not None
     if visibility.bias is not None or visibility.slopes is not None:
         raise UnsupportedModelError(
             f"'{masks.node}' adds a position bias to the scores of the circular cache '{masks.write.past.name}', whose "

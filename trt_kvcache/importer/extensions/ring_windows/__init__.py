@@ -1,4 +1,4 @@
-"""Hold a cache of which attention only sees a window as a circular buffer (``--sliding circular``).
+"""Windows held as circular buffers (``--sliding circular``); `written`: circular caches that models write themselves.
 
     present = TensorScatter(past [B, N, L, D], update, w, mode=linear)
     output  = Attention(q, k, v, nonpad_kv_seqlen; is_causal=1, left_window_size=W-1)
@@ -31,6 +31,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.analysis.attention_facts import is_used
+from trt_kvcache.importer.extensions.ring_windows.written import check_ring, emit_by_position
 from trt_kvcache.importer.graph import (
     BOOL,
     INT64,
@@ -44,6 +45,8 @@ from trt_kvcache.importer.graph import (
     is_op,
     small_constant,
 )
+
+__all__ = ["Rings", "check_ring", "emit_by_position", "make_circular"]
 
 _VIEWS = ("Transpose", "Reshape")
 
