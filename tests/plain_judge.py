@@ -175,7 +175,9 @@ def episodes(plain: Plain, plan: CachePlan, rng: np.random.Generator) -> Iterato
             if steps := go(given):
                 yield steps
     if plain.short and not plain.same and plain.indexed:
-        ring = any(c.contract and not c.contract.no_straddle for c in plan.caches)  # all tokens of a row count, or none
+        ring = not plain.circular and any(
+            c.mode is UpdateMode.CIRCULAR for c in plan.caches
+        )  # all tokens of a row count, or none
         less = length if ring else max(length - 1, 0)
         yield (Step(length, (0,) * batch, tuple((0, length, less)[row % 3] for row in range(batch))),)
         if not straddle and 4 + length <= plain.room:
