@@ -93,15 +93,9 @@ def attended() -> Iterator[Entry]:
         yield from _made(group, {n: (lambda d=d: make_decoder(d)) for n, d in forms.items()}, capacity=24)
 
     with suppress(ImportError):
-        from apart_graphs import apart, in_halves
+        from apart_graphs import FORMS as APART
 
-        how: list[dict[str, Any]] = [{}, {"heads": True}, {"upcast": True}, {"add": "Sub"}]
-        how += [{"mask": mask} for mask in ("parts", "new", "new where", "none")] + [
-            {"cut": c} for c in ("split", "end")
-        ]
-        yield from of("apart", {str(h): apart(**h) for h in how})
-        halves = {m: (lambda m=m: in_halves(make_decoder(Decoder(mask=m)))) for m in ("past", "padding")}
-        yield from _made("halves", halves, capacity=24)
+        yield from _made("apart", APART, capacity=24)
     with suppress(ImportError):
         from grouped_graphs import Grouped
 

@@ -16,12 +16,10 @@ from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
-from trt_kvcache.importer.normalize.attention.rejoined import rejoin
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
 from trt_kvcache.importer.simplify import name_nodes, simplify
-from trt_kvcache.importer.stacks import write_heads_together
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _MOST_TOKENS = 1 << 24  # float32 counts no further: positions, from which masks and rotary factors are computed
@@ -66,7 +64,6 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         model, more = detach_weights(model)
         weights |= more
     model, inlined, notes = flatten(model)
-    model = write_heads_together(rejoin(model))
     model, finishes = extensions.rewrite(model, weights)
     normalized = normalize(model, weights, options)
     model = normalized.model

@@ -12,9 +12,9 @@
     cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
                                                         (columns, fronts), select; all of them: candidate, views,
                                                         evidence: reach
-    scores that are computed apart                      attention: rejoined (joined_rows, halves; in `prepare`), apart
+    scores that are computed apart, which is refused    attention: apart
     attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
-                                                        head_order, head_parts), sinks, guards, rounded, masks
+                                                        head_order), sinks, guards, rounded, masks
                                                         (mask_values, own_masks, scaled_masks, square_masks,
                                                         bias, slopes)
     keys and values computed from caches                extensions: latent_attention
@@ -48,7 +48,6 @@ from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.normalize.attention.apart import refuse_apart
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
-from trt_kvcache.importer.normalize.attention.head_parts import whole
 from trt_kvcache.importer.normalize.attention.merged_heads import settle_heads
 from trt_kvcache.importer.normalize.attention.rounded import check_presents, round_new_rows
 from trt_kvcache.importer.normalize.attention.square_masks import SINGLY
@@ -137,7 +136,7 @@ def _rewrite(
         canonical.write(write)
     for core in exported.cores:
         plain = core if computed is None else computed.place(core, canonical)
-        canonical.core(whole(in_groups(plain, canonical), canonical))
+        canonical.core(in_groups(plain, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
     settle_heads(graph, canonical.emit, samples)

@@ -107,8 +107,6 @@ class Core:
             are rounded; None: not. `scale` is before the former.
         turns: heads of the caches at which query heads take turns: head h reads head ``h % turns``; 0: those of a group
             are next to each other, as in ONNX's Attention.
-        part: which head of the caches it reads, and of how many, if only one; None: all.
-        parts: the attentions over single heads that it stands for; empty: none.
     """
 
     node: str
@@ -128,8 +126,6 @@ class Core:
     rounded_scores: Rounding | None = None
     rounded_weights: Rounding | None = None
     turns: int = 0
-    part: tuple[int, int] | None = None
-    parts: tuple[Core, ...] = ()
 
 
 @dataclass(frozen=True)

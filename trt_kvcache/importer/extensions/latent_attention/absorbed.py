@@ -216,7 +216,7 @@ def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -
     finder = _Finder(computed, sample)
     found: dict[str, Absorbed] = {}
     for core in cores:
-        if core.turns or core.parts:
+        if core.turns:
             continue
         if core.rounded_scores or core.rounded_weights:  # over latents, these would be other numbers
             continue

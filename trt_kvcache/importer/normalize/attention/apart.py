@@ -1,4 +1,4 @@
-"""Scores of past and new tokens that are computed apart, and that `rejoined` leaves so: refused by name.
+"""Scores of past and new tokens that are computed apart: refused by name.
 
 The search for caches sees a past that something else reads than its update, which says little.
 """
@@ -28,16 +28,15 @@ def refuse_apart(graph: gs.Graph) -> None:
         if not is_op(node, "Concat") or len(node.inputs) != 2:
             continue
         products = [_product(t) for t in node.inputs]
-        pasts = [moved_from(p.inputs[1]) for p in products if p is not None]
+        pasts = [_moved_from(p.inputs[1]) for p in products if p is not None]
         if len(pasts) < len(products):
             continue
         caches = [t for t in pasts if may_be_cache(graph, t)]
         if len(caches) == 1:
             raise UnsupportedModelError(
                 f"'{node.name}' joins scores of the past '{caches[0].name}' with scores of the new tokens, which are "
-                "computed apart and not alike; supported are the past in front, the same queries and scales for both, "
-                "keys and values repeated in the same way, and the sum of both products; or join keys, and values, "
-                "before they are multiplied (Q @ Concat(past, new))"
+                "computed apart; supported are keys, and values, that are joined before they are multiplied "
+                "(Q @ Concat(past, new))"
             )
 
 
@@ -45,7 +44,7 @@ def _product(scores: gs.Tensor) -> gs.Node | None:
     """What makes scores, behind what caps and masks them."""
     pending, seen = [scores], set[int]()
     while pending:
-        node = producer(moved_from(pending.pop(0)))
+        node = producer(_moved_from(pending.pop(0)))
         if node is None or id(node) in seen:
             continue
         seen.add(id(node))
@@ -56,7 +55,7 @@ def _product(scores: gs.Tensor) -> gs.Node | None:
     return None
 
 
-def moved_from(tensor: gs.Tensor) -> gs.Tensor:
+def _moved_from(tensor: gs.Tensor) -> gs.Tensor:
     """What a tensor is moved, repeated or scaled from."""
     while (node := producer(tensor)) is not None and is_op(node, *_MOVES):
         tensor = node.inputs[0]

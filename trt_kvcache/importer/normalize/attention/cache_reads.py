@@ -41,13 +41,11 @@ class Read:
         in_use: it is cut to the rows that hold tokens.
         turns: heads of the cache where these are repeated one after the other: query head h reads head ``h % turns``;
             0: each is repeated by itself, or none is.
-        part: the one head of the cache that it is, perhaps repeated, and how many the cache has; None: it is all heads.
     """
 
     scale: float
     in_use: bool
     turns: int
-    part: tuple[int, int] | None = None
 
 
 class CacheReads:
@@ -142,7 +140,7 @@ class CacheReads:
                     "over all rows, with a mask where they see fewer, or over those that hold tokens"
                 )
         hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
-        return Read(chain[1], not whole, *seen.pop())
+        return Read(chain[1], not whole, seen.pop())
 
     @staticmethod
     def _rows(write: Write, sample: Sample) -> int:
@@ -152,8 +150,8 @@ class CacheReads:
 
     def _compare(
         self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
-    ) -> tuple[int, tuple[int, int] | None]:
-        """Fill the cache with numbers and look at what becomes of them: `turns` and `part` of a `Read`."""
+    ) -> int:
+        """Fill the cache with numbers and look at what becomes of them: `turns` of a `Read`."""
         past, update = sample.probe.shape(write.past.name), sample.probe.shape(write.update.name)
         if past is None or update is None:
             raise UnsupportedModelError(
@@ -181,12 +179,15 @@ class CacheReads:
                 tolerance = wide(4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5)
                 count = int(major.shape[1])
                 if heads % count == 0 and _is_repeated(made, wanted, tolerance):
-                    return 0, None
+                    return 0
                 if made.shape[1] == heads and _is_repeated(made, wanted, tolerance, in_turn=True):
-                    return count, None
+                    return count
                 for head in range(count):
                     if _is_repeated(made, wanted[:, head : head + 1], tolerance):
-                        return 0, (head, count)
+                        raise UnsupportedModelError(
+                            f"'{name}' attends to one head of the cache '{write.past.name}', which has {count}; "
+                            "supported is attention over all heads: multiply queries and keys of all heads at once"
+                        )
         raise UnsupportedModelError(
             f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
             f"{' and transposed' if transposed else ''} (found "

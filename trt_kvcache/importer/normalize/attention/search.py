@@ -22,7 +22,6 @@ from trt_kvcache.importer.analysis.rounding import Rounding
 from trt_kvcache.importer.graph import BOOL, consumers, contains, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
 from trt_kvcache.importer.normalize.attention.guards import unguarded
-from trt_kvcache.importer.normalize.attention.head_parts import join_parts
 from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse, hides_any, is_low
 from trt_kvcache.importer.normalize.attention.masks import check_bias, classify, hold_low
 from trt_kvcache.importer.normalize.attention.merged_heads import (
@@ -76,7 +75,7 @@ def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, s
             continue
         if core is not None:
             cores.append(core)
-    return join_parts(cores)
+    return tuple(cores)
 
 
 class _Finder:
@@ -189,7 +188,7 @@ class _Finder:
         self._check_queries(name, query)
         read = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
         read_values = self._caches.prove(name, values, value, shape[1], transposed=False)
-        if (read.turns, read.part) != (read_values.turns, read_values.part):
+        if read.turns != read_values.turns:
             raise UnsupportedModelError(
                 f"the query heads of '{name}' share heads of keys and of values in another order; supported is the "
                 "same: those of a group next to each other, or in turns, over as many heads of both"
@@ -229,7 +228,7 @@ class _Finder:
         )
         return Core(name, output, query, key, value, scale, scores.softcap, visibility,
                     shape[1], shape[3], sizes[3], query_type, output_type, sinks, rounding,
-                    scores.rounded_weights, read.turns, read.part)  # fmt: skip
+                    scores.rounded_weights, read.turns)  # fmt: skip
 
     def _check_queries(self, name: str, query: gs.Tensor) -> None:
         """Refuse queries that are not one for each new token of each sequence."""
