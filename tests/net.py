@@ -160,19 +160,19 @@ def load() -> dict[str, dict[str, list[str]]]:
     record: dict[str, dict[str, Any]] = json.loads(RECORD.read_text())
     for part in record.values():
         for key, lines in part.items():
-            part[key] = part[lines] if isinstance(lines, str) else lines
+            part[key] = part.get(lines, [lines]) if isinstance(lines, str) else lines
     return record
 
 
 def dump(record: dict[str, dict[str, list[str]]]) -> None:
-    """Write the record; a model with the facts of an earlier one names that one."""
+    """Write the record: one line by itself; a model with the facts of an earlier one names that one."""
     short: dict[str, dict[str, Any]] = {}
     for name, part in record.items():
         first: dict[tuple[str, ...], str] = {}
         short[name] = {}
         for key in sorted(part):
             same = first.setdefault(tuple(part[key]), key)
-            short[name][key] = part[key] if same == key or len(part[key]) < 2 else same
+            short[name][key] = part[key][0] if len(part[key]) == 1 else part[key] if same == key else same
     RECORD.write_text(json.dumps(short, indent=0, ensure_ascii=False) + "\n")
 
 
