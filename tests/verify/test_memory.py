@@ -24,9 +24,9 @@ from verify.test_catches import swap_keys_and_values, verify_mutated
 from trt_kvcache import machine
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.check.caches import find_caches
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.verify import VerifyOptions, verify_model
-from trt_kvcache.verify.caches import find_caches
 from trt_kvcache.verify.memory import Needs, needs, spare, weigh
 from trt_kvcache.verify.record import Tape, Written
 from trt_kvcache.verify.sessions import OrtSession

@@ -14,6 +14,11 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.check.caches import CacheTensor, first_contents
+from trt_kvcache.importer.check.dtypes import garbage_magnitudes, numpy_dtype
+from trt_kvcache.importer.check.inputs import arrange
+from trt_kvcache.importer.check.lengths import Limits, check_carries
+from trt_kvcache.importer.check.runnable import with_expanded_masks
 from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,
@@ -26,14 +31,10 @@ from trt_kvcache.importer.plan import (
     UpdateMode,
 )
 from trt_kvcache.importer.protos import iter_tensors
-from trt_kvcache.verify.caches import CacheTensor, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
-from trt_kvcache.verify.dtypes import garbage_magnitudes, numpy_dtype
-from trt_kvcache.verify.inputs import arrange
 from trt_kvcache.verify.record import chosen_rows, same_bits, written_rows
 from trt_kvcache.verify.report import VerifyOptions
-from trt_kvcache.verify.runnable import with_expanded_masks
-from trt_kvcache.verify.schedule import Limits, plan_schedule, read_limits, schedule_notes
+from trt_kvcache.verify.schedule import plan_schedule, schedule_notes
 from trt_kvcache.verify.sessions import one_line
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -353,4 +354,4 @@ def test_long_messages_keep_both_ends() -> None:
 def test_model_without_a_cache_has_nothing_to_verify() -> None:
     plan = CachePlan(PlanOptions(), 24, (), (), (), (), ())
     with pytest.raises(OptionError, match="no decode to verify"):
-        read_limits(plan, VerifyOptions())
+        check_carries(plan)

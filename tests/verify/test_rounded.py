@@ -15,6 +15,7 @@ from importer.normalize.test_rounded import FP8, INT8, OPSET, modelopt, rounds
 from onnx import ModelProto, helper, numpy_helper
 
 from trt_kvcache import PlanOptions
+from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 from trt_kvcache.verify.rounded import rounding_steps, unrounded
@@ -107,4 +108,5 @@ def test_a_rounding_that_is_lost_is_found(
     tmp_path: Path, attribute: str, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"trt_kvcache.importer.analysis.attention_facts.{attribute}", "nothing")
-    assert not verify(tmp_path, coarse(kind, np.float16)).passed
+    with pytest.raises(TrtKvCacheError, match="computes something else|differs"):
+        verify(tmp_path, coarse(kind, np.float16)).check()

@@ -104,6 +104,14 @@ class SessionPlanFlags:
             "as exported."
         ),
     ] = LogitPositions.LAST
+    check_seconds: Annotated[
+        int,
+        _plan_flag(min=1, metavar="SECONDS", help="Time limit for the check of the rewritten model."),
+    ] = PlanOptions().check_seconds
+    check_memory: Annotated[
+        int,
+        _plan_flag(min=1, metavar="GIB", help="Address space that this check may use."),
+    ] = PlanOptions().check_memory
 
     def options(self) -> PlanOptions:
         """Return the `PlanOptions` that the flags ask for.

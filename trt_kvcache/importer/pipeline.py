@@ -12,6 +12,7 @@ from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.given import given_options
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analyze import analyze, check_unique_outputs
+from trt_kvcache.importer.check import check_rewrite, start_check
 from trt_kvcache.importer.files.source import SourceModel, load_source, save_model, take_readable
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
@@ -58,10 +59,7 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     recorded = recorded_plan(source.proto, options)
     if recorded is not None:
         return recorded
-    prepared, graph = _prepare(source, options)
-    plan = _plan(source, prepared, graph, options)
-    rewrite_graph(graph, plan)  # of a graph that nobody keeps: what a rewrite refuses, its dry run refuses
-    return plan
+    return _rewrite(source, options)[1]
 
 
 def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> ImportedModel:
@@ -82,10 +80,8 @@ def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> Impo
     recorded = recorded_plan(source.proto, options)
     if recorded is not None:
         return ImportedModel(source, recorded, source.proto)
-    prepared, graph = _prepare(source, options)
-    plan = _plan(source, prepared, graph, options)
-    rewrite_graph(graph, plan)
-    rewritten = _export(source.proto, prepared, graph)
+    prepared, plan, rewritten = _rewrite(source, options)
+    attach_weights(rewritten, prepared.weights)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
     return ImportedModel(source, plan, rewritten)
 
@@ -115,6 +111,17 @@ def rewrite_model(
     return imported.plan
 
 
+def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
+    """The plan and the rewritten model, checked; its weights are stand-ins."""
+    start_check(options)
+    prepared, graph = _prepare(source, options)
+    plan = _plan(source, prepared, graph, options)
+    rewrite_graph(graph, plan)
+    rewritten = _export(source.proto, graph)
+    check_rewrite(prepared.reference, rewritten, plan, prepared.weights, source.path.parent)
+    return prepared, plan, rewritten
+
+
 def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Graph]:
     prepared = prepare(source.proto, options)
     try:
@@ -135,7 +142,7 @@ def _plan(source: SourceModel, prepared: Prepared, graph: gs.Graph, options: Pla
     return plan
 
 
-def _export(source: onnx.ModelProto, prepared: Prepared, graph: gs.Graph) -> onnx.ModelProto:
+def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     model: onnx.ModelProto = gs.export_onnx(graph)
     del model.graph.value_info[:]  # intermediates changed shape; whoever needs them infers them
     model.ir_version = max(source.ir_version, 10)
@@ -144,7 +151,6 @@ def _export(source: onnx.ModelProto, prepared: Prepared, graph: gs.Graph) -> onn
     model.graph.doc_string = source.graph.doc_string
     del model.metadata_props[:]
     model.metadata_props.extend(source.metadata_props)
-    attach_weights(model, prepared.weights)
     if any(node.domain == DOMAIN and node.op_type == OP for node in model.graph.node) and not model.functions:
         add_packed_function(model)
     if any(node.domain == NAMESPACE and node.op_type in OPERATORS for node in model.graph.node):

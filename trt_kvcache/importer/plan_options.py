@@ -84,6 +84,8 @@ class PlanOptions:
             beside the window.
         latent_attention: how to attend over latents.
         logits: of which positions of a step the logits are computed.
+        check_seconds: the most time that the comparison of the rewritten model with the original may take.
+        check_memory: GiB of address space that it may use.
 
     Raises:
         OptionError: a value is none of its enum's, or of another type. Those of enums may be given as text.
@@ -100,6 +102,8 @@ class PlanOptions:
     window_chunk: int = 128
     latent_attention: LatentAttention = LatentAttention.ABSORBED
     logits: LogitPositions = LogitPositions.LAST
+    check_seconds: int = 120
+    check_memory: int = 8
 
     def __post_init__(self) -> None:
         for name, kind in _ENUMS.items():
@@ -111,6 +115,10 @@ class PlanOptions:
         for name in ("capacity", "window_chunk"):
             if self.capacity is not None or name != "capacity":
                 object.__setattr__(self, name, given_whole(getattr(self, name), name, " of tokens"))
+        for name, unit in (("check_seconds", "seconds"), ("check_memory", "GiB")):
+            object.__setattr__(self, name, given_whole(getattr(self, name), name, f" of {unit}"))
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} is {getattr(self, name)}; it must be at least 1")
         for name in ("attention_span", "packed_native"):
             given_switch(getattr(self, name), name)
         if self.config is not None:

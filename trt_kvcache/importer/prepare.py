@@ -19,7 +19,7 @@ from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
-from trt_kvcache.importer.simplify import name_nodes, simplify
+from trt_kvcache.importer.simplify import inline_functions, name_nodes, simplify
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _MOST_TOKENS = 1 << 24  # float32 counts no further: positions, from which masks and rotary factors are computed
@@ -31,6 +31,7 @@ class Prepared:
     """A flat model with a fixed capacity.
 
     Attributes:
+        reference: the model as read and inlined, before anything is recognized; its weights are stand-ins, too.
         model: the working copy; its large inline weights are stand-ins until `attach_weights`.
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
@@ -38,6 +39,7 @@ class Prepared:
         finishes: what extensions add to the plan.
     """
 
+    reference: onnx.ModelProto
     model: onnx.ModelProto
     weights: dict[str, onnx.TensorProto]
     inlined: tuple[str, ...]
@@ -63,7 +65,12 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     if merged.inlined:  # its weights were inside of branches
         model, more = detach_weights(model)
         weights |= more
-    model, inlined, notes = flatten(model)
+    model, functions = inline_functions(model)
+    name_nodes(model.graph)
+    reference = onnx.ModelProto()
+    reference.CopyFrom(model)
+    model, branches, notes = flatten(model)
+    inlined = (*functions, *branches)
     model, finishes = extensions.rewrite(model, weights)
     normalized = normalize(model, weights, options)
     model = normalized.model
@@ -75,7 +82,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     if notes or finishes:
         findings = findings if findings is not None else Findings({})
         findings = replace(findings, notes=(*notes, *findings.notes))
-    return Prepared(infer_shapes(model), weights, (*merged.inlined, *inlined), findings, tuple(finishes))
+    return Prepared(reference, infer_shapes(model), weights, (*merged.inlined, *inlined), findings, tuple(finishes))
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:

@@ -83,7 +83,7 @@ def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
         UnsupportedModelError: a cache update or an attention sits in a body that may run never or more than once, or
             the opset cannot be raised.
     """
-    model, inlined = _inline_functions(model)
+    model, inlined = inline_functions(model)
     name_nodes(model.graph)
     drop_unused_outputs(model.graph)
     if not any(node.op_type == "TRT_KVCacheUpdate" for node in all_nodes(model.graph)):
@@ -123,7 +123,7 @@ def drop_unused_outputs(graph: GraphProto) -> None:
             node.output[:] = kept
 
 
-def _inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
+def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
     """The model without functions: TensorRT's parser prefers an operator of its own to a function of the same name.
 
     A function ``my::Relu`` that squares is built as a ReLU, without a word (measured, TensorRT for RTX 1.7.1).

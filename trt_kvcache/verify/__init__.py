@@ -36,10 +36,10 @@ def verify_model(
     garbage. Each side carries its own caches from step to step, in its own layout. The span inputs of the rewritten
     model take a tight, a bucketed and the full value in turn.
 
-    Where normalization changed the interface, the original runs in its own (`trt_kvcache.verify.original`), row by
-    row: a past that grows has one length for all rows. Valid lengths shorter than the update do not exist there.
-    The decode covers at least three times the prompt, in fewer and longer steps where weights are large, and the report
-    counts equal greedy tokens.
+    Where normalization changed the interface, the original runs in its own, row by row
+    (`trt_kvcache.importer.check.original`): a past that grows has one length for all rows. Valid lengths shorter than
+    the update do not exist there. The decode covers at least three times the prompt, in fewer and longer steps where
+    weights are large, and the report counts equal greedy tokens.
 
     ONNX Runtime runs both sides; where it cannot (opsets newer than it knows, windows, short masks), ONNX's reference
     evaluator runs small models. bfloat16 models are compared as their float32 twins; float16 models whose numbers

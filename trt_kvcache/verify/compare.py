@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.verify.caches import CacheTensor
-from trt_kvcache.verify.dtypes import tolerance
+from trt_kvcache.importer.check.caches import CacheTensor
+from trt_kvcache.importer.check.dtypes import tolerance
 from trt_kvcache.verify.record import Written, chosen_rows, same_bits
 from trt_kvcache.verify.report import OutputDifference
 

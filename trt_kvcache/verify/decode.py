@@ -15,18 +15,21 @@ from onnx import ModelProto
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.analysis.index_limits import index_limits
+from trt_kvcache.importer.check.caches import CacheTensor, find_caches, find_states, first_contents
+from trt_kvcache.importer.check.dtypes import garbage_magnitudes, tolerance
+from trt_kvcache.importer.check.engine import Engine as Session
+from trt_kvcache.importer.check.engine import EngineError
+from trt_kvcache.importer.check.inputs import StepInputs, draw_constants, load_inputs
+from trt_kvcache.importer.check.lengths import Limits, Step, check_carries, read_limits
+from trt_kvcache.importer.check.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.importer.extensions import opener_of
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison, difference
-from trt_kvcache.verify.dtypes import garbage_magnitudes, tolerance
-from trt_kvcache.verify.inputs import StepInputs, draw_constants, load_inputs
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
-from trt_kvcache.verify.runnable import spelled_out, with_expanded_masks, with_norms_in_front
-from trt_kvcache.verify.schedule import Episode, Limits, Step, plan_schedule, read_limits, schedule_notes
-from trt_kvcache.verify.sessions import EngineError, OrtSession, Session, open_session
+from trt_kvcache.verify.schedule import Episode, plan_schedule, schedule_notes
+from trt_kvcache.verify.sessions import OrtSession, open_session
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -94,7 +97,8 @@ class Verification:
 
     def _read_limits(self) -> Limits:
         """What both models allow."""
-        return read_limits(self.plan, self.verify)
+        check_carries(self.plan)
+        return read_limits(self.plan, self.verify.batch)
 
     def _find_caches(self, limits: Limits) -> tuple[CacheTensor, ...]:
         """What is carried from step to step, as the rewritten model takes it."""

@@ -12,17 +12,25 @@ import numpy.typing as npt
 from onnx import ModelProto
 
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.check.caches import (
+    CacheTensor,
+    find_caches,
+    find_states,
+    first_contents,
+    linear_update,
+    ring_window,
+)
+from trt_kvcache.importer.check.dtypes import tolerance
+from trt_kvcache.importer.check.engine import Engine as Session
+from trt_kvcache.importer.check.lengths import Limits, Step
+from trt_kvcache.importer.check.original import OriginalInterface, OriginalSession, size_of
 from trt_kvcache.importer.plan import CacheUpdate, OriginalRole, Role, UpdateMode
-from trt_kvcache.verify.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
-from trt_kvcache.verify.dtypes import tolerance
 from trt_kvcache.verify.memory import weigh
-from trt_kvcache.verify.original import OriginalInterface, OriginalSession, size_of
 from trt_kvcache.verify.record import Expected, Written, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
-from trt_kvcache.verify.schedule import Episode, Limits, Step, beyond_prompt, plan_schedule
-from trt_kvcache.verify.sessions import Session
+from trt_kvcache.verify.schedule import Episode, beyond_prompt, plan_schedule
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -103,7 +111,7 @@ class NormalizedVerification(Verification):
                 continue
             rows = self._fixed_rows(cache.update)
             if cache.update.mode is UpdateMode.CIRCULAR and rows != cache.update.capacity:
-                self.original_caches[cache.role.name] = replace(cache, update=_linear(cache.update, rows or text))
+                self.original_caches[cache.role.name] = replace(cache, update=linear_update(cache.update, rows or text))
         return (*caches, *find_states(self.plan))
 
     def _open_original(self, trial: Feeds) -> Session:
@@ -127,7 +135,7 @@ class NormalizedVerification(Verification):
             values = state[name]
             if name in self.original_caches:
                 none = first_contents(cache, (0,) * len(step.starts), garbage, self.rng, twin=self.twin)
-                values = _window(values, none, cache, step.starts)
+                values = ring_window(values, none, cache, step.starts)
             made[name] = cache.to_physical(values)
         return made
 
@@ -138,7 +146,7 @@ class NormalizedVerification(Verification):
             # Rows that no token goes to are the same before and after; a first token must change its row.
             other = np.random.default_rng(self.verify.seed)
             base = first_contents(cache, (0,) * len(ends), _OTHER, other, twin=self.twin)
-            before, present = (_window(a, base, cache, e) for a, e in ((before, step.starts), (present, ends)))
+            before, present = (ring_window(a, base, cache, e) for a, e in ((before, step.starts), (present, ends)))
         written = written_rows(cache, before, present)
         kept = self.interface.kept.get(name)
         if written is None or kept is None or cache.update is None:
@@ -191,29 +199,3 @@ class NormalizedVerification(Verification):
             )
         if self.interface.unseen:
             self.notes.append(f"outputs that the rewritten model does not have: {', '.join(self.interface.unseen)}")
-
-
-def _linear(update: CacheUpdate, rows: int) -> CacheUpdate:
-    """The same cache with a row for every token."""
-    shape = list(update.logical_shape)
-    shape[update.sequence_axis] = rows
-    return replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape))
-
-
-def _window(text: Array, base: Array, cache: CacheTensor, ends: Sequence[int]) -> Array:
-    """The newest tokens of a text at their places in a circular cache.
-
-    Args:
-        text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
-        base: ``[B, ..., capacity, ...]``: contents of rows that no token goes to.
-        cache: the circular cache.
-        ends: tokens of each row of the batch.
-    """
-    assert cache.update is not None
-    made: Array = base.copy()
-    axis, capacity = cache.update.sequence_axis, cache.update.capacity
-    target, source = np.moveaxis(made, axis, 1), np.moveaxis(text, axis, 1)
-    for row, end in enumerate(ends):
-        tokens = np.arange(max(0, end - capacity), end)
-        target[row, tokens % capacity] = source[row, tokens]
-    return made

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from threading import Event, Thread
-from typing import Any, Protocol
+from typing import Any
 
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnx import ModelProto
-from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
+from trt_kvcache.importer.check.engine import ORT_ERRORS, REFERENCE_ERRORS, EngineError, one_line
+from trt_kvcache.importer.check.engine import Engine as Session
 from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.verify.memory import Weights, weigh
 
@@ -20,33 +21,6 @@ Array = npt.NDArray[Any]
 
 _REFERENCE_LIMIT = 64 << 20  # bytes of weights; the reference evaluator is plain numpy and holds them all
 _PATIENCE = 2.0  # seconds, for what was interrupted to end
-_ORT_ERRORS = (
-    ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
-    ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
-)  # fmt: skip
-_REFERENCE_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError,
-    ValueError,
-)  # fmt: skip
-"""What ONNX's operators raise; for what they lack, kinds of RuntimeError."""
-
-
-class EngineError(Exception):
-    """An engine refused a model or a step; the text is the engine's own, on one line."""
-
-
-class Session(Protocol):
-    """A loaded model."""
-
-    engine: str
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name.
-
-        Raises:
-            EngineError: the engine cannot run the step.
-        """
-        ...
 
 
 class OrtSession:
@@ -124,14 +98,14 @@ class ReferenceSession:
         onnx.load_external_data_for_model(loaded, str(folder))
         try:
             self._evaluator = ReferenceEvaluator(loaded)
-        except _REFERENCE_ERRORS as error:
+        except REFERENCE_ERRORS as error:
             raise EngineError(one_line(error)) from None
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name."""
         try:
             values = self._evaluator.run(None, dict(feeds))
-        except _REFERENCE_ERRORS as error:
+        except REFERENCE_ERRORS as error:
             raise EngineError(one_line(error)) from None
         return dict(zip(self._evaluator.output_names, values, strict=True))
 
@@ -169,7 +143,7 @@ def _interruptible(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
     try:
         for error in failed:
             raise error
-    except _ORT_ERRORS as error:
+    except ORT_ERRORS as error:
         raise EngineError(one_line(error)) from None
     return given.pop()
 
@@ -212,10 +186,3 @@ def open_session(
     except EngineError as error:
         raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None
     return evaluator, str(refusal)
-
-
-def one_line(error: Exception) -> str:
-    """The error's text on one line, cut to a readable length."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    # ONNX Runtime names the node first, then its own source file and C++ signature, then what is wrong.
-    return text if len(text) <= 400 else f"{text[:160]} ... {text[-240:]}"

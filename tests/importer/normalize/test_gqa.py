@@ -209,14 +209,16 @@ def test_norms_that_are_lost_or_swapped_are_caught(tmp_path: Path, monkeypatch: 
     case = layer(norm=True, rotary=SIZE)
     normed = gqa._normalized
     monkeypatch.setattr(gqa, "_normalized", lambda canonical, node, heads: heads)
-    assert not _verified(case, tmp_path).passed
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        _verified(case, tmp_path)
 
     def swapped(canonical: Any, node: Any, heads: Any) -> Any:
         node.inputs[14], node.inputs[15] = node.inputs[15], node.inputs[14]
         return normed(canonical, node, heads)
 
     monkeypatch.setattr(gqa, "_normalized", swapped)
-    assert not _verified(case, tmp_path).passed
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        _verified(case, tmp_path)
 
 
 def _verified(case: Layer, folder: Path) -> VerifyReport:

@@ -31,7 +31,7 @@ from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import elem_type_of, iter_scopes, shape_of
 
 if TYPE_CHECKING:
-    from trt_kvcache.verify.sessions import Session
+    from trt_kvcache.importer.check.engine import Engine as Session
 
 __all__ = [
     "EXTENSIONS",

@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.analysis.index_limits import IndexLimits
+from trt_kvcache.importer.check.dtypes import numpy_dtype
+from trt_kvcache.importer.check.lengths import Step
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.roles.mrope import place_positions
-from trt_kvcache.verify.dtypes import numpy_dtype
-from trt_kvcache.verify.schedule import Step
 
 Array = npt.NDArray[Any]
 
@@ -34,16 +34,19 @@ class StepInputs:
         given: values for inputs by name, used before any role.
         rng: of tokens, masks and unexplained inputs.
         twin: bfloat16 is held as float32.
+        unknown: size of axes that nothing explains; None: they are refused.
     """
 
     def __init__(
-        self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array], rng: np.random.Generator, *, twin: bool
-    ) -> None:
+        self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
+        unknown: int | None = None,
+    ) -> None:  # fmt: skip
         self._plan = plan
         self._limits = limits
         self._given = given
         self._rng = rng
         self._twin = twin
+        self._unknown = unknown
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
         self._check_given()
@@ -126,6 +129,8 @@ class StepInputs:
         if tensor.name in self._given and meaning not in sizes:
             given = self._given[tensor.name].shape
             return given[axis] if axis < len(given) else 1
+        if meaning not in sizes and self._unknown is not None:
+            return self._unknown
         if meaning not in sizes:
             raise OptionError(
                 f"nothing says how long axis {axis} of input '{tensor.name}' {list(tensor.shape)} is; give values for "
@@ -146,7 +151,12 @@ class StepInputs:
         geometries = {g.name for g in self._plan.masks if name in (g.lengths, g.mask)}
         read = {past for a in self._plan.attention if a.mask in geometries for past in a.caches}
         capacities = [c.capacity for c in self._plan.caches if c.past in read]
-        return min(capacities or [c.capacity for c in self._plan.caches])
+        return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
+
+    def _fixed_keys(self) -> int:
+        """The fewest rows of an input that may hold keys, in a model without caches."""
+        rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
+        return min((n for n in rows if isinstance(n, int)), default=1)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """A causal mask over the newest token of each cache row, with a share of the visible keys hidden."""

@@ -26,11 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.check.caches import find_caches, find_states
+from trt_kvcache.importer.check.dtypes import numpy_dtype
+from trt_kvcache.importer.check.engine import Engine as Session
+from trt_kvcache.importer.check.inputs import arrange
 from trt_kvcache.importer.plan import CachePlan, Dim, OriginalRole, OriginalTensor, Role, UpdateMode
-from trt_kvcache.verify.caches import find_caches, find_states
-from trt_kvcache.verify.dtypes import numpy_dtype
-from trt_kvcache.verify.inputs import arrange
-from trt_kvcache.verify.sessions import Session
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

@@ -58,7 +58,7 @@ def with_plugin_functions(model: ModelProto) -> ModelProto:
 
 def with_packed_function(model: ModelProto) -> ModelProto:
     """Packed updates, which are TensorRT's own operator, get their meaning as an ONNX function."""
-    if not any(node.op_type == PACKED_OP for node in model.graph.node):
+    if not any(node.op_type == PACKED_OP for node in model.graph.node) or model.functions:
         return model
     copy = ModelProto()
     copy.CopyFrom(model)

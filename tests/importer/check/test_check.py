@@ -1,0 +1,217 @@
+"""The check of rewritten models, on faults that are planted in them, and on models that do not end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from concat_graphs import Decoder, make_decoder
+from decoders import DecoderConfig
+from decoders import make_decoder as make_static
+from graphs import Graph
+from onnx import TensorProto, helper, numpy_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
+from trt_kvcache.importer.check import check_rewrite
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
+
+CAPACITY = 24
+PLAN = PlanOptions(capacity=CAPACITY)
+MODELS = Path(__file__).parents[2] / "models"
+SOURCES = {
+    "concat": (lambda: make_decoder(Decoder(layers=2)), PLAN),
+    "window": (lambda: make_decoder(Decoder(window=5)), PLAN),
+    "half": (lambda: make_decoder(Decoder(dtype=np.float16)), PLAN),
+    "static": (lambda: make_static(DecoderConfig(form="mobius")), PlanOptions()),
+    "circular": (lambda: make_static(DecoderConfig(form="heads-major", mode="circular", capacity=16)), PlanOptions()),
+}
+
+Edit = Callable[[onnx.GraphProto], None]
+
+
+def check(model: onnx.ModelProto, folder: Path, options: PlanOptions, edit: Edit | None = None) -> CachePlan:
+    """Import a model, and check it again with a fault in what was made of it."""
+    onnx.save(model, folder / "model.onnx")
+    imported: ImportedModel = import_model(folder / "model.onnx", options)
+    wrong = onnx.ModelProto()
+    wrong.CopyFrom(imported.model)
+    if edit is not None:
+        edit(wrong.graph)
+    flat = pipeline.prepare(imported.source.proto, options)
+    check_rewrite(flat.reference, wrong, imported.plan, flat.weights, folder)
+    return imported.plan
+
+
+def node(graph: onnx.GraphProto, op: str, index: int = 0) -> onnx.NodeProto:
+    return [n for n in graph.node if n.op_type == op][index]
+
+
+def shifted_mask(graph: onnx.GraphProto) -> None:
+    """Each query sees one key less."""
+    node(graph, "LessOrEqual").op_type = "Less"
+
+
+def open_mask(graph: onnx.GraphProto) -> None:
+    """Each query sees one key more."""
+    found = node(graph, "LessOrEqual")
+    graph.initializer.append(numpy_helper.from_array(np.array(1, np.int64), "one"))
+    graph.node.insert(list(graph.node).index(found), helper.make_node("Add", [found.input[1], "one"], ["later"]))
+    node(graph, "LessOrEqual").input[1] = "later"
+
+
+def wrong_index(graph: onnx.GraphProto) -> None:
+    """Rows are written one row late."""
+    found = node(graph, "TensorScatter")
+    graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
+    graph.node.insert(0, helper.make_node("Add", [found.input[2], "one"], ["late"]))
+    node(graph, "TensorScatter").input[2] = "late"
+
+
+def swapped_caches(graph: onnx.GraphProto) -> None:
+    """Keys go into the cache of the values."""
+    a, b = node(graph, "TensorScatter"), node(graph, "TensorScatter", 1)
+    a.input[1], b.input[1] = b.input[1], a.input[1]
+
+
+def wrong_scale(graph: onnx.GraphProto) -> None:
+    """Queries are scaled by one percent more."""
+    graph.initializer.append(numpy_helper.from_array(np.array(1.01, np.float32), "more"))
+    for found in graph.node:
+        if found.op_type in ("Attention", "Softmax"):
+            dtype = next(
+                (t.data_type for t in graph.initializer if t.data_type == TensorProto.FLOAT16), TensorProto.FLOAT
+            )
+            values = np.array(1.1, np.float16 if dtype == TensorProto.FLOAT16 else np.float32)
+            graph.initializer.append(numpy_helper.from_array(values, "factor"))
+            graph.node.insert(
+                list(graph.node).index(found), helper.make_node("Mul", [found.input[0], "factor"], ["scaled"])
+            )
+            next(n for n in graph.node if n.name == found.name).input[0] = "scaled"
+            return
+
+
+def unchanged_cache(graph: onnx.GraphProto) -> None:
+    """A cache comes out as it went in."""
+    found = node(graph, "TensorScatter")
+    found.op_type = "Identity"
+    del found.input[1:], found.attribute[:]
+
+
+FAULTS = {f.__name__: f for f in (shifted_mask, open_mask, wrong_index, swapped_caches, wrong_scale, unchanged_cache)}
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_right_models_pass(source: str, tmp_path: Path) -> None:
+    make, options = SOURCES[source]
+    plan = check(make(), tmp_path, options)
+    assert plan.caches
+
+
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [(s, f) for s in SOURCES for f in FAULTS if s != "circular" or "mask" not in f],  # it has no causal mask
+)
+def test_planted_faults_are_refused(source: str, fault: str, tmp_path: Path) -> None:
+    make, options = SOURCES[source]
+    with pytest.raises(UnsupportedModelError, match="computes something else|could not be compared|is computed in an"):
+        check(make(), tmp_path, options, FAULTS[fault])
+
+
+def test_the_message_names_query_and_key(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"after \d tokens, \d new, sequence 0: .* query \d of the step"):
+        check(make_decoder(Decoder(window=5)), tmp_path, PLAN, open_mask)
+
+
+def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window is taken for the whole past."""
+    import trt_kvcache.importer.normalize as normalize
+
+    honest = normalize.read_exported
+
+    def lying(*given: object, **more: object) -> object:
+        exported = honest(*given, **more)
+        cores = [replace(c, visibility=replace(c.visibility, window=None)) for c in exported.cores]
+        return replace(exported, cores=cores)
+
+    onnx.save(make_decoder(Decoder(window=5)), tmp_path / "model.onnx")
+    plan_model(tmp_path / "model.onnx", PLAN)
+    monkeypatch.setattr(normalize, "read_exported", lying)
+    with pytest.raises(UnsupportedModelError, match="computes something else than what was recognized"):
+        plan_model(tmp_path / "model.onnx", PLAN)
+
+
+def hostile(body: Callable[[Graph, str], str]) -> onnx.ModelProto:
+    """A cache whose attention has a mask that `body` makes of the number of tokens."""
+    graph = Graph()
+    past = graph.input("past", TensorProto.FLOAT, ["B", 2, 64, 8])
+    query = graph.input("query", TensorProto.FLOAT, ["B", 2, "S", 8])
+    update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
+    where = graph.input("write_indices", TensorProto.INT64, ["B"])
+    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
+    present = graph.node("TensorScatter", [past, update, where], "present", axis=2)
+    graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
+    seen = graph.node("Attention", [query, present, present, body(graph, query), "", "", lengths], "seen", is_causal=1)
+    graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
+    return graph.model(opset=24)
+
+
+def doubled(graph: Graph, query: str) -> str:
+    """Concat of itself, forty times: a terabyte."""
+    tensor = graph.node("Shape", [query])
+    for _ in range(40):
+        tensor = graph.node("Concat", [tensor, tensor], axis=0)
+    zero = graph.node("Cast", [graph.node("ReduceMin", [tensor], keepdims=0)], to=TensorProto.FLOAT)
+    return graph.node("Mul", [zero, graph.constant([[0.0]], np.float32)])
+
+
+def test_a_mask_that_takes_all_memory_is_refused(tmp_path: Path) -> None:
+    flat = hostile(lambda graph, query: graph.constant([[0.0]], np.float32))
+    onnx.save(flat, tmp_path / "model.onnx")
+    imported = import_model(tmp_path / "model.onnx", PlanOptions(check_memory=2))
+    started = time.monotonic()
+    with pytest.raises(UnsupportedModelError) as refused:
+        check_rewrite(hostile(doubled), imported.model, imported.plan, {}, tmp_path)
+    assert "\n" not in str(refused.value)
+    assert time.monotonic() - started < 60
+
+
+def endless(graph: Graph, query: str) -> str:
+    """A Loop of 10^15 steps."""
+    count = graph.constant(10**15)
+    go = graph.constant(True, np.bool_)
+    start = graph.node(
+        "Cast", [graph.node("ReduceMin", [graph.node("Shape", [query])], keepdims=0)], to=TensorProto.FLOAT
+    )
+    value = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [helper.make_node("Identity", ["on"], ["goes"]), helper.make_node("Add", ["x", "x"], ["y"])], "body",
+        [value("i", TensorProto.INT64, []), value("on", TensorProto.BOOL, []), value("x", TensorProto.FLOAT, [])],
+        [value("goes", TensorProto.BOOL, []), value("y", TensorProto.FLOAT, [])],
+    )  # fmt: skip
+    last = graph.node("Loop", [count, go, start], body=body)
+    return graph.node("Mul", [graph.node("Mul", [last, graph.constant([[0.0]], np.float32)]), start])
+
+
+def test_a_mask_that_never_ends_is_refused(tmp_path: Path) -> None:
+    onnx.save(hostile(endless), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError) as refused:
+        plan_model(tmp_path / "model.onnx", PlanOptions(check_seconds=3))
+    assert "\n" not in str(refused.value)
+    onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
+    plan_model(tmp_path / "model.onnx", PLAN)  # another process took the place of the one that was ended
+
+
+def test_the_process_may_die(tmp_path: Path) -> None:
+    from trt_kvcache.importer.check import process
+
+    onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
+    plan_model(tmp_path / "model.onnx", PLAN)
+    process._current[0]._child.kill()
+    process._current[0]._child.wait()
+    plan_model(tmp_path / "model.onnx", PLAN)

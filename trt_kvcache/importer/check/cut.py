@@ -1,0 +1,472 @@
+"""Cut what a rewrite changed out of both graphs: regions, each small enough to run without weights.
+
+Tensors of one name that the two graphs compute differently are taken as equal further on (*joins*), and a region has to
+show for each that they are. A region goes back from a join to tensors of the text that are equal by construction
+(*boundaries*, fed with random numbers), to other joins, and to graph inputs. What no region shows must be equal by
+construction, outputs of the graph above all: so every path from an input to an output is covered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+import onnx
+from onnx import TensorProto
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer import extensions
+from trt_kvcache.importer.check.caches import find_caches
+from trt_kvcache.importer.check.graph import Graph, digest_of
+from trt_kvcache.importer.check.runnable import with_packed_function
+from trt_kvcache.importer.check.sizes import Kind, Kinds, Term
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
+from trt_kvcache.importer.protos import names_read
+
+Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
+_WHOLE = (TensorProto.INT64, TensorProto.INT32)
+_FEW = 4  # numbers in a constant that lengths are computed with
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A tensor that both sides of a region are fed with.
+
+    Attributes:
+        names: in the original and in the rewritten graph; several where a graph computes it more than once.
+        elem_type: as in the original.
+        shape: in B and S.
+        kept: on the rewritten side it has the last positions only, as many as the logits span is long.
+    """
+
+    names: tuple[tuple[str, ...], tuple[str, ...]]
+    elem_type: int
+    shape: tuple[Term, ...]
+    kept: bool
+
+
+@dataclass(frozen=True)
+class Region:
+    """What lies between boundaries, caches and graph inputs on one end, joins and presents on the other.
+
+    Attributes:
+        joins: tensors of the text, of one name on both sides, with their shapes.
+        kept: joins that have the last positions only on the rewritten side.
+        presents: names of cache outputs.
+        models: of the original and of the rewritten side, without shapes; the outputs are `joins`, then `presents`.
+        boundaries: fed alike.
+        key: regions of one key give the same verdict.
+        integers: whole numbers that either side computes lengths with.
+        rows: of caches that the original holds in a fixed length, by name of the past.
+    """
+
+    joins: Mapping[str, tuple[Term, ...]]
+    kept: frozenset[str]
+    presents: tuple[str, ...]
+    models: tuple[onnx.ModelProto, onnx.ModelProto]
+    boundaries: tuple[Boundary, ...]
+    key: str
+    integers: tuple[int, ...]
+    rows: Mapping[str, int]
+
+
+@dataclass
+class Cut:
+    """Both graphs, and what is known of their tensors."""
+
+    original: Graph
+    rewritten: Graph
+    plan: CachePlan
+    kinds: tuple[Kinds, Kinds]
+    shared: frozenset[str]
+    refuted: set[str] = field(default_factory=set)
+    last_positions: set[str] = field(default_factory=set)
+
+    @property
+    def sides(self) -> tuple[Graph, Graph]:
+        """The original, and what was made of it."""
+        return self.original, self.rewritten
+
+
+def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> Cut:
+    """Reads both models.
+
+    Args:
+        original: as exported, flat.
+        rewritten: what the plan made of it.
+        plan: which inputs are what; nothing else of it is believed.
+    """
+    sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
+    roles = {t.name: t for t in plan.tensors if t.io == "input"}
+    caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
+    constants = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
+    constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
+
+    def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
+        """Of what is given once, an axis that nothing explains is as long as what an encoder has read."""
+        return tuple(
+            "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
+        )
+
+    if plan.original:
+        shared = _same(plan) - caches
+        first = {t.name: (t.shape, axes_of(t)) for t in plan.original if t.io == "input"}
+    else:
+        shared = set(sides[0].inputs) & set(sides[1].inputs) - caches
+        first = {name: (t.shape, axes_of(t)) for name, t in roles.items() if name in shared}
+        first |= {c.past: (c.logical_shape, ("batch",)) for c in plan.caches}
+    second = {name: (t.shape, axes_of(t)) for name, t in roles.items()}
+    batch = next((c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)), None)
+    cut = Cut(
+        *sides, plan, (Kinds(sides[0].model, first, batch), Kinds(sides[1].model, second, batch)), frozenset(shared)
+    )
+    both = [name for name in sides[0].makes if name in sides[1].makes]
+    if any(all(_is_open(kinds.get(name)) for kinds in cut.kinds) for name in both):
+        for kinds in cut.kinds:
+            kinds.compute()
+    if plan.logits_span is not None:
+        cut.last_positions = sides[1].tainted([plan.logits_span.name])
+    return cut
+
+
+def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model in operators that ONNX Runtime has."""
+    return extensions.for_cpu(with_packed_function(model))[0]
+
+
+def _same(plan: CachePlan) -> set[str]:
+    """Inputs that mean the same on both sides."""
+    counted = {
+        OriginalRole.POSITIONS: Role.POSITIONS,
+        OriginalRole.PAST_LENGTH: None,
+        OriginalRole.PADDING_MASK: None,
+        OriginalRole.MASK: Role.MASK,
+    }
+    after = {t.name: t for t in plan.tensors if t.io == "input"}
+    return {
+        t.name
+        for t in plan.original
+        if t.io == "input"
+        and t.name in after
+        and after[t.name].role is counted.get(t.role, after[t.name].role)
+        and len(t.shape) == len(after[t.name].shape)
+        and not (
+            t.role is OriginalRole.MASK and t.axes[-1:] != after[t.name].axes[-1:] and t.axes[-1:] != ("capacity",)
+        )
+    }
+
+
+def find_regions(cut: Cut) -> list[Region]:
+    """All regions, those with caches first.
+
+    Raises:
+        UnsupportedModelError: an output is computed differently, and no region can show that it is equal.
+    """
+    original, rewritten = cut.sides
+    plan = cut.plan
+    present_of = {c.role.name: c.output for c in find_caches(plan) if c.output and c.output in original.outputs}
+    presents = set(present_of.values())
+    leaves = [
+        {name: name if name in cut.shared else f"{side}:{name}" for name in graph.inputs}
+        for side, graph in enumerate(cut.sides)
+    ]
+    plain = [graph.digests(leaf)[0] for graph, leaf in zip(cut.sides, leaves, strict=True)]
+    data = {
+        name
+        for name in cut.shared
+        if (kind := cut.kinds[0].get(name)) and kind.elem_type in _FLOATS and not _is_mask(plan, name)
+    }
+    data |= {t.name for t in plan.tensors if t.role is Role.TOKENS}
+    candidates = {
+        name
+        for name in original.makes
+        if name in rewritten.makes
+        and name not in presents
+        and name not in cut.refuted
+        and plain[0].get(name) != plain[1].get(name)
+        and _is_text(cut, name)
+    }
+    outputs = set(original.outputs) & set(rewritten.outputs) - presents
+    seen, own = [], []
+    for graph, leaf in zip(cut.sides, leaves, strict=True):
+        a, b = graph.digests(leaf, candidates)
+        seen.append(a)
+        own.append(b)
+    claims = [name for name in _order(rewritten, candidates) if own[0][name] != own[1][name]]
+    candidates = set(claims)
+    seen = [graph.digests(leaf, candidates)[0] for graph, leaf in zip(cut.sides, leaves, strict=True)]
+    _check_outputs(cut, outputs, seen, leaves, candidates)
+
+    text = [graph.tainted(data | candidates, shapes=False) for graph in cut.sides]
+    ends = [{seen[s][n]: cut.kinds[s].get(n) for n in text[s] if n in seen[s]} for s in (0, 1)]
+    equal = {d for d in ends[0].keys() & ends[1].keys() if _known(ends[0][d]) or _known(ends[1][d])}
+    equal |= {f"join:{n}" for n in candidates}
+    stops = [
+        {n: seen[s][n] for n in text[s] if seen[s].get(n) in equal and n in graph.makes}
+        for s, graph in enumerate(cut.sides)
+    ]
+
+    left = [p for p in dict.fromkeys(present_of.values()) if p in rewritten.makes]
+    regions = []
+    for claim in claims:
+        region = _region(cut, [claim], [], stops)
+        mine = [present_of[i] for i in _inputs(region.models[1]) if present_of.get(i) in left]
+        if mine:
+            region = _region(cut, [claim], mine, stops)
+            left = [p for p in left if p not in mine]
+        regions.append(region)
+    for present in left:
+        regions.append(_region(cut, [], [present], stops))
+    return sorted(regions, key=lambda r: not r.presents)
+
+
+def _check_outputs(
+    cut: Cut,
+    outputs: Iterable[str],
+    seen: Sequence[Mapping[str, str]],
+    leaves: Sequence[Mapping[str, str]],
+    candidates: set[str],
+) -> None:
+    rewritten = cut.rewritten
+    differ = [name for name in outputs if seen[0].get(name) != seen[1].get(name)]
+    span = cut.plan.logits_span
+    if span is not None and span.output in differ:
+        # The logits of the last positions: equal where the cut is taken back.
+        whole = _without_cut(rewritten, span.name)
+        again, _ = whole.digests(leaves[1], candidates)
+        if again.get(span.output) == seen[0].get(span.output):
+            differ.remove(span.output)
+    if differ:
+        raise UnsupportedModelError(
+            f"the output '{differ[0]}' of the rewritten model is computed in another way than the original's, and no "
+            "part of the graph around it can be compared"
+        )
+
+
+def _without_cut(graph: Graph, span: str) -> Graph:
+    """The graph with the Slice to the last positions taken out."""
+    below = graph.tainted([span], shapes=True)
+    model = onnx.ModelProto()
+    model.CopyFrom(graph.model)
+    names = {}
+    for node in graph.nodes:
+        if node.op_type == "Slice" and not below.isdisjoint(node.input[1:]) and node.input[0] not in below:
+            names[node.output[0]] = node.input[0]
+    for node in model.graph.node:
+        for i, name in enumerate(node.input):
+            if name in names and node.output[0] not in names:
+                node.input[i] = names[name]
+    return Graph(model)
+
+
+def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Mapping[str, str]]) -> Region:
+    outputs = [*joins, *presents]
+    stops = [{n: d for n, d in stop.items() if n not in outputs} for stop in stops]
+    while True:
+        cones = [graph.cone(outputs, stop) for graph, stop in zip(cut.sides, stops, strict=True)]
+        fed = [_by_digest(cone[1], stop) for cone, stop in zip(cones, stops, strict=True)]
+        alone = fed[0].keys() ^ fed[1].keys()
+        if not alone:
+            break
+        # What only one side is cut at is no boundary.
+        stops = [{n: d for n, d in stop.items() if d not in alone} for stop in stops]
+    digests = sorted(fed[0].keys() | fed[1].keys())
+    boundaries = []
+    last = cut.last_positions
+    for digest in digests:
+        names = (fed[0].get(digest, ()), fed[1].get(digest, ()))
+        kinds = (cut.kinds[side].get(name) for side in (0, 1) for name in names[side])
+        kind = next(k for k in kinds if _known(k))
+        shape = kind.shape or ()
+        boundaries.append(Boundary(names, kind.elem_type, shape, not last.isdisjoint(names[1])))
+    models = [
+        _model(graph, cone, outputs, {n: b for b in boundaries for n in b.names[s]})
+        for s, (graph, cone) in enumerate(zip(cut.sides, cones, strict=True))
+    ]
+    weights = _common_weights(cut, cones)
+    numbers: dict[str, str] = {}
+    key = repr(
+        [
+            _key(graph, cone, outputs, {n: d for d, names in f.items() for n in names}, weights, numbers, cut)
+            for graph, cone, f in zip(cut.sides, cones, fed, strict=True)
+        ]
+    )
+    integers = sorted({v for graph, cone in zip(cut.sides, cones, strict=True) for v in _integers(graph, cone[2])})
+    shapes = {name: _shape(cut, name) for name in joins}
+    return Region(
+        shapes,
+        frozenset(n for n in joins if n in last),
+        tuple(presents),
+        (models[0], models[1]),
+        tuple(boundaries),
+        key,
+        tuple(integers),
+        _rows(cut),
+    )
+
+
+def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        if name in digests:
+            found[digests[name]] = (*found.get(digests[name], ()), name)
+    return found
+
+
+def _model(graph: Graph, cone: Cone, outputs: Sequence[str], boundaries: Mapping[str, Boundary]) -> onnx.ModelProto:
+    """The region as a model; shapes are open, since steps have many."""
+    nodes, fed, used = cone
+    inputs = []
+    for name in fed:
+        value = graph.inputs.get(name)
+        if value is not None:
+            tensor = value.type.tensor_type
+            elem_type, rank = tensor.elem_type, len(tensor.shape.dim) if tensor.HasField("shape") else None
+        else:
+            elem_type, rank = boundaries[name].elem_type, len(boundaries[name].shape)
+        inputs.append(onnx.helper.make_tensor_value_info(name, elem_type, None if rank is None else [None] * rank))
+    made = onnx.helper.make_graph(
+        [_without_outputs(node, set(fed)) for node in nodes],
+        "region",
+        inputs,
+        [onnx.ValueInfoProto(name=name) for name in outputs],
+        [_named(graph.constants[n], n) for n in used],
+    )
+    return onnx.helper.make_model(
+        made, ir_version=min(graph.model.ir_version, 12), opset_imports=list(graph.model.opset_import)
+    )
+
+
+def _without_outputs(node: onnx.NodeProto, fed: set[str]) -> onnx.NodeProto:
+    """The node, with other names for outputs that are boundaries."""
+    if fed.isdisjoint(node.output):
+        return node
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    for i, name in enumerate(node.output):
+        if name in fed:
+            made.output[i] = f"{name}:unused"
+    return made
+
+
+def _named(tensor: TensorProto, name: str) -> TensorProto:
+    if tensor.name == name:
+        return tensor
+    made = TensorProto()
+    made.CopyFrom(tensor)
+    made.name = name
+    return made
+
+
+def _key(
+    graph: Graph,
+    cone: Cone,
+    outputs: Sequence[str],
+    boundaries: Mapping[str, str],
+    weights: set[str],
+    numbers: dict[str, str],
+    cut: Cut,
+) -> object:
+    """The region without the names of its tensors; inputs by what they are, boundaries by number."""
+    nodes, _, used = cone
+    caches = {c.past: c for c in cut.plan.caches}
+    makes = {name: (node, i) for node in nodes for i, name in enumerate(node.output) if name}
+    facts: list[object] = []
+    of = {name: graph.constant_digest(name) for name in used if graph.constant_digest(name) not in weights} | {"": ""}
+    # From the outputs on, so that neither names nor the order of nodes count.
+    todo = list(reversed(outputs))
+    while todo:
+        name = todo[-1]
+        if name in of:
+            todo.pop()
+        elif name in makes:
+            node, place = makes[name]
+            missing = [n for n in (*node.input, *sorted(names_read(node))) if n not in of and graph.holds(n)]
+            if missing:
+                todo += reversed(missing)
+                continue
+            of[name] = digest_of(
+                (node.domain, node.op_type, graph.attributes(node), [of.get(n, n) for n in node.input], place)
+            )
+        elif name in graph.constants:
+            tensor, digest = graph.constants[name], graph.constant_digest(name)
+            of[name] = numbers.setdefault(digest, f"weight {len(numbers)} {tensor.data_type} {list(tensor.dims)}")
+        elif name in boundaries:
+            kind = cut.kinds[0].get(name) or cut.kinds[1].get(name)
+            of[name] = numbers.setdefault(boundaries[name], f"boundary {len(numbers)} {kind}")
+        elif name in caches:
+            c = caches[name]
+            of[name] = f"cache {len(facts)}"
+            facts.append((c.dtype, c.logical_shape, c.physical_shape, c.layout, c.mode, c.sequence_axis, c.capacity))
+        else:
+            of[name] = f"input {name}"
+    return [of[name] for name in outputs], facts
+
+
+def _common_weights(cut: Cut, cones: Sequence[Cone]) -> set[str]:
+    """Digests of weights that both sides read: what is shown with some numbers in them holds for all."""
+    digests = [
+        {graph.constant_digest(n) for n in cone[2] if _is_weight(graph.constants[n])}
+        for graph, cone in zip(cut.sides, cones, strict=True)
+    ]
+    return digests[0] & digests[1]
+
+
+def _is_weight(tensor: TensorProto) -> bool:
+    return tensor.data_type not in (*_WHOLE, TensorProto.BOOL) and math.prod(tensor.dims) > _FEW
+
+
+def _integers(graph: Graph, used: Iterable[str]) -> Iterable[int]:
+    for name in used:
+        tensor = graph.constants[name]
+        if (
+            tensor.data_type in _WHOLE
+            and 0 < math.prod(tensor.dims) <= _FEW
+            and tensor.data_location != TensorProto.EXTERNAL
+        ):
+            yield from (abs(int(v)) for v in onnx.numpy_helper.to_array(tensor).ravel())
+
+
+def _is_text(cut: Cut, name: str) -> bool:
+    """The same float type and the same shape in B and S on both sides."""
+    kinds = [kinds.get(name) for kinds in cut.kinds]
+    known = [k for k in kinds if _known(k)]
+    return bool(known) and all(k == known[0] for k in known)
+
+
+def _known(kind: Kind | None) -> TypeGuard[Kind]:
+    return kind is not None and kind.shape is not None and kind.elem_type in _FLOATS
+
+
+def _is_open(kind: Kind | None) -> bool:
+    """Of a float type or none that is known, and without a shape."""
+    return kind is None or (kind.shape is None and kind.elem_type in (0, *_FLOATS))
+
+
+def _shape(cut: Cut, name: str) -> tuple[Term, ...]:
+    return next(k.shape for kinds in cut.kinds if _known(k := kinds.get(name)) and k.shape is not None)
+
+
+def _rows(cut: Cut) -> dict[str, int]:
+    found = {}
+    for cache in cut.plan.caches:
+        value = cut.original.inputs.get(cache.past)
+        dims = value.type.tensor_type.shape.dim if value is not None else ()
+        if len(dims) > cache.sequence_axis and dims[cache.sequence_axis].HasField("dim_value"):
+            found[cache.past] = dims[cache.sequence_axis].dim_value
+    return found
+
+
+def _is_mask(plan: CachePlan, name: str) -> bool:
+    return any(t.name == name and t.role in (Role.MASK, Role.POSITIONS) for t in plan.tensors)
+
+
+def _order(graph: Graph, names: set[str]) -> list[str]:
+    return [name for node in graph.nodes for name in node.output if name in names]
+
+
+def _inputs(model: onnx.ModelProto) -> list[str]:
+    return [value.name for value in model.graph.input]

@@ -1,0 +1,232 @@
+"""A model as the check reads it: constants apart, every tensor with a digest of how it is computed.
+
+Two tensors with one digest are equal by construction, in whichever graph they stand. Digests do not depend on names of
+nodes and tensors, on the order of nodes, on attributes that state their default, on Identity, or on how a constant is
+stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Container, Iterable, Mapping
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+from onnx.inliner import inline_local_functions
+
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, attribute_graphs, names_read
+
+_CONSTANTS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
+_SMALL = 1 << 16  # bytes; the contents of larger constants are not compared, they are weights with a name
+
+
+class Graph:
+    """A model with its functions inlined.
+
+    Attributes:
+        inputs: graph inputs by name, but for those with a default.
+        constants: initializers, and the values of Constant nodes.
+        nodes: all other nodes, each after those that it reads.
+        makes: the node that makes a tensor.
+    """
+
+    def __init__(self, model: onnx.ModelProto) -> None:
+        self.model = inline_local_functions(model) if model.functions else model
+        graph = self.model.graph
+        self.constants = {t.name: t for t in graph.initializer}
+        self.inputs = {value.name: value for value in graph.input if value.name not in self.constants}
+        self.outputs = [value.name for value in graph.output]
+        self.nodes: list[onnx.NodeProto] = []
+        for node in _without_identities(graph):
+            value = _constant_of(node)
+            if value is not None:
+                self.constants[node.output[0]] = value
+            else:
+                self.nodes.append(node)
+        self.makes = {name: node for node in self.nodes for name in node.output if name}
+        self._opsets = {entry.domain: entry.version for entry in self.model.opset_import}
+        self._digests: dict[str, str] = {}
+
+    def constant_digest(self, name: str) -> str:
+        """Of a constant: its contents, or the name, type and shape of a weight."""
+        if name not in self._digests:
+            tensor = self.constants[name]
+            self._digests[name] = digest_of(_contents(tensor, name))
+        return self._digests[name]
+
+    def attributes(self, node: onnx.NodeProto) -> list[tuple[str, bytes]]:
+        """The attributes of a node that do not state their default."""
+        key = "" if node.domain in DEFAULT_DOMAINS else node.domain
+        try:
+            known = onnx.defs.get_schema(node.op_type, self._opsets.get(key, 1), key).attributes
+        except onnx.defs.SchemaError:
+            known = {}
+        said = []
+        for a in node.attribute:
+            default = known[a.name].default_value if a.name in known else None
+            if default is not None and default.name and _said(default) == _said(a):
+                continue
+            said.append((a.name, _said(a)))
+        return sorted(said)
+
+    def digests(self, leaves: Mapping[str, str], taken: Container[str] = ()) -> tuple[dict[str, str], dict[str, str]]:
+        """The digest of every tensor.
+
+        Args:
+            leaves: digests of graph inputs.
+            taken: tensors that count as equal on both sides: what reads one reads a leaf of its name.
+
+        Returns:
+            Digests as readers see them, and digests of how each taken tensor is computed.
+        """
+        seen = dict(leaves)
+        own: dict[str, str] = {}
+
+        def of(name: str) -> str:
+            if not name:
+                return ""
+            if name not in seen and name in self.constants:
+                seen[name] = self.constant_digest(name)
+            return seen.get(name, f"unknown:{name}")
+
+        for node in self.nodes:
+            inputs = [of(name) for name in node.input]
+            while inputs and not inputs[-1]:
+                inputs.pop()
+            if node.op_type == "Identity" and node.domain in DEFAULT_DOMAINS:
+                made = {node.output[0]: inputs[0]}
+            else:
+                inner = [of(name) for name in self._captured(node)]
+                domain = "" if node.domain in DEFAULT_DOMAINS else node.domain
+                whole = digest_of((domain, node.op_type, self.attributes(node), inputs, inner))
+                made = {name: f"{whole}.{i}" for i, name in enumerate(node.output) if name}
+            for name, digest in made.items():
+                if name in taken:
+                    own[name] = digest
+                    digest = f"join:{name}"
+                seen[name] = digest
+        return seen, own
+
+    def _captured(self, node: onnx.NodeProto) -> list[str]:
+        """The tensors of the graph that bodies of a node read."""
+        return sorted(n for n in names_read(node) - set(node.input) if self.holds(n))
+
+    def holds(self, name: str) -> bool:
+        """The graph itself has the tensor, not a body in it."""
+        return name in self.makes or name in self.constants or name in self.inputs
+
+    def tainted(self, roots: Iterable[str], *, through: Container[str] = (), shapes: bool = True) -> set[str]:
+        """All that depends on `roots`; not through the tensors `through`, and not through shapes if `shapes` is off."""
+        found = set(roots)
+        for node in self.nodes:
+            if not shapes and node.op_type in ("Shape", "Size"):
+                continue
+            if not found.isdisjoint(names_read(node)):
+                found.update(name for name in node.output if name and name not in through)
+        return found
+
+    def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
+        """What makes `outputs` from the tensors `stop` and graph inputs.
+
+        Returns:
+            The nodes in order, the tensors fed, and the constants used.
+        """
+        todo = list(outputs)
+        wanted = set(todo)
+        seen: set[str] = set()
+        keep: set[int] = set()
+        fed: dict[str, None] = {}
+        used: dict[str, None] = {}
+        while todo:
+            name = todo.pop()
+            if not name or name in seen:
+                continue
+            seen.add(name)
+            if name in self.constants:
+                used[name] = None
+            elif name in self.makes and (name in wanted or name not in stop):
+                node = self.makes[name]
+                keep.add(id(node))
+                todo += sorted(names_read(node))
+            elif name in stop or name in self.inputs:  # others are made within a body
+                fed[name] = None
+        return [node for node in self.nodes if id(node) in keep], list(fed), sorted(used)
+
+
+def has_control_flow(nodes: Iterable[onnx.NodeProto]) -> bool:
+    """Some node has a body."""
+    return any(True for node in nodes for a in node.attribute for _ in attribute_graphs(a))
+
+
+def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
+    """The nodes, with one name for what Identity names twice: that of a graph output, if it is one."""
+    fixed = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
+    fixed.update(*(names_read(node) - set(node.input) for node in graph.node))  # bodies keep the names that they read
+    names: dict[str, str] = {}
+
+    def of(name: str) -> str:
+        while name in names:
+            name = names[name]
+        return name
+
+    identities = [n for n in graph.node if n.op_type == "Identity" and n.domain in DEFAULT_DOMAINS]
+    kept = set()
+    for node in identities:
+        source, result = of(node.input[0]), of(node.output[0])
+        if result not in fixed:
+            names[result] = source
+        elif source not in fixed:
+            names[source] = result
+        else:
+            kept.add(id(node))
+    gone = {id(n) for n in identities} - kept
+    for node in graph.node:
+        if id(node) in gone:
+            continue
+        if any(n in names for n in (*node.input, *node.output)):
+            copy = onnx.NodeProto()
+            copy.CopyFrom(node)
+            copy.input[:] = [of(n) for n in node.input]
+            copy.output[:] = [of(n) for n in node.output]
+            yield copy
+        else:
+            yield node
+
+
+def _constant_of(node: onnx.NodeProto) -> TensorProto | None:
+    if node.op_type != "Constant" or node.domain not in DEFAULT_DOMAINS or len(node.attribute) != 1:
+        return None
+    a = node.attribute[0]
+    if a.name == "value":
+        value = TensorProto()
+        value.CopyFrom(a.t)
+        return value
+    dtype = _CONSTANTS.get(a.name)
+    if dtype is None:
+        return None
+    return numpy_helper.from_array(np.asarray(onnx.helper.get_attribute_value(a), dtype))
+
+
+def _contents(tensor: TensorProto, name: str) -> object:
+    if tensor.data_location != TensorProto.EXTERNAL and tensor.ByteSize() <= _SMALL:
+        values = numpy_helper.to_array(tensor)
+        return values.shape, values.dtype.str, values.tobytes()
+    return tuple(tensor.dims), tensor.data_type, [(e.key, e.value) for e in tensor.external_data], name
+
+
+def _said(a: onnx.AttributeProto) -> bytes:
+    """The value of an attribute, however its tensor is stored."""
+    if a.type == a.TENSOR and a.t.data_location != TensorProto.EXTERNAL:
+        values = numpy_helper.to_array(a.t)
+        return repr((values.shape, values.dtype.str)).encode() + values.tobytes()
+    bare = onnx.AttributeProto()
+    bare.CopyFrom(a)
+    bare.ClearField("name")
+    bare.ClearField("doc_string")
+    return bytes(bare.SerializeToString(deterministic=True))
+
+
+def digest_of(said: object) -> str:
+    """A short text that stands for any plain value."""
+    return hashlib.sha1(repr(said).encode(), usedforsecurity=False).hexdigest()

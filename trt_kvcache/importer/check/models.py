@@ -1,0 +1,127 @@
+"""Both models in, verdicts out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import onnx
+from onnx import TensorProto, external_data_helper
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.analysis.index_limits import IndexLimits, index_limits
+from trt_kvcache.importer.check.cut import Region, find_regions, prepare_cut
+from trt_kvcache.importer.check.protocol import Verdict
+from trt_kvcache.importer.check.run import run_region
+from trt_kvcache.importer.files.links import without_links
+from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
+from trt_kvcache.importer.protos import byte_size
+from trt_kvcache.importer.quantized.reinterpret import detached
+
+_ROUNDS = 4
+_RANK = 3  # of what has a batch
+_WEIGHTS = 64 << 20  # bytes of weights in one region; larger ones are not read
+
+
+def check_models(
+    original: onnx.ModelProto,
+    rewritten: onnx.ModelProto,
+    plan: CachePlan,
+    weights: Mapping[str, TensorProto],
+    folder: Path,
+    *,
+    thorough: bool = False,
+) -> list[Verdict]:
+    """A verdict for every region.
+
+    Args:
+        original: as exported, flat.
+        rewritten: what the plan made of it.
+        plan: the roles of inputs and outputs.
+        weights: data of stand-ins by name.
+        folder: of external data.
+        thorough: run steps after a past of every length.
+    """
+    plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
+    cut = prepare_cut(original, rewritten, plan)
+    limits = index_limits(rewritten, plan)
+    done: dict[str, Verdict] = {}
+    first: list[Verdict] = []
+    for _ in range(_ROUNDS):
+        try:
+            verdicts = [
+                _judge(region, plan, limits, weights, folder, done, thorough=thorough) for region in find_regions(cut)
+            ]
+        except UnsupportedModelError:
+            if not first:
+                raise
+            return first
+        wrong = {v.name for v in verdicts if v.answer != "equal"}
+        first = first or verdicts
+        if not wrong:
+            return verdicts
+        # One name may stand for other contents in the rewritten graph, such as a view of a cache. What is further on
+        # decides: the regions of joins that differ are joined with those that read them.
+        if wrong <= cut.refuted or not wrong - set(cut.original.outputs):
+            return first
+        cut.refuted |= wrong
+    return first
+
+
+def _judge(
+    region: Region,
+    plan: CachePlan,
+    limits: IndexLimits,
+    weights: Mapping[str, TensorProto],
+    folder: Path,
+    done: dict[str, Verdict],
+    *,
+    thorough: bool,
+) -> Verdict:
+    if region.key not in done:
+        loaded = load_weights(region, weights, folder)
+        done[region.key] = _unread(region) if loaded is None else run_region(loaded, plan, limits, thorough=thorough)
+    return replace(done[region.key], name=next(iter(region.joins), ", ".join(region.presents)))
+
+
+def _with_batch(tensor: TensorRole) -> TensorRole:
+    """The batch, where an exporter gave the first axis a symbol of its own, as if it could be another number."""
+    counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
+    if tensor.axes[:1] != ("?",) or not (counted or len(tensor.axes) >= _RANK):
+        return tensor
+    return replace(tensor, axes=("batch", *tensor.axes[1:]))
+
+
+def _unread(region: Region) -> Verdict:
+    """Of an operator whose weights are too large to be read: the same lowering is run in tests, with smaller ones.
+
+    Parts with caches in them are never taken unread.
+    """
+    reason = "it has more weights than can be read"
+    return Verdict("", "undecided", reason) if region.presents else Verdict("", "equal", reason)
+
+
+def load_weights(region: Region, weights: Mapping[str, TensorProto], folder: Path) -> Region | None:
+    """The region with the data of its weights; None where they are too large to be read."""
+    size = sum(byte_size(t) or 0 for m in region.models for t in m.graph.initializer)
+    if size > _WEIGHTS:
+        return None
+    made = []
+    for model in region.models:
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        for tensor in copy.graph.initializer:
+            held = detached(tensor, weights)
+            if held is not None:
+                name = tensor.name
+                tensor.CopyFrom(held)
+                tensor.name = name
+        copy, place = without_links(copy, folder)
+        for tensor in copy.graph.initializer:
+            if tensor.data_location == TensorProto.EXTERNAL:
+                external_data_helper.load_external_data_for_tensor(tensor, str(place))
+                tensor.data_location = TensorProto.DEFAULT
+                del tensor.external_data[:]
+        made.append(copy)
+    return replace(region, models=(made[0], made[1]))

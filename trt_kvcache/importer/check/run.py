@@ -1,0 +1,595 @@
+"""Run both sides of a region over its steps, and say where they differ first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer import extensions
+from trt_kvcache.importer.analysis.index_limits import IndexLimits
+from trt_kvcache.importer.check.caches import (
+    CacheTensor,
+    find_caches,
+    find_states,
+    first_contents,
+    linear_update,
+    ring_window,
+)
+from trt_kvcache.importer.check.cut import Region
+from trt_kvcache.importer.check.dtypes import numpy_dtype
+from trt_kvcache.importer.check.engine import Engine, EngineError, open_engine
+from trt_kvcache.importer.check.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.check.lengths import Limits, Step, read_limits
+from trt_kvcache.importer.check.original import OriginalInterface, size_of
+from trt_kvcache.importer.check.protocol import Verdict
+from trt_kvcache.importer.check.runnable import with_expanded_masks, with_norms_in_front
+from trt_kvcache.importer.check.sizes import UNKNOWN, Term
+from trt_kvcache.importer.check.steps import end_steps, plan_steps, rows_needed
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, Role, UpdateMode
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+
+_GARBAGE = (1e4, 1e2, 1.0, 0.0)
+"""Magnitudes of what lies in rows that hold no token, tried from the first on until the original hides it."""
+_HALF_GARBAGE = (30.0, 1.0, 0.0)
+"""In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
+_TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
+"""Of numbers computed in float32: constants such as scales are as exact as the model's own type."""
+_EXPORTED_TOLERANCE = 2e-2  # of float16, whose roundings differ in their order
+_ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear", "Round")
+_ROUNDED_TOLERANCE = 5e-2  # a number close to the middle of two steps goes to either
+_FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten times as coarsely
+_BATCH = 2
+_TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
+_BYTES = 256 << 20  # of the caches of a step
+_LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
+_MOVED = (
+    TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E4M3FNUZ,
+    TensorProto.FLOAT8E5M2FNUZ, TensorProto.FLOAT4E2M1,
+)  # fmt: skip
+_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
+
+
+def run_region(
+    region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool = False, seed: int = 0
+) -> Verdict:
+    """Compares both sides."""
+    name = next(iter(region.joins), "") or ", ".join(region.presents)
+    compared = 0
+    plan = as_bytes(plan)
+    try:
+        for run in _runs(region, plan, limits, seed, thorough=thorough):
+            why = run.compare()
+            compared += run.compared
+            if why:
+                return Verdict(name, "different", why, compared)
+    except (EngineError, OptionError, UnsupportedModelError) as error:
+        return Verdict(name, "undecided", str(error), compared)
+    if not compared:
+        return Verdict(name, "vacuous", "no step of the schedule fits the model", 0)
+    return Verdict(name, "equal", "", compared)
+
+
+def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, thorough: bool) -> Iterator[_Run]:
+    model_limits = _limits(plan)
+    capacity = min(
+        (c.capacity for c in _caches(region, plan)), default=max((c.capacity for c in plan.caches), default=1)
+    )
+    longest = min(model_limits.length or 9, model_limits.longest)
+    rows = rows_needed((k for k in region.integers if k < capacity), longest)
+    wide = _is_narrow(region)
+
+    def make(plan: CachePlan, steps: Sequence[Step], *, wide: bool) -> _Run:
+        return _Run(region, plan, limits, steps, seed, wide=wide)
+
+    at = plan
+    if 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
+        # Whatever holds no number of the capacity runs on short caches, too.
+        short = _shortened(plan, rows)
+        run = make(short, plan_steps(_limits(short), region.integers, rows, thorough=thorough), wide=wide)
+        if run.opens():
+            at = short
+            yield run
+            yield make(plan, end_steps(model_limits, capacity), wide=wide)
+    if at is plan:
+        yield make(plan, plan_steps(model_limits, region.integers, capacity, thorough=thorough), wide=wide)
+    if wide and _is_half(region):
+        yield make(at, plan_steps(_limits(at), (), min(capacity, rows))[:6], wide=False)
+
+
+class _Run:
+    """Both sides of a region, opened in one type.
+
+    Attributes:
+        compared: steps that were compared.
+    """
+
+    def __init__(
+        self, region: Region, plan: CachePlan, limits: IndexLimits, steps: Sequence[Step], seed: int, *, wide: bool
+    ) -> None:
+        self.region, self.plan, self.seed = region, plan, seed
+        self.compared = 0
+        kinds = _types(region.models[0]) | _types(region.models[1])
+        self.tolerance = max(_TOLERANCES.get(kind, 1e-4) for kind in kinds | {TensorProto.FLOAT})
+        self.exact = 1e-6 if not kinds & set(_NARROW) else self.tolerance  # of rows of caches
+        if kinds & set(_NARROW) and not wide:
+            self.tolerance = _EXPORTED_TOLERANCE
+        elif any(node.op_type in _ROUNDING for model in region.models for node in model.graph.node):
+            self.tolerance = self.exact = _ROUNDED_TOLERANCE
+        if not region.presents and not _caches(region, plan):
+            self.tolerance *= 4  # operators with weights, which round on their way
+        self.models = tuple(_open_types(m, wide=wide) for m in (_runnable(region.models[0]), region.models[1]))
+        self.wide = wide
+        self.needed = [{v.name for v in model.graph.input} for model in region.models]
+        stacks = [s for s in plan.stacks if s.io == "input" and s.name in self.needed[0]]
+        parts = {part.name for s in stacks for part in s.parts}
+        self.stacks = [s for s in plan.stacks if s in stacks or (s.io == "output" and s.name in region.presents)]
+        names = self.needed[0] | self.needed[1] | parts
+        self.caches = [c for c in (*find_caches(plan), *find_states(plan)) if c.role.name in names]
+        self.by_output = {c.output: c for c in find_caches(plan)}
+        self.interface = self._interface(parts) if plan.original else None
+        self.limits = limits
+        self.steps = [step for step in steps if self._fits(step)]
+        self.settled = self.changes_past = False
+        self.engines: list[Engine] = []
+        self.refused = ""
+        self.garbage = 0.0
+
+    def _interface(self, parts: set[str]) -> OriginalInterface:
+        wanted = self.needed[0] | parts
+        original = tuple(
+            t
+            for t in self.plan.original
+            if (t.io == "input" and (t.name in wanted or t.role is OriginalRole.TOKENS))
+            or (t.io == "output" and t.name in self.region.presents)
+        )
+        return OriginalInterface(replace(self.plan, original=original), twin=True)
+
+    def compare(self) -> str:
+        """Where the sides differ first; empty: nowhere."""
+        if not self.steps:
+            return ""
+        if not self.engines:
+            self._open()
+        for magnitude in _GARBAGE if self.wide or not _is_half(self.region) else _HALF_GARBAGE:
+            self.garbage = magnitude
+            why, step = self._first_difference()
+            if self.changes_past and not self.settled:
+                self.settled = True
+                why, step = self._first_difference()
+            if not why or not self._reads_garbage(step):
+                return why
+        return why
+
+    def opens(self) -> bool:
+        """Both sides run a step."""
+        try:
+            self._open()
+        except EngineError:
+            return False
+        return bool(self.engines)
+
+    def _reads_garbage(self, step: Step) -> bool:
+        """The original itself does not hide garbage of this magnitude."""
+        full, magnitude = self._original(step), self.garbage
+        self.garbage = 0.0
+        clean = self._original(step)
+        self.garbage = magnitude
+        return any(_apart(clean[name], full[name], self.tolerance) is not None for name in self.region.joins)
+
+    def _first_difference(self) -> tuple[str, Step]:
+        self.compared = 0
+        for step in self.steps:
+            try:
+                first = self._original(step)
+            except EngineError as error:  # a step that the original is not made for
+                self.refused = str(error)
+                continue
+            for kept in self._kept(step):
+                second = self._rewritten(step, kept)
+                why = self._differ(step, first, second, kept)
+                if why:
+                    return why, step
+            self.compared += 1
+        return "", step
+
+    def _fits(self, step: Step) -> bool:
+        """Not too large, and rows that the original can run."""
+        together = self.interface.together if self.interface else None
+        if together is not None and len(set(step.starts)) > 1:
+            return False
+        partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
+        if partly and any(self._as_text(cache, step) is not cache for cache in self.caches):
+            return False  # a ring made of a window takes whole updates, and idle rows: the plan says so
+        size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
+        return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
+
+    def _open(self) -> None:
+        refusals = []
+        # A past that holds tokens first: some originals take no empty one.
+        for step in sorted(self.steps, key=lambda s: not all(s.starts))[:_TRIALS]:
+            shared = self._shared(step)
+            first = self._feeds(step, shared, self._contents(step, 0.0))
+            opened = extensions.opener_of(
+                replace(self.plan, stacks=tuple(self.stacks)), lambda feeds: open_engine(self.models[0], feeds)
+            )
+            try:
+                self.engines = [opened(first[0][1])]
+            except EngineError as error:
+                refusals.append(str(error))
+                continue
+            try:
+                self.engines.append(open_engine(self.models[1], self._second(step, shared, 0.0, step.length)))
+            except EngineError as error:
+                raise EngineError(f"the rewritten part does not run: {error}") from None
+            return
+        if refusals:
+            raise EngineError(f"the original's part does not run: {refusals[0]}")
+
+    def _rng(self, step: Step, what: int) -> np.random.Generator:
+        return np.random.default_rng([self.seed, what, step.length, *step.starts])
+
+    def _shared(self, step: Step) -> Feeds:
+        """What both sides are fed with, caches apart."""
+        constants = draw_constants(self.plan, len(step.starts), self.seed, twin=True)
+        inputs = StepInputs(self.plan, self.limits, constants, self._rng(step, 0), twin=True, unknown=UNKNOWN)
+        made = inputs.shared(step)
+        if any(self._as_text(cache, step) is not cache for cache in self.caches):
+            # Lengths are those of the text, which the original holds as a whole.
+            lengths = [t.name for t in self.plan.tensors if t.io == "input" and t.role is Role.VALID_LENGTHS]
+            made |= {name: np.asarray(step.valid, made[name].dtype) for name in lengths}
+        rng = self._rng(step, 1)
+        for number, b in enumerate(self.region.boundaries):
+            shape = [t.at(len(step.starts), step.length) for t in b.shape]
+            made[f"boundary {number}"] = rng.standard_normal(shape, np.float32)
+        return made
+
+    def _contents(self, step: Step, garbage: float, poke: int | None = None) -> Feeds:
+        """Caches as the original has them, in the layout of the plan."""
+        made = {}
+        for number, cache in enumerate(self.caches):
+            rng = np.random.default_rng([self.seed, 2, number])
+            held = self._as_text(cache, step)
+            values = first_contents(held, step.starts, garbage, rng, twin=True)
+            if poke is not None and held.update is not None:
+                rows = np.moveaxis(values, held.update.sequence_axis, 1)
+                rows[:, poke % rows.shape[1]] += 3
+            made[cache.role.name] = values.astype(np.float32) if self.wide and values.dtype == np.float16 else values
+        return self._settle(step, made) if self.settled else made
+
+    def _settle(self, step: Step, contents: Feeds) -> Feeds:
+        """Tokens of a past as a step of the original leaves them, for models that round a whole cache."""
+        ran = self._run(step, self._shared(step), contents)
+        for name in self.region.presents:
+            cache = self.by_output[name]
+            if cache.update is not None and ran[name].shape == contents[cache.role.name].shape:
+                old = np.moveaxis(contents[cache.role.name], cache.update.sequence_axis, 1)
+                new = np.moveaxis(ran[name], cache.update.sequence_axis, 1)
+                for row, tokens in enumerate(step.starts):
+                    old[row, :tokens] = new[row, :tokens]
+        return contents
+
+    def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
+        """The cache with a row for every token, where it became a ring and was none, or one of another length."""
+        update = cache.update
+        if update is None or update.mode is not UpdateMode.CIRCULAR:
+            return cache
+        rows = self._original_rows(update)
+        if rows == update.capacity:
+            return cache
+        longest = max(s + step.length for s in step.starts)
+        return replace(cache, update=linear_update(update, rows or longest))
+
+    def _original_rows(self, update: CacheUpdate) -> int | None:
+        """Rows of the cache in the original; None: it grows."""
+        if self.plan.original:
+            tensor = next((t for t in self.plan.original if t.name == update.past and t.io == "input"), None)
+            if tensor is None or tensor.role is not OriginalRole.FIXED_CACHE:
+                return None
+            return size_of(tensor.shape[update.sequence_axis]) or self.plan.options.capacity or update.capacity
+        return self.region.rows.get(update.past, update.capacity)
+
+    def _feeds(self, step: Step, shared: Feeds, contents: Feeds) -> list[tuple[slice, Feeds]]:
+        """The original's inputs, for one or several runs of a part of the rows each."""
+        whole = {**shared, **contents}
+        if self.interface is None:
+            every = slice(0, len(step.starts))
+            made = {name: whole[name] for name in self.needed[0] if name in whole}
+            return [(every, made | self._bounds(shared, len(step.starts), every))]
+        return [
+            (rows, self.interface.feeds(whole, rows, past) | self._bounds(shared, len(step.starts), rows))
+            for rows, past in self.interface.groups(whole)
+        ]
+
+    def _bounds(self, shared: Feeds, batch: int, rows: slice) -> Feeds:
+        """The original's boundaries for some rows of the batch."""
+        made: Feeds = {}
+        for number, b in enumerate(self.region.boundaries):
+            made |= dict.fromkeys(b.names[0], _take(shared[f"boundary {number}"], b.shape, rows, batch))
+        return made
+
+    def _second(self, step: Step, shared: Feeds, garbage: float, kept: int, poke: int | None = None) -> Feeds:
+        """The rewritten side's inputs."""
+        contents = self._contents(step, garbage, poke)
+        made = {name: values for name, values in shared.items() if name in self.needed[1]}
+        for cache in self.caches:
+            name = cache.role.name
+            if name not in self.needed[1]:
+                continue
+            values = contents[name]
+            if self._as_text(cache, step) is not cache:
+                rng = np.random.default_rng([self.seed, 3])
+                none = first_contents(cache, (0,) * len(step.starts), garbage, rng, twin=True).astype(values.dtype)
+                values = ring_window(values, none, cache, step.starts)
+            made[name] = cache.to_physical(values)
+        tight = max(1, *step.valid)
+        for i, span in enumerate(self.plan.spans):
+            low = min(tight, span.capacity)
+            made[span.name] = np.arange(low + (span.capacity - low) * ((step.length + sum(step.starts) + i) % 3) // 2)
+        if self.plan.logits_span is not None:
+            made[self.plan.logits_span.name] = np.arange(kept)
+        for number, b in enumerate(self.region.boundaries):
+            values = shared[f"boundary {number}"]
+            made |= dict.fromkeys(b.names[1], _last(values, b.shape, kept, step.length) if b.kept else values)
+        return made
+
+    def _kept(self, step: Step) -> tuple[int, ...]:
+        span = self.plan.logits_span
+        if span is None or span.name not in self.needed[1]:
+            return (step.length,)
+        return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
+
+    def _original(self, step: Step, poke: int | None = None) -> Feeds:
+        return self._run(step, self._shared(step), self._contents(step, self.garbage, poke))
+
+    def _run(self, step: Step, shared: Feeds, contents: Feeds) -> Feeds:
+        """The original's joins and presents."""
+        ran = [(rows, self.engines[0].run(feeds)) for rows, feeds in self._feeds(step, shared, contents)]
+        made = {name: _joined([out[name] for _, out in ran], shape) for name, shape in self.region.joins.items()}
+        if self.interface is None:
+            return made | {name: ran[0][1][name] for name in self.region.presents}
+        triples = [(rows, step.starts[rows.start], out) for rows, out in ran]
+        return made | self.interface.outputs({**shared, **contents}, triples)
+
+    def _rewritten(self, step: Step, kept: int, poke: int | None = None) -> Feeds:
+        shared = self._shared(step)
+        return self.engines[1].run(self._second(step, shared, self.garbage, kept, poke))
+
+    def _differ(self, step: Step, first: Feeds, second: Feeds, kept: int) -> str:
+        said = f"after {_said(step.starts)} tokens, {step.length} new"
+        # Of rows with fewer tokens than the step an original without lengths says nothing.
+        rows = [
+            b
+            for b, (s, v) in enumerate(zip(step.starts, step.valid, strict=True))
+            if self.interface is None or v == s + step.length
+        ]
+        for name, shape in self.region.joins.items():
+            a, b = first[name], second[name]
+            if name in self.region.kept:
+                a = _last(a, shape, kept, step.length)
+            if a.shape != b.shape:
+                return f"'{name}' has shape {list(a.shape)} {said}, and {list(b.shape)} in the rewritten model"
+            for row in rows:
+                x, y = (_take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
+                at = _apart(x, y, self.tolerance * (10 if max(step.starts) > _FAR else 1))
+                if at is not None:
+                    where = self._where(step, name, shape, row, at, kept)
+                    return f"'{name}' {said}, sequence {row}: {_both(x[at], y[at])}{where}"
+        for name in self.region.presents:
+            why = self._cache_differs(step, name, first[name], second[name], rows)
+            if why:
+                return f"the cache '{name}' {said}, {why}"
+        return ""
+
+    def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], kept: int) -> str:
+        """Which query it is, and a key that counts on one side alone."""
+        axis = next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1), None)
+        said = (
+            ""
+            if axis is None
+            else f"; query {at[axis] + (step.length - kept if name in self.region.kept else 0)} of the step"
+        )
+        if kept != step.length or max(step.starts) > 64:
+            return said
+        base = [run(step) for run in (self._original, lambda s, p=None: self._rewritten(s, kept, p))]
+        for token in range(max(step.starts)):
+            moved = []
+            for run, before in ((self._original, base[0]), (lambda s, p: self._rewritten(s, kept, p), base[1])):
+                a, b = (
+                    _take(v[name], shape, slice(row, row + 1), len(step.starts))[at] for v in (before, run(step, token))
+                )
+                moved.append(bool(abs(float(a) - float(b)) > 1e-7))
+            if moved[0] != moved[1]:
+                return f"{said} sees key {token} in the {'original' if moved[0] else 'rewritten model'} alone"
+        return said
+
+    def _cache_differs(self, step: Step, name: str, first: Array, second: Array, rows: Sequence[int]) -> str:
+        cache = self.by_output[name]
+        update = cache.update
+        assert update is not None
+        try:
+            logical = cache.to_logical(second)
+        except ValueError:
+            return f"it has shape {list(second.shape)} in the rewritten model"
+        a, b = first, logical
+        axis = update.sequence_axis
+        a, b = (np.moveaxis(np.asarray(v, np.float64), axis, 1) for v in (a, b))
+        if a.shape[2:] != b.shape[2:] or len(a) != len(b):
+            return f"it has shape {list(first.shape)} in the original, {list(logical.shape)} in the rewritten model"
+        kept = self.interface.kept.get(cache.role.name) if self.interface is not None else None
+        for row in rows:
+            start = step.starts[row]
+            end = start + step.length
+            tokens = np.arange(max(0, end - b.shape[1], end - (kept or end)), end)
+            x, y = a[row, tokens % a.shape[1]], b[row, tokens % b.shape[1]]
+            at = _apart(x, y, self.exact)
+            if at is not None:
+                self.changes_past = bool(tokens[at[0]] < start)
+                return f"sequence {row}, token {tokens[at[0]]}: {_both(x[at], y[at])}"
+        return ""
+
+
+def as_bytes(plan: CachePlan) -> CachePlan:
+    """The plan with int8 in the place of types of caches that NumPy and ONNX Runtime have no numbers for.
+
+    What only moves rows does the same with any type.
+    """
+
+    def known(dtype: str) -> str:
+        try:
+            numpy_dtype(dtype, twin=True)
+        except UnsupportedModelError:
+            return "int8"
+        return dtype
+
+    tensors = tuple(replace(t, dtype=known(t.dtype)) for t in plan.tensors)
+    caches = tuple(replace(c, dtype=known(c.dtype)) for c in plan.caches)
+    original = tuple(replace(t, dtype=known(t.dtype)) for t in plan.original)
+    return replace(plan, tensors=tensors, caches=caches, original=original)
+
+
+def _limits(plan: CachePlan) -> Limits:
+    limits = read_limits(plan, _BATCH)
+    fixed = any(isinstance(c.logical_shape[0], int) for c in plan.caches)
+    interface = OriginalInterface(plan, twin=True) if plan.original else None
+    together = interface.together if interface else None
+    return replace(
+        limits,
+        batch=limits.batch if together is None else together,
+        fixed_batch=fixed or together is not None,
+        ragged=limits.ragged and together is None,
+    )
+
+
+def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:
+    inputs = {v.name for model in region.models for v in model.graph.input}
+    return [c for c in plan.caches if c.past in inputs]
+
+
+def _shortened(plan: CachePlan, rows: int) -> CachePlan:
+    """The plan with shorter caches."""
+
+    def cut(shape: tuple[int | str, ...], axis: int) -> tuple[int | str, ...]:
+        return (*shape[:axis], rows, *shape[axis + 1 :])
+
+    caches = tuple(
+        replace(
+            c,
+            capacity=rows,
+            logical_shape=cut(c.logical_shape, c.sequence_axis),
+            physical_shape=cut(c.physical_shape, c.physical_sequence_axis),
+        )
+        for c in plan.caches
+    )
+    of = {name: c for c in caches for name in (c.past, c.present)}
+    tensors = tuple(replace(t, shape=of[t.name].physical_shape) if t.name in of else t for t in plan.tensors)
+    spans = tuple(replace(s, capacity=rows) for s in plan.spans)
+    return replace(plan, caches=caches, tensors=tensors, spans=spans, options=replace(plan.options, capacity=rows))
+
+
+def _is_narrow(region: Region) -> bool:
+    """Text and caches are float16 or bfloat16: casts to these types round nothing that is not rounded anyway."""
+    fed = {v.type.tensor_type.elem_type for model in region.models for v in model.graph.input}
+    return bool(fed & set(_NARROW))
+
+
+def _is_half(region: Region) -> bool:
+    """float16 that ONNX Runtime computes as exported."""
+    types = _types(region.models[0]) | _types(region.models[1])
+    return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types
+
+
+def _types(model: onnx.ModelProto) -> set[int]:
+    types = {v.type.tensor_type.elem_type for v in model.graph.input} | {t.data_type for t in model.graph.initializer}
+    return types | {a.i for node in model.graph.node for a in node.attribute if a.name == "to"}
+
+
+def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The original's part as ONNX Runtime takes it: the same meaning, spelled out."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    for node in made.graph.node:
+        kept = [a for a in node.attribute if a.name != "accuracy_level"]
+        if len(kept) != len(node.attribute):
+            del node.attribute[:]
+            node.attribute.extend(kept)
+    return with_expanded_masks(with_norms_in_front(made))
+
+
+def _open_types(model: onnx.ModelProto, *, wide: bool) -> onnx.ModelProto:
+    """The model with float32 in the place of float16 and bfloat16, so that rounding hides nothing.
+
+    Types that are only moved become int8, as in `as_bytes`.
+    """
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    for value in made.graph.input:
+        if value.type.tensor_type.elem_type in _MOVED:
+            value.type.tensor_type.elem_type = TensorProto.INT8
+    if not wide:
+        return made
+    for value in made.graph.input:
+        if value.type.tensor_type.elem_type in _NARROW:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    for tensor in made.graph.initializer:
+        _widen(tensor)
+    for node in made.graph.node:
+        for a in node.attribute:
+            if a.name in ("to", "dtype", "output_dtype", "softmax_precision", "stash_type") and a.i in _NARROW:
+                a.i = TensorProto.FLOAT
+            elif a.type == a.TENSOR:
+                _widen(a.t)
+    return made
+
+
+def _widen(tensor: TensorProto) -> None:
+    if tensor.data_type in _NARROW:
+        values = numpy_helper.to_array(tensor).astype(np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+def _take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
+    """Of a batch some rows; values without a batch axis whole."""
+    axis = next((i for i, t in enumerate(shape) if t.batch), None)
+    if axis is None:
+        return values
+    size = values.shape[axis] // batch
+    return values[(slice(None),) * axis + (slice(rows.start * size, rows.stop * size),)]
+
+
+def _last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array:
+    """The last positions of `length`, which the model may have fixed."""
+    axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
+    axis = axes[0]
+    return np.moveaxis(np.moveaxis(values, axis, 0)[-kept:], 0, axis)
+
+
+def _joined(parts: list[Array], shape: Sequence[Term]) -> Array:
+    axis = next((i for i, t in enumerate(shape) if t.batch), None)
+    return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
+
+
+def _apart(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
+    """The first place at which two arrays of one shape differ by more than a share of the first one's scale."""
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    finite = np.isfinite(x)
+    scale = float(np.abs(x[finite]).max(initial=0.0))
+    with np.errstate(invalid="ignore"):
+        far = ~((np.abs(x - y) <= tolerance * max(scale, 1e-3)) | (x == y) | (np.isnan(x) & np.isnan(y)))
+    return tuple(int(i) for i in np.argwhere(far)[0]) if far.any() else None
+
+
+def _both(original: float, rewritten: float) -> str:
+    return f"{original:.5g} in the original, {rewritten:.5g} in the rewritten model"
+
+
+def _said(starts: Sequence[int]) -> str:
+    return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

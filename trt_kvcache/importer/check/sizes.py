@@ -1,0 +1,206 @@
+"""Shapes of tensors as terms in the batch B and the new tokens S, from two inferences with numbers in their place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, numpy_helper
+
+from trt_kvcache.errors import InvalidModelError
+from trt_kvcache.importer.check.engine import EngineError, open_engine
+
+POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
+"""Two sets of sizes, which no product of others explains."""
+ENCODED = 6
+"""The size of an axis that no decode loop changes, such as the length of what an encoder has read."""
+UNKNOWN = 1
+"""The size of an axis that nothing explains: one that broadcasts."""
+
+Shapes = Mapping[str, tuple[tuple[int | str, ...], tuple[str, ...]]]
+"""Of graph inputs: dimensions, and which size of a decode loop each axis is."""
+
+_FEW = 1 << 10  # numbers in a constant that shapes are computed with
+_ROUNDS = 6  # of inference, each with the numbers that the one before made known
+_WHOLE = (TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL)
+
+
+@dataclass(frozen=True)
+class Term:
+    """A size ``factor * B**batch * S**sequence``."""
+
+    factor: int
+    batch: int
+    sequence: int
+
+    def at(self, batch: int, sequence: int) -> int:
+        """The size for B and S."""
+        return int(self.factor * batch**self.batch * sequence**self.sequence)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Element type of a tensor, and its shape; None where a dimension is no term in B and S."""
+
+    elem_type: int
+    shape: tuple[Term, ...] | None
+
+
+class Kinds:
+    """Types and shapes of the tensors of a model.
+
+    Args:
+        model: not changed.
+        shapes: of its inputs.
+        batch: the batch that the model fixes, if it does.
+
+    Raises:
+        InvalidModelError: the shapes contradict each other.
+    """
+
+    def __init__(self, model: onnx.ModelProto, shapes: Shapes, batch: int | None) -> None:
+        fixed = {} if batch is None else {"batch": batch}
+        self._inferences = [_Inference(model, shapes, point | fixed) for point in POINTS]
+        self._found = self._read()
+
+    def get(self, name: str) -> Kind | None:
+        """Type and shape of a tensor, if known."""
+        return self._found.get(name)
+
+    def compute(self) -> None:
+        """Computes what shapes are made of, for tensors whose shapes inference alone does not find."""
+        for inference in self._inferences:
+            inference.compute()
+        self._found = self._read()
+
+    def _read(self) -> dict[str, Kind]:
+        first, second = (inference.found for inference in self._inferences)
+        return {
+            name: Kind(elem_type, _terms(dims, second[name][1] if name in second else None))
+            for name, (elem_type, dims) in first.items()
+        }
+
+
+class _Inference:
+    """ONNX shape inference with numbers for B, S and P."""
+
+    def __init__(self, model: onnx.ModelProto, shapes: Shapes, point: Mapping[str, int]) -> None:
+        self._model = onnx.ModelProto()
+        self._model.CopyFrom(model)
+        del self._model.graph.value_info[:]
+        for value in self._model.graph.output:
+            value.type.tensor_type.ClearField("shape")
+        for value in self._model.graph.input:
+            _fix(value, *shapes.get(value.name, ((), ())), point)
+        self.found = self._infer()
+
+    def _infer(self) -> dict[str, tuple[int, tuple[int, ...] | None]]:
+        try:
+            made = onnx.shape_inference.infer_shapes(self._model, check_type=False, strict_mode=False, data_prop=True)
+        except (onnx.shape_inference.InferenceError, RuntimeError) as error:
+            raise InvalidModelError(f"ONNX shape inference failed: {' '.join(str(error).split())}") from error
+        found = {}
+        for value in (*made.graph.value_info, *made.graph.output, *made.graph.input):
+            tensor = value.type.tensor_type
+            dims = tensor.shape.dim if tensor.HasField("shape") else [onnx.TensorShapeProto.Dimension()]
+            known = tuple(d.dim_value for d in dims) if all(d.HasField("dim_value") for d in dims) else None
+            found[value.name] = (tensor.elem_type, known)
+        return found
+
+    def compute(self) -> None:
+        """Infers again with the whole numbers that follow from shapes, as long as more become known."""
+        graph = self._model.graph
+        values = {
+            t.name: numpy_helper.to_array(t)
+            for t in graph.initializer
+            if t.data_location != TensorProto.EXTERNAL and math.prod(t.dims) <= _FEW
+        }
+        for _ in range(_ROUNDS):
+            made = self._numbers(values)
+            if not made:
+                return
+            values |= made
+            kept = [node for node in graph.node if not set(node.output) & set(made)]
+            del graph.node[:]
+            graph.node.extend(kept)
+            graph.initializer.extend(numpy_helper.from_array(value, name) for name, value in made.items())
+            self.found = self._infer()
+
+    def _numbers(self, values: Mapping[str, npt.NDArray[Any]]) -> dict[str, npt.NDArray[Any]]:
+        """Small tensors that follow from known shapes and from constants."""
+        made: dict[str, npt.NDArray[Any]] = {}
+        nodes, wanted = [], []
+        reachable = set(values)
+        for node in self._model.graph.node:
+            if node.op_type in ("Shape", "Size") and (shape := self.found.get(node.input[0], (0, None))[1]) is not None:
+                made[node.output[0]] = _shape_value(node, shape)
+                reachable.add(node.output[0])
+            elif node.op_type == "Constant" or (
+                node.input
+                and len(node.output) == 1
+                and reachable.issuperset(n for n in node.input if n)
+                and all(a.type not in (a.GRAPH, a.GRAPHS) for a in node.attribute)
+                and self._is_small(node.output[0])
+            ):
+                nodes.append(node)
+                reachable.add(node.output[0])
+                wanted.append(node.output[0])
+        if not nodes:
+            return made
+        used = {n for node in nodes for n in node.input}
+        held = [numpy_helper.from_array(v, n) for n, v in {**values, **made}.items() if n in used]
+        outputs = [onnx.ValueInfoProto(name=name) for name in wanted]
+        part = onnx.helper.make_model(
+            onnx.helper.make_graph(nodes, "numbers", [], outputs, held),
+            ir_version=min(self._model.ir_version, 12),
+            opset_imports=list(self._model.opset_import),
+        )
+        try:
+            computed = open_engine(part, {}).run({})
+        except EngineError:
+            return made
+        return made | {name: value for name, value in computed.items() if value.size <= _FEW}
+
+    def _is_small(self, name: str) -> bool:
+        elem_type, shape = self.found.get(name, (0, None))
+        return elem_type in (*_WHOLE, 0) and (shape is None or math.prod(shape) <= _FEW)
+
+
+def _fix(
+    value: onnx.ValueInfoProto, dims: tuple[int | str, ...], axes: tuple[str, ...], point: Mapping[str, int]
+) -> None:
+    for place, dim in enumerate(value.type.tensor_type.shape.dim):
+        known = dims[place] if place < len(dims) else "?"
+        axis = axes[place] if place < len(axes) else ""
+        if isinstance(known, int):
+            dim.dim_value = known
+        elif axis in point:
+            dim.dim_value = point[axis]
+        elif not dim.HasField("dim_value"):
+            dim.dim_value = UNKNOWN if axis == "?" else ENCODED
+
+
+def _shape_value(node: onnx.NodeProto, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+    if node.op_type == "Size":
+        return np.asarray(math.prod(shape), np.int64)
+    ends = {a.name: a.i for a in node.attribute}
+    return np.asarray(shape[slice(ends.get("start"), ends.get("end"))], np.int64)
+
+
+def _terms(first: tuple[int, ...] | None, second: tuple[int, ...] | None) -> tuple[Term, ...] | None:
+    if first is None or second is None or len(first) != len(second):
+        return None
+    terms = [_term(a, b) for a, b in zip(first, second, strict=True)]
+    return None if None in terms else tuple(t for t in terms if t is not None)
+
+
+def _term(first: int, second: int) -> Term | None:
+    (b, s), (c, t) = ((point["batch"], point["sequence"]) for point in POINTS)
+    powers = ((0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (0, 2))
+    fits = (Term(first // (b**i * s**j), i, j) for i, j in powers if first % (b**i * s**j) == 0)
+    return next((term for term in fits if term.at(c, t) == second), None)

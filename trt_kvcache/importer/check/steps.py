@@ -1,0 +1,99 @@
+"""The steps that a region runs: chosen by the numbers that its lengths are computed with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from trt_kvcache.importer.check.lengths import Limits, Step
+
+_MOST_INTEGERS = 8
+_PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
+"""Tokens before a step and new ones: short and long, from an empty past on."""
+_RAGGED = (((0, 5, 11), 2), ((12, 1), 1), ((3, 0), 3))
+_SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (0, 1)))
+"""Tokens before a step, and how many of the new ones count: 0 is an idle row."""
+
+
+def rows_needed(integers: Iterable[int], longest: int) -> int:
+    """Rows of a cache long enough for every step that does not end at the capacity."""
+    return max([_most(_PLAIN), *(k + longest for k in integers)]) + 3
+
+
+def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
+    """Both sides of every whole number, the end of the capacity, wraps, ragged and idle rows.
+
+    Args:
+        limits: of the model.
+        integers: that the region computes lengths with.
+        capacity: rows of its linear caches.
+        thorough: after a past of every length, too.
+    """
+    kept: dict[Step, None] = {}
+    for step in _all(limits, sorted(integers), capacity, thorough=thorough):
+        fitting = _fit(step, limits, capacity)
+        if fitting is not None:
+            kept[fitting] = None
+    return list(kept)
+
+
+def end_steps(limits: Limits, capacity: int) -> list[Step]:
+    """The last rows of the capacity, and every row."""
+    steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
+    return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
+
+
+def _all(limits: Limits, integers: list[int], capacity: int, *, thorough: bool) -> Iterator[Step]:
+    for i, (past, length) in enumerate(_PLAIN):
+        yield _even(1 + i % 2, past, length)
+    for past, length in ((capacity - 1, 1), (capacity - 4, 4), (capacity - 2, 1)):
+        yield _even(1, past, length)
+    near = [k for k in integers if 1 < k <= capacity][:_MOST_INTEGERS]
+    for k in near:
+        for past, length in ((k - 2, 1), (k - 1, 1), (k, 1), (k + 1, 1), (k - 2, 4), (0, k - 1), (0, k), (0, k + 1)):
+            yield _even(1, past, length)
+    for rows in limits.circular:
+        for batch, past, length in (
+            (1, rows - 1, 1), (1, rows, 1), (2, rows, 2), (1, 2 * rows - 1, 1), (2, 3 * rows, 1), (1, rows + 2, 3),
+        ):  # fmt: skip
+            yield _even(batch, past, length)
+    for starts, length in _RAGGED:
+        yield Step(length, starts, tuple(p + length for p in starts))
+    if limits.lengths:
+        for starts, counts in _SHORT:
+            length = max(counts)
+            yield Step(length, starts, tuple(p + n if n else 0 for p, n in zip(starts, counts, strict=True)))
+    if thorough:
+        for past in range(min(capacity, 4096)):
+            yield _even(1, past, 1)
+            yield _even(1, past, 3)
+
+
+def _even(batch: int, past: int, length: int) -> Step:
+    return Step(length, (past,) * batch, (past + length,) * batch)
+
+
+def _fit(step: Step, limits: Limits, capacity: int) -> Step | None:
+    """The step as the model takes it; None: it takes none like it."""
+    length, starts = step.length, step.starts
+    counts = [v - s if v else 0 for s, v in zip(starts, step.valid, strict=True)]
+    if limits.length is not None and length != limits.length:
+        counts = [limits.length if n == length else min(n, limits.length) for n in counts]
+        length = limits.length
+    if not limits.ragged:
+        starts, counts = (starts[0],) * len(starts), [counts[0]] * len(counts)
+    if not limits.indexed:
+        starts = (0,) * len(starts)
+    if limits.fixed_batch:
+        starts = tuple((starts * limits.batch)[: limits.batch])
+        counts = (counts * limits.batch)[: limits.batch]
+    if length > limits.longest or length < 1 or min(starts) < 0:
+        return None
+    if limits.linear is not None and any(s + length > capacity for s in starts):
+        return None
+    if any(s % rows + length > rows for rows in limits.no_straddle for s in starts):
+        return None
+    return Step(length, starts, tuple(s + n if n else 0 for s, n in zip(starts, counts, strict=True)))
+
+
+def _most(pairs: Iterable[tuple[int, int]]) -> int:
+    return max(past + length for past, length in pairs)

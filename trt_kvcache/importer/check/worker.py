@@ -1,0 +1,73 @@
+"""The check's process: runs parts of a foreign model, with limits on memory and time.
+
+Run as ``python -m trt_kvcache.importer.check.worker BYTES``. Requests come from stdin and answers go to stdout, each as
+a line of JSON; a request is followed by its models. It ends with its stdin.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import onnx
+
+from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.importer.analysis.experts import exact_experts
+from trt_kvcache.importer.check.protocol import Answer, Request
+
+
+def main() -> None:
+    """Answers requests until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: the caller ends this process
+    _limit(int(sys.argv[1]))
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print there
+    # Loaded while the caller still plans.
+    from trt_kvcache.importer.check.models import check_models
+
+    stdin = sys.stdin.buffer
+    while line := stdin.readline():
+        request = msgspec.json.decode(line, type=Request)
+        original, rewritten, held = (_model(stdin, size) for size in request.sizes)
+        weights = {t.name: t for t in held.graph.initializer}
+        try:
+            folder = Path(request.folder)
+            with exact_experts():
+                verdicts = check_models(original, rewritten, request.plan, weights, folder, thorough=request.thorough)
+            answer = Answer(tuple(verdicts))
+        except TrtKvCacheError as error:
+            answer = Answer((), str(error))
+        except MemoryError:
+            answer = Answer((), exhausted=True)
+        except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
+            answer = Answer((), bug=traceback.format_exc())
+        answers.write(msgspec.json.encode(answer) + b"\n")
+
+
+def _model(stdin: BinaryIO, size: int) -> onnx.ModelProto:
+    data = stdin.read(size)
+    if len(data) < size:
+        os._exit(1)  # the caller has ended
+    model = onnx.ModelProto()
+    model.ParseFromString(data)
+    return model
+
+
+def _limit(memory: int) -> None:
+    if sys.platform != "win32":  # which has no such limit
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    main()
