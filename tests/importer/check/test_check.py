@@ -161,6 +161,24 @@ def hostile(body: Callable[[Graph, str], str]) -> onnx.ModelProto:
     return graph.model(opset=24)
 
 
+def test_a_question_without_an_answer_is_no_proof(tmp_path: Path) -> None:
+    """Whatever the mask, attention over values of zero gives zero."""
+    graph = Graph()
+    past = graph.input("past", TensorProto.FLOAT, ["B", 2, 64, 8])
+    query = graph.input("query", TensorProto.FLOAT, ["B", 2, "S", 8])
+    update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
+    where = graph.input("write_indices", TensorProto.INT64, ["B"])
+    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
+    present = graph.node("TensorScatter", [past, update, where], "present", axis=2)
+    graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
+    nothing = graph.node("Mul", [present, graph.constant(0.0, np.float32)])
+    seen = graph.node("Attention", [query, present, nothing, "", "", "", lengths], "seen", is_causal=1)
+    graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
+    onnx.save(graph.model(), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match="the same number for all queries, keys and values"):
+        plan_model(tmp_path / "model.onnx", PlanOptions())
+
+
 def doubled(graph: Graph, query: str) -> str:
     """Concat of itself, forty times: a terabyte."""
     tensor = graph.node("Shape", [query])

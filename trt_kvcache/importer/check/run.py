@@ -64,17 +64,21 @@ def run_region(
     """Compares both sides."""
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = 0
+    alive: set[str] = set()
     plan = as_bytes(plan)
     try:
         for run in _runs(region, plan, limits, seed, thorough=thorough):
             why = run.compare()
             compared += run.compared
+            alive |= run.alive
             if why:
                 return Verdict(name, "different", why, compared)
     except (EngineError, OptionError, UnsupportedModelError) as error:
         return Verdict(name, "undecided", str(error), compared)
     if not compared:
         return Verdict(name, "vacuous", "no step of the schedule fits the model", 0)
+    if region.presents and alive != set(region.joins):
+        return Verdict(name, "vacuous", "the original gives the same number for all queries, keys and values", compared)
     return Verdict(name, "equal", "", compared)
 
 
@@ -98,7 +102,9 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, th
         if run.opens():
             at = short
             yield run
-            yield make(plan, end_steps(model_limits, capacity), wide=wide)
+            last = make(plan, end_steps(model_limits, capacity), wide=wide)
+            last.engines = run.engines
+            yield last
     if at is plan:
         yield make(plan, plan_steps(model_limits, region.integers, capacity, thorough=thorough), wide=wide)
     if wide and _is_half(region):
@@ -110,6 +116,7 @@ class _Run:
 
     Attributes:
         compared: steps that were compared.
+        alive: joins that are not one number throughout.
     """
 
     def __init__(
@@ -139,6 +146,7 @@ class _Run:
         self.limits = limits
         self.steps = [step for step in steps if self._fits(step)]
         self.settled = self.changes_past = False
+        self.alive: set[str] = set()
         self.engines: list[Engine] = []
         self.refused = ""
         self.garbage = 0.0
@@ -193,6 +201,7 @@ class _Run:
             except EngineError as error:  # a step that the original is not made for
                 self.refused = str(error)
                 continue
+            self.alive |= {name for name in self.region.joins if np.ptp(np.nan_to_num(first[name], nan=0.0)) > 0}
             for kept in self._kept(step):
                 second = self._rewritten(step, kept)
                 why = self._differ(step, first, second, kept)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from trt_kvcache.importer.check.lengths import Limits, Step
 
 _MOST_INTEGERS = 8
+_LONG = 1 << 14  # rows
 _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
 """Tokens before a step and new ones: short and long, from an empty past on."""
 _RAGGED = (((0, 5, 11), 2), ((12, 1), 1), ((3, 0), 3))
@@ -37,8 +38,10 @@ def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorou
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
-    """The last rows of the capacity, and every row."""
+    """Up to the last row of the capacity; of a long one in a single step, since each moves whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
+    if capacity > _LONG:
+        steps = steps[:1]
     return list(dict.fromkeys(s for step in steps if (s := _fit(step, limits, capacity)) is not None))
 
 
