@@ -268,6 +268,7 @@ def import_pair(
     imported = import_model(folder / "canonical.onnx", PlanOptions())
     plan = replace(imported.plan, original=original_interface(original, config.cache))
     roles = {"embed": Role.TOKENS, "state": Role.STATE, "state_out": Role.STATE}
+    roles["write_indices"] = Role.WRITE_INDICES  # of the right pair; a mistake may leave it as a position alone
     plan = replace(plan, tensors=tuple(replace(t, role=roles.get(t.name, t.role)) for t in plan.tensors))
     if config.extras:
         state = StateUpdate("state", "state_out", "float", ("batch", config.decoder.hidden), "replaced as a whole")
