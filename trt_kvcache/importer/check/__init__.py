@@ -1,9 +1,10 @@
-"""One check decides whether a rewritten model is taken: recognizers guess, and nothing that they say is believed.
+"""The check: it alone decides if a rewritten model is taken. Recognizers guess, and no guess is believed.
 
-Everything that the rewritten model computes differently is cut out of it and out of the model as exported. Both parts
-run in ONNX Runtime on random queries, keys and values, over steps that tell masks, windows and layouts apart.
+The check cuts every part that the two models compute differently out of the model as exported and out of the rewritten
+one. Both parts run in ONNX Runtime on random queries, keys and values, over steps that tell masks, windows and layouts
+apart.
 
-    graph      digests: what is equal by construction
+    graph      digests: tensors that are equal by construction
     sizes      shapes in batch and new tokens
     cut        regions between boundaries, caches and inputs on one end, joins and presents on the other
     steps      lengths on both sides of every number, ends, wraps, ragged and idle rows
@@ -45,14 +46,14 @@ def check_rewrite(
     """Refuses a rewritten model that does not give the original's numbers.
 
     Args:
-        original: as exported, flat; its weights may be stand-ins.
-        rewritten: as planned, in the same state.
-        plan: of the model.
-        weights: what stand-ins stand for, by name.
-        folder: of external data.
+        original: the model as exported, without functions; its weights may be stand-ins.
+        rewritten: the same model as rewritten; its weights may be stand-ins, too.
+        plan: of the model, with the limits in its options.
+        weights: the weights that have stand-ins, by name.
+        folder: the folder of external data.
 
     Raises:
-        UnsupportedModelError: a part differs, or could not be compared.
+        UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
     """
     options = plan.options
     try:

@@ -23,8 +23,8 @@ class CacheTensor:
     """One cache as the caller sees it: a graph input, and the graph output that becomes the next step's input.
 
     Attributes:
-        output: None where no output carries this input on: it keeps its first value.
-        update: how it is written; None where no single update says.
+        output: name of the graph output; None: no output carries this input on, and it keeps its first value.
+        update: the write; None: no single update writes the cache.
     """
 
     role: TensorRole

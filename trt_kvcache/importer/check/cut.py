@@ -1,9 +1,9 @@
-"""Cut what a rewrite changed out of both graphs: regions, each small enough to run without weights.
+"""Cut the changed parts out of both graphs: regions, each small enough to run without weights.
 
-Tensors of one name that the two graphs compute differently are taken as equal further on (*joins*), and a region has to
-show for each that they are. A region goes back from a join to tensors of the text that are equal by construction
-(*boundaries*, fed with random numbers), to other joins, and to graph inputs. What no region shows must be equal by
-construction, outputs of the graph above all: so every path from an input to an output is covered.
+A tensor of one name that the two graphs compute differently is a *join*. Whatever reads a join takes both tensors as
+equal, and a region has to show that they are. The region goes back from its join to *boundaries* (tensors of the text
+that are equal by construction; they are fed with random numbers), to other joins, and to graph inputs. All other
+outputs of the graph must be equal by construction. So every path from an input to an output is covered.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Region:
-    """What lies between boundaries, caches and graph inputs on one end, joins and presents on the other.
+    """The part of both graphs between boundaries, caches and graph inputs at one end, joins and presents at the other.
 
     Attributes:
         joins: tensors of the text, of one name on both sides, with their shapes.
@@ -75,7 +75,7 @@ class Region:
 
 @dataclass
 class Cut:
-    """Both graphs, and what is known of their tensors."""
+    """Both graphs, with the types and shapes of their tensors."""
 
     original: Graph
     rewritten: Graph
@@ -87,7 +87,7 @@ class Cut:
 
     @property
     def sides(self) -> tuple[Graph, Graph]:
-        """The original, and what was made of it."""
+        """The original and the rewritten graph."""
         return self.original, self.rewritten
 
 
@@ -95,9 +95,9 @@ def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     """Reads both models.
 
     Args:
-        original: as exported, flat.
-        rewritten: what the plan made of it.
-        plan: which inputs are what; nothing else of it is believed.
+        original: the model as exported, without functions.
+        rewritten: the rewritten model.
+        plan: the roles of inputs and outputs; nothing else of it is believed.
     """
     sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
@@ -106,7 +106,7 @@ def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
 
     def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """Of what is given once, an axis that nothing explains is as long as what an encoder has read."""
+        """The axes of an input; in constants, an axis that nothing explains is as long as the text of the encoder."""
         return tuple(
             "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
         )
@@ -407,7 +407,7 @@ def _key(
 
 
 def _common_weights(cut: Cut, cones: Sequence[Cone]) -> set[str]:
-    """Digests of weights that both sides read: what is shown with some numbers in them holds for all."""
+    """Digests of weights that both sides read: a verdict with one set of numbers in them holds for all."""
     digests = [
         {graph.constant_digest(n) for n in cone[2] if _is_weight(graph.constants[n])}
         for graph, cone in zip(cut.sides, cones, strict=True)

@@ -1,4 +1,4 @@
-"""What runs a region on the CPU: ONNX Runtime without optimizations, ONNX's reference evaluator where it refuses."""
+"""Engines for regions on the CPU: ONNX Runtime without optimizations; if it refuses, ONNX's reference evaluator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Engine(Protocol):
     """A loaded part of a model.
 
     Attributes:
-        engine: what runs it.
+        engine: name of the engine.
     """
 
     engine: str
@@ -46,7 +46,7 @@ class Engine(Protocol):
 
 
 class OrtEngine:
-    """ONNX Runtime, node by node as the graph says: fusions would hide what is compared."""
+    """ONNX Runtime, node by node: fusions would hide differences."""
 
     engine = "ONNX Runtime"
 

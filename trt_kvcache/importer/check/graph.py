@@ -49,7 +49,7 @@ class Graph:
         self._digests: dict[str, str] = {}
 
     def constant_digest(self, name: str) -> str:
-        """Of a constant: its contents, or the name, type and shape of a weight."""
+        """The digest of a constant: of its contents, or of the name, type and shape of a weight."""
         if name not in self._digests:
             tensor = self.constants[name]
             self._digests[name] = digest_of(_contents(tensor, name))
@@ -75,7 +75,7 @@ class Graph:
 
         Args:
             leaves: digests of graph inputs.
-            taken: tensors that count as equal on both sides: what reads one reads a leaf of its name.
+            taken: tensors that count as equal on both sides: for their readers they are leaves of their name.
 
         Returns:
             Digests as readers see them, and digests of how each taken tensor is computed.
@@ -127,7 +127,7 @@ class Graph:
         return found
 
     def cone(self, outputs: Iterable[str], stop: Container[str]) -> tuple[list[onnx.NodeProto], list[str], list[str]]:
-        """What makes `outputs` from the tensors `stop` and graph inputs.
+        """The nodes that make `outputs` from the tensors `stop` and graph inputs.
 
         Returns:
             The nodes in order, the tensors fed, and the constants used.
@@ -160,7 +160,7 @@ def has_control_flow(nodes: Iterable[onnx.NodeProto]) -> bool:
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:
-    """The nodes, with one name for what Identity names twice: that of a graph output, if it is one."""
+    """The nodes without Identity: both names of a tensor become one, that of a graph output if there is one."""
     fixed = {v.name for v in (*graph.input, *graph.output)} | {t.name for t in graph.initializer}
     fixed.update(*(names_read(node) - set(node.input) for node in graph.node))  # bodies keep the names that they read
     names: dict[str, str] = {}

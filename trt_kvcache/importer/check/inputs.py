@@ -1,4 +1,4 @@
-"""Values for every input of a step other than the caches, from the role that each plays."""
+"""Values for all inputs of a step but the caches; the role of each input decides."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class StepInputs:
         """The rewritten model's span inputs.
 
         Args:
-            step: which.
+            step: the step.
             kind: rows to read: ``"tight"``, ``"bucketed"`` (the next multiple of 16) or ``"full"``.
-            kept: of how many of the last positions logits are computed; None: of all.
+            kept: number of last positions whose logits are computed; None: all.
         """
         made = {span.name: np.arange(_span(span, step, kind)) for span in self._plan.spans}
         logits = self._plan.logits_span
@@ -88,7 +88,7 @@ class StepInputs:
         return max((len(spans[s.name]) for s in self._plan.spans), default=None)
 
     def kept(self, spans: Mapping[str, Array]) -> int | None:
-        """Of how many of the last positions logits are computed with these spans; None where no input says."""
+        """The number of last positions whose logits these spans ask for; None where no input says."""
         logits = self._plan.logits_span
         return None if logits is None else len(spans[logits.name])
 
@@ -191,7 +191,7 @@ class StepInputs:
 
 
 def draw_constants(plan: CachePlan, batch: int, seed: int, *, twin: bool) -> dict[str, Array]:
-    """Values of what is given once and only read, by name, for every step: the output of an encoder, its mask.
+    """Values of inputs that are given once and only read, such as the output of an encoder and its mask.
 
     Args:
         plan: of the model.

@@ -1,4 +1,4 @@
-"""Steps of a decode, and which of them a model allows."""
+"""Steps of a decode, and the limits that a model sets them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model allows.
+    """The steps that a model allows.
 
     Attributes:
         batch: rows.
@@ -64,7 +64,7 @@ def check_carries(plan: CachePlan) -> None:
 
 
 def read_limits(plan: CachePlan, batch: int) -> Limits:
-    """What the model allows.
+    """The steps that the model allows.
 
     Args:
         plan: of the model.

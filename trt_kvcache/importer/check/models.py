@@ -36,11 +36,11 @@ def check_models(
     """A verdict for every region.
 
     Args:
-        original: as exported, flat.
-        rewritten: what the plan made of it.
+        original: the model as exported, without functions.
+        rewritten: the rewritten model.
         plan: the roles of inputs and outputs.
-        weights: data of stand-ins by name.
-        folder: of external data.
+        weights: the weights that have stand-ins, by name.
+        folder: the folder of external data.
         thorough: run steps after a past of every length.
     """
     plan = replace(plan, tensors=tuple(_with_batch(t) for t in plan.tensors))
@@ -94,9 +94,10 @@ def _with_batch(tensor: TensorRole) -> TensorRole:
 
 
 def _unread(region: Region) -> Verdict:
-    """Of an operator whose weights are too large to be read: the same lowering is run in tests, with smaller ones.
+    """The verdict for a region whose weights are too large to be read.
 
-    Parts with caches in them are never taken unread.
+    Without caches it is an operator, whose rewrite the tests compare on small weights. A region with caches is never
+    taken unread.
     """
     reason = "it has more weights than can be read"
     return Verdict("", "undecided", reason) if region.presents else Verdict("", "equal", reason)

@@ -1,4 +1,4 @@
-"""A model as exported, behind the interface of its rewritten form.
+"""A model as exported, driven through the interface of its rewritten form.
 
 Normalization changes what a caller gives: caches of a fixed capacity with write indices instead of caches that grow,
 no padding mask, no counters. `OriginalSession` takes the new inputs, runs the original on what it was exported for and
@@ -7,7 +7,7 @@ gives back the new outputs, so that whatever drives the rewritten model can driv
     cache [B, N, L, D], write_indices [B]   ->   past [1, N, P, D] for each row, P its write index
     tokens [B, S]                           ->   tokens [1, S], positions P .. P + S - 1, padding mask: P + S ones
     present [1, N, P + S, D] for each row   ->   cache [B, N, L, D] with rows 0 .. P + S - 1 replaced
-    several tokens behind others, singly    ->   one by one, where the original takes no more
+    several tokens after others, singly     ->   one by one, where the original takes no more
     new rows [1, N, S, D] alone             ->   rows P .. P + S - 1 replaced, whatever their layout
     past of F rows, and masks over F + S    <-   its first P rows, and masks that hide the others
     where only the newest rows are kept     <->  these rows of the cache, and the others as they were
@@ -96,7 +96,7 @@ class OriginalInterface:
         )
 
     def singles(self, feeds: Mapping[str, Array]) -> int:
-        """How many tokens of a step the original takes one by one; 0: it takes them together."""
+        """Number of tokens of a step that the original takes one by one; 0: it takes them together."""
         return self._length(feeds) if self._tokens.singly and np.any(feeds[self._starts]) else 0
 
     def single(self, feeds: Mapping[str, Array], place: int) -> Feeds:
@@ -120,11 +120,11 @@ class OriginalInterface:
         }
 
     def carried(self, outputs: Feeds) -> Feeds:
-        """Caches and states behind a step, as inputs of the next."""
+        """Caches and states after a step, as inputs of the next."""
         return {past: outputs[present] for present, past in self._carried.items() if present in outputs}
 
     def groups(self, feeds: Mapping[str, Array]) -> list[tuple[slice, int]]:
-        """Rows that the original runs together, and how many tokens each of them holds before the step."""
+        """Rows that the original runs together, and the number of tokens that each holds before the step."""
         starts = [int(n) for n in np.atleast_1d(feeds[self._starts])]
         if self.together is None:
             return [(slice(row, row + 1), past) for row, past in enumerate(starts)]
@@ -261,7 +261,7 @@ class OriginalInterface:
         return int(feeds[self._tokens.name].shape[self._token_axis])
 
     def _held(self, tensor: OriginalTensor, cache: tuple[int, ...], given: Array, length: int) -> Array:
-        """What the original gives of a cache, with the axes of the rewritten model's."""
+        """The original's cache output with the axes of the rewritten model's cache."""
         if tensor.order is None:
             return given
         sizes = list(cache)

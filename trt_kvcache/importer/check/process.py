@@ -1,6 +1,6 @@
-"""The caller's side of the check's process: started early, fed, and ended where it exceeds its limits.
+"""The caller's side of the check's process: it is started early, and ended if it exceeds its limits.
 
-One process serves all checks of this one, so that Python and ONNX Runtime start once.
+One child process serves all checks of its parent, so that Python and ONNX Runtime start once.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ _current: list[CheckProcess] = []
 
 
 def start_process(memory: int) -> CheckProcess:
-    """The process of this one; started if there is none. It loads while the caller goes on."""
+    """The child process of this process; started if there is none. It loads while the caller goes on."""
     with _lock:
         if _current and (not _current[0].alive or _current[0].memory != memory):
             old = _current.pop()
@@ -142,7 +142,7 @@ def check_in_process(
     """The verdicts of `check_models`, from a process with limits.
 
     Raises:
-        CheckProcessError: there are none.
+        CheckProcessError: the process exceeded a limit, ended, or refused the models.
     """
     held = onnx.ModelProto()
     room = _ALL

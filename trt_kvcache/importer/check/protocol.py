@@ -12,10 +12,10 @@ class Verdict:
     """The answer for one region.
 
     Attributes:
-        name: the tensor or the cache that it is about.
+        name: the tensor or the cache that the region makes.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared) or ``"undecided"`` (it cannot run).
-        why: in words; empty for equal ones.
-        steps: that were compared.
+        why: the reason in words; empty for most equal regions.
+        steps: number of steps that were compared.
     """
 
     name: str
@@ -30,8 +30,8 @@ class Request:
 
     Attributes:
         sizes: bytes of the original, of the rewritten model, and of a model that holds weights, which follow.
-        folder: of external data.
-        thorough: run steps after a past of every length.
+        folder: the folder of external data.
+        thorough: run steps after a past of every length, too.
     """
 
     sizes: tuple[int, int, int]
@@ -42,11 +42,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """The verdicts, or why there are none.
+    """The verdicts, or the reason that there are none.
 
     Attributes:
         refused: an error for the user.
-        exhausted: the memory that the process may use was not enough.
+        exhausted: the process needed more memory than it may use.
         bug: a trace.
     """
 

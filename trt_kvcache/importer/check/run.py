@@ -1,4 +1,4 @@
-"""Run both sides of a region over its steps, and say where they differ first."""
+"""Run both sides of a region over its steps, and name the first difference."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _GARBAGE = (1e4, 1e2, 1.0, 0.0)
-"""Magnitudes of what lies in rows that hold no token, tried from the first on until the original hides it."""
+"""Magnitudes of garbage in rows without a token, tried from the first on until the original hides it."""
 _HALF_GARBAGE = (30.0, 1.0, 0.0)
 """In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
@@ -61,7 +61,7 @@ _NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 def run_region(
     region: Region, plan: CachePlan, limits: IndexLimits, *, thorough: bool = False, seed: int = 0
 ) -> Verdict:
-    """Compares both sides."""
+    """The verdict for a region: both sides run over all steps that it needs."""
     name = next(iter(region.joins), "") or ", ".join(region.presents)
     compared = 0
     alive: set[str] = set()
@@ -115,7 +115,7 @@ class _Run:
     """Both sides of a region, opened in one type.
 
     Attributes:
-        compared: steps that were compared.
+        compared: number of steps that were compared.
         alive: joins that are not one number throughout.
     """
 
@@ -162,7 +162,7 @@ class _Run:
         return OriginalInterface(replace(self.plan, original=original), twin=True)
 
     def compare(self) -> str:
-        """Where the sides differ first; empty: nowhere."""
+        """The first difference in words; empty: there is none."""
         if not self.steps:
             return ""
         if not self.engines:
@@ -178,7 +178,7 @@ class _Run:
         return why
 
     def opens(self) -> bool:
-        """Both sides run a step."""
+        """True if both sides run a step."""
         try:
             self._open()
         except EngineError:
@@ -186,7 +186,7 @@ class _Run:
         return bool(self.engines)
 
     def _reads_garbage(self, step: Step) -> bool:
-        """The original itself does not hide garbage of this magnitude."""
+        """True if the original itself lets garbage of this magnitude through."""
         full, magnitude = self._original(step), self.garbage
         self.garbage = 0.0
         clean = self._original(step)
@@ -211,7 +211,7 @@ class _Run:
         return "", step
 
     def _fits(self, step: Step) -> bool:
-        """Not too large, and rows that the original can run."""
+        """True if the step is not too large, and the original can run its rows."""
         together = self.interface.together if self.interface else None
         if together is not None and len(set(step.starts)) > 1:
             return False
@@ -247,7 +247,7 @@ class _Run:
         return np.random.default_rng([self.seed, what, step.length, *step.starts])
 
     def _shared(self, step: Step) -> Feeds:
-        """What both sides are fed with, caches apart."""
+        """The inputs of both sides without the caches."""
         constants = draw_constants(self.plan, len(step.starts), self.seed, twin=True)
         inputs = StepInputs(self.plan, self.limits, constants, self._rng(step, 0), twin=True, unknown=UNKNOWN)
         made = inputs.shared(step)
@@ -287,7 +287,7 @@ class _Run:
         return contents
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """The cache with a row for every token, where it became a ring and was none, or one of another length."""
+        """The cache with a row for every token, if the rewrite made it a ring, or a ring of another length."""
         update = cache.update
         if update is None or update.mode is not UpdateMode.CIRCULAR:
             return cache
@@ -399,7 +399,7 @@ class _Run:
         return ""
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], kept: int) -> str:
-        """Which query it is, and a key that counts on one side alone."""
+        """The query at which the sides differ, and a key that only one side sees, in words."""
         axis = next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1), None)
         said = (
             ""
@@ -449,7 +449,7 @@ class _Run:
 def as_bytes(plan: CachePlan) -> CachePlan:
     """The plan with int8 in the place of types of caches that NumPy and ONNX Runtime have no numbers for.
 
-    What only moves rows does the same with any type.
+    Operators that only move rows do the same with any type.
     """
 
     def known(dtype: str) -> str:
@@ -505,13 +505,13 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
 
 
 def _is_narrow(region: Region) -> bool:
-    """Text and caches are float16 or bfloat16: casts to these types round nothing that is not rounded anyway."""
+    """True if text or caches are float16 or bfloat16: casts to these types round nothing that is not rounded anyway."""
     fed = {v.type.tensor_type.elem_type for model in region.models for v in model.graph.input}
     return bool(fed & set(_NARROW))
 
 
 def _is_half(region: Region) -> bool:
-    """float16 that ONNX Runtime computes as exported."""
+    """True if the region computes in float16, which ONNX Runtime runs as exported; bfloat16 it does not."""
     types = _types(region.models[0]) | _types(region.models[1])
     return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types
 
@@ -522,7 +522,7 @@ def _types(model: onnx.ModelProto) -> set[int]:
 
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The original's part as ONNX Runtime takes it: the same meaning, spelled out."""
+    """The original's part in operators that ONNX Runtime runs, with the same meaning."""
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for node in made.graph.node:
@@ -566,7 +566,7 @@ def _widen(tensor: TensorProto) -> None:
 
 
 def _take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
-    """Of a batch some rows; values without a batch axis whole."""
+    """Some rows of a batch; values without a batch axis stay whole."""
     axis = next((i for i, t in enumerate(shape) if t.batch), None)
     if axis is None:
         return values

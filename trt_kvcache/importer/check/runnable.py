@@ -1,6 +1,6 @@
-"""Originals in a form that engines on the CPU run: the same meaning, spelled out.
+"""Originals in a form that engines on the CPU run, with the same meaning.
 
-Each function returns a copy, or the model itself where there is nothing to spell out.
+Each function returns a copy, or the model itself where there is nothing to do.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def with_exact_products(model: ModelProto) -> ModelProto:
     """Products with quantized weights as the operator defines them, without rounding the other side.
 
     MatMulNBits lets ONNX Runtime compute with activations of 8 bits (``accuracy_level=4``, which onnxruntime-genai sets
-    for the CPU). That moves logits by percents of their scale, which would hide what a comparison is made to find.
+    for the CPU). That moves logits by percents of their scale, which would hide differences.
     """
     if not any(_rounds(node) for scope in iter_scopes(model) for node in scope.node):
         return model
@@ -89,7 +89,7 @@ def with_exact_products(model: ModelProto) -> ModelProto:
 
 
 def spelled_out(original: ModelProto) -> list[str]:
-    """What a reader of a report should know about how the original ran."""
+    """Notes for the reader of a report on the way in which the original ran."""
     notes = []
     if any(node.op_type == PACKED_OP for node in original.graph.node):
         notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")

@@ -18,7 +18,7 @@ from trt_kvcache.importer.check.engine import EngineError, open_engine
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
 """Two sets of sizes, which no product of others explains."""
 ENCODED = 6
-"""The size of an axis that no decode loop changes, such as the length of what an encoder has read."""
+"""The size of an axis that no decode loop changes, such as the length of an encoder's text."""
 UNKNOWN = 1
 """The size of an axis that nothing explains: one that broadcasts."""
 
@@ -45,7 +45,7 @@ class Term:
 
 @dataclass(frozen=True)
 class Kind:
-    """Element type of a tensor, and its shape; None where a dimension is no term in B and S."""
+    """Element type and shape of a tensor; the shape is None if a dimension is no term in B and S."""
 
     elem_type: int
     shape: tuple[Term, ...] | None
@@ -73,7 +73,7 @@ class Kinds:
         return self._found.get(name)
 
     def compute(self) -> None:
-        """Computes what shapes are made of, for tensors whose shapes inference alone does not find."""
+        """Computes the numbers that shapes are made of, for tensors whose shapes inference alone does not find."""
         for inference in self._inferences:
             inference.compute()
         self._found = self._read()

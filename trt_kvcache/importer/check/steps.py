@@ -1,4 +1,4 @@
-"""The steps that a region runs: chosen by the numbers that its lengths are computed with."""
+"""The steps that a region runs; the whole numbers in the region choose them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def rows_needed(integers: Iterable[int], longest: int) -> int:
 
 
 def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorough: bool = False) -> list[Step]:
-    """Both sides of every whole number, the end of the capacity, wraps, ragged and idle rows.
+    """Steps around every whole number, at the end of the capacity, across wraps, with ragged and idle rows.
 
     Args:
         limits: of the model.
-        integers: that the region computes lengths with.
+        integers: the whole numbers that the region computes lengths with; the eight smallest count.
         capacity: rows of its linear caches.
-        thorough: after a past of every length, too.
+        thorough: steps after a past of every length, too.
     """
     kept: dict[Step, None] = {}
     for step in _all(limits, sorted(integers), capacity, thorough=thorough):
@@ -38,7 +38,7 @@ def plan_steps(limits: Limits, integers: Iterable[int], capacity: int, *, thorou
 
 
 def end_steps(limits: Limits, capacity: int) -> list[Step]:
-    """Up to the last row of the capacity; of a long one in a single step, since each moves whole caches."""
+    """Steps up to the last row of the capacity; one step only if it is long, since each moves whole caches."""
     steps = [_even(1, capacity - 1, 1), _even(1, capacity - 4, 4), _even(2, capacity - 2, 1)]
     if capacity > _LONG:
         steps = steps[:1]

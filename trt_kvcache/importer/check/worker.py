@@ -1,4 +1,4 @@
-"""The check's process: runs parts of a foreign model, with limits on memory and time.
+"""The child process of the check: it runs parts of a foreign model, with limits on memory and time.
 
 Run as ``python -m trt_kvcache.importer.check.worker BYTES``. Requests come from stdin and answers go to stdout, each as
 a line of JSON; a request is followed by its models. It ends with its stdin.
