@@ -1,15 +1,16 @@
 """ONNX decoder -> plan -> rewritten model.
 
-Nothing here imports TensorRT. ONNX Runtime computes parts of models, as evidence.
+Nothing here imports TensorRT.
 
     load_source     read the file, check it                           files
-    prepare         fixed capacity, flat, shapes known, caches and    prepare, inline, merged, normalize
+    prepare         fixed capacity, flat, shapes known, caches and    prepare, merged, simplify, normalize
                     attention in their canonical form
     analyze         -> CachePlan                                      analyze, analysis, roles, plan
-    rewrite_graph   the graph as the plan says                        rewrite
-    patch_network   what only TensorRT's parsed network can say       patch
+    rewrite_graph   edit the graph as the plan says                   rewrite
+    check_rewrite   compare the rewritten model with the original     check
+    patch_network   set what only TensorRT's parsed network has       patch
 
-`pipeline` calls them one after the other. `extensions` are loaded only for models that need them.
+`pipeline` calls all but the last, one after the other. `extensions` are loaded only for models that need them.
 
 Names load on first use: the data classes in `trt_kvcache.importer.plan`, and manifests with them, need no ONNX.
 """
