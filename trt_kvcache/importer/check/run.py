@@ -201,7 +201,9 @@ class _Run:
             except EngineError as error:  # a step that the original is not made for
                 self.refused = str(error)
                 continue
-            self.alive |= {name for name in self.region.joins if np.ptp(np.nan_to_num(first[name], nan=0.0)) > 0}
+            self.alive |= {
+                n for n in self.region.joins if first[n].size and np.ptp(np.nan_to_num(first[n], nan=0.0)) > 0
+            }
             for kept in self._kept(step):
                 second = self._rewritten(step, kept)
                 why = self._differ(step, first, second, kept)

@@ -4,7 +4,7 @@
     keys rotated after the cache    decoders written by hand
     factors made of positions       decoders written by hand: `rotary`
 
-    function, operators, rows, emission     a tensor as a function of each row, found and computed again
+    function, rows, emission                a tensor as a function of each row, found and computed again
     positions                               rows made of positions
     computed                                keys and values that are such functions
     absorbed                                queries that go to the latents instead
@@ -92,6 +92,5 @@ def find_attention(
             f"{error}; keys or values are computed from caches, supported is that row by row with constants, and "
             f"{broken}"
         ) from error
-    computed.hold(cores, samples)
     absorbed = find_absorbed(cores, computed, samples) if form is LatentAttention.ABSORBED else {}
     return ComputedAttention(cores, computed, absorbed)

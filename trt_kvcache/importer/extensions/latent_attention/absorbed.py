@@ -25,8 +25,8 @@ from math import prod
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.extensions.latent_attention.computed import MOVES, Computed
-from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
+from trt_kvcache.importer.extensions.latent_attention.computed import Computed
+from trt_kvcache.importer.extensions.latent_attention.function import MOVES, RowFunction
 from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import elem_type_of, smallest
 from trt_kvcache.importer.normalize.canonical import Canonical

@@ -18,17 +18,14 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rows_in_use import emit_cut
-from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows, hold_rows
-from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
+from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows
+from trt_kvcache.importer.extensions.latent_attention.function import MOVES, RowFunction
 from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
 from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.views import is_float_cast
-
-MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
-"""Operators that only move and repeat what a row holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,13 +41,6 @@ class Computed:
     functions: RowFunctions
     writes: tuple[Write, ...]
     heads: Mapping[str, int]
-
-    def hold(self, cores: Sequence[Core], samples: Samples) -> None:
-        """See to it that what the attentions read of `writes` is arranged the same at every length."""
-        for core in cores:
-            for write in {core.key, core.value}:
-                if write.present.name in self.heads:
-                    hold_rows(write.present.name, self.functions, samples, f"what '{core.node}' reads of caches")
 
     def emit(self, name: str, made: dict[str, gs.Tensor], canonical: Canonical) -> gs.Tensor:
         """Compute a row function from the canonical caches.

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
 from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
 from trt_kvcache.importer.graph import elem_type, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
-from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
-from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 
 
 def emit_rows(
@@ -45,40 +41,6 @@ def emit_rows(
             else:
                 made.update(_emit(function, function.node, made, canonical, functions.fixed))
     return made[name]
-
-
-def hold_rows(name: str, functions: RowFunctions, samples: Samples, where: str) -> None:
-    """See to it that a row function is arranged the same, and made of the same positions, at every length.
-
-    Args:
-        name: of it, as exported.
-        functions: all of them.
-        samples: of the model as exported.
-        where: what it is part of, for messages.
-    """
-    order = _behind(name, functions)
-    shaped = [f.node for f in order if f.node is not None and f.shape and f.taking is None]
-    hold_even(operands(shaped), samples, where)
-    for function in order:
-        for tensor in function.inputs:
-            if tensor.name in functions.fixed:
-                _promise_fixed(tensor.name, functions.fixed[tensor.name], samples)
-        if function.rows is not None:
-            function.rows.promise(samples)
-        if function.taking is not None:
-            function.taking.promise(samples)
-
-
-def _promise_fixed(name: str, value: Array, samples: Samples) -> None:
-    def stays(sample: Sample) -> None:
-        found = sample.probe.value(name)
-        if found is None or not np.array_equal(found, value):
-            raise UnsupportedModelError(
-                f"'{name}' says which numbers of a row are taken, and is not {value.reshape(-1)[:8].tolist()} with "
-                f"{sample.past} tokens in the cache and {sample.length} new; supported are those that stay"
-            )
-
-    samples.promise([name], ("fixed operand", value.shape, value.tobytes()), stays)
 
 
 def _behind(name: str, functions: RowFunctions) -> list[RowFunction]:

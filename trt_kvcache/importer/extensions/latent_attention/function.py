@@ -13,8 +13,8 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.extensions.latent_attention.positions import PositionRows, Taking
 from trt_kvcache.importer.normalize.findings import Write
 
-ANY, LEAST_ZERO, POSITIVE = 0, 1, 2
-"""What is known of numbers."""
+MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
+"""Operators that only move and repeat what a row holds."""
 Axes = tuple[int, ...]
 """Of the batch, unless all sequences are alike, and of the rows."""
 
@@ -30,7 +30,6 @@ class RowFunction:
         node: what makes it; None: it is a cache, or `rows`.
         shape: what the operand says that gives `tensor` its shape: 0 and -1 as Reshape has them; None: there is none.
         is_moved: it is one cache, moved, repeated and scaled.
-        sign: whether numbers may be below, or at, 0: `ANY`, `LEAST_ZERO` or `POSITIVE`.
         is_new: rows are those of the new tokens, not of all.
         rows: what it holds of each position, where that is not made of anything else; None: it is.
         taking: how it takes the new tokens' rows of those of all; None: it does something else.
@@ -43,7 +42,6 @@ class RowFunction:
     node: gs.Node | None = None
     shape: tuple[int, ...] | None = None
     is_moved: bool = True
-    sign: int = ANY
     is_new: bool = False
     rows: PositionRows | None = None
     taking: Taking | None = None

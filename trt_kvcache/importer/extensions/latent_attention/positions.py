@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, input_or_none, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
@@ -64,19 +64,6 @@ class Taking:
         """Whether these are the new tokens' of those of all positions."""
         rows = self.rows(sample)
         return rows is not None and np.array_equal(rows, expected_rows(True, sample))
-
-    def promise(self, samples: Samples) -> None:
-        """See to it that these are the new tokens' at every length."""
-
-        def stays(sample: Sample) -> None:
-            if not self.takes_new(sample):
-                raise UnsupportedModelError(
-                    f"{self.op} takes the new tokens' rows of '{self.source}', but not with {sample.past} tokens in "
-                    f"the cache and {sample.length} new; supported are rows that count on from the cache at every "
-                    "length"
-                )
-
-        samples.promise(self.names, ("rows taken", self.op, self.axis), stays)
 
 
 def read_taking(node: gs.Node, sample: Sample) -> Taking | None:
@@ -157,22 +144,6 @@ class PositionRows:
         if wanted not in (None, 0, INT64):
             positions = emit.op("Cast", [positions], "row_positions", wanted, to=wanted)
         return positions
-
-    def promise(self, samples: Samples) -> None:
-        """See to it that they are these rows at every length."""
-        name, taking = self.tensor.name, self.taking
-
-        def stays(sample: Sample) -> None:
-            rows = _positions_of(name, sample) if taking is None else taking.rows(sample)
-            if rows is None or not np.array_equal(rows, expected_rows(self.is_new, sample) + self.offset):
-                raise UnsupportedModelError(
-                    f"'{name}' holds {'the new' if self.is_new else 'all'} tokens' positions, or rows of a "
-                    f"table by these, but not with {sample.past} tokens in the cache and {sample.length} new; "
-                    "supported are positions that count on from the cache at every length"
-                )
-
-        key = ("position rows", taking and taking.op, self.axis, self.is_new, self.offset)
-        samples.promise([name] if taking is None else taking.names, key, stays)
 
 
 def find_position_rows(node: gs.Node, samples: Samples) -> PositionRows | None:

@@ -12,18 +12,15 @@ itself. So it does not matter how the model as exported picks the rows, or in wh
 
 from __future__ import annotations
 
-from functools import partial
-
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows, hold_rows
+from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows
 from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
 from trt_kvcache.importer.extensions.latent_attention.positions import read_taking
 from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
 from trt_kvcache.importer.graph import INT64, Emitter, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
 
@@ -79,9 +76,6 @@ class Positioned:
 
         Returns:
             Whether it was done.
-
-        Raises:
-            UnsupportedModelError: it counts from the end of the text.
         """
         function = self._functions.found.get(node.inputs[0].name) if is_op(node, "Gather") else None
         if function is None or function.is_new or not self._functions.is_given(node.inputs[1].name):
@@ -89,8 +83,6 @@ class Positioned:
         taking = read_taking(node, self._samples.plain[0])
         if taking is None or function.axes != (taking.axis,):
             return False
-        index = str(node.inputs[1].name)
-        self._samples.hold([index], "from the front", partial(_check_index, str(node.name), index))
         every = self._canonical.emit.ints(range(self._canonical.capacity))
         node.inputs = [self._emit(function, every, self._all), node.inputs[1]]
         return True
@@ -130,20 +122,7 @@ class Positioned:
             assert source.rows is not None
             return source.rows.emit(canonical, positions)
 
-        if name not in made:
-            hold_rows(name, self._functions, self._samples, f"'{name}'")
         return emit_rows(name, self._functions, made, canonical, leaf)
-
-
-def _check_index(node: str, name: str, sample: Sample) -> None:
-    """Refuse numbers below 0: they count from the end of a table, which is longer in the model that is made."""
-    index = sample.probe.value(name)
-    if index is None or (index < 0).any():
-        raise UnsupportedModelError(
-            f"Gather '{node}' takes rows of a table that is as long as the text by '{name}', which is "
-            f"{'unknown' if index is None else f'{index.min()} for a token'} with {sample.past} tokens in the cache "
-            f"and {sample.length} new; supported are indices that count from the front, 0 and more"
-        )
 
 
 def _size(emit: Emitter, tensor: gs.Tensor, axis: int) -> gs.Variable:

@@ -2,24 +2,34 @@
 
 Followed forward, operator by operator: from the caches, and from what holds positions or rows of tables by position. Of
 what is made of all positions, the new tokens' rows may be taken.
+
+Shapes say where rows go: one axis is as long as the text in every sample, another one as the batch. An operator may
+still bring rows together, as a softmax over rows does; the comparison with the original refuses such models.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from math import prod
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
-from trt_kvcache.importer.extensions.latent_attention.operators import MixedError, RowOperators
+from trt_kvcache.importer.extensions.latent_attention.function import MOVES, Axes, RowFunction
 from trt_kvcache.importer.extensions.latent_attention.positions import find_position_rows, read_taking
-from trt_kvcache.importer.graph import is_op
+from trt_kvcache.importer.graph import INT32, INT64, is_op, made_of_constants
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
+from trt_kvcache.importer.normalize.views import is_float_cast
 
 _OTHERS = ("Attention", "Shape", "Size")
 _SAMPLES = 3
+
+
+class MixedError(Exception):
+    """Why what an operator makes is no row function; empty where that needs no mention."""
 
 
 class RowFunctions:
@@ -36,7 +46,7 @@ class RowFunctions:
         found: by name of the tensor.
         reasons: by name of a cache, why the first operator that makes no row function of it does not.
         broken: why the first one that makes none of what is computed from a cache does not; empty: all make some.
-        fixed: by name, bounds and indices that are computed, and the same in all samples.
+        fixed: by name, integers that are computed, and the same in all samples, such as half of the size of a head.
     """
 
     def __init__(
@@ -45,12 +55,11 @@ class RowFunctions:
         self.found: dict[str, RowFunction] = {}
         self.reasons: dict[str, str] = {}
         self.broken = ""
+        self.fixed: dict[str, Array] = {}
         self._given = set(given or ())  # and what is made of it
         self._every = (*samples.plain, *samples.twins)
         some = [s for s in samples.plain if s.length and s.total > 1]
         self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
-        self._operators = RowOperators(self.found, samples, self._samples)
-        self.fixed = self._operators.fixed
         if not self._samples:
             return
         for write in writes:
@@ -76,7 +85,7 @@ class RowFunctions:
         return name in self._given
 
     def _explain_short_tables(self, capacity: int) -> None:
-        """Say which caches meet rows of tables that end before the capacity: there nothing else can be proven."""
+        """Say which caches meet rows of tables that end before the capacity: there nothing else can be found."""
         for function in self.found.values():
             for tensor in function.inputs if function.writes else ():
                 rows = self.found[tensor.name].rows if tensor.name in self.found else None
@@ -92,11 +101,11 @@ class RowFunctions:
     def _follow(self, node: gs.Node) -> None:
         if all(t.name in self.found for t in node.outputs):
             return  # aliases
+        sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
         try:
             chosen = self._chosen(node)
-            made = self._operators.made(node) if chosen is None else [chosen]
+            made = self._made(node, sources) if chosen is None else [chosen]
         except MixedError as error:
-            sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
             for write in (w for source in sources for w in source.writes if str(error)):
                 self.reasons.setdefault(write.past.name, str(error))
                 if not all(source.is_moved for source in sources):
@@ -122,3 +131,114 @@ class RowFunctions:
             return made
         axis = taking.axis + index.index(max(index))
         return replace(made, axes=(axis,), shape=tuple(-1 if i == axis else d for i, d in enumerate(shape)))
+
+    def _made(self, node: gs.Node, sources: Sequence[RowFunction]) -> list[RowFunction]:
+        """What a node makes of row functions, of which it takes some.
+
+        Raises:
+            MixedError: it is none.
+        """
+        if len({source.is_new for source in sources}) > 1:
+            raise MixedError(f"{node.op} '{node.name}' brings the new tokens' rows and those of all together")
+        shaped = is_op(node, "Reshape", "Expand")
+        for tensor in node.inputs[:1] if shaped else node.inputs:
+            if not (tensor.name in self.found or tensor.is_empty() or self._is_constant(tensor)):
+                if is_op(node, "MatMul"):
+                    raise MixedError  # queries, or what a softmax makes of their scores
+                raise MixedError(f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant")
+        if self._may_divide_by_zero(node):
+            raise MixedError(
+                f"{node.op} '{node.name}' may divide by 0, which rows of a cache hold before they are written"
+            )
+        writes = tuple(dict.fromkeys(w for source in sources for w in source.writes))
+        made = []
+        for tensor in (t for t in node.outputs if not t.is_empty()):
+            axes = self._axes(node, tensor, sources)
+            shape = self._shape(node, tensor, sources[0].axes, axes) if shaped else None
+            made.append(
+                RowFunction(tensor, axes, writes, node, shape, self._moves(node, sources), sources[0].is_new,
+                            inputs=tuple(node.inputs))
+            )  # fmt: skip
+        return made
+
+    def _may_divide_by_zero(self, node: gs.Node) -> bool:
+        """Whether nothing is added to what an operator divides by, as norms do; 0 * inf would not hide such a row."""
+        if not is_op(node, "Div", "Reciprocal", "Log"):
+            return False
+        found = self.found.get(node.inputs[-1].name)
+        while found is not None and found.node is not None and is_op(found.node, "Sqrt", "Identity", "Cast"):
+            found = self.found.get(found.node.inputs[0].name)
+        return found is not None and bool(found.writes) and not (found.node and is_op(found.node, "Add", "Max", "Clip"))
+
+    def _is_constant(self, tensor: gs.Tensor) -> bool:
+        if made_of_constants(tensor) or tensor.name in self.fixed:
+            return True
+        if self._samples[0].probe.elem_type(tensor.name) not in (INT32, INT64):
+            return False
+        values = [sample.probe.value(tensor.name) for sample in self._every]
+        first = values[0]
+        if first is None or any(v is None or not np.array_equal(v, first) for v in values):
+            return False
+        self.fixed[tensor.name] = first
+        return True
+
+    def _axes(self, node: gs.Node, tensor: gs.Tensor, sources: Sequence[RowFunction]) -> Axes:
+        """Batch and rows of what an operator makes."""
+        before = max(sources, key=lambda source: len(source.axes))
+        rank = len(self._shapes(before.tensor)[0])
+        if is_op(node, "Transpose"):  # sizes of 1 would not say
+            perm = list(node.attrs.get("perm") or reversed(range(rank)))
+            return tuple(perm.index(axis) for axis in before.axes)
+        shapes = self._shapes(tensor)
+        near = before.axes[-1] + len(shapes[0]) - rank
+        rows = self._places(shapes, [s.length if before.is_new else s.total for s in self._samples])
+        row = near if near in rows else max(rows, default=-1)
+        batch = [axis for axis in self._places(shapes, [s.batch for s in self._samples]) if axis != row]
+        if row < 0 or (len(before.axes) > 1 and not batch):
+            raise MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
+        return (row,) if len(before.axes) == 1 else (batch[0], row)
+
+    @staticmethod
+    def _places(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
+        """The axes that have one size after the other."""
+        return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]
+
+    def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
+        """The shape that a Reshape or Expand gives, for every batch and length."""
+        shapes = self._shapes(tensor)
+        made = list(shapes[0])
+        if is_op(node, "Expand"):
+            for axis in after:
+                made[axis] = 1
+        else:  # 0 is the same size as before, along the same axis
+            same = [i for i in range(len(after) - 1) if before[i] == after[i]]
+            if len(after) > 1 and not same and before[1] != after[1]:
+                raise MixedError(f"{node.op} '{node.name}' moves both batch and rows")
+            for i, axis in enumerate(after):
+                made[axis] = -1 if i == (len(after) - 1 if same or len(after) == 1 else 0) else 0
+        if any(shape[a] != n or n < 1 for shape in shapes for a, n in enumerate(made) if a not in after):
+            raise MixedError(f"{node.op} '{node.name}' gives a shape that grows beside the rows")
+        return tuple(made)
+
+    def _moves(self, node: gs.Node, sources: Sequence[RowFunction]) -> bool:
+        """Whether one cache is only moved, repeated as a whole, or scaled by one number."""
+        if len(sources) != 1 or not sources[0].is_moved:
+            return False
+        if is_op(node, "Mul", "Div"):
+            other = node.inputs[1] if node.inputs[0].name in self.found else node.inputs[0]
+            return prod(self._shapes(other)[0]) == 1 and (is_op(node, "Mul") or other is node.inputs[1])
+        if is_op(node, "Slice"):
+            return self._shapes(node.inputs[0])[0][-1] == self._shapes(node.outputs[0])[0][-1]
+        return is_op(node, *MOVES) or is_float_cast(node)
+
+    def _shapes(self, tensor: gs.Tensor) -> list[Axes]:
+        """In the samples.
+
+        Raises:
+            MixedError: nothing says them.
+        """
+        shapes = [sample.probe.shape(tensor.name) for sample in self._samples]
+        known = [shape for shape in shapes if shape is not None]
+        if len(known) < len(shapes) or len(set(map(len, known))) > 1:
+            raise MixedError(f"nothing says the shape of '{tensor.name}'")
+        return known
