@@ -13,8 +13,8 @@ apart.
     models     both models in, verdicts out
     process    all of this in a process with limits on memory and time (worker, protocol)
 
-Only a verdict of "equal" passes. The check does not see a model that is odd at one single length, away from every number
-in its graph. The thorough schedule also runs after every past that the caches of a region have room for.
+Only a verdict of "equal" passes. The check does not see a model that is odd at one single length, away from every
+number in its graph. The thorough schedule also runs after every past that the caches of a region have room for.
 """
 
 from __future__ import annotations
