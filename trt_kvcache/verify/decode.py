@@ -21,14 +21,15 @@ from trt_kvcache.importer.check.engine import Engine as Session
 from trt_kvcache.importer.check.engine import EngineError
 from trt_kvcache.importer.check.inputs import StepInputs, draw_constants, load_inputs
 from trt_kvcache.importer.check.lengths import Limits, Step, check_carries, read_limits
+from trt_kvcache.importer.check.rings import as_text, fixed_rows, original_rows, ring_window
 from trt_kvcache.importer.check.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.importer.extensions import opener_of
-from trt_kvcache.importer.plan import Role
+from trt_kvcache.importer.plan import Role, UpdateMode
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
-from trt_kvcache.verify.schedule import Episode, plan_schedule, schedule_notes
+from trt_kvcache.verify.schedule import Episode, plan_schedule, schedule_notes, whole
 from trt_kvcache.verify.sessions import OrtSession, open_session
 
 Array = npt.NDArray[Any]
@@ -36,6 +37,7 @@ Feeds = dict[str, Array]
 _Begun = tuple[Feeds, Feeds]  # what a step of the original took beside caches, and what it gave
 
 _SPAN_KINDS = ("tight", "bucketed", "full")
+_OTHER = 1e3  # magnitude of what stands for rows without a token; any that no model gives by chance
 
 
 @dataclass
@@ -83,14 +85,18 @@ class Verification:
                 "ONNX Runtime has no bfloat16 arithmetic on the CPU: both sides ran with float32 in its place, "
                 "which shows structure, masks, indices and layouts, not bfloat16 rounding"
             )
+        self._fixed = fixed_rows(self.plan, self.source.proto.graph.input)
         limits = self._read_limits()
-        self.caches = self._find_caches(limits)
+        self.caches = (*find_caches(self.plan), *find_states(self.plan))
+        self.texts = self._find_texts(limits)
         self.limits = self._fit(limits)
         self.rng = np.random.default_rng(verify.seed)
         self._drawn_from = self.rng.bit_generator.state
         constants = draw_constants(imported.plan, self.limits.batch, verify.seed, twin=twin)
         given = constants | load_inputs(verify.inputs)
-        self.inputs = StepInputs(imported.plan, index_limits(rewritten, imported.plan), given, self.rng, twin=twin)
+        self.inputs = StepInputs(
+            imported.plan, index_limits(rewritten, imported.plan), given, self.rng, twin=twin, rings=bool(self.texts)
+        )
         self.notes += spelled_out(imported.source.proto)
         self.kinds = _SPAN_KINDS if imported.plan.spans else ("",)
         self.steps: list[VerifyStep] = []
@@ -98,11 +104,23 @@ class Verification:
     def _read_limits(self) -> Limits:
         """What both models allow."""
         check_carries(self.plan)
-        return read_limits(self.plan, self.verify.batch)
+        limits = read_limits(self.plan, self.verify.batch)
+        # Where a window became a ring, the text ends with the cache that the original holds it in.
+        rings = [c for c in self.plan.caches if c.mode is UpdateMode.CIRCULAR]
+        rows = [n for c in rings if (n := original_rows(c, self.plan, self._fixed)) != c.capacity]
+        ends = [n for n in (limits.linear, *rows) if n is not None]
+        return replace(limits, linear=min(ends, default=None))
 
-    def _find_caches(self, limits: Limits) -> tuple[CacheTensor, ...]:
-        """What is carried from step to step, as the rewritten model takes it."""
-        return (*find_caches(self.plan), *find_states(self.plan))
+    def _find_texts(self, limits: Limits) -> dict[str, CacheTensor]:
+        """Caches that the original holds with a row for every token, and the rewritten model as rings, by name."""
+        ends = [max(s.valid) for e in plan_schedule(limits, self.verify) for s in e.steps]
+        texts = {c.role.name: as_text(c, self.plan, self._fixed, max(ends, default=1)) for c in self.caches}
+        return {c.role.name: text for c in self.caches if (text := texts[c.role.name]) is not c}
+
+    def _episodes(self, limits: Limits) -> list[Episode]:
+        """The schedule; in a ring made of a window all new tokens of a sequence count, or none."""
+        episodes = [e for e in plan_schedule(limits, self.verify) if e.steps]
+        return [replace(e, steps=tuple(map(whole, e.steps))) for e in episodes] if self.texts else episodes
 
     def _fit(self, limits: Limits) -> Limits:
         """Fewer rows where all of them would not fit into memory.
@@ -110,9 +128,10 @@ class Verification:
         Raises:
             OptionError: not even one row fits.
         """
-        lengths = [s.length for e in plan_schedule(limits, self.verify) for s in e.steps]
+        lengths = [s.length for e in self._episodes(limits) for s in e.steps]
         weights = [weigh(model) for model in self.models]
-        need = needs(self.plan, self.caches, weights, max(lengths, default=1), twin=self.twin)
+        held = [self.texts.get(c.role.name, c) for c in self.caches]
+        need = needs(self.plan, held, weights, max(lengths, default=1), twin=self.twin)
         fixed = any(isinstance(c.logical_shape[0], int) for c in self.plan.caches)
         batch, self.room, notes = fit(need, weights, limits.batch, limits.batch if fixed else 1)
         self.notes += notes
@@ -142,7 +161,7 @@ class Verification:
     def _run_once(self) -> VerifyReport:
         """First all of the original, then all of the rewritten model: only one of them lies in memory at a time."""
         self.rng.bit_generator.state = self._drawn_from
-        episodes = [e for e in plan_schedule(self.limits, self.verify) if e.steps]
+        episodes = self._episodes(self.limits)
         if not episodes:
             raise OptionError(
                 "no update fits this model's caches: its fixed update length is longer than what the linear caches "
@@ -226,7 +245,15 @@ class Verification:
 
     def _written(self, cache: CacheTensor, past: Feeds, present: Array, step: Step) -> Written | None:
         """What a step of the original did to a cache; `past`: all caches before it."""
-        return written_rows(cache, past[cache.role.name], present)
+        name = cache.role.name
+        before, ends = past[name], tuple(start + step.length for start in step.starts)
+        if name in self.texts and before.shape == present.shape:
+            # Rows that no token goes to are the same before and after; a first token must change its row.
+            before, present = (
+                ring_window(text, cache, tokens, _OTHER, np.random.default_rng(self.verify.seed), twin=self.twin)
+                for text, tokens in ((before, step.starts), (present, ends))
+            )
+        return written_rows(cache, before, present)
 
     def _run_rewritten(self, ran: _Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
         """The same steps with the rewritten model; returns its engine, and why it could not be run to the end."""
@@ -365,12 +392,19 @@ class Verification:
         contents: Feeds = {}
         for number, cache in enumerate(self.caches):
             rng = np.random.default_rng([self.verify.seed, episode, number])
-            contents[cache.role.name] = first_contents(cache, step.starts, garbage, rng, twin=self.twin)
+            held = self.texts.get(cache.role.name, cache)
+            contents[cache.role.name] = first_contents(held, step.starts, garbage, rng, twin=self.twin)
         return contents
 
     def _to_physical(self, state: Mapping[str, Array], step: Step, garbage: float) -> Feeds:
         """The original's contents before `step` as the rewritten model takes them."""
-        return {c.role.name: c.to_physical(state[c.role.name]) for c in self.caches}
+        made: Feeds = {}
+        for cache in self.caches:
+            values = state[cache.role.name]
+            if cache.role.name in self.texts:
+                values = ring_window(values, cache, step.starts, garbage, self.rng, twin=self.twin)
+            made[cache.role.name] = cache.to_physical(values)
+        return made
 
     def _garbage(self, original: Session, step: Step, trial: Feeds) -> tuple[float, Feeds]:
         """The largest garbage that the original itself hides, so that a difference is the rewritten model's.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,23 +14,18 @@ from onnx import ModelProto
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.check.caches import (
     CacheTensor,
-    find_caches,
-    find_states,
-    first_contents,
-    linear_update,
-    ring_window,
 )
 from trt_kvcache.importer.check.dtypes import tolerance
 from trt_kvcache.importer.check.engine import Engine as Session
 from trt_kvcache.importer.check.lengths import Limits, Step
-from trt_kvcache.importer.check.original import OriginalInterface, OriginalSession, size_of
-from trt_kvcache.importer.plan import CacheUpdate, OriginalRole, Role, UpdateMode
+from trt_kvcache.importer.check.original import OriginalInterface, OriginalSession
+from trt_kvcache.importer.plan import Role
 from trt_kvcache.verify.compare import Comparison
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.memory import weigh
-from trt_kvcache.verify.record import Expected, Written, written_rows
+from trt_kvcache.verify.record import Expected, Written
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
-from trt_kvcache.verify.schedule import Episode, beyond_prompt, plan_schedule
+from trt_kvcache.verify.schedule import Episode, beyond_prompt
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -42,8 +37,7 @@ _HEAVY = 2 << 30  # bytes of weights; every run reads all of them, and most runs
 class NormalizedVerification(Verification):
     """As `Verification`, for a model whose interface normalization changed.
 
-    The original's caches are kept as the rewritten model's, one row per token, and translated for each run; where a
-    window became circular they keep the whole text.
+    The original's caches are kept as the rewritten model's, one row per token, and translated for each run.
     """
 
     def __init__(
@@ -55,7 +49,6 @@ class NormalizedVerification(Verification):
         given, verify = verify, beyond_prompt(verify, few=self.size > _HEAVY and is_open)
         self.chunked = sum(verify.chunks) - sum(given.chunks)
         self.interface = OriginalInterface(imported.plan, twin=twin)
-        self.original_caches: dict[str, CacheTensor] = {}
         self.greedy = [0, 0]
         super().__init__(imported, verify, original, rewritten, folder, twin=twin)
 
@@ -81,38 +74,13 @@ class NormalizedVerification(Verification):
 
     def _read_limits(self) -> Limits:
         limits = super()._read_limits()
-        linear = [n for n in (limits.linear, *self._original_rows()) if n is not None]
         together = self.interface.together
         return replace(
             limits,
             batch=limits.batch if together is None else together,
-            linear=min(linear, default=None),
             ragged=limits.ragged and together is None,
             lengths=False,  # the original has none: every token of an update is valid
         )
-
-    def _original_rows(self) -> list[int]:
-        """Rows of the original's fixed caches that became circular windows: its text ends there."""
-        rows = (size for c in self.plan.caches if (size := self._fixed_rows(c)) not in (None, c.capacity))
-        return [n for n in rows if n is not None]
-
-    def _fixed_rows(self, cache: CacheUpdate) -> int | None:
-        """Rows of the cache in the original, or None where it grows."""
-        tensor = next((t for t in self.plan.original if t.name == cache.past and t.io == "input"), None)
-        if tensor is None or tensor.role is not OriginalRole.FIXED_CACHE:
-            return None
-        return size_of(tensor.shape[cache.sequence_axis]) or self.plan.options.capacity or cache.capacity
-
-    def _find_caches(self, limits: Limits) -> tuple[CacheTensor, ...]:
-        caches = find_caches(self.plan)
-        text = max(max(s.valid) for e in plan_schedule(limits, self.verify) for s in e.steps or (Step(0, (0,), (0,)),))
-        for cache in caches:
-            if cache.update is None:
-                continue
-            rows = self._fixed_rows(cache.update)
-            if cache.update.mode is UpdateMode.CIRCULAR and rows != cache.update.capacity:
-                self.original_caches[cache.role.name] = replace(cache, update=linear_update(cache.update, rows or text))
-        return (*caches, *find_states(self.plan))
 
     def _open_original(self, trial: Feeds) -> Session:
         if self.interface.singles(trial):
@@ -120,41 +88,16 @@ class NormalizedVerification(Verification):
         rows, past = self.interface.groups(trial)[0]
         return OriginalSession(super()._open_original(self.interface.feeds(trial, rows, past)), self.interface)
 
-    def _contents(self, step: Step, garbage: float, episode: int) -> Feeds:
-        contents: Feeds = {}
-        for number, cache in enumerate(self.caches):
-            rng = np.random.default_rng([self.verify.seed, episode, number])
-            kept = self.original_caches.get(cache.role.name, cache)
-            contents[cache.role.name] = first_contents(kept, step.starts, garbage, rng, twin=self.twin)
-        return contents
-
-    def _to_physical(self, state: Mapping[str, Array], step: Step, garbage: float) -> Feeds:
-        made: Feeds = {}
-        for cache in self.caches:
-            name = cache.role.name
-            values = state[name]
-            if name in self.original_caches:
-                none = first_contents(cache, (0,) * len(step.starts), garbage, self.rng, twin=self.twin)
-                values = ring_window(values, none, cache, step.starts)
-            made[name] = cache.to_physical(values)
-        return made
-
     def _written(self, cache: CacheTensor, past: Feeds, present: Array, step: Step) -> Written | None:
-        name = cache.role.name
-        before, ends = past[name], tuple(start + step.length for start in step.starts)
-        if name in self.original_caches:
-            # Rows that no token goes to are the same before and after; a first token must change its row.
-            other = np.random.default_rng(self.verify.seed)
-            base = first_contents(cache, (0,) * len(ends), _OTHER, other, twin=self.twin)
-            before, present = (ring_window(a, base, cache, e) for a, e in ((before, step.starts), (present, ends)))
-        written = written_rows(cache, before, present)
-        kept = self.interface.kept.get(name)
+        written = super()._written(cache, past, present, step)
+        kept = self.interface.kept.get(cache.role.name)
         if written is None or kept is None or cache.update is None:
             return written
         # New tokens that the original cuts off at once may be anything.
         free = np.zeros_like(written.rows)
         capacity = cache.update.capacity
-        for row, (start, end) in enumerate(zip(step.starts, ends, strict=True)):
+        for row, start in enumerate(step.starts):
+            end = start + step.length
             free[row, np.arange(max(start, end - capacity), end - kept) % capacity] = True
         rows = written.rows & ~free
         return Written(written.shape, rows, written.values[rows[written.rows]], free)

@@ -128,6 +128,12 @@ def _short(limits: Limits) -> list[Episode]:
     return [Episode("short", (short,)), Episode("padded", (padded,))]
 
 
+def whole(step: Step) -> Step:
+    """The step with all new tokens of a sequence valid, or none."""
+    valid = tuple(v if v == s + step.length else 0 for s, v in zip(step.starts, step.valid, strict=True))
+    return replace(step, valid=valid)
+
+
 def schedule_notes(limits: Limits, options: VerifyOptions, episodes: Sequence[Episode]) -> list[str]:
     """What people should know of a schedule."""
     notes = []

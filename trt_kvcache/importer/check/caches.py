@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.importer.check.dtypes import numpy_dtype
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Role, TensorRole
 
 Array = npt.NDArray[Any]
 
@@ -149,29 +149,3 @@ def _values(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generat
     else:
         block = draw(min(count, _BLOCK))
     return np.resize(block.astype(dtype), shape)
-
-
-def linear_update(update: CacheUpdate, rows: int) -> CacheUpdate:
-    """The same cache with a row for every token."""
-    shape = list(update.logical_shape)
-    shape[update.sequence_axis] = rows
-    return replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape))
-
-
-def ring_window(text: Array, base: Array, cache: CacheTensor, ends: Sequence[int]) -> Array:
-    """The newest tokens of a text at their places in a circular cache.
-
-    Args:
-        text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
-        base: ``[B, ..., capacity, ...]``: contents of rows that no token goes to.
-        cache: the circular cache.
-        ends: tokens of each row of the batch.
-    """
-    assert cache.update is not None
-    made: Array = base.copy()
-    axis, capacity = cache.update.sequence_axis, cache.update.capacity
-    target, source = np.moveaxis(made, axis, 1), np.moveaxis(text, axis, 1)
-    for row, end in enumerate(ends):
-        tokens = np.arange(max(0, end - capacity), end)
-        target[row, tokens % capacity] = source[row, tokens]
-    return made

@@ -20,6 +20,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.check.caches import find_caches
 from trt_kvcache.importer.check.graph import Graph, digest_of
+from trt_kvcache.importer.check.rings import fixed_rows
 from trt_kvcache.importer.check.runnable import with_packed_function
 from trt_kvcache.importer.check.sizes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
@@ -304,7 +305,7 @@ def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Map
         tuple(boundaries),
         key,
         tuple(integers),
-        _rows(cut),
+        fixed_rows(cut.plan, cut.original.inputs.values()),
     )
 
 
@@ -448,16 +449,6 @@ def _is_open(kind: Kind | None) -> bool:
 
 def _shape(cut: Cut, name: str) -> tuple[Term, ...]:
     return next(k.shape for kinds in cut.kinds if _known(k := kinds.get(name)) and k.shape is not None)
-
-
-def _rows(cut: Cut) -> dict[str, int]:
-    found = {}
-    for cache in cut.plan.caches:
-        value = cut.original.inputs.get(cache.past)
-        dims = value.type.tensor_type.shape.dim if value is not None else ()
-        if len(dims) > cache.sequence_axis and dims[cache.sequence_axis].HasField("dim_value"):
-            found[cache.past] = dims[cache.sequence_axis].dim_value
-    return found
 
 
 def _is_mask(plan: CachePlan, name: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -35,11 +36,12 @@ class StepInputs:
         rng: of tokens, masks and unexplained inputs.
         twin: bfloat16 is held as float32.
         unknown: size of axes that nothing explains; None: they are refused.
+        rings: windows became rings: valid lengths are those of the text, which the original holds as a whole.
     """
 
     def __init__(
         self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
-        unknown: int | None = None,
+        unknown: int | None = None, rings: bool = False,
     ) -> None:  # fmt: skip
         self._plan = plan
         self._limits = limits
@@ -47,6 +49,7 @@ class StepInputs:
         self._rng = rng
         self._twin = twin
         self._unknown = unknown
+        self._rings = rings
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
         self._check_given()
@@ -115,7 +118,8 @@ class StepInputs:
             case Role.WRITE_INDICES:
                 values, names = starts, ("batch",)
             case Role.VALID_LENGTHS:
-                values, names = np.minimum(after, self._capacity(tensor.name)), ("batch",)
+                bound = math.inf if self._rings else self._capacity(tensor.name)
+                values, names = np.minimum(after, bound), ("batch",)
             case Role.UPDATE_LENGTHS:
                 values, names = np.arange(len(starts) + 1) * step.length, ("batch+1",)
             case Role.MASK:

@@ -14,25 +14,19 @@ from onnx import TensorProto, numpy_helper
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.analysis.index_limits import IndexLimits
-from trt_kvcache.importer.check.caches import (
-    CacheTensor,
-    find_caches,
-    find_states,
-    first_contents,
-    linear_update,
-    ring_window,
-)
+from trt_kvcache.importer.check.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.importer.check.cut import Region
 from trt_kvcache.importer.check.dtypes import numpy_dtype
 from trt_kvcache.importer.check.engine import Engine, EngineError, open_engine
 from trt_kvcache.importer.check.inputs import StepInputs, draw_constants
 from trt_kvcache.importer.check.lengths import Limits, Step, read_limits
-from trt_kvcache.importer.check.original import OriginalInterface, size_of
+from trt_kvcache.importer.check.original import OriginalInterface
 from trt_kvcache.importer.check.protocol import Verdict
+from trt_kvcache.importer.check.rings import as_text, ring_window
 from trt_kvcache.importer.check.runnable import with_expanded_masks, with_norms_in_front
 from trt_kvcache.importer.check.sizes import UNKNOWN, Term
 from trt_kvcache.importer.check.steps import end_steps, plan_steps, rows_needed
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, Role, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, UpdateMode
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -218,7 +212,7 @@ class _Run:
         if together is not None and len(set(step.starts)) > 1:
             return False
         partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
-        if partly and any(self._as_text(cache, step) is not cache for cache in self.caches):
+        if partly and self._has_rings(step):
             return False  # a ring made of a window takes whole updates, and idle rows: the plan says so
         size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
         return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
@@ -251,12 +245,11 @@ class _Run:
     def _shared(self, step: Step) -> Feeds:
         """The inputs of both sides without the caches."""
         constants = draw_constants(self.plan, len(step.starts), self.seed, twin=True)
-        inputs = StepInputs(self.plan, self.limits, constants, self._rng(step, 0), twin=True, unknown=UNKNOWN)
+        inputs = StepInputs(
+            self.plan, self.limits, constants, self._rng(step, 0),
+            twin=True, unknown=UNKNOWN, rings=self._has_rings(step),
+        )  # fmt: skip
         made = inputs.shared(step)
-        if any(self._as_text(cache, step) is not cache for cache in self.caches):
-            # Lengths are those of the text, which the original holds as a whole.
-            lengths = [t.name for t in self.plan.tensors if t.io == "input" and t.role is Role.VALID_LENGTHS]
-            made |= {name: np.asarray(step.valid, made[name].dtype) for name in lengths}
         rng = self._rng(step, 1)
         for number, b in enumerate(self.region.boundaries):
             shape = [t.at(len(step.starts), step.length) for t in b.shape]
@@ -289,24 +282,11 @@ class _Run:
         return contents
 
     def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
-        """The cache with a row for every token, if the rewrite made it a ring, or a ring of another length."""
-        update = cache.update
-        if update is None or update.mode is not UpdateMode.CIRCULAR:
-            return cache
-        rows = self._original_rows(update)
-        if rows == update.capacity:
-            return cache
-        longest = max(s + step.length for s in step.starts)
-        return replace(cache, update=linear_update(update, rows or longest))
+        """The cache as the original holds it, where it became a ring."""
+        return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
 
-    def _original_rows(self, update: CacheUpdate) -> int | None:
-        """Rows of the cache in the original; None: it grows."""
-        if self.plan.original:
-            tensor = next((t for t in self.plan.original if t.name == update.past and t.io == "input"), None)
-            if tensor is None or tensor.role is not OriginalRole.FIXED_CACHE:
-                return None
-            return size_of(tensor.shape[update.sequence_axis]) or self.plan.options.capacity or update.capacity
-        return self.region.rows.get(update.past, update.capacity)
+    def _has_rings(self, step: Step) -> bool:
+        return any(self._as_text(cache, step) is not cache for cache in self.caches)
 
     def _feeds(self, step: Step, shared: Feeds, contents: Feeds) -> list[tuple[slice, Feeds]]:
         """The original's inputs, for one or several runs of a part of the rows each."""
@@ -338,8 +318,7 @@ class _Run:
             values = contents[name]
             if self._as_text(cache, step) is not cache:
                 rng = np.random.default_rng([self.seed, 3])
-                none = first_contents(cache, (0,) * len(step.starts), garbage, rng, twin=True).astype(values.dtype)
-                values = ring_window(values, none, cache, step.starts)
+                values = ring_window(values, cache, step.starts, garbage, rng, twin=True)
             made[name] = cache.to_physical(values)
         tight = max(1, *step.valid)
         for i, span in enumerate(self.plan.spans):
