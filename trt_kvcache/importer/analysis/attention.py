@@ -226,8 +226,8 @@ def _geometry(
         facts.dtype if facts.additive else None,
         facts.slopes.name if facts.slopes is not None else None,
         span.name if span else _key_identity(facts),
-        # one scalar of the batch's shape: nodes share a mask only where the number of queries is provably the same
-        sequence_source(graph, facts),
+        # Nothing says how many queries some layers have: all of these are taken to have the same number. The check runs it.
+        _sequence_input(graph, facts),
     )
     if key not in masks:
         masks[key] = MaskGeometry(
@@ -258,15 +258,16 @@ def _key_identity(facts: AttentionFacts) -> object:
 
 
 def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
-    """Where the number of queries is known from: a fixed size, or an axis of a graph input or of Q itself."""
+    """The number of queries: a fixed size, or an axis of a graph input or of Q itself."""
+    return _sequence_input(graph, facts) or (facts.node.inputs[0].name, sequence_axis(facts.node.inputs[0]))
+
+
+def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
+    """The number of queries, or the graph input and its axis that have it; None where nothing says."""
     if isinstance(facts.queries, int):
         return facts.queries
-    if facts.queries != "?":
-        for tensor in graph.inputs:
-            for axis, dim in enumerate(dims(tensor) or ()):
-                if dim == facts.queries:
-                    return tensor.name, axis
-    return facts.node.inputs[0].name, sequence_axis(facts.node.inputs[0])
+    places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
+    return next(((name, axis) for name, axis, dim in places if dim == facts.queries != "?"), None)
 
 
 def _caches_behind(tensor: gs.Tensor, present: dict[str, CacheUpdate]) -> list[CacheUpdate]:
