@@ -226,7 +226,7 @@ def _geometry(
         facts.dtype if facts.additive else None,
         facts.slopes.name if facts.slopes is not None else None,
         span.name if span else _key_identity(facts),
-        # Nothing says how many queries some layers have: all of these are taken to have the same number. The check runs it.
+        # Layers that do not say how many queries they have are taken to have the same number; the check runs them.
         _sequence_input(graph, facts),
     )
     if key not in masks:

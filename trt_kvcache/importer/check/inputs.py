@@ -158,9 +158,9 @@ class StepInputs:
         return min(capacities or [c.capacity for c in self._plan.caches], default=self._fixed_keys())
 
     def _fixed_keys(self) -> int:
-        """The fewest rows of an input that may hold keys, in a model without caches."""
+        """The most rows of an input that may hold keys, in a model without caches."""
         rows = [t.shape[-2] for t in self._inputs if len(t.shape) > 2 and "float" in t.dtype]
-        return min((n for n in rows if isinstance(n, int)), default=1)
+        return max((n for n in rows if isinstance(n, int)), default=1)
 
     def _mask(self, tensor: TensorRole, step: Step, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """A causal mask over the newest token of each cache row, with a share of the visible keys hidden."""
