@@ -100,7 +100,7 @@ def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
         rewritten: the rewritten model.
         plan: the roles of inputs and outputs; nothing else of it is believed.
     """
-    sides = (Graph(_runnable(original)), Graph(_runnable(rewritten)))
+    sides = (Graph(_with_parts(_runnable(original), plan)), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
     constants = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
@@ -131,6 +131,28 @@ def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     if plan.logits_span is not None:
         cut.last_positions = sides[1].tainted([plan.logits_span.name])
     return cut
+
+
+def _with_parts(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
+    """The original with an output for each cache that it gives back inside of another tensor."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    graph = made.graph
+    parts = [(s, p) for s in plan.stacks if s.io == "output" for p in s.parts if p.name != s.name]
+    types = {v.name: v.type.tensor_type.elem_type for v in graph.output}
+    for stack, part in parts:
+        name = stack.name
+        for axis, place in reversed([*enumerate(part.place)]):  # the last one first: axes in front keep their numbers
+            if place is not None:
+                index = onnx.helper.make_tensor(f"{part.name}/place_{axis}", onnx.TensorProto.INT64, [], [place])
+                graph.initializer.append(index)
+                taken = f"{part.name}/along_{axis}"
+                graph.node.append(onnx.helper.make_node("Gather", [name, index.name], [taken], taken, axis=axis))
+                name = taken
+        order = part.order or range(part.place.count(None))
+        graph.node.append(onnx.helper.make_node("Transpose", [name], [part.name], f"{part.name}/part", perm=[*order]))
+        graph.output.append(onnx.helper.make_tensor_value_info(part.name, types[stack.name], None))
+    return made if parts else model
 
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:

@@ -262,10 +262,6 @@ def _scatter_nd(at: Pieces, node: gs.Node, output: gs.Tensor, axis: int, index: 
         rest = [c for i, c in enumerate(columns) if i != axis]
     if place is None or not 0 <= (place := place + (place < 0) * at.length(data, axis)) < at.length(data, axis):
         raise UnsplittableError(f"ScatterND '{node.name}' computes which one it writes ('{rows.name}')")
-    if count == 1:
-        _check_replaces(node)
-        if list(dims(updates) or ("?",))[: rank - 1] != [1] * (rank - 1):
-            raise UnsplittableError(f"ScatterND '{node.name}' writes one more than once")
     if place != index:
         return own
     if count == 1:
@@ -321,33 +317,11 @@ def _scatter_elements(at: Pieces, node: gs.Node, output: gs.Tensor, axis: int, i
         place, count = _uniform(at, rows), at.length(data, axis)
         if place is None or not -count <= place < count:
             raise UnsplittableError(f"ScatterElements '{node.name}' computes which one it writes ('{rows.name}')")
-        if not _is_whole(data, axis, rows, updates):
-            part = f"[{', '.join(map(str, dims(updates) or ()))}]"
-            raise UnsplittableError(f"ScatterElements '{node.name}' writes a part of one ({part})")
-        _check_replaces(node)
         return at.piece(updates, axis, 0) if place % count == index else own
     if [at.size(t, axis) for t in (rows, updates)] != [at.length(data, axis)] * 2:
         raise UnsplittableError(f"ScatterElements '{node.name}' writes some of them")
     group = [own, at.piece(rows, axis, index), at.piece(updates, axis, index)]
     return at.emit.op("ScatterElements", group, "piece", **{**node.attrs, "axis": along - (along > axis)})
-
-
-def _is_whole(data: gs.Tensor, axis: int, index: gs.Tensor, updates: gs.Tensor) -> bool:
-    """True if updates cover one piece: they have its sizes, and the index theirs."""
-    whole, part = list(dims(data) or ()), list(dims(updates) or ())
-    if "?" in part or len(part) != len(whole) or part[axis] != 1:
-        return False
-    spread = producer(index)
-    sizes = producer(spread.inputs[1]) if spread is not None and is_op(spread, "Expand") else None
-    is_like = sizes is not None and is_op(sizes, "Shape") and sizes.inputs[0] is updates
-    return whole[:axis] + whole[axis + 1 :] == part[:axis] + part[axis + 1 :] and (
-        is_like or list(dims(index) or ()) == part
-    )
-
-
-def _check_replaces(node: gs.Node) -> None:
-    if node.attrs.get("reduction", "none") not in ("none", b"none"):
-        raise UnsplittableError(f"{node.op} '{node.name}' combines old and new")
 
 
 def _place(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> int:
