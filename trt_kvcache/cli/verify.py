@@ -60,6 +60,10 @@ def verify(
     model: ModelArgument,
     verification: VerifyFlags,
     flags: PlanFlags,
+    rewritten: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Compare MODEL with this file, which 'rewrite' wrote of it.", readable=False),
+    ] = None,
     every_row: AllOption = False,
     json: JsonOption = False,
 ) -> None:
@@ -68,7 +72,7 @@ def verify(
     from trt_kvcache import verify_model
     from trt_kvcache.cli.output import print_json
 
-    report = verify_model(model, plan, options)
+    report = verify_model(model, plan, options, rewritten)
     if json:
         print_json(report)
     else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 
 import blake3
 import msgspec
@@ -46,17 +47,89 @@ def recorded_plan(model: onnx.ModelProto, options: PlanOptions) -> CachePlan | N
         ) from None
     if metadata.get(DIGEST_KEY) != graph_digest(model):
         raise InvalidModelError(f"the model was rewritten by trt_kvcache and its graph was changed since: {again}")
+    _check_options(options, plan.options, "target")
+    return plan
+
+
+def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
+    """The options that a model says it was rewritten with. Nothing else of its record is read.
+
+    Args:
+        model: the rewritten model.
+        options: of the caller. Limits of the check and the file of patterns are always the caller's.
+        path: of the model, for messages.
+
+    Raises:
+        InvalidModelError: the model has no record, or it is unreadable.
+        OptionError: `options` ask for something else.
+    """
+    record = next((entry.value for entry in model.metadata_props if entry.key == PLAN_KEY), None)
+    if record is None:
+        raise InvalidModelError(
+            f"{path}: carries no record of the options that it was rewritten with; give a file that 'rewrite' wrote"
+        )
+    try:
+        made = msgspec.json.decode(record, type=_Record).options
+    except (msgspec.MsgspecError, OptionError) as error:
+        raise InvalidModelError(f"{path}: its record of options cannot be read ({error}): rewrite it again") from None
+    if made.config is not None and options.config is None:
+        raise OptionError(f"{path}: was rewritten with a file of patterns for roles; give the same one (--config)")
+    own = {name: getattr(options, name) for name in ("config", "check_seconds", "check_memory")}
+    made = dataclasses.replace(made, **own)
+    _check_options(options, made)
+    return made
+
+
+def check_same_interface(found: onnx.ModelProto, fresh: onnx.ModelProto, path: Path, source: Path) -> None:
+    """Refuses a rewritten model that takes or gives something else than a fresh rewrite of its source.
+
+    Args:
+        found: the rewritten model.
+        fresh: its source, rewritten with the same options.
+        path: of the rewritten model, for messages.
+        source: path of its source, for messages.
+
+    Raises:
+        InvalidModelError: an input, an output or a function differs.
+    """
+    again = "it was made of another model or by another version, or was changed since: rewrite it again"
+    written = {f.SerializeToString(deterministic=True) for f in fresh.functions}
+    for function in found.functions:
+        if function.SerializeToString(deterministic=True) not in written:
+            raise InvalidModelError(f"{path}: defines {function.name} otherwise than a rewrite of {source}; {again}")
+    for io in ("input", "output"):
+        sides = [{v.name: _type(v) for v in getattr(m.graph, io)} for m in (fresh, found)]
+        for name in dict.fromkeys((*sides[0], *sides[1])):
+            wanted, given = (side.get(name, "missing") for side in sides)
+            if wanted != given:
+                raise InvalidModelError(
+                    f"{path}: {io} '{name}' is {given}, and {wanted} in a rewrite of {source} with the options "
+                    f"recorded; {again}"
+                )
+
+
+class _Record(msgspec.Struct):
+    options: PlanOptions
+
+
+def _check_options(asked: PlanOptions, made: PlanOptions, *exact: str) -> None:
+    """Refuses options that a model was not rewritten with; defaults ask for nothing, but for the `exact` ones."""
     default = PlanOptions()
     for field in dataclasses.fields(PlanOptions):
         if field.name.startswith("check_"):  # limits of the check, which the model has passed
             continue
-        asked, made = getattr(options, field.name), getattr(plan.options, field.name)
-        if asked != made and (field.name == "target" or asked != getattr(default, field.name)):
+        wanted, had = getattr(asked, field.name), getattr(made, field.name)
+        if wanted != had and (field.name in exact or wanted != getattr(default, field.name)):
             raise OptionError(
-                f"the model was already rewritten with {field.name} {_text(made)}, and {_text(asked)} is asked for: "
+                f"the model was already rewritten with {field.name} {_text(had)}, and {_text(wanted)} is asked for: "
                 "give the original model to change that"
             )
-    return plan
+
+
+def _type(value: onnx.ValueInfoProto) -> str:
+    kind = value.type.tensor_type
+    dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in kind.shape.dim]
+    return f"{onnx.TensorProto.DataType.Name(kind.elem_type).lower()}{dims}"
 
 
 def graph_digest(model: onnx.ModelProto) -> str:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from trt_kvcache.given import given_options
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.rewritten import check_same_interface, recorded_options
 from trt_kvcache.verify.entry import verify_import
 from trt_kvcache.verify.report import OutputDifference, VerifyOptions, VerifyReport, VerifyStep
 
@@ -27,6 +30,7 @@ def verify_model(
     model: str | os.PathLike[str],
     options: PlanOptions = _PLAN,
     verify: VerifyOptions = _VERIFY,
+    rewritten: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     """Runs a model and its rewritten form side by side and reports how far their outputs are apart.
 
@@ -55,16 +59,26 @@ def verify_model(
         model: path of an ONNX decoder with caches.
         options: what to plan; the original runs with the same capacity.
         verify: what to run.
+        rewritten: a file that `rewrite_model` wrote, to be compared with `model` in the place of a fresh rewrite. The
+            model is planned afresh, with the options that the file records; no other word of its record is read.
 
     Returns:
         The report, also where the verification failed: `VerifyReport.check` raises then.
 
     Raises:
         ModelError: the model cannot be planned, or neither engine runs the original, or the rewritten model has nodes
-            that only TensorRT knows.
+            that only TensorRT knows; `rewritten` records no options, or has other inputs or outputs than a rewrite
+            of `model`.
         OptionError: an option does not fit the model; an input's values cannot be guessed; the caches of not even one
             sequence fit into the memory that is free.
         OutputError: no room for temporary files.
     """
     verify = given_options(verify, VerifyOptions, "verify")
-    return verify_import(import_model(model, options), verify)
+    if rewritten is None:
+        return verify_import(import_model(model, options), verify)
+    options = given_options(options, PlanOptions, "options")
+    file = load_source(rewritten)
+    imported = import_model(model, recorded_options(file.proto, options, file.path))
+    check_same_interface(file.proto, imported.model, file.path, imported.source.path)
+    folder = file.path.parent if file.external_files else None
+    return verify_import(replace(imported, model=file.proto), verify, folder)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -27,21 +28,30 @@ from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 _DEFAULTS = VerifyOptions()
 
 
-def verify_import(imported: ImportedModel, verify: VerifyOptions = _DEFAULTS) -> VerifyReport:
-    """Verifies a model that has been imported already; see `trt_kvcache.verify.verify_model`."""
+def verify_import(
+    imported: ImportedModel, verify: VerifyOptions = _DEFAULTS, folder: Path | None = None
+) -> VerifyReport:
+    """Verifies a model that has been imported already; see `trt_kvcache.verify.verify_model`.
+
+    Args:
+        imported: both models.
+        verify: what to run.
+        folder: of the rewritten model's external data, if it is a file of its own.
+    """
     if imported.model is imported.source.proto:
         raise UnsupportedModelError(
             f"{imported.source.path}: a rewritten model, and verification compares one with its original; verify the "
-            "model that it was made from, with the same options"
+            "model that it was made from, with the same options, or that model with --rewritten and this file"
         )
     kind = NormalizedVerification if imported.plan.original else Verification
     source, twin = imported.source, has_bfloat16(imported.source.proto) or has_bfloat16(imported.model)
     # What does not fit into memory is refused here, before weights are written anywhere.
     kind(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)
+    source_folder = source.path.parent
     del source
     with (
-        moved_out(imported) as (imported, folder),
-        _both_sides(imported, folder) as (original, rewritten, twin, notes),
+        moved_out(imported) if folder is None else nullcontext((imported, source_folder)) as (imported, left),
+        _both_sides(imported, left, folder or left) as (original, rewritten, twin, notes),
         exact_experts(),
     ):
 
@@ -52,19 +62,28 @@ def verify_import(imported: ImportedModel, verify: VerifyOptions = _DEFAULTS) ->
             return verification.run()
 
         report = run(original, rewritten, False)
-        return report if twin or verify.tolerance is not None else judge_rounding(report, run, original, rewritten)
+        if twin or verify.tolerance is not None or report.passed:
+            return report
+        if original[1] != rewritten[1]:
+            note = "rounding was not judged, which needs both models in one folder: their weights are moved together"
+            return replace(report, notes=(*report.notes, note))
+        return judge_rounding(report, run, original, rewritten)
 
 
 @contextmanager
-def _both_sides(imported: ImportedModel, folder: Path) -> Iterator[tuple[Side, Side, bool, list[str]]]:
-    """Original and rewritten model, whether they are float32 twins, and notes; `folder`: of their external data."""
+def _both_sides(imported: ImportedModel, left: Path, right: Path) -> Iterator[tuple[Side, Side, bool, list[str]]]:
+    """Original and rewritten model, whether they are float32 twins, and notes; `left`, `right`: of external data."""
     original = with_plugin_functions(with_packed_function(imported.source.proto))
     original, notes = for_cpu(with_exact_products(original))
     rewritten, _ = for_cpu(imported.model)
     check_runnable(rewritten)
     if not has_bfloat16(original) and not has_bfloat16(rewritten):
-        yield (original, folder), (rewritten, folder), False, notes
+        yield (original, left), (rewritten, right), False, notes
         return
     with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
-        twins = TwinFolder(Path(name), folder)
-        yield (twins.twin(original), twins.folder), (twins.twin(rewritten), twins.folder), True, notes
+        twins = TwinFolder(Path(name), left)
+        others = twins
+        if left != right:
+            (Path(name) / "rewritten").mkdir()
+            others = TwinFolder(Path(name) / "rewritten", right)
+        yield (twins.twin(original), twins.folder), (others.twin(rewritten), others.folder), True, notes

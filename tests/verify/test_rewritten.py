@@ -1,0 +1,158 @@
+"""Rewritten models are verified against their source; the record that they carry is believed in its options alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from decoders import DecoderConfig, write_decoder
+from onnx import ModelProto, NodeProto, helper, numpy_helper
+from plain_models import plain_model
+
+from trt_kvcache.errors import InvalidModelError, OptionError
+from trt_kvcache.importer import rewrite_model
+from trt_kvcache.importer.plan import CacheLayout, PlanOptions
+from trt_kvcache.importer.rewritten import DIGEST_KEY, PLAN_KEY, graph_digest
+from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_model
+
+CONFIG = DecoderConfig(form="heads-major")
+SHORT = VerifyOptions(batch=2, tokens=2)
+
+
+def _written(folder: Path, options: PlanOptions | None = None, config: DecoderConfig = CONFIG) -> tuple[Path, Path]:
+    """A model, and its rewritten form in another folder."""
+    source, made = write_decoder(folder / "m.onnx", config), folder / "made" / "out.onnx"
+    made.parent.mkdir()
+    rewrite_model(source, made, options or PlanOptions())
+    return source, made
+
+
+def _verify(source: Path, made: Path) -> VerifyReport:
+    return verify_model(source, verify=SHORT, rewritten=made)
+
+
+def _forge(path: Path, edit: Callable[[ModelProto], None]) -> None:
+    """Changes a rewritten model, and its digest with it."""
+    model = onnx.load(path)
+    edit(model)
+    next(m for m in model.metadata_props if m.key == DIGEST_KEY).value = graph_digest(model)
+    onnx.save(model, path)
+
+
+def _edit_record(path: Path, edit: Callable[[dict[str, object]], None]) -> None:
+    model = onnx.load(path)
+    entry = next(m for m in model.metadata_props if m.key == PLAN_KEY)
+    record = json.loads(entry.value)
+    edit(record)
+    entry.value = json.dumps(record)
+    onnx.save(model, path)
+
+
+def _swap_presents(model: ModelProto) -> None:
+    names = {"updated_key_cache.0": "updated_value_cache.0", "updated_value_cache.0": "updated_key_cache.0"}
+    for node in model.graph.node:
+        for field in (node.input, node.output):
+            for place, name in enumerate(field):
+                field[place] = names.get(name, name)
+
+
+def _shift_lengths(model: ModelProto) -> None:
+    """Each query of the first attention sees one key less."""
+    node = next(n for n in model.graph.node if "nonpad_kv_seqlen" in n.input)
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1]), "one"))
+    model.graph.node.insert(0, helper.make_node("Sub", ["nonpad_kv_seqlen", "one"], ["fewer"], "fewer"))
+    inputs = ["fewer" if name == "nonpad_kv_seqlen" else name for name in node.input]
+    del node.input[:]
+    node.input.extend(inputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_right_one_passes(tmp_path: Path, dtype: str) -> None:
+    options = PlanOptions(cache_layout=CacheLayout.PRESERVE)
+    source, made = _written(tmp_path, options, replace(CONFIG, dtype=dtype))
+    report = _verify(source, made)
+    report.check()
+    assert {s.episode for s in report.steps} >= {"decode", "full", "short"}
+
+
+def test_each_has_data_of_its_own(tmp_path: Path) -> None:
+    source, _ = _written(tmp_path)
+    onnx.save(onnx.load(source), source, save_as_external_data=True, location="m.data", size_threshold=64)
+    made = tmp_path / "made" / "again.onnx"
+    rewrite_model(source, made)
+    (tmp_path / "made" / "m.data").write_bytes((tmp_path / "m.data").read_bytes())
+    _verify(source, made).check()
+    data = np.fromfile(tmp_path / "made" / "m.data", np.float32)
+    (data * 1.01).tofile(tmp_path / "made" / "m.data")
+    report = _verify(source, made)
+    assert not report.passed
+    assert any("rounding was not judged" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("mistake", [_swap_presents, _shift_lengths])
+@pytest.mark.parametrize("forged", [False, True])
+def test_a_changed_one_fails(tmp_path: Path, mistake: Callable[[ModelProto], None], forged: bool) -> None:
+    source, made = _written(tmp_path)
+    _forge(made, mistake)
+    if forged:  # a plan without caches, outputs and lengths has nothing that could differ
+        _edit_record(made, lambda record: record.update(tensors=[], caches=[], attention=[], notes=["verified"]))
+    report = _verify(source, made)
+    assert not report.passed
+    assert report.failure is None, "it runs, and gives other numbers"
+
+
+def test_a_forged_plan_changes_nothing(tmp_path: Path) -> None:
+    source, made = _written(tmp_path)
+    plain = _verify(source, made)
+    _edit_record(made, lambda record: record.update(tensors=[], caches=None, schema_version=99))
+    forged = _verify(source, made)
+    assert forged.outputs == plain.outputs
+    assert forged.steps == plain.steps
+
+
+def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
+    """The CPU runs what the file defines, TensorRT the plugin of the same name."""
+    plain = plain_model(3, ("ring",))
+    source, made = tmp_path / "m.onnx", tmp_path / "out.onnx"
+    onnx.save(plain.model, source)
+    rewrite_model(source, made, plain.options)
+    _verify(source, made).check()
+
+    def edit(model: ModelProto) -> None:
+        first: NodeProto = model.functions[0].node[0]
+        first.name += "/other"
+
+    _forge(made, edit)
+    with pytest.raises(InvalidModelError, match=r"out\.onnx: defines KVCacheUpdateCircularPair otherwise than"):
+        _verify(source, made)
+
+
+def test_no_record_is_refused(tmp_path: Path) -> None:
+    source, made = _written(tmp_path)
+    with pytest.raises(InvalidModelError, match="carries no record of the options"):
+        _verify(source, source)
+    _edit_record(made, lambda record: record.pop("options"))
+    with pytest.raises(InvalidModelError, match="its record of options cannot be read"):
+        _verify(source, made)
+
+
+def test_another_interface_is_refused(tmp_path: Path) -> None:
+    _, made = _written(tmp_path)
+    other = write_decoder(tmp_path / "other.onnx", replace(CONFIG, kv_heads=4))
+    with pytest.raises(InvalidModelError, match=r"out\.onnx: input 'key_cache\.0' is float.*other\.onnx"):
+        _verify(other, made)
+    _forge(made, lambda model: model.graph.output[0].type.tensor_type.shape.dim[0].Clear())
+    with pytest.raises(InvalidModelError, match="output 'logits' is"):
+        _verify(tmp_path / "m.onnx", made)
+
+
+def test_options_of_the_caller_must_agree(tmp_path: Path) -> None:
+    source, made = _written(tmp_path, PlanOptions(attention_span=False))
+    _verify(source, made).check()
+    with pytest.raises(OptionError, match="already rewritten with cache_layout auto, and preserve is asked for"):
+        verify_model(source, PlanOptions(cache_layout=CacheLayout.PRESERVE), SHORT, made)
