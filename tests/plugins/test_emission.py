@@ -308,7 +308,6 @@ def test_float8_quantization_on_write(zero: int | None, tmp_path: Path) -> None:
 
 
 OTHERS: dict[str, dict[str, Any]] = {
-    "a zero point": {"zero": 3, "source": TensorProto.FLOAT},
     "scales of another axis": {"scales": 4, "axis": 3, "source": TensorProto.FLOAT},
     "division in float16": {"scale_type": np.float16},
     "somebody else reads the quantized update": {"extra_output": True, "source": TensorProto.FLOAT},

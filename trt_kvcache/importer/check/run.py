@@ -27,6 +27,7 @@ from trt_kvcache.importer.check.runnable import with_expanded_masks, with_norms_
 from trt_kvcache.importer.check.sizes import UNKNOWN, Term
 from trt_kvcache.importer.check.steps import end_steps, plan_steps, rows_needed
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, UpdateMode
+from trt_kvcache.importer.protos import is_op
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -127,6 +128,8 @@ class _Run:
             self.tolerance = self.exact = _ROUNDED_TOLERANCE
         if not region.presents and not _caches(region, plan):
             self.tolerance *= 4  # operators with weights, which round on their way
+        attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
+        self.scores = {name for node in attention for name in node.output[3:]}
         self.models = tuple(_open_types(m, wide=wide) for m in (_runnable(region.models[0]), region.models[1]))
         self.wide = wide
         self.needed = [{v.name for v in model.graph.input} for model in region.models]
@@ -369,6 +372,8 @@ class _Run:
                 return f"'{name}' has shape {list(a.shape)} {said}, and {list(b.shape)} in the rewritten model"
             for row in rows:
                 x, y = (_take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
+                if name in self.scores:
+                    x, y = _hidden(x), _hidden(y)
                 at = _apart(x, y, self.tolerance * (10 if max(step.starts) > _FAR else 1))
                 if at is not None:
                     where = self._where(step, name, shape, row, at, kept)
@@ -565,6 +570,11 @@ def _last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array
 def _joined(parts: list[Array], shape: Sequence[Term]) -> Array:
     axis = next((i for i, t in enumerate(shape) if t.batch), None)
     return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
+
+
+def _hidden(scores: Array) -> Array:
+    """Scores with -inf where ONNX Runtime's Attention writes the lowest number of the type."""
+    return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
 
 
 def _apart(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:

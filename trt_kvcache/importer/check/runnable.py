@@ -62,9 +62,19 @@ def with_packed_function(model: ModelProto) -> ModelProto:
         return model
     copy = ModelProto()
     copy.CopyFrom(model)
+    nodes: list[NodeProto] = []
     for node in copy.graph.node:
         if node.op_type == PACKED_OP:
             node.domain = PACKED_DOMAIN
+            if not node.input[2]:  # writes start at row 0
+                batch, node.input[2] = f"{node.output[0]}/batch", f"{node.output[0]}/first"
+                zeros = helper.make_tensor("zero", TensorProto.INT64, [1], [0])
+                nodes += [
+                    helper.make_node("Shape", [node.input[0]], [batch], start=0, end=1),
+                    helper.make_node("ConstantOfShape", [batch], [node.input[2]], value=zeros),
+                ]
+        nodes.append(NodeProto.FromString(node.SerializeToString()))
+    _set_nodes(copy.graph, nodes)
     add_packed_function(copy)
     return copy
 
