@@ -72,7 +72,8 @@ def decoder(dtype: int = TensorProto.FLOAT16, length: int | str = "S", *, comput
                       perm=[0, 2, 1, 3])  # fmt: skip
     first = graph.node("Transpose", [_attended(graph, rows, dtype, 0)], perm=[2, 0, 1, 3])
     if computed:
-        ones = graph.node("Concat", [graph.constant([1])] * 4, axis=0)
+        shape = graph.node("Shape", [first])
+        ones = graph.node("Div", [shape, shape])
         first = graph.node("Expand", [first, ones])
     graph.node("Scan", ["state", first], ["new_state", "scanned"], body=_body(dtype), num_scan_inputs=1)
     graph.node(

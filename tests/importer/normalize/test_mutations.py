@@ -30,7 +30,7 @@ def options(source: str) -> PlanOptions:
     return PlanOptions(capacity=next((c for name, c in CAPACITY.items() if source.startswith(name)), None))
 
 
-@pytest.mark.few(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_changed_decoder_is_refused_or_keeps_its_numbers(tmp_path: Path, source: str) -> None:
     found: Counter[str] = Counter()
