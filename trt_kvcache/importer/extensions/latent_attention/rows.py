@@ -191,8 +191,9 @@ class RowFunctions:
             return tuple(perm.index(axis) for axis in before.axes)
         shapes = self._shapes(tensor)
         near = before.axes[-1] + len(shapes[0]) - rank
-        rows = self._places(shapes, [s.length if before.is_new else s.total for s in self._samples])
-        row = near if near in rows else max(rows, default=-1)
+        fixed = any(not write.growing for write in before.writes)  # it has a row for every token of the capacity
+        sizes = [s.length if before.is_new else s.capacity if fixed else s.total for s in self._samples]
+        row = min(self._places(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
         batch = [axis for axis in self._places(shapes, [s.batch for s in self._samples]) if axis != row]
         if row < 0 or (len(before.axes) > 1 and not batch):
             raise MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
