@@ -41,6 +41,11 @@ class VerifyFlags:
         Path | None, typer.Option(metavar="FILE.npz", help="Values by name for inputs of unknown role.", readable=False)
     ] = None
 
+    thorough: Annotated[
+        bool,
+        typer.Option("--thorough", help="Compare after a past of every length, too; see --check-seconds."),
+    ] = False
+
     def options(self) -> VerifyOptions:
         """Return the `VerifyOptions` that the flags ask for.
 

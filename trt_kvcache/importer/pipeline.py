@@ -62,17 +62,24 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     return _rewrite(source, options)[1]
 
 
-def import_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> ImportedModel:
+def import_model(
+    model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS, *, thorough: bool = False
+) -> ImportedModel:
     """Plan and rewrite a model in memory.
+
+    Args:
+        model: path of the ``.onnx`` file.
+        options: target and choices.
+        thorough: compare the rewritten model with the original after a past of every length, too.
 
     Raises:
         ModelError, OptionError: see `plan_model`.
     """
     source = load_source(model, config=given_options(options, PlanOptions, "options").config)
-    return import_source(source, options)
+    return import_source(source, options, thorough=thorough)
 
 
-def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> ImportedModel:
+def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS, *, thorough: bool = False) -> ImportedModel:
     """Plan and rewrite a model that was already read. `source` is not changed.
 
     A model that `rewrite_model` wrote is taken as it is, with the plan that it carries.
@@ -80,7 +87,7 @@ def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS) -> Impo
     recorded = recorded_plan(source.proto, options)
     if recorded is not None:
         return ImportedModel(source, recorded, source.proto)
-    prepared, plan, rewritten = _rewrite(source, options)
+    prepared, plan, rewritten = _rewrite(source, options, thorough=thorough)
     attach_weights(rewritten, prepared.weights)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
     return ImportedModel(source, plan, rewritten)
@@ -111,14 +118,16 @@ def rewrite_model(
     return imported.plan
 
 
-def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
+def _rewrite(
+    source: SourceModel, options: PlanOptions, *, thorough: bool = False
+) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, checked; its weights are stand-ins."""
     start_check(options)
     prepared, graph = _prepare(source, options)
     plan = _plan(source, prepared, graph, options)
     rewrite_graph(graph, plan)
     rewritten = _export(source.proto, graph)
-    check_rewrite(prepared.reference, rewritten, plan, prepared.weights, source.path.parent)
+    check_rewrite(prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough)
     return prepared, plan, rewritten
 
 

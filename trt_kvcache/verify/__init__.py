@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
+from trt_kvcache.errors import OptionError
 from trt_kvcache.given import given_options
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.files.source import load_source
@@ -75,7 +76,9 @@ def verify_model(
     """
     verify = given_options(verify, VerifyOptions, "verify")
     if rewritten is None:
-        return verify_import(import_model(model, options), verify)
+        return verify_import(import_model(model, options, thorough=verify.thorough), verify)
+    if verify.thorough:
+        raise OptionError("thorough compares a fresh rewrite of a model: leave 'rewritten' (--rewritten) out")
     options = given_options(options, PlanOptions, "options")
     file = load_source(rewritten)
     imported = import_model(model, recorded_options(file.proto, options, file.path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trt_kvcache.errors import OptionError, VerificationError
-from trt_kvcache.given import given_list, given_path, given_whole, is_number, shown
+from trt_kvcache.given import given_list, given_path, given_switch, given_whole, is_number, shown
 
 # More shows nothing that fewer do not; the schedule of a number like 10 ** 20 would never end.
 _MOST_ROWS = 1 << 16
@@ -25,6 +25,8 @@ class VerifyOptions:
         seed: of tokens, cache contents and garbage.
         inputs: path of an ``.npz`` file with values, by name, for inputs that no role explains. Axes that vary from
             step to step are cut to size.
+        thorough: first compare all changed parts after a past of every length up to 4,096. It takes longer:
+            `PlanOptions.check_seconds` limits it.
 
     Raises:
         OptionError: a value is out of range.
@@ -36,11 +38,13 @@ class VerifyOptions:
     tolerance: float | None = None
     seed: int = 0
     inputs: str | None = None
+    thorough: bool = False
 
     def __post_init__(self) -> None:
         for name in ("batch", "tokens", "seed"):
             if self.tokens is not None or name != "tokens":
                 object.__setattr__(self, name, given_whole(getattr(self, name), name))
+        given_switch(self.thorough, "thorough")
         chunks = given_list(self.chunks, "chunks", "numbers of tokens")
         object.__setattr__(self, "chunks", tuple(given_whole(chunk, "a chunk", " of tokens") for chunk in chunks))
         if self.tolerance is not None:

@@ -14,7 +14,7 @@ apart.
     process    all of this in a process with limits on memory and time (worker, protocol)
 
 Only a verdict of "equal" passes. The check does not see a model that is odd at one single length, away from every
-number in its graph. The thorough schedule also runs after every past that the caches of a region have room for.
+number in its graph. The thorough schedule (`verify --thorough`) also runs after every past up to 4,096.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ def check_rewrite(
     plan: CachePlan,
     weights: Mapping[str, onnx.TensorProto],
     folder: Path,
+    *,
+    thorough: bool = False,
 ) -> None:
     """Refuses a rewritten model that does not give the original's numbers.
 
@@ -51,6 +53,7 @@ def check_rewrite(
         plan: of the model, with the limits in its options.
         weights: the weights that have stand-ins, by name.
         folder: the folder of external data.
+        thorough: run steps after a past of every length, too.
 
     Raises:
         UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
@@ -59,7 +62,7 @@ def check_rewrite(
     try:
         verdicts = check_in_process(
             original, rewritten, plan, weights, folder,
-            seconds=options.check_seconds, memory=options.check_memory << 30,
+            seconds=options.check_seconds, memory=options.check_memory << 30, thorough=thorough,
         )  # fmt: skip
     except CheckProcessError as error:
         raise UnsupportedModelError(

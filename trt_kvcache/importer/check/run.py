@@ -90,7 +90,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, th
         return _Run(region, plan, limits, steps, seed, wide=wide)
 
     at = plan
-    if 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
+    if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
         # Whatever holds no number of the capacity runs on short caches, too.
         short = _shortened(plan, rows)
         run = make(short, plan_steps(_limits(short), region.integers, rows, thorough=thorough), wide=wide)
