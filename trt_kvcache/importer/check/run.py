@@ -522,13 +522,22 @@ def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
 def _open_types(model: onnx.ModelProto, *, wide: bool) -> onnx.ModelProto:
     """The model with float32 in the place of float16 and bfloat16, so that rounding hides nothing.
 
-    Types that are only moved become int8, as in `as_bytes`.
+    Types that are only moved become int8, as in `as_bytes`, and so do those that QuantizeLinear writes around zero.
     """
     made = onnx.ModelProto()
     made.CopyFrom(model)
     for value in made.graph.input:
         if value.type.tensor_type.elem_type in _MOVED:
             value.type.tensor_type.elem_type = TensorProto.INT8
+    points = {name for node in made.graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
+    for tensor in made.graph.initializer:
+        zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
+        if zero and tensor.data_type in _MOVED:
+            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
+    for node in made.graph.node:
+        for a in node.attribute:
+            if a.name == "output_dtype" and a.i in _MOVED:
+                a.i = TensorProto.INT8
     if not wide:
         return made
     for value in made.graph.input:
