@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +186,7 @@ def _two_columns(g: Build, scores: str) -> str:
 LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
     "of the scores": (_beside(_of_tokens), "is no sink"),
     "of the length": (_beside(_of_length), "is no sink"),
-    "odd at one length": (_beside(_odd_at(13)), "is no sink with 13 tokens in the cache"),
+    "odd at one length": (_beside(_odd_at(13)), "computes something else .* after 13 tokens"),
     "of the query": (_beside(_of_query), "is no sink"),
     "two columns": (
         {**_beside(_two_columns), "weights": lambda g, w: without_sinks(g, w, 0, -2)},
@@ -226,17 +225,6 @@ def test_look_alikes_are_refused(tmp_path: Path, name: str) -> None:
     how, words = LOOK_ALIKES[name]
     with pytest.raises(UnsupportedModelError, match=words):
         rewritten(make_decoder(Decoder(**how)), tmp_path)
-
-
-def test_a_slice_that_drops_two_columns_at_one_length_is_refused(tmp_path: Path) -> None:
-    def weights(g: Build, tensor: str) -> str:
-        odd = g.node("Cast", [g.node("Equal", [g.past, g.constant(17)])], to=TensorProto.INT64)
-        end = g.node("Unsqueeze", [g.node("Sub", [g.constant(-1), odd]), g.constant([0])])
-        return g.node("Slice", [tensor, g.constant([0]), end, g.constant([-1])])
-
-    how = replace(Decoder(), **{**_beside(sink_column), "weights": weights})
-    with pytest.raises(UnsupportedModelError, match="17 tokens in the cache"):
-        rewritten(make_decoder(how), tmp_path)
 
 
 def test_sinks_as_an_input_of_attention_are_no_onnx(tmp_path: Path) -> None:

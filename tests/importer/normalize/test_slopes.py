@@ -164,8 +164,8 @@ def _of_tokens(g: Build) -> str:
 
 
 LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
-    "other slopes at one length": ({"scores": added(_odd_slopes)}, "not so with 13 tokens in the cache"),
-    "one key off at one length": ({"scores": added(_one_key_off)}, "(17 tokens in the cache|other than 0)"),
+    "other slopes at one length": ({"scores": added(_odd_slopes)}, "computes something else"),
+    "one key off at one length": ({"scores": added(_one_key_off)}, "(computes something else|other than 0)"),
     "slopes of the length": ({"scores": added(_of_length)}, "other than 0 and the lowest"),
     "squares": ({"scores": added(_squares)}, "other than 0 and the lowest"),
     "squares, scaled with the scores": (

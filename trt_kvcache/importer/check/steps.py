@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import permutations
 
 from trt_kvcache.importer.check.lengths import Limits, Step
 
 _MOST_INTEGERS = 8
+_LARGEST_BATCH = 64
+_LONGEST_PROMPT = 2048  # tokens; masks have that squared
 _LONG = 1 << 14  # rows
 _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
 """Tokens before a step and new ones: short and long, from an empty past on."""
@@ -52,8 +55,20 @@ def _all(limits: Limits, integers: list[int], capacity: int, *, thorough: bool) 
         yield _even(1, past, length)
     near = [k for k in integers if 1 < k <= capacity][:_MOST_INTEGERS]
     for k in near:
-        for past, length in ((k - 2, 1), (k - 1, 1), (k, 1), (k + 1, 1), (k - 2, 4), (0, k - 1), (0, k), (0, k + 1)):
+        for past, length in ((k - 2, 1), (k - 1, 1), (k, 1), (k + 1, 1), (k - 2, 4), (k, 3)):
             yield _even(1, past, length)
+        if k <= _LARGEST_BATCH:
+            yield _even(k, 3, 2)
+            yield _even(k + 1, 3, 2)
+        for length in (k - 1, k, k + 1):
+            if length <= _LONGEST_PROMPT:
+                yield _even(1, 0, length)
+    for k, other in permutations(near, 2):  # P and S, P and P + S
+        if other <= _LONGEST_PROMPT:
+            yield _even(1, k, other)
+            yield _even(1, k + 1, other + 1)
+        if 0 < other - k <= _LONGEST_PROMPT:
+            yield _even(1, k, other - k)
     for rows in limits.circular:
         for batch, past, length in (
             (1, rows - 1, 1), (1, rows, 1), (2, rows, 2), (1, 2 * rows - 1, 1), (2, 3 * rows, 1), (1, rows + 2, 3),

@@ -25,7 +25,6 @@
     the canonical form                                  canonical, readers, residual (tables, counted),
                                                         trim, changes
     rows that do not depend on each other               evidence: independence (batch_axis)
-    the same at every length                            evidence: lengths (program)
     windows as circular buffers                         extensions: ring_windows
 
 Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
@@ -36,13 +35,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
@@ -55,7 +52,6 @@ from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.counted import NOTE
 from trt_kvcache.importer.normalize.evidence.independence import check_independence
-from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
@@ -148,7 +144,6 @@ def _rewrite(
     check_padding(graph, interface)
     check_tables(graph, canonical, interface, samples, ids)
     check_independence(graph, canonical, interface, samples, ids)
-    check_promises(samples)
     lift_shapes(graph, canonical.emit)
     rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:
@@ -221,7 +216,6 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
     counts = set()
     for tensor in list(graph.outputs):
         if all(_counts(tensor, sample) for sample in samples.plain):
-            samples.promise([tensor.name], "count", partial(_hold_count, tensor))
             counts.add(str(tensor.name))
             graph.outputs = [t for t in graph.outputs if t is not tensor]
     return counts
@@ -230,14 +224,6 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
 def _counts(tensor: gs.Tensor, sample: Sample) -> bool:
     value = sample.probe.value(tensor.name)
     return value is not None and value.dtype.kind in "iu" and bool((value == sample.total).all())
-
-
-def _hold_count(tensor: gs.Tensor, sample: Sample) -> None:
-    if not _counts(tensor, sample):
-        raise UnsupportedModelError(
-            f"the output '{tensor.name}' counts the tokens in the cache, but not with {sample.past} in it and "
-            f"{sample.length} new; supported are counts that the caller can do without: leave it out"
-        )
 
 
 def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:

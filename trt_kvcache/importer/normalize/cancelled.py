@@ -6,8 +6,7 @@ graph. It is evaluated there, in a step of the same sizes, and must have kept it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -17,7 +16,6 @@ from trt_kvcache.importer.graph import dims
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
-from trt_kvcache.importer.normalize.evidence.program import Program, Step
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
@@ -36,7 +34,7 @@ def check_cancelled(
         canonical: of the graph.
         interface: of the model as exported.
         names: of the counts.
-        samples: of the model as exported; that the counts stay is promised for all lengths.
+        samples: of the model as exported.
 
     Raises:
         UnsupportedModelError: naming the count.
@@ -54,37 +52,18 @@ def check_cancelled(
         starts = np.full(sample.batch, sample.past, np.int64)
         return canonical_step(graph, canonical, interface, blueprint, sample, starts)
 
-    program = Program(blueprint, live, [Step(s.past, s.length, step(s)) for s in samples.learning], {})
-    read = [t for t in graph.inputs if t.name in program.inputs]
-    ran: dict[tuple[int, int], Mapping[str, Array]] = {}
-    one: dict[tuple[str, int, int], Array | None] = {}  # the value that does not depend on the past
-
-    def now(name: str, sample: Sample) -> Array | None:
-        if sample.batch > 1 or not program.runs or program.key(name) is None:
-            return step(sample).value(name)
-        size = (sample.past, sample.length)
-        if size not in ran:
-            ran.clear()
-            starts = np.full(sample.batch, sample.past, np.int64)
-            inputs = {t.name: _fact(t, canonical, interface, sample, starts)[1] for t in read}
-            ran[size] = program.run(*size, {name: value for name, value in inputs.items() if value is not None})
-        return ran[size][name] if ran[size] else step(sample).value(name)
-
-    def check(name: str, sample: Sample) -> None:
-        before, after = sample.probe.value(name), now(name, sample)
-        always = one.setdefault((name, sample.batch, sample.length), before)
-        if before is None or not all(v is not None and np.array_equal(before, v) for v in (always, after)):
-            raise UnsupportedModelError(
-                f"'{name}' is computed from the length of the cache and of something else, such as the number of "
-                "new tokens as the rows of the present minus those of the past; supported are caches that only "
-                "attention reads, and positions counted from their length: take this number from the tokens"
-            )
-
+    always: dict[tuple[str, int, int], Array | None] = {}  # the value that does not depend on the past
     for sample in samples.twins:
+        probe = step(sample)
         for name in live:
-            check(name, sample)
-    for name in live:
-        samples.promise([name], "cancelled", partial(check, name))
+            before, after = sample.probe.value(name), probe.value(name)
+            one = always.setdefault((name, sample.batch, sample.length), before)
+            if before is None or not all(v is not None and np.array_equal(before, v) for v in (one, after)):
+                raise UnsupportedModelError(
+                    f"'{name}' is computed from the length of the cache and of something else, such as the number of "
+                    "new tokens as the rows of the present minus those of the past; supported are caches that only "
+                    "attention reads, and positions counted from their length: take this number from the tokens"
+                )
 
 
 def canonical_step(

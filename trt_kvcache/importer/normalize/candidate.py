@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,8 +10,6 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, input_or_none, is_op, producer
-from trt_kvcache.importer.normalize.evidence.blueprint import Array
-from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.normalize.idioms.fronts import Front
 from trt_kvcache.importer.normalize.views import Layout, Shape, axis_order, is_view, shape_of, step_back
@@ -198,17 +196,12 @@ class Proof:
         update: the new rows.
         perm: brings `update` to the axis order of the cache; None: it has that order.
         circular: rows wrap around the capacity.
-        rows_of: the rows that it writes, ``[B, S]`` or ``[1, S]``, in a sample as some probe sees it; None where the
-            shapes of past and present say it.
-        reads: the tensors that it reads for each of the candidate's index; none: these themselves.
     """
 
     axis: int
     update: gs.Tensor
     perm: tuple[int, ...] | None
     circular: bool = False
-    rows_of: Callable[[Geometry, Probe], Array | None] | None = None
-    reads: tuple[tuple[str, ...], ...] = ()
 
 
 def may_be_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:

@@ -10,12 +10,10 @@ the cache as before. So each sequence has the positions that it has in the model
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT32, INT64, elem_type, is_op, producer, small_constant
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
@@ -60,7 +58,6 @@ def count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> set[
     if kind not in (None, INT64):
         count = emit.op("Cast", [count], "position_cast", kind, to=kind)
     node.inputs[place] = count
-    samples.promise([tensor.name], ("count", offset), partial(_hold_count, tensor, offset))
     return ids
 
 
@@ -88,15 +85,6 @@ def _offset(tensor: gs.Tensor, samples: tuple[Sample, ...]) -> int | None:
 def _holds(tensor: gs.Tensor, offset: int, sample: Sample) -> bool:
     value = sample.probe.value(tensor.name)
     return value is not None and value.size == 1 and value.item() == sample.past + offset
-
-
-def _hold_count(tensor: gs.Tensor, offset: int, sample: Sample) -> None:
-    if not _holds(tensor, offset, sample):
-        raise UnsupportedModelError(
-            f"'{tensor.name}' holds the number of tokens in the cache and {offset} more, but not with {sample.past} "
-            f"tokens in the cache and {sample.length} new; supported are positions that count on from the cache at "
-            "every length"
-        )
 
 
 def _ids(node: gs.Node) -> set[int]:

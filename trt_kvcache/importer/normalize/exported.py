@@ -28,9 +28,7 @@ from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import batch_of
 from trt_kvcache.importer.normalize.einsum import lower_einsum
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
-from trt_kvcache.importer.normalize.evidence.even import hold_even
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
-from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.evidence.sizes import check_sizes
 from trt_kvcache.importer.normalize.findings import Core, Write
@@ -118,12 +116,8 @@ def read_exported(
         return None if exported is None else replace(exported, singly=True)
     check_sizes(candidates, samples)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
-    samples.promises += [write.promise for write in writes if write.promise is not None]
-    for write in writes:
-        hold_even(write.operands, samples, f"what is written to the cache '{write.past.name}'")
     cores, computed = _attention(graph, writes, interface, samples, options)
     rewrites = tuple(prove_held(graph, interface, samples))
-    check_promises(samples)
     batch = batch_of(candidates[0].past if candidates else held[0].past)
     return Exported(model, graph, interface, samples, writes, cores, computed, rewrites, batch, samples.capacity)
 
@@ -132,7 +126,6 @@ def _attention(
     graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples, options: PlanOptions
 ) -> tuple[tuple[Core, ...], ComputedAttention | None]:
     """All attentions; where one of the caches is read by none as it is, those over what is computed from caches too."""
-    promised = len(samples.promises)
     try:
         cores = find_cores(graph, writes, interface, samples)
         attended = {write.past.name for core in cores for write in (core.key, core.value)}
@@ -140,7 +133,6 @@ def _attention(
             return cores, None
     except UnsupportedModelError:
         pass  # the extension has what is computed to look at, too, and refuses what is left
-    del samples.promises[promised:]
     computed = load("latent_attention").find_attention(graph, writes, interface, samples, options.latent_attention)
     return computed.cores, computed
 

@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.analysis.rounding import Rounding
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
-from trt_kvcache.importer.normalize.evidence.samples import Promise, Sample
+from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
 
 Array = npt.NDArray[Any]
@@ -35,8 +35,6 @@ class Write:
         positions: names of the graph inputs that say where the rows go; empty for growing caches.
         aliases: tensors with the same contents as `present` in the same layout, which attention may read instead; where
             rows are cut off, with past and new rows before they are.
-        promise: that it writes the right rows in every step; None where the shapes of past and present say so.
-        operands: of the views from past to present and from `update` to the operator that writes.
         fronts: tensors with the first rows of `present` in the same layout, as many as there are tokens.
         new_rows: present as exported holds the new rows only: the axes of the cache in the order in which they lie in
             it, which may merge some. None: it holds the whole cache.
@@ -54,8 +52,6 @@ class Write:
     node: str
     positions: tuple[str, ...] = ()
     aliases: tuple[gs.Tensor, ...] = ()
-    promise: Promise | None = None
-    operands: tuple[gs.Tensor, ...] = ()
     kept: int | None = None
     fronts: tuple[gs.Tensor, ...] = ()
     new_rows: tuple[int, ...] | None = None

@@ -13,7 +13,7 @@ nothing but P.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,7 +167,6 @@ def _follow(
             if positioned().holds(output):  # what is made of them row by row may fit
                 return True
             raise
-        samples.promise([output.name], ("positions", offset), partial(_hold_positions, output, offset))
         replace_uses(output, _positions(output, offset, canonical, pair[0]))
         return False
     if gather_rows(graph, node, canonical, samples):
@@ -178,14 +177,6 @@ def _follow(
             "it out"
         )
     return True
-
-
-def _hold_positions(output: gs.Tensor, offset: int, sample: Sample) -> None:
-    if _layout(output, offset, sample) is None:
-        raise UnsupportedModelError(
-            f"'{output.name}' holds the positions of the new tokens, but not with {sample.past} tokens in the cache "
-            f"and {sample.length} new; supported are positions that count on from the cache at every length"
-        )
 
 
 def _check_rows(graph: gs.Graph, output: gs.Tensor, offset: int, samples: Samples) -> None:

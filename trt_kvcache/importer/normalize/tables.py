@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, replace_uses
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
@@ -62,16 +62,6 @@ def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: S
     index = shifted_positions(canonical, offset)
     replace_uses(rows, canonical.emit.op("Gather", [table, index], "position_rows", axis=0))
 
-    def takes_new(sample: Sample) -> None:
-        if taken(sample) != offset:
-            raise UnsupportedModelError(
-                f"{node.op} '{node.name}' takes rows of the table '{table.name}' that are not those of the new tokens, "
-                f"with {sample.past} tokens in the cache and {sample.length} new; supported are rows "
-                f"P + {offset} .. P + S + {offset} - 1 at every length"
-            )
-
-    names = [t.name for t in node.inputs[1:] if not t.is_empty()]
-    samples.promise(names, ("new rows", node.op, offset), takes_new)
     return True
 
 

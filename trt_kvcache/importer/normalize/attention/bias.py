@@ -69,23 +69,12 @@ def find_bias(node: str, tensor: gs.Tensor, samples: Samples) -> RelativeBias | 
     last, values = seen[-1]
     buckets = _last_row(values, last, shape)
 
-    def looks_up(sample: Sample, value: Array | None) -> None:
-        if buckets is None or not _agrees(value, sample, buckets, numbers):
-            raise UnsupportedModelError(
-                f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' and is "
-                "no bias that only depends on the head and on the distance of query and key; supported are relative "
-                "position biases"
-            )
-
-    for sample, value in seen:
-        looks_up(sample, value)
-    assert buckets is not None
-    samples.promise(
-        [tensor.name],
-        ("bias", table.name),
-        lambda sample: looks_up(sample, _evaluate(sample, tensor, table, numbers)),
-        given={table.name: numbers},
-    )
+    if buckets is None or not all(_agrees(value, sample, buckets, numbers) for sample, value in seen):
+        raise UnsupportedModelError(
+            f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' and is "
+            "no bias that only depends on the head and on the distance of query and key; supported are relative "
+            "position biases"
+        )
     return RelativeBias(table, buckets, samples.plain[0].probe.elem_type(tensor.name) or 1)
 
 

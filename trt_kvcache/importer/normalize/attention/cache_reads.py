@@ -19,7 +19,6 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import is_op, producer
-from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import is_float_cast
@@ -53,7 +52,7 @@ class CacheReads:
 
     Args:
         writes: the caches.
-        samples: of the model as exported; factors on the way are promised to stay.
+        samples: of the model as exported.
     """
 
     def __init__(self, writes: Sequence[Write], samples: Samples) -> None:
@@ -65,23 +64,21 @@ class CacheReads:
         """The cache that a tensor is made of by moving, repeating and scaling values."""
         return found[0] if (found := self._chain(tensor)) is not None else None
 
-    def _chain(self, tensor: gs.Tensor) -> tuple[Write, float, list[gs.Node]] | None:
-        """The cache behind a tensor, the product of the factors on the way, and the nodes that move."""
+    def _chain(self, tensor: gs.Tensor) -> tuple[Write, float] | None:
+        """The cache behind a tensor, and the product of the factors on the way."""
         factor = 1.0
-        moves: list[gs.Node] = []
         while tensor.name not in self._presents:
             node = producer(tensor)
             if node is None:
                 return None
             if is_op(node, *_MOVES) or is_float_cast(node):
-                moves.append(node)
                 tensor = node.inputs[0]
             elif is_op(node, "Mul", "Div") and (pair := self.factor(node)) is not None:
                 tensor = pair[0]
                 factor *= pair[1]
             else:
                 return None
-        return self._presents[tensor.name], factor, moves
+        return self._presents[tensor.name], factor
 
     def factor(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
         """The varying operand of a Mul or Div, and the factor that the other one is."""
@@ -101,19 +98,7 @@ class CacheReads:
         if isinstance(tensor, gs.Constant):
             return True
         seen = (sample.probe.value(tensor.name) for sample in self._samples.plain)
-        if not all(v is not None and np.array_equal(v, value) for v in seen):
-            return False
-
-        def stays(sample: Sample) -> None:
-            found = sample.probe.value(tensor.name)
-            if found is None or not np.array_equal(found, value):
-                raise UnsupportedModelError(
-                    f"the factor '{tensor.name}' of scores or caches is {float(value.reshape(())):g}, and {found} with "
-                    f"{sample.past} tokens in the cache and {sample.length} new; supported are factors that stay"
-                )
-
-        self._samples.promise([tensor.name], ("factor", value.tobytes()), stays)
-        return True
+        return all(v is not None and np.array_equal(v, value) for v in seen)
 
     def prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> Read:
         """Prove that `tensor` is a cache with repeated heads."""
@@ -139,7 +124,6 @@ class CacheReads:
                     f"'{name}' reads {read} of the {rows} rows of cache '{write.past.name}'; supported are attentions "
                     "over all rows, with a mask where they see fewer, or over those that hold tokens"
                 )
-        hold_even(operands(chain[2]), self._samples, f"the cache '{write.past.name}' as '{name}' reads it")
         return Read(chain[1], not whole, seen.pop())
 
     @staticmethod

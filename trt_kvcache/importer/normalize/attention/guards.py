@@ -15,7 +15,6 @@ import numpy.typing as npt
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, elem_type, is_op
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility
@@ -43,20 +42,6 @@ def unguarded(output: gs.Tensor, visibility: Visibility, samples: Samples) -> gs
         return output
     if not all(_is_guard(condition, visibility, sample) for sample in samples.plain):
         return output
-
-    table = {} if visibility.bias is None else _numbered(visibility.bias.table.name, samples.plain[0])
-
-    def guards(sample: Sample) -> None:
-        value = sample.probe.value(condition.name)
-        value = sample.probe.given(table).value(condition.name) if value is None else value
-        if value is None or value.any():  # every query of these samples sees a key
-            raise UnsupportedModelError(
-                f"'{readers[0].name}' chooses between '{zeros.name}' and the attention '{output.name}'; supported is a "
-                f"choice of zeros for queries that see no key, and with {sample.past} tokens in the cache and "
-                f"{sample.length} new it is another one"
-            )
-
-    samples.promise([condition.name], ("guard", *table), guards, given=table)
     return readers[0].outputs[0]
 
 
@@ -71,12 +56,6 @@ def _is_guard(condition: gs.Tensor, visibility: Visibility, sample: Sample) -> b
     value = sample.probe.given({own.name: mask}).value(condition.name)
     blind = ~mask.any(-1, keepdims=True)
     return value is not None and value.shape == blind.shape and bool(np.all(value == blind))
-
-
-def _numbered(table: str, sample: Sample) -> dict[str, Array]:
-    """Numbers in place of a weight."""
-    shape = sample.probe.shape(table)
-    return {} if shape is None else {table: np.arange(np.prod(shape), dtype=np.float32).reshape(shape)}
 
 
 def _value(condition: gs.Tensor, visibility: Visibility, sample: Sample) -> Array | None:

@@ -76,20 +76,6 @@ class Masks:
         """How many rows the cache of keys is cut to; None: it is not cut."""
         return None if self.write is None else self.write.kept
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for attentions that see the same through the same tensors: what was promised for one holds."""
-        kinds = tuple((use.kind, use.slanted) for use in self.uses)
-        return (
-            *kinds,
-            self.is_causal,
-            self.write is None,
-            self.write is None or self.write.growing,
-            self.kept,
-            None if self.write is None else self.write.room,
-            self.in_use,
-        )
-
     def rows(self, sample: Sample) -> int:
         """How many keys there are."""
         if self.write is None or self.in_use:

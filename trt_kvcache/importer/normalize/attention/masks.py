@@ -14,9 +14,8 @@ A mask of scores must be 0 where a key is visible and (nearly) the lowest number
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -88,9 +87,9 @@ def classify(
                 "both"
             )
         return _own(masks, own, samples)
-    if _hold_bounded(masks, samples):
+    if _is_bounded(masks, samples):
         return _in_ring(masks, Visibility(causal=False, bias=bias, slopes=slopes), samples)
-    window = _hold_causal(masks, samples)
+    window = _window(masks, samples)
     _hold_padding(masks, window, samples)
     return _in_ring(masks, Visibility(window=window, bias=bias, slopes=slopes), samples)
 
@@ -131,7 +130,7 @@ def hold_low(tensor: gs.Tensor, samples: Samples) -> None:
                 f"tokens in the cache and {sample.length} new; supported are masks that hide at every length"
             )
 
-    samples.hold([tensor.name], "low", low)
+    samples.hold(low)
 
 
 def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
@@ -146,19 +145,16 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
     return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
 
 
-def _hold_bounded(masks: Masks, samples: Samples) -> bool:
-    """Whether every token sees every other, and does so at every length. Where S is 1, causal is the same."""
+def _is_bounded(masks: Masks, samples: Samples) -> bool:
+    """Whether every token sees every other. Where S is 1, causal is the same."""
     seen = [(sample, masks.visible(sample)) for sample in samples.plain]
     if all(_same(visible, _causal(sample, visible.shape[-1])) for sample, visible in seen):
         return False
-    if not all(_same(visible, _bounded(sample, visible.shape[-1])) for sample, visible in seen):
-        return False
-    samples.promise(masks.names, ("bounded", *masks.key), partial(_check, masks, _bounded))
-    return True
+    return all(_same(visible, _bounded(sample, visible.shape[-1])) for sample, visible in seen)
 
 
-def _hold_causal(masks: Masks, samples: Samples) -> int | None:
-    """The window of a mask that is causal, at every length; None: all keys up to the query's own are visible."""
+def _window(masks: Masks, samples: Samples) -> int | None:
+    """The window of a mask that is causal; None: all keys up to the query's own are visible."""
     seen = [(sample, masks.visible(sample)) for sample in samples.plain]
     window: int | None = None
     if not all(_same(visible, _causal(sample, visible.shape[-1])) for sample, visible in seen):
@@ -166,8 +162,6 @@ def _hold_causal(masks: Masks, samples: Samples) -> int | None:
         window = int(visible[..., -1, :].sum(-1).max())
         if window < 1 or not all(_same(v, _causal(s, v.shape[-1], window)) for s, v in seen):
             raise UnsupportedModelError(_unknown(masks, longest, visible))
-    template = partial(_causal, window=window)
-    samples.promise(masks.names, ("causal", window, *masks.key), partial(_check, masks, template))
     return window
 
 
@@ -194,13 +188,7 @@ def _hold_padding(masks: Masks, window: int | None, samples: Samples) -> None:
             )
 
     hides = all(pads(True, sample) for sample in samples.padded) or not all(pads(False, s) for s in samples.padded)
-    samples.hold(masks.names, ("padded", hides, window, *masks.key), check, padded=True)
-
-
-def _check(masks: Masks, template: Callable[[Sample, int], Array], sample: Sample) -> None:
-    visible = masks.visible(sample)
-    if not _same(visible, template(sample, visible.shape[-1])):
-        raise UnsupportedModelError(_unknown(masks, sample, visible))
+    samples.hold(check, padded=True)
 
 
 def _split_bias(

@@ -10,7 +10,7 @@ looked through.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import onnx_graphsurgeon as gs
 
@@ -26,7 +26,6 @@ from trt_kvcache.importer.graph import (
     replace_uses,
 )
 from trt_kvcache.importer.normalize.candidate import Candidate
-from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.views import trace_back
 
@@ -204,19 +203,15 @@ def settle_heads(graph: gs.Graph, emit: Emitter, samples: Samples) -> None:
         graph: canonical; dead nodes are gone.
         emit: of the graph.
         samples: of the model as exported.
-
-    Raises:
-        UnsupportedModelError: a Reshape that leads back to the same shape in the samples may not at other lengths.
     """
     for node in [n for n in graph.nodes if is_op(n, "Reshape")]:
         splits, merger = _is_own(node, _SPLIT), producer(node.inputs[0])
         if not splits and (merger is None or not _is_own(merger, _MERGE)):
             continue
-        before, reshapes = before_reshapes(node.outputs[0], samples)
+        before = before_reshapes(node.outputs[0], samples)
         sizes = {s.probe.shape(node.outputs[0].name) for s in samples.plain}
         known = [{size[axis] for size in sizes if size is not None} for axis in (1, 3)]
-        if reshapes:
-            hold_reshapes(reshapes, samples, f"the heads of '{before.name}'")
+        if before is not node.outputs[0]:
             replace_uses(node.outputs[0], before)
         elif splits and all(len(numbers) == 1 for numbers in known):
             batch = node.inputs[1].inputs[0].inputs[0]
@@ -229,61 +224,42 @@ def _is_own(node: gs.Node, what: str) -> bool:
     return is_op(node, "Reshape") and str(node.name).startswith(f"{NAME_PREFIX}{what}:")
 
 
-def before_reshapes(tensor: gs.Tensor, samples: Samples) -> tuple[gs.Tensor, list[gs.Node]]:
-    """A tensor as it was before Reshapes that lead back to the same shape, and these: their operands are to be held."""
-    nodes: list[gs.Node] = []
-    found, source = 0, tensor
+def before_reshapes(tensor: gs.Tensor, samples: Samples) -> gs.Tensor:
+    """A tensor as it was before Reshapes that lead back to the same shape; the tensor itself if there are none."""
+    before = source = tensor
     while (node := producer(source)) is not None:
         spread = is_op(node, "Expand") and _same_shape(node.inputs[0], source, samples)  # to what it is already
         if not is_op(node, "Reshape") and not spread:
             break
-        nodes.append(node)
         source = node.inputs[0]
         if _same_shape(source, tensor, samples):
-            found = len(nodes)
-    return (nodes[found - 1].inputs[0] if found else tensor), nodes[:found]
+            before = source
+    return before
 
 
-def before_spread(mask: gs.Tensor, samples: Samples) -> tuple[gs.Tensor, list[gs.Node]]:
-    """A mask as it was before it was repeated for all heads and merged, and what did that; the mask itself if nothing.
+def before_spread(mask: gs.Tensor, samples: Samples) -> gs.Tensor:
+    """A mask as it was before it was repeated for all heads and merged; the mask itself if nothing did that.
 
     With 32 heads it is so much smaller, and says the same.
     """
-    before, nodes = before_reshapes(mask, samples)
+    before = before_reshapes(mask, samples)
     node = producer(before)
-    if not nodes or node is None or not is_op(node, "Expand"):
-        return before, nodes
+    if before is mask or node is None or not is_op(node, "Expand"):
+        return before
     shape = samples.plain[0].probe.shape(node.inputs[0].name)
-    return (node.inputs[0], [*nodes, node]) if shape is not None and len(shape) == 4 else (before, nodes)
+    return node.inputs[0] if shape is not None and len(shape) == 4 else before
 
 
-def behind_reshapes(tensor: gs.Tensor, samples: Samples) -> tuple[gs.Tensor, list[gs.Node]]:
-    """A tensor as it is behind Reshapes that lead back to the same shape, where nothing else reads what is between."""
-    nodes: list[gs.Node] = []
-    found, behind = 0, tensor
-    while len(readers := [n for n in consumers(behind) if not is_op(n, "Shape")]) == 1:
-        if not is_op(readers[0], "Reshape") or readers[0].inputs[0] is not behind:
+def behind_reshapes(tensor: gs.Tensor, samples: Samples) -> gs.Tensor:
+    """A tensor as it is after Reshapes that lead back to the same shape, where nothing else reads what is between."""
+    found = after = tensor
+    while len(readers := [n for n in consumers(after) if not is_op(n, "Shape")]) == 1:
+        if not is_op(readers[0], "Reshape") or readers[0].inputs[0] is not after:
             break
-        nodes.append(readers[0])
-        behind = readers[0].outputs[0]
-        if _same_shape(tensor, behind, samples):
-            found = len(nodes)
-    return (nodes[found - 1].outputs[0] if found else tensor), nodes[:found]
-
-
-def hold_reshapes(nodes: Sequence[gs.Node], samples: Samples, where: str) -> None:
-    """See to it that Reshapes that lead back to the same shape do so at every length.
-
-    Args:
-        nodes: of `before_reshapes` or `behind_reshapes`.
-        samples: of the model as exported.
-        where: what they are part of, for messages.
-
-    Raises:
-        UnsupportedModelError: they may not.
-    """
-    sources = [view for node in nodes for view in trace_back(node.inputs[0])[1]]
-    hold_even(operands([*nodes, *sources]), samples, where)
+        after = readers[0].outputs[0]
+        if _same_shape(tensor, after, samples):
+            found = after
+    return found
 
 
 def _same_shape(one: gs.Tensor, other: gs.Tensor, samples: Samples) -> bool:

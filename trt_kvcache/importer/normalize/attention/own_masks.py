@@ -63,7 +63,6 @@ def check_own_mask(masks: Masks, own: gs.Tensor, samples: Samples) -> None:
     added = [use for use in masks.uses if use.kind is MaskKind.ADDED and _arrives(use, own, samples.plain[0])]
     for sample in samples.plain:
         stands(sample)
-    samples.promise(masks.names, ("own", own.name, *masks.key, len(added)), stands)
     value = samples.plain[0].probe.value(own.name)
     assert value is not None
     if value.dtype.kind not in "bf":

@@ -80,7 +80,7 @@ def hold_hidden(node: str, hiders: Iterable[Hider], samples: Samples) -> None:
             )
 
         for padded in (False, True):
-            samples.hold([hider.tensor.name], ("hidden", hider.added, hider.factor), hides, padded=padded)
+            samples.hold(hides, padded=padded)
 
 
 def hold_below(node: str, hiders: Iterable[Hider], scale: float, samples: Samples) -> None:
@@ -111,7 +111,7 @@ def hold_below(node: str, hiders: Iterable[Hider], scale: float, samples: Sample
                 )
 
         for padded in (False, True):
-            samples.hold([hider.tensor.name], ("below", limit, hider.factor), hides, padded=padded)
+            samples.hold(hides, padded=padded)
 
 
 def scaled_by(tensor: gs.Tensor, sample: Sample) -> float:

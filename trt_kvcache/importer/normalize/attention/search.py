@@ -28,7 +28,6 @@ from trt_kvcache.importer.normalize.attention.merged_heads import (
     before_reshapes,
     before_spread,
     behind_reshapes,
-    hold_reshapes,
 )
 from trt_kvcache.importer.normalize.attention.rounded import masked_already, read_pair
 from trt_kvcache.importer.normalize.attention.scaled_masks import Hider, check_own, hold_below, hold_hidden, scaled_by
@@ -51,7 +50,6 @@ class _Scores:
     softcap: float
     masks: list[MaskUse]
     hiders: list[Hider] = field(default_factory=list)  # what hides scores, with the factors behind it
-    reshapes: list[gs.Node] = field(default_factory=list)  # on the way, which change nothing all in all
     column: gs.Tensor | None = None  # of sinks, beside the scores
     rounding: Rounding | None = None  # of scores that are not masked or capped yet,
     before: float = 1.0  # and what scales them before it
@@ -177,8 +175,7 @@ class _Finder:
         transposed: bool,
         is_causal: bool,
     ) -> Core:
-        query, split = before_reshapes(query, self._samples)
-        hold_reshapes([*scores.reshapes, *split], self._samples, f"the heads of '{name}'")
+        query = before_reshapes(query, self._samples)
         shape = self._small.probe.shape(query.name)
         if shape is None or len(shape) != 4:
             raise UnsupportedModelError(
@@ -251,10 +248,8 @@ class _Finder:
         if is_op(node, "Identity") or is_float_cast(node):
             return self._scores(node.inputs[0])
         if is_op(node, "Reshape"):
-            before, reshapes = before_reshapes(tensor, self._samples)
-            if (scores := self._scores(before) if reshapes else None) is not None:
-                scores.reshapes += reshapes
-            return scores
+            before = before_reshapes(tensor, self._samples)
+            return None if before is tensor else self._scores(before)
         if is_op(node, "Mul", "Div"):
             return self._scaled(node)
         if is_op(node, "DequantizeLinear"):
@@ -300,8 +295,7 @@ class _Finder:
     def _masked(self, scores: gs.Tensor, mask: gs.Tensor, kind: MaskKind) -> _Scores | None:
         found = self._scores(scores)
         if found is not None:
-            mask, reshapes = before_spread(mask, self._samples)
-            found.reshapes += reshapes
+            mask = before_spread(mask, self._samples)
             found.masks.append(MaskUse(mask, kind))
             if kind is MaskKind.ADDED:
                 found.hiders.append(Hider(mask, added=True))
@@ -350,10 +344,10 @@ class _Finder:
                 sinks, tensor = False, node.outputs[0]
                 continue
             if is_op(node, "Reshape"):
-                tensor, between = behind_reshapes(tensor, self._samples)
-                if not between:
+                after = behind_reshapes(tensor, self._samples)
+                if after is tensor:
                     return None
-                scores.reshapes += between
+                tensor = after
                 continue
             if is_op(node, "QuantizeLinear") and len(consumers(node.outputs[0])) == 1:
                 pair = read_pair(behind := consumers(node.outputs[0])[0], "what the softmax makes of scores")

@@ -17,7 +17,6 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import dims, input_or_none, is_op, producer
-from trt_kvcache.importer.normalize.evidence.even import hold_even, operands
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
@@ -74,10 +73,8 @@ def read_sinks(name: str, column: gs.Tensor, heads: int, samples: Samples) -> Si
     Raises:
         UnsupportedModelError: it is something else.
     """
-    moves: list[gs.Node] = []
     source = column
     while (node := producer(source)) is not None and (is_op(node, *_MOVES) or is_float_cast(node)):
-        moves.append(node)
         source = node.inputs[0]
     size = int(np.prod([d if isinstance(d, int) else 0 for d in dims(source) or (0,)]))
     if isinstance(source, gs.Constant) and size == heads:
@@ -85,7 +82,6 @@ def read_sinks(name: str, column: gs.Tensor, heads: int, samples: Samples) -> Si
         for sample in samples.plain:
             value = sample.probe.given({source.name: numbers}).value(column.name)
             _check(name, column, value, numbers.reshape(-1), sample)
-        hold_even(operands(moves), samples, f"the sinks of '{name}'")
         return source
     first = samples.plain[0].probe.value(column.name)
     logits = np.zeros(0) if first is None or first.ndim != 4 else np.broadcast_to(first[0, :, 0, 0], heads)
@@ -93,7 +89,7 @@ def read_sinks(name: str, column: gs.Tensor, heads: int, samples: Samples) -> Si
     def stays(sample: Sample) -> None:
         _check(name, column, sample.probe.value(column.name), logits, sample)
 
-    samples.hold([column.name], ("sinks", name), stays)
+    samples.hold(stays)
     return logits
 
 
@@ -121,5 +117,4 @@ def drops_sink(node: gs.Node, samples: Samples) -> bool:
         taken = range(columns)[slice(start, end, step)]
         if axis not in (-1, rank - 1) or taken != range(columns - 1):
             return False
-    hold_even(operands([node]), samples, f"what '{node.name}' keeps of the probabilities")
     return True

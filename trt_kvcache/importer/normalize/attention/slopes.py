@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 
 Array = npt.NDArray[Any]
@@ -35,9 +34,6 @@ def find_slopes(node: str, tensor: gs.Tensor, samples: Samples, *, shifted: bool
 
     Returns:
         The slopes, float32 ``[H or 1]``.
-
-    Raises:
-        UnsupportedModelError: it does at some lengths only: later, see `Samples.promise`.
     """
     longest = max(samples.plain, key=lambda sample: sample.total)
     slopes = _slopes(_as_scores(longest.probe.value(tensor.name)), longest)
@@ -50,17 +46,8 @@ def find_slopes(node: str, tensor: gs.Tensor, samples: Samples, *, shifted: bool
         value = _as_scores(sample.probe.value(tensor.name))
         return known.ends_or_begins_with(value, sample) or _grows(value, slopes, sample, shifted=shifted)
 
-    def stays(sample: Sample) -> None:
-        if not is_even(sample):
-            raise UnsupportedModelError(
-                f"'{tensor.name}', which is added to the scores of '{node}', grows by {_shown(slopes)} with each key, "
-                f"and not so with {sample.past} tokens in the cache and {sample.length} new; supported are biases that "
-                "grow by one number for each head (ALiBi), at every length"
-            )
-
     if not all(is_even(sample) for sample in samples.plain):
         return None
-    samples.promise([tensor.name], ("slopes", slopes.tobytes(), shifted), stays)
     return slopes
 
 
@@ -142,8 +129,3 @@ def _grows(value: Array | None, slopes: Array, sample: Sample, *, shifted: bool)
         if not bool(np.all((np.abs(rows - shift - slope * behind) <= allowed) | (behind > 0))):
             return False
     return True
-
-
-def _shown(slopes: Array) -> str:
-    few = ", ".join(f"{slope:g}" for slope in slopes[:4])
-    return f"{few}{', ...' if len(slopes) > 4 else ''}"

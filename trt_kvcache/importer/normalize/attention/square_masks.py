@@ -11,7 +11,6 @@ what they are one by one holds if nothing else follows from how many come at onc
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -19,7 +18,6 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT64, NAME_PREFIX, Emitter, is_op, producer
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
-from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
@@ -39,7 +37,7 @@ def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
 
     Args:
         graph: of the model as exported.
-        samples: of the same model, without promises.
+        samples: of the same model.
 
     Returns:
         Whether there was one.
@@ -50,12 +48,11 @@ def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
     found = [pair for node in graph.nodes if is_op(node, "Softmax") for pair in _masked(node, samples)]
     for node, place in found:
         mask = node.inputs[place]
-        samples.promise([mask.name], "square", partial(_check, mask.name))
+        for sample in (*samples.plain, *samples.learning):
+            _check(mask.name, sample)
         value = samples.plain[0].probe.value(mask.name)
         assert value is not None
         node.inputs[place] = _padded(emit, mask, node.inputs[1 - place], value.ndim)
-    if found:
-        check_promises(samples)
     return bool(found)
 
 
@@ -64,7 +61,7 @@ def hold_by_position(graph: gs.Graph, samples: Samples) -> None:
 
     Args:
         graph: of the model with such masks over all tokens.
-        samples: of the same model, without promises.
+        samples: of the same model.
 
     Raises:
         UnsupportedModelError: something follows from how many come at once.
@@ -79,10 +76,8 @@ def hold_by_position(graph: gs.Graph, samples: Samples) -> None:
             if value is None or samples.blueprint.is_constant(tensor.name):
                 continue
             axes = [axis for axis, size in enumerate(value.shape) if size == samples.capacity > 1]
-            check = partial(_check_by_position, str(node.name), str(tensor.name), value, axes)
-            key = ("by position", tuple(axes), value.shape, value.tobytes())
-            samples.promise([tensor.name], key, check, in_batches=False)  # it is compared with that of one sequence
-    check_promises(samples)
+            for sample in (s for s in (*samples.plain, *samples.learning) if s.batch == 1):
+                _check_by_position(str(node.name), str(tensor.name), value, axes, sample)
 
 
 def _check_by_position(node: str, name: str, whole: Array, axes: Sequence[int], sample: Sample) -> None:

@@ -6,14 +6,12 @@
 TorchScript writes the former, where n is a dimension that never changes, and TensorRT for RTX has no NonZero. A branch
 that is always the same one would keep alive whatever its condition reads, such as the mask.
 
-Only constants and the shapes of graph inputs may take part. Of these, the past and the new tokens are gone through by
-`lengths.check_promises`, all others here: a batch, the length of an encoder's output.
+Only constants and the shapes of graph inputs may take part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 
 import numpy as np
 import onnx
@@ -22,9 +20,8 @@ from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint, is_standard
-from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.probe import Probe
-from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.simplify import splice_body
 
 _LARGEST = 1 << 16  # elements of a constant
@@ -38,7 +35,7 @@ def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     """Put a constant in the place of each NonZero, and a branch in that of each If, that is the same in every step.
 
     Args:
-        samples: of the model as exported, without promises.
+        samples: of the model as exported.
 
     Returns:
         Another model; None where there is nothing to fold.
@@ -48,8 +45,6 @@ def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     fixed = {name: value for name in names if (value := _same(name, samples)) is not None}
     if fixed:
         fixed = _at_other_sizes(fixed, samples)
-    if not _at_all_lengths(fixed, samples):
-        fixed = {name: value for name, value in fixed.items() if _at_all_lengths({name: value}, samples)}
     if not fixed:
         return None
     model = onnx.ModelProto()
@@ -161,24 +156,6 @@ def _numbers(names: Sequence[str], blueprint: Blueprint) -> set[int]:
         pending += new
         seen.update(new)
     return found
-
-
-def _at_all_lengths(values: Mapping[str, Array], samples: Samples) -> bool:
-    """Whether all values stay at every length."""
-
-    def stays(name: str, sample: Sample) -> None:
-        if not _is(sample.probe, name, values[name]):
-            raise UnsupportedModelError(f"'{name}' changes with {sample.past} tokens in the cache")
-
-    for name, value in values.items():
-        samples.promise([name], ("fixed", str(value.dtype), value.shape, value.tobytes()), partial(stays, name))
-    try:
-        check_promises(samples)
-    except UnsupportedModelError:
-        return False
-    finally:
-        samples.promises.clear()
-    return True
 
 
 def _last_unchanged(condition: str, samples: Samples) -> int | None:

@@ -153,7 +153,7 @@ def _exported_step(
         shapes[role.name] = shape
         rows = None
         axes = role.axes if len(shape) > 2 else ("batch", "sequence")
-        if role.role is Role.POSITIONS and shape[-1] == length and "batch" in axes and len(starts) in shape[:-1]:
+        if role.role is Role.POSITIONS and shape[-1:] == (length,) and "batch" in axes and len(starts) in shape[:-1]:
             rows = place_positions(starts[:, None] + np.arange(length), shape, axes)
         elif role.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS) and shape == (len(starts),):
             rows = starts + (length if role.role is Role.VALID_LENGTHS else 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -61,27 +61,6 @@ class Sample:
         return self.past if kept is None else min(self.past, kept)
 
 
-@dataclass(frozen=True, eq=False)
-class Promise:
-    """Something that was proven on samples and has to hold in every step.
-
-    Attributes:
-        names: the tensors that it is about.
-        key: promises of one key are the same if their tensors are.
-        check: raises `UnsupportedModelError` where it does not hold in a sample.
-        padded: it is about steps with padding.
-        given: numbers in place of weights that take part.
-        in_batches: it says how what is checked grows with the batch.
-    """
-
-    names: tuple[str, ...]
-    key: Hashable
-    check: Callable[[Sample], None]
-    padded: bool = False
-    given: Mapping[str, Array] = field(default_factory=dict)
-    in_batches: bool = True
-
-
 class Samples:
     """Samples of one model.
 
@@ -90,7 +69,6 @@ class Samples:
         padded: steps in which the padding mask hides tokens; empty where there is none.
         wrapped: steps beyond the capacity, for caches that may be circular.
         twins: two steps that differ in nothing but the past, unless the caches of the model have room for one only.
-        promises: what has to hold in all steps, and not only in these: see `lengths.check_promises`.
         blueprint: the model.
         capacity: tokens per sequence.
         fixed_length: S where the model fixes it, else 0.
@@ -101,7 +79,6 @@ class Samples:
     def __init__(self, blueprint: Blueprint, interface: Interface, capacity: int) -> None:
         self.blueprint = blueprint
         self.capacity = capacity
-        self.promises: list[Promise] = []
         self._interface = interface
         self._room = interface.room
         self._valued = interface.of(*_VALUED)
@@ -150,47 +127,20 @@ class Samples:
                 fitting = [(p, s) for p, s in steps if p + s <= self.capacity]
         return tuple(self.step(1, p, s) for p, s in fitting or [(0, self.fixed_length or 1)])
 
-    @cached_property
-    def beside(self) -> Sample:
-        """The first step of `learning`, of two sequences unless the model fixes how many."""
-        first = self.learning[0]
-        return self.step(2, first.past, first.length)
-
-    def sizes(self, past: int, length: int) -> Array:
-        """What shapes grow with: 1, P, S, and the rows of each kind of past that is cut."""
-        return np.array([1, past, length, *(min(past, kept) for kept in self.kept)])
-
     def _unique(self, samples: Sequence[Sample]) -> tuple[Sample, ...]:
         seen: dict[tuple[int, int, int], Sample] = {}
         for sample in samples:
             seen.setdefault((sample.batch, sample.past, sample.length), sample)
         return tuple(seen.values())
 
-    def promise(
-        self,
-        names: Sequence[str],
-        key: Hashable,
-        check: Callable[[Sample], None],
-        *,
-        padded: bool = False,
-        given: Mapping[str, Array] | None = None,
-        in_batches: bool = True,
-    ) -> None:
-        """Have something checked in every step later on: see `Promise`."""
-        self.promises.append(Promise(tuple(names), key, check, padded, given or {}, in_batches))
-
-    def hold(
-        self, names: Sequence[str], key: Hashable, check: Callable[[Sample], None], *, padded: bool = False
-    ) -> None:
-        """Check something on the samples now, and promise it.
+    def hold(self, check: Callable[[Sample], None], *, padded: bool = False) -> None:
+        """Check something on the samples.
 
         Raises:
             UnsupportedModelError: of the check.
         """
         for sample in self.padded if padded else self.plain:
             check(sample)
-        if self.padded or not padded:
-            self.promise(names, key, check, padded=padded)
 
     def step(
         self,

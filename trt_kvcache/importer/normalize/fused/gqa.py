@@ -213,7 +213,7 @@ def _check_lengths(graph: gs.Graph, node: gs.Node, samples: Samples) -> None:
                     f"{sample.length} new ones; supported is their sum{' - 1' * less}, for every row"
                 )
 
-        samples.hold([tensor.name], ("lengths", less), counts)
+        samples.hold(counts)
     positions = input_or_none(node, _POSITIONS)
     if positions is None or not node.attrs.get("do_rotary", 0):
         return
@@ -227,7 +227,7 @@ def _check_lengths(graph: gs.Graph, node: gs.Node, samples: Samples) -> None:
                 "Runtime reads only the first one of a first prompt, so that no other ids have one meaning"
             )
 
-    samples.hold([positions.name], "positions of tokens", counts_on)
+    samples.hold(counts_on)
 
 
 def _rewrite(canonical: Canonical, node: gs.Node, caches: Sequence[HeldCache], sizes: _Sizes, seen: Visibility) -> None:

@@ -185,8 +185,8 @@ def _check_padding(node: gs.Node, padding: gs.Tensor, samples: Samples) -> None:
                 "are masks [B, P + S] that hide padded tokens and nothing else"
             )
 
-    samples.hold([padding.name], "padding", hides_padding)
-    samples.hold([padding.name], "padding", hides_padding, padded=True)
+    samples.hold(hides_padding)
+    samples.hold(hides_padding, padded=True)
 
 
 def _rewrite(canonical: Canonical, node: gs.Node, caches: Sequence[HeldCache], seen: Visibility) -> None:

@@ -15,8 +15,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import Emitter, consumers, contains, is_op, producer, replace_uses
-from trt_kvcache.importer.normalize.evidence.even import hold_even
-from trt_kvcache.importer.normalize.evidence.lengths import check_promises
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 
 Perm = tuple[int, ...]
@@ -30,14 +28,12 @@ class _Part:
         start, count: which rows of the axis that all parts lie along.
         tensor: its updates,
         perm: and how they are transposed into the layout of the whole.
-        indices: where they go.
     """
 
     start: int
     count: int
     tensor: gs.Tensor
     perm: Perm
-    indices: gs.Tensor
 
 
 def join_scattered(graph: gs.Graph, samples: Samples) -> bool:
@@ -45,7 +41,7 @@ def join_scattered(graph: gs.Graph, samples: Samples) -> bool:
 
     Args:
         graph: of the model as exported.
-        samples: of the same model, without promises.
+        samples: of the same model.
 
     Returns:
         Whether there was one. What it read is left behind, dead.
@@ -53,10 +49,7 @@ def join_scattered(graph: gs.Graph, samples: Samples) -> bool:
     emit = Emitter(graph)
     wholes = [(node, found) for node in graph.nodes if (found := _parts(node, samples)) is not None]
     for node, (axis, parts) in wholes:
-        hold_even([p.indices for p in parts], samples, f"what '{node.name}' joins")
         _join(graph, emit, node, axis, parts)
-    if wholes:
-        check_promises(samples)
     return bool(wholes)
 
 
@@ -78,7 +71,7 @@ def _parts(node: gs.Node, samples: Samples) -> tuple[int, list[_Part]] | None:
             return None
         if any(other is None or not np.array_equal(other, first) for other in indices):
             return None
-        parts.append(_Part(start, count, scatter.inputs[2], perm, scatter.inputs[1]))
+        parts.append(_Part(start, count, scatter.inputs[2], perm))
     parts.sort(key=lambda part: part.start)
     ends = [0, *(part.start + part.count for part in parts)]
     whole = [shape[axis] for s in samples.plain if (shape := s.probe.shape(node.outputs[0].name)) is not None]

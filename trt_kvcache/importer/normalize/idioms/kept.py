@@ -9,14 +9,13 @@ any more: row ``j`` of past and new rows together is token ``P - min(P, R) + j``
 come to it, which changes nothing: it is no longer than that already.
 
 How many rows are kept is seen in a step behind a past that is longer than any. That they are the newest ones, and as
-many at every length, is shown by the bounds of each Slice, and promised where these are computed.
+many in other steps, is shown by the bounds of each Slice.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import onnx_graphsurgeon as gs
@@ -24,7 +23,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.graph import consumers, is_op
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
-from trt_kvcache.importer.normalize.evidence.samples import Promise, Sample, Samples
+from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.views import static_layout
 from trt_kvcache.importer.plan import OriginalRole
@@ -112,27 +111,18 @@ def _fits(mask: gs.Tensor, sample: Sample, value: Array) -> bool:
     return True
 
 
-def prove_cut(candidate: Candidate, geometries: Sequence[Geometry]) -> Promise:
+def prove_cut(candidate: Candidate, geometries: Sequence[Geometry]) -> None:
     """Show that present holds the newest rows of past and new ones together, and as many as past.
 
     Args:
         candidate: from `find_kept`.
         geometries: the samples.
 
-    Returns:
-        That it does in every step.
-
     Raises:
         UnsupportedModelError: it does not.
     """
     for geometry in geometries:
         _check(candidate, geometry.step)
-    bounds = [tensor for node in _slices(candidate) for tensor in node.inputs[1:]]
-    computed = dict.fromkeys(t.name for t in bounds if not isinstance(t, gs.Constant))
-    places = {name: place for place, name in enumerate(computed)}
-    known = [places[t.name] if t.name in places else t.values.tobytes() for t in bounds]
-    key = ("cut", candidate.kept, sum(is_op(n, "Slice") for n in candidate.views), *known)
-    return Promise(tuple(computed), key, partial(_check, candidate))
 
 
 def _check(candidate: Candidate, sample: Sample) -> None:

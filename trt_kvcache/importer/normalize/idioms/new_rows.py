@@ -21,13 +21,12 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import Emitter, consumers, is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, richest
-from trt_kvcache.importer.normalize.evidence.even import operands
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.idioms import concat
 from trt_kvcache.importer.normalize.views import trace_back
 from trt_kvcache.importer.plan import OriginalTensor
 
-__all__ = ["IDIOM", "find_new_rows", "part_from_rows", "prove_new_rows", "say_new_rows", "views_of"]
+__all__ = ["IDIOM", "find_new_rows", "part_from_rows", "prove_new_rows", "say_new_rows"]
 
 IDIOM = "Concat, new rows returned"
 
@@ -90,12 +89,6 @@ def part_from_rows(graph: gs.Graph, candidates: Sequence[Candidate]) -> None:
             node.inputs = [rows if t is present else t for t in node.inputs]
         maker.outputs = [rows if t is present else t for t in maker.outputs]
         graph.nodes.append(gs.Node("Identity", emit.name(f"{present.name}:Identity"), {}, [rows], [present]))
-
-
-def views_of(candidate: Candidate) -> tuple[gs.Tensor, ...]:
-    """What decides how the new rows are arranged, where they are joined and where they are given back."""
-    chains = [trace_back(t)[1] for t in (candidate.present, candidate.updates[0])]
-    return operands([node for chain in chains for node in chain])
 
 
 def prove_new_rows(candidate: Candidate, proof: Proof, geometries: Sequence[Geometry]) -> tuple[int, ...]:

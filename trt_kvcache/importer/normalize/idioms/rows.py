@@ -55,15 +55,6 @@ def prove_rows(
     return circular == {True}
 
 
-def check_rows(candidate: Candidate, axis: int, geometry: Geometry, rows_of: RowsOf) -> None:
-    """Show which rows an update writes in one sample.
-
-    Raises:
-        UnsupportedModelError: these are other rows.
-    """
-    _judge(candidate, geometry, axis, geometry.step.past, rows_of(geometry, geometry.step.probe))
-
-
 def _judge(candidate: Candidate, geometry: Geometry, axis: int, past: int, rows: Array | None) -> set[bool]:
     """Whether the rows at one position say that the cache is circular; in range they say nothing."""
     length, capacity = geometry.step.length, geometry.sizes[axis]

@@ -120,12 +120,11 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
             grid = None if columns is None else _grid(columns, g.operand_shape, order, place)
         return None if grid is None else _rows(grid, g.layout, order, place)
 
-    reads = (*(i.names for i in indices), *((str(t.name),) for t in candidate.index[len(indices) :]))
     circular = prove_rows(candidate, axis, geometries, rows_of, [n for index in indices for n in index.names])
     laid = tuple(geometry.layout[a] for a in order) + geometry.layout[len(order) :]
     update = candidate.updates[0]
     layout = _update_layout(candidate, update, laid, axis, geometry)
-    return Proof(axis, *nearest_update(candidate, update, layout, axis, plain), circular, rows_of, reads)
+    return Proof(axis, *nearest_update(candidate, update, layout, axis, plain), circular)
 
 
 def _sequence_axis(candidate: Candidate, geometry: Geometry, place: int) -> int:

@@ -185,7 +185,7 @@ def prove(candidate: Candidate, geometries: Sequence[Geometry]) -> Proof:
         return _rows(candidate, g, probe, place)
 
     circular = prove_rows(candidate, axis, geometries, rows_of)
-    return Proof(axis, *nearest_update(candidate, update, geometry.layout, axis, plain), circular, rows_of)
+    return Proof(axis, *nearest_update(candidate, update, geometry.layout, axis, plain), circular)
 
 
 def _place(candidate: Candidate, geometry: Geometry) -> int:

@@ -22,16 +22,13 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, dims, elem_type, is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry, Proof, may_be_cache, richest
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
-from trt_kvcache.importer.normalize.evidence.even import operands
 from trt_kvcache.importer.normalize.evidence.reach import reach
-from trt_kvcache.importer.normalize.evidence.samples import Promise, Sample
+from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.idioms import concat, scatter, select
 from trt_kvcache.importer.normalize.idioms.kept import is_cut, prove_cut
-from trt_kvcache.importer.normalize.idioms.new_rows import find_new_rows, prove_new_rows, views_of
-from trt_kvcache.importer.normalize.idioms.rows import check_rows
+from trt_kvcache.importer.normalize.idioms.new_rows import find_new_rows, prove_new_rows
 from trt_kvcache.importer.normalize.views import (
-    Layout,
     axis_order,
     is_view,
     layout_after,
@@ -214,14 +211,14 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
     plain = [g for g in geometries if not g.step.wrapped]
     idiom = concat if candidate.growing else scatter if candidate.idiom in _SCATTERS else select
     proof = idiom.prove(candidate, geometries)
-    cut = prove_cut(candidate, geometries) if is_cut(candidate) else None
+    if is_cut(candidate):
+        prove_cut(candidate, geometries)
     new_rows = prove_new_rows(candidate, proof, plain) if candidate.rows_only else None
     if new_rows is None:
         _check_return(candidate, proof, richest(plain))
     for geometry in plain:
         _replay(candidate, proof, geometry)
     assert candidate.node is not None
-    moves = (*candidate.views, *candidate.after)
     return Write(
         candidate.idiom,
         candidate.past,
@@ -234,46 +231,11 @@ def prove(graph: gs.Graph, candidate: Candidate, probes: Sequence[Sample]) -> Wr
         candidate.node.name,
         candidate.positions,
         _aliases(candidate, richest(plain)),
-        cut if proof.rows_of is None else _promise(candidate, proof, plain[0].layout),
-        (
-            *operands((*(n for n in moves if not is_op(n, "Slice")), *_between(proof.update, candidate.updates[0]))),
-            *(operands(candidate.front.moves) if candidate.front is not None else ()),
-            *(views_of(candidate) if candidate.rows_only else ()),
-        ),
         candidate.kept,
         _fronts(candidate),
         new_rows,
         candidate.room,
     )
-
-
-def _between(source: gs.Tensor, tensor: gs.Tensor) -> list[gs.Node]:
-    """The operators from `source` to `tensor`, each of which moves its first input."""
-    nodes = []
-    while tensor is not source and (node := producer(tensor)) is not None:
-        nodes.append(node)
-        tensor = node.inputs[0]
-    return nodes
-
-
-def _promise(candidate: Candidate, proof: Proof, layout: Layout) -> Promise:
-    """That the rows are the right ones in every step."""
-
-    def writes(step: Sample) -> None:
-        sizes = step.probe.shape(candidate.past.name)
-        assert sizes is not None
-        assert proof.rows_of is not None
-        check_rows(candidate, proof.axis, Geometry(step, sizes, layout), proof.rows_of)
-
-    assert candidate.node is not None
-    nodes = candidate.inner or (candidate.node,)
-    # What the operators between past and present read, without the names that differ from layer to layer.
-    tensors = [candidate.operand, *candidate.updates, *candidate.index, *(n.outputs[0] for n in nodes)]
-    places = {id(tensor): place for place, tensor in enumerate(tensors)}
-    chain = [(n.op, repr(n.attrs), *(places.get(id(t), t.name) for t in n.inputs)) for n in nodes]
-    reads = proof.reads or tuple((str(t.name),) for t in candidate.index)
-    key = (layout, proof.axis, tuple(map(str, candidate.past.shape)), tuple(chain), tuple(map(len, reads)))
-    return Promise(tuple(name for names in reads for name in names), key, writes)
 
 
 def _geometries(candidate: Candidate, steps: Sequence[Sample]) -> list[Geometry]:
