@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from concat_decode import CAPACITY, Decode, check_decode, normalized, rewritten
-from concat_graphs import Build, Decoder, make_decoder
+from concat_graphs import Build, Decoder, _attend, make_decoder
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper
@@ -128,6 +129,29 @@ def _times(factor: float) -> Any:
     return lambda g, tensor: g.node("Mul", [tensor, g.number(factor)])
 
 
+def _guard_empty_rows(g: Build, query: str, keys: str, values: str, *, fewer: str) -> str:
+    """Zeros for queries that see `fewer` keys than one."""
+    output = _attend(g, query, keys, values)
+    visible = "mask" if g.decoder.mask == "own" else g.to_scores(g.causal())
+    seen = g.node("ReduceSum", [g.node("Cast", [visible], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
+    return g.node("Where", [g.node(fewer, [seen, g.number(1.0)]), g.number(0.0), output])
+
+
+@pytest.mark.parametrize("mask", ["past", "own"])
+def test_a_guard_against_empty_rows_goes(tmp_path: Path, mask: str) -> None:
+    model = make_decoder(Decoder(mask=mask, attend=partial(_guard_empty_rows, fewer="Less")))
+    check_decode(model, tmp_path)
+    assert "Where" not in {n.op_type for n in normalized(model).graph.node}
+
+
+@pytest.mark.parametrize("mask", ["past", "own"])
+def test_a_guard_that_hides_the_first_token_is_refused(tmp_path: Path, mask: str) -> None:
+    """``<= 1`` is no ``< 1``: a query that sees one key gets zeros."""
+    model = make_decoder(Decoder(mask=mask, attend=partial(_guard_empty_rows, fewer="LessOrEqual")))
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        rewritten(model, tmp_path)
+
+
 def _last_rows(count: int) -> Any:
     return lambda g, t: g.node("Slice", [t, *(g.constant([n]) for n in (-count, 2**31, 2))])
 
@@ -174,7 +198,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys times 0": ({"keys": _times(0)}, "scales its scores by 0 .* supported are factors above 0"),
     "temperature that lifts the mask": (
         {"masked": _times(3e-4), "lowest": -1e4},
-        "scales scores that are masked already",
+        "adds numbers other than 0 and the lowest",
     ),
     "two caps": ({"softcap": 3.0, "scores": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
     "cap behind the mask": ({"masked": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
@@ -192,7 +216,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         "with its heads repeated and transposed",
     ),
     "norm over the keys": ({"keys": lambda g, t: g.node("LpNormalization", [t], axis=-1)}, NO_ATTENTION),
-    "last 6 rows": ({"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"}, "is not cache"),
+    "last 6 rows": (
+        {"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"},
+        "reads 6 of the 20 rows of cache",
+    ),
     "last 16 rows": (
         {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none"},
         f"reads 16 of the {CAPACITY} rows of cache 'past_key_values.0.key'",
@@ -237,7 +264,7 @@ def _repeated_by_batch(g: Build, tensor: str) -> str:
 def test_heads_in_an_order_of_the_batch_are_refused(tmp_path: Path, where: str) -> None:
     repeats = dict.fromkeys(("keys", "values"), lambda g, t: g.node("Gather", [t, g.constant([0, 0, 1, 1])], axis=1))
     decoder: dict[str, Any] = {"repeat": "none", **repeats, where: _repeated_by_batch}
-    with pytest.raises(UnsupportedModelError, match="in one order for . sequences with . tokens in the cache and in"):
+    with pytest.raises(UnsupportedModelError, match="computes something else|could not be compared"):
         rewritten(make_decoder(Decoder(**decoder)), tmp_path)
 
 

@@ -144,7 +144,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"reads": "cut", "mask": "", "sequence": 1},
         "reads 7 of the 8 rows of cache",
     ),
-    "attention over what is left": ({"reads": "cut", "mask": ""}, "is not cache 'past_key_values.0.key'"),
+    "attention over what is left": ({"reads": "cut", "mask": ""}, "reads 7 of the 9 rows of cache"),
     "the oldest rows": ({"cut": "the oldest rows"}, "does not leave the newest rows"),
     "without the newest": ({"cut": "without the newest"}, "does not leave the newest rows"),
     "every other row": ({"cut": "every other row"}, "cannot be computed from lengths"),

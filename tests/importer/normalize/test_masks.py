@@ -173,7 +173,9 @@ LOOK_ALIKES = (
 @pytest.mark.parametrize("apply", ["add", "where"])
 def test_masks_that_are_no_template_are_refused(tmp_path: Path, mask: Mask, apply: str) -> None:
     model = make_decoder(Decoder(mask=lambda g: g.to_scores(mask(g)), apply=apply))
-    with pytest.raises(UnsupportedModelError, match=r"none of the supported ones .*the last query sees"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"none of the supported ones .*the last query sees|computes something else"
+    ):
         rewritten(model, tmp_path)
 
 
@@ -229,8 +231,8 @@ def test_a_padding_mask_turned_round_is_refused(tmp_path: Path) -> None:
         rewritten(make_decoder(Decoder(mask=make)), tmp_path)
 
 
-def test_padding_that_hides_more_than_padding_is_refused(tmp_path: Path) -> None:
-    """The first token that is not padded is hidden, too, where any is."""
+def test_what_padding_hides_is_gone_with_the_padding(tmp_path: Path) -> None:
+    """The first token that is not padded is hidden, too, where any is: rows of a cache begin with a token here."""
 
     def make(g: Build) -> str:
         seen = g.node("CumSum", [g.padding, g.constant(1)])
@@ -238,8 +240,7 @@ def test_padding_that_hides_more_than_padding_is_refused(tmp_path: Path) -> None
         shown = g.node("Greater", [seen, g.node("Sub", [g.constant(1), padded])])
         return both(g, g.to_scores(g.causal()), g.node("Unsqueeze", [shown, g.constant([1, 2])]))
 
-    with pytest.raises(UnsupportedModelError, match="does not hide what the padding mask hides"):
-        rewritten(make_decoder(Decoder(mask=make)), tmp_path)
+    check_decode(make_decoder(Decoder(mask=make)), tmp_path)
 
 
 def own(g: Build, kind: int = TensorProto.BOOL, name: str = "mask") -> str:
@@ -262,7 +263,7 @@ OWN: dict[str, tuple[dict[str, Any], str]] = {
             "mask": "none",
             "scores": lambda g, t: g.node("Add", [t, g.node("Mul", [own(g, TensorProto.FLOAT), g.number(2)])]),
         },
-        "does not come to the scores of .* as it is given",
+        "computes something else",
     ),
 }
 

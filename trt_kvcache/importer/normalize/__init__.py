@@ -13,10 +13,9 @@
                                                         (columns, fronts), select; all of them: candidate, views,
                                                         evidence: reach
     scores that are computed apart, which is refused    attention: apart
-    attention over them, found and proven               attention: search (cache_reads, merged_heads, grouped_heads,
+    attention over them                                 attention: search (cache_reads, merged_heads, grouped_heads,
                                                         head_order), sinks, guards, rounded, masks
-                                                        (mask_values, own_masks, scaled_masks, square_masks,
-                                                        bias, slopes)
+                                                        (mask_values, square_masks, bias)
     keys and values computed from caches                extensions: latent_attention
     caches inside operators                             fused: operators (held), gqa, mha,
                                                         in_op

@@ -19,7 +19,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
-from trt_kvcache.importer.normalize.attention.grouped_heads import Merged, check_merged, merge_groups
+from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import split_heads, turn_keys
 from trt_kvcache.importer.normalize.attention.rounded import round_first
 from trt_kvcache.importer.normalize.attention.search import find_cores
@@ -97,12 +97,11 @@ def read_exported(
         UnsupportedModelError: what was found cannot be proven to be what is supported.
         OptionError: the capacity is missing or contradicts the model.
     """
-    graph, model, held, grouped = _standard(graph, edited)
+    graph, model, held = _standard(graph, edited)
     candidates, states = _caches(graph, held)
     if not candidates and not held:
         return None
     candidates, interface, samples = _sampled(graph, Blueprint(model, weights), candidates, held, states, options)
-    check_merged(grouped, samples)
     if (folded := fold_fixed(samples)) is not None:
         graph = gs.import_onnx(folded)
         fold_identities(graph)
@@ -142,8 +141,8 @@ def _is_read(write: Write) -> bool:
     return any(not is_op(node, "Shape") for t in (write.present, *write.aliases) for node in consumers(t))
 
 
-def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache], list[Merged]]:
-    """The same in standard operators, as a graph and as a model; caches in operators; what was merged."""
+def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
+    """The same in standard operators, as a graph and as a model; caches in operators."""
     lower_einsum(graph)
     graph.cleanup().toposort()
     if edited or any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
@@ -156,7 +155,7 @@ def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto,
     turn_keys(graph)
     graph.cleanup().toposort()
     candidates = find_candidates(graph)
-    grouped = merge_groups(graph, candidates)
+    merge_groups(graph, candidates)
     graph.cleanup().toposort()
     split_heads(graph, candidates)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
@@ -167,7 +166,7 @@ def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto,
     if held:  # they state the shapes of their caches
         model = export_inferred(graph)
         held = find_held(graph)
-    return graph, model, held, grouped
+    return graph, model, held
 
 
 def _outputs(candidate: Candidate) -> list[gs.Tensor]:

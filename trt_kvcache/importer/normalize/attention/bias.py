@@ -1,4 +1,6 @@
-"""Relative position bias, as T5 has it: a learned number per head and bucket of distance, added to the scores.
+"""Position biases: relative ones and slopes.
+
+T5: a learned number per head and bucket of distance, added to the scores.
 
     bucket[i, j] = f(j - (P + i));  bias = Transpose(Gather(table [buckets, H], bucket))  [1, H, S, P + S]
 
@@ -8,8 +10,17 @@
     distance = Clip(j - position[b, i] + L - 1, 0, L - 1)  [B, S, L]
     bias     = Transpose(Gather(table, Gather(buckets, distance)))  [B, H, S, L]
 
-The buckets are evaluated, the table (a weight) is not read. Keys behind the query are hidden by causality, so that only
+The buckets are evaluated, the table (a weight) is not read. Keys after the query are hidden by causality, so that only
 distances up to 0 count.
+
+ALiBi: a score loses a number per head with each token that its key lies before the query.
+
+    BLOOM, Falcon   slopes [H] * (CumSum(padding mask) - 1)           [B, H, 1, T]
+    MPT             slopes [H] * (0, -1, -2, ...) up to the last key  [H, 1, T]
+
+become ``slopes * (j - i)`` for query position ``i`` and key row ``j``: the same up to one number for each row of the
+scores, which a softmax does not see, unless sinks stand beside them. The slopes are read off the values. ONNX's
+Attention has no slopes: until its mask is built, an Attention of the importer carries them as one input more, `SLOPES`.
 """
 
 from __future__ import annotations
@@ -23,12 +34,13 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT64, Emitter, is_op, made_of_constants, producer
-from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
 Array = npt.NDArray[Any]
 
 _MOVES = ("Transpose", "Unsqueeze", "Squeeze", "Reshape", "Slice", "Identity", "Expand")
+_ULPS = 4  # by which two numbers of a row may be off, of the largest
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +59,7 @@ class RelativeBias:
 
 
 def find_bias(node: str, tensor: gs.Tensor, samples: Samples) -> RelativeBias | None:
-    """Prove that a tensor that is added to scores is a relative position bias; None where no table takes part.
+    """Guess the relative position bias that is added to scores; None where no table takes part.
 
     Args:
         node: name of the attention, for messages.
@@ -55,7 +67,7 @@ def find_bias(node: str, tensor: gs.Tensor, samples: Samples) -> RelativeBias | 
         samples: of the model as exported.
 
     Raises:
-        UnsupportedModelError: a table takes part, and the bias is something else.
+        UnsupportedModelError: a table takes part, and the bias has no column for each head and key.
     """
     gather = _gather_behind(tensor)
     if gather is None:
@@ -65,16 +77,15 @@ def find_bias(node: str, tensor: gs.Tensor, samples: Samples) -> RelativeBias | 
         return None
     # The table with a number of its own in every place: what arrives at the scores says where it was taken from.
     numbers = np.arange(shape[0] * shape[1], dtype=np.float32).reshape(shape)
-    seen = [(s, _evaluate(s, tensor, table, numbers)) for s in samples.plain]
-    last, values = seen[-1]
-    buckets = _last_row(values, last, shape)
-
-    if buckets is None or not all(_agrees(value, sample, buckets, numbers) for sample, value in seen):
+    last = samples.plain[-1]
+    value = last.probe.given({table.name: numbers}).value(tensor.name)
+    if value is None or value.ndim != 4 or value.shape[1] != shape[1] or value.shape[3] < last.total:
         raise UnsupportedModelError(
-            f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' and is "
-            "no bias that only depends on the head and on the distance of query and key; supported are relative "
-            "position biases"
+            f"'{tensor.name}', which is added to the scores of '{node}', looks up the weight '{table.name}' and is no "
+            "bias that only depends on the head and on the distance of query and key; supported are relative position "
+            "biases"
         )
+    buckets = (value[0, 0, -1, : last.total] // shape[1]).astype(np.int64)  # of the farthest key to the query's own
     return RelativeBias(table, buckets, samples.plain[0].probe.elem_type(tensor.name) or 1)
 
 
@@ -109,24 +120,32 @@ def _gather_behind(tensor: gs.Tensor) -> gs.Node | None:
     return None
 
 
-def _evaluate(sample: Sample, tensor: gs.Tensor, table: gs.Tensor, numbers: Array) -> Array | None:
-    value = sample.probe.given({table.name: numbers}).value(tensor.name)
-    return value if value is not None and value.ndim == 4 and value.shape[0] in (1, sample.batch) else None
+def find_slopes(tensor: gs.Tensor, samples: Samples, *, shifted: bool) -> Array | None:
+    """Guess by how much what is added to scores grows with each key; None where it does not grow evenly.
 
+    Args:
+        tensor: ``[B or 1, H or 1, S or 1, T]``, or what broadcasts to it.
+        samples: of the model as exported.
+        shifted: it may add one more number to all of a row; else it adds nothing to the score of a query's own key.
 
-def _last_row(value: Array | None, sample: Sample, shape: tuple[int, ...]) -> Array | None:
-    """The buckets that the last query sees, from the farthest key to its own."""
-    if value is None or value.shape[1] != shape[1] or value.shape[3] < sample.total:
-        return None
-    row = value[0, 0, -1, : sample.total]
-    return (row // shape[1]).astype(np.int64) if sample.total == sample.capacity else None
-
-
-def _agrees(value: Array | None, sample: Sample, buckets: Array, numbers: Array) -> bool:
-    if value is None or value.shape[2] != sample.length:
-        return False
-    rows = np.arange(value.shape[3])[None, :] - (sample.past + np.arange(sample.length))[:, None]
-    behind = rows <= 0
-    expected = numbers[buckets[np.clip(rows + sample.capacity - 1, 0, sample.capacity - 1)]]  # [S, keys, H]
-    expected = np.moveaxis(expected, -1, 0)
-    return bool(np.all((value == expected) | ~behind))
+    Returns:
+        The slopes, float32 ``[H or 1]``.
+    """
+    slopes: Array | None = None
+    for sample in samples.few[::-1]:
+        value = sample.probe.value(tensor.name)
+        if value is None or value.ndim > 4 or value.dtype.kind != "f" or not value.size:
+            return None
+        rows = value[(None,) * (4 - value.ndim)][..., -1, : sample.total].astype(np.float64)  # [B, H, T], of the last
+        if rows.shape[-1] < max(2, sample.total) or not np.isfinite(rows).all():
+            return None
+        if slopes is None:  # next to 0, where numbers are as exact as they get
+            nearest = np.minimum(np.argmin(np.abs(rows[0]), axis=1), sample.total - 2)[:, None]
+            here, after = (np.take_along_axis(rows[0], nearest + step, axis=1)[:, 0] for step in (0, 1))
+            slopes = (after - here).astype(np.float32)
+        expected = slopes.astype(np.float64)[:, None] * np.arange(1 - sample.total, 1)
+        shift = rows[..., -1:] if shifted else 0.0
+        allowed = _ULPS * float(np.finfo(value.dtype).eps) * np.abs(rows).max(axis=-1, keepdims=True)
+        if rows.shape[1] != len(slopes) or np.any(np.abs(rows - shift - expected) > allowed):
+            return None
+    return slopes

@@ -2,8 +2,8 @@
 
     cache ── Unsqueeze, Expand, Reshape (repeat_kv), Transpose, Mul ── K or V
 
-The chain is not matched: the cache is filled with numbers, the chain is evaluated, and the result must be the cache
-with its heads repeated, transposed, and scaled by one factor.
+The chain is not matched: the cache is filled with numbers, the chain is evaluated, and the result is compared with the
+cache, its heads repeated, transposed, and scaled by one factor.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CacheReads:
         return found[0] if (found := self._chain(tensor)) is not None else None
 
     def _chain(self, tensor: gs.Tensor) -> tuple[Write, float] | None:
-        """The cache behind a tensor, and the product of the factors on the way."""
+        """The cache that a tensor is made of, and the product of the factors on the way."""
         factor = 1.0
         while tensor.name not in self._presents:
             node = producer(tensor)
@@ -83,69 +83,40 @@ class CacheReads:
     def factor(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
         """The varying operand of a Mul or Div, and the factor that the other one is."""
         for data, other in (node.inputs, reversed(node.inputs)):
-            value = self._small.probe.value(other.name)
+            value, last = (sample.probe.value(other.name) for sample in (self._small, self._samples.plain[-1]))
             if value is None or value.size != 1 or (is_op(node, "Div") and other is node.inputs[0]):
                 continue
-            if not self._is_fixed(other, value):
-                continue
-            if self._small.probe.value(data.name) is None:
+            if last is not None and np.array_equal(value, last) and self._small.probe.value(data.name) is None:
                 number = float(value.reshape(()))
                 return data, 1 / number if is_op(node, "Div") else number
         return None
 
-    def _is_fixed(self, tensor: gs.Tensor, value: Array) -> bool:
-        """Whether a tensor has this value however long the text is."""
-        if isinstance(tensor, gs.Constant):
-            return True
-        seen = (sample.probe.value(tensor.name) for sample in self._samples.plain)
-        return all(v is not None and np.array_equal(v, value) for v in seen)
+    def read(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> Read:
+        """Guess how `tensor` is made of a cache: the cache is filled with numbers in one step.
 
-    def prove(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> Read:
-        """Prove that `tensor` is a cache with repeated heads."""
+        Raises:
+            UnsupportedModelError: it is not the cache with repeated heads.
+        """
         chain = self._chain(tensor)
         assert chain is not None
-        few = self._samples.plain[:2]
-        seen = {self._compare(name, tensor, write, heads, chain[1], s, transposed=transposed) for s in few}
-        if len(seen) > 1:
+        factor, sample, last = chain[1], self._small, self._samples.plain[-1]
+        whole = last.probe.shape(tensor.name)
+        if write.growing and whole is not None and (rows := whole[3 if transposed else 2]) != write.rows(last):
             raise UnsupportedModelError(
-                f"'{name}' reads the heads of cache '{write.past.name}' in one order for {few[0].batch} sequences with "
-                f"{few[0].past} tokens in the cache and in another for {few[1].batch} with {few[1].past}; supported is "
-                "one order for any batch and length"
+                f"'{name}' reads {rows} of the {write.rows(last)} rows of cache '{write.past.name}'; supported are "
+                "attentions over all rows, with a mask where they see fewer, or over those that hold tokens"
             )
-        whole, in_use = True, not write.growing
-        for sample in self._samples.plain:  # of the others numbers would cost too much
-            shape = sample.probe.shape(tensor.name)
-            if shape is None:
-                continue
-            read, rows = shape[3 if transposed else 2], self._rows(write, sample)
-            whole, in_use = whole and read == rows, in_use and read == sample.total
-            if not whole and not in_use:
-                raise UnsupportedModelError(
-                    f"'{name}' reads {read} of the {rows} rows of cache '{write.past.name}'; supported are attentions "
-                    "over all rows, with a mask where they see fewer, or over those that hold tokens"
-                )
-        return Read(chain[1], not whole, seen.pop())
-
-    @staticmethod
-    def _rows(write: Write, sample: Sample) -> int:
-        """How many rows a cache has behind a step."""
-        past = sample.probe.shape(write.past.name)
-        return write.rows(sample) if write.growing or past is None else past[write.axis]
-
-    def _compare(
-        self, name: str, tensor: gs.Tensor, write: Write, heads: int, factor: float, sample: Sample, *, transposed: bool
-    ) -> int:
-        """Fill the cache with numbers and look at what becomes of them: `turns` of a `Read`."""
-        past, update = sample.probe.shape(write.past.name), sample.probe.shape(write.update.name)
-        if past is None or update is None:
+        update = sample.probe.shape(write.update.name)
+        if update is None:
             raise UnsupportedModelError(
                 f"the shape of the update '{write.update.name}' of cache '{write.past.name}' is unknown"
             )
         shape = [update[i] for i in write.perm or range(len(update))]
-        shape[write.axis] = self._rows(write, sample)
+        past = sample.probe.shape(write.past.name)
+        shape[write.axis] = write.rows(sample) if write.growing or past is None else past[write.axis]
         if int(np.prod(shape)) > _ELEMENTS:
             raise UnsupportedModelError(
-                f"cache '{write.past.name}' {shape} is too large to prove what '{name}' reads: export it with a "
+                f"cache '{write.past.name}' {shape} is too large to see what '{name}' reads: export it with a "
                 "symbolic length"
             )
         dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type_of(write.past))
@@ -154,24 +125,20 @@ class CacheReads:
         given = {t.name: numbers for t in _read(write)} | {t.name: front for t in write.fronts}
         made = sample.probe.given(given).value(tensor.name)
         if made is not None and made.ndim == 4:
-            size = made.shape[2 if transposed else 3]
-            is_front = not write.growing and made.shape[3 if transposed else 2] == sample.total
-            major = _heads_major(front if is_front else numbers, write, size)
+            made = made.swapaxes(2, 3) if transposed else made
+            in_use = not write.growing and made.shape[2] == sample.total
+            major = _heads_major(front if in_use else numbers, write, made.shape[3])
             if major is not None:
-                wide: type[np.floating[Any]] = np.float64 if np.dtype(dtype).itemsize == 8 else np.float32
-                wanted = (major.swapaxes(2, 3) if transposed else major).astype(wide) * wide(factor)
-                tolerance = wide(4e-3 if np.dtype(dtype).itemsize == 2 else 1e-5)
-                count = int(major.shape[1])
-                if heads % count == 0 and _is_repeated(made, wanted, tolerance):
-                    return 0
-                if made.shape[1] == heads and _is_repeated(made, wanted, tolerance, in_turn=True):
-                    return count
-                for head in range(count):
-                    if _is_repeated(made, wanted[:, head : head + 1], tolerance):
-                        raise UnsupportedModelError(
-                            f"'{name}' attends to one head of the cache '{write.past.name}', which has {count}; "
-                            "supported is attention over all heads: multiply queries and keys of all heads at once"
-                        )
+                wanted = major.astype(np.float64) * factor
+                if heads % wanted.shape[1] == 0 and _is_repeated(made, wanted):
+                    return Read(factor, in_use, 0)
+                if made.shape[1] == heads and _is_repeated(made, wanted, in_turn=True):
+                    return Read(factor, in_use, int(wanted.shape[1]))
+                if any(_is_repeated(made, wanted[:, [head]]) for head in range(wanted.shape[1])):
+                    raise UnsupportedModelError(
+                        f"'{name}' attends to one head of the cache '{write.past.name}', which has {wanted.shape[1]}; "
+                        "supported is attention over all heads: multiply queries and keys of all heads at once"
+                    )
         raise UnsupportedModelError(
             f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
             f"{' and transposed' if transposed else ''} (found "
@@ -200,16 +167,11 @@ def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
     return None
 
 
-def _is_repeated(made: Array, heads: Array, tolerance: np.floating[Any], *, in_turn: bool = False) -> bool:
+def _is_repeated(made: Array, heads: Array, *, in_turn: bool = False) -> bool:
     """Whether ``[B, k * N, ...]`` holds N heads k times: each by itself, or one after the other."""
-    batch, count, *rest = heads.shape
-    times = made.shape[1] // count  # an Attention node may leave the repetition to itself
-    if made.shape != (batch, times * count, *rest):
-        return False
-    axis = 1 if in_turn else 2
-    apart = made.reshape(batch, *((times, count) if in_turn else (count, times)), *rest)
-    difference = apart - np.expand_dims(heads, axis)
-    return bool((np.abs(difference, out=difference) <= np.expand_dims(np.abs(heads) * tolerance, axis)).all())
+    times = made.shape[1] // heads.shape[1]  # an Attention node may leave the repetition to itself
+    wanted = np.tile(heads, (1, times, 1, 1)) if in_turn else np.repeat(heads, times, axis=1)
+    return made.shape == wanted.shape and np.allclose(made, wanted, rtol=4e-3, atol=0)
 
 
 def elem_type_of(tensor: gs.Tensor) -> int:

@@ -7,10 +7,8 @@
 
 becomes the same over ``[B, N*G, S, ...]``, or ``[B, G*N, S, ...]``, with keys and values that are repeated: every
 operator gets Reshapes around it that merge the axes in front of it and split them behind it. All of these hold the
-numbers in the same order, so that this changes none, whatever the axes are, as long as all are of as many sequences:
-keys of a single one would broadcast over query heads in front of it. That is shown on samples, as soon as there are
-any. What heads the keys and values are of is proven of the result, as for any attention; in which order, `head_order`
-sees to.
+numbers in the same order, so that this changes none; in which order query heads share heads of keys, `head_order` sees
+to.
 """
 
 from __future__ import annotations
@@ -20,27 +18,12 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT64, Emitter, consumers, dims, input_or_none, is_op, producer, small_constant
 from trt_kvcache.importer.normalize.attention.merged_heads import past_behind, read_of, scored
 from trt_kvcache.importer.normalize.candidate import Candidate
-from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.plan import Dim
 
 _AXES = {"ReduceMax": 1, "Slice": 3}  # which of their inputs these are
-
-
-@dataclass(frozen=True, eq=False)
-class Merged:
-    """What heads of keys are shared by, as it was before it was merged.
-
-    Attributes:
-        name: of the tensor.
-        heads: that are one axis with its batch, the first one.
-    """
-
-    name: str
-    heads: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +43,12 @@ class _Group:
     is_flat: bool
 
 
-def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> list[Merged]:
+def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> None:
     """Let attention over caches run over ``[B, N*G, ...]``, in place, where it runs over ``[B, N, G, ...]``.
 
     Args:
         graph: sorted, with shapes as far as they are known.
         candidates: what looks like its caches.
-
-    Returns:
-        What is right only if its first axis is that of the batch: see `check_merged`.
     """
     candidates = list(candidates)
     pasts = dict(read_of(candidates))
@@ -88,24 +68,6 @@ def merge_groups(graph: gs.Graph, candidates: Iterable[Candidate]) -> list[Merge
     for node in list(graph.nodes):
         if (found_group := found.get(id(node))) is not None:
             merger.merge(node, found_group)
-    return merger.merged
-
-
-def check_merged(merged: Iterable[Merged], samples: Samples) -> None:
-    """Refuse groups that are not of as many sequences as there are.
-
-    Raises:
-        UnsupportedModelError: naming them.
-    """
-    for sample in samples.plain:
-        for one in merged:
-            shape = sample.probe.shape(one.name)
-            if shape is None or shape[0] != sample.batch * one.heads:
-                raise UnsupportedModelError(
-                    f"'{one.name}', which meets heads of a cache that several share, has the shape "
-                    f"{'?' if shape is None else list(shape)} in a step of {sample.batch} sequences; supported are "
-                    "groups behind the batch: [B, heads, group, ...]"
-                )
 
 
 def _is_single(candidate: Candidate) -> bool:
@@ -182,7 +144,6 @@ class _Merger:
         self._scores = scores
         self._emit = Emitter(graph)
         self._merged: dict[str, gs.Tensor] = {}  # by the name of what is in groups
-        self.merged: list[Merged] = []
 
     def merge(self, node: gs.Node, group: _Group) -> None:
         """Let a node run over ``[B, N*G, ...]``; those before it come first."""
@@ -222,8 +183,6 @@ class _Merger:
             parts = [self._sizes(group.past, 0, 1), heads, self._sizes(tensor, -1)]
             shape = emit.op("Concat", parts, "merged_shape", INT64, axis=0)
             self._merged[tensor.name] = emit.op("Reshape", [tensor, shape], f"merged:{tensor.name}")
-            if group.is_flat or (dims(tensor) or ("?",))[0] != (dims(group.past) or ("?",))[0]:
-                self.merged.append(Merged(str(tensor.name), group.heads if group.is_flat else 1))
         return self._merged[tensor.name]
 
     def _operand(self, tensor: gs.Tensor, like: gs.Tensor, group: _Group) -> gs.Tensor:

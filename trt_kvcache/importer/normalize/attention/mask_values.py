@@ -37,13 +37,15 @@ class MaskUse:
     """One mask of an attention. Several hide what any of them hides.
 
     Attributes:
-        factor: what the scores are scaled by behind it: of slopes, which are scaled as well.
+        factor: what scores and mask are scaled by together, as CodeGen and GPT-J do: ``(Q K^T + mask) / sqrt(D)``.
+        lowest: the largest number that replaces a hidden score, before the factor.
         slanted: it adds slopes to the scores of visible keys.
     """
 
     tensor: gs.Tensor
     kind: MaskKind
     factor: float = 1.0
+    lowest: float = -np.inf
     slanted: bool = False
 
 
@@ -138,11 +140,17 @@ class Masks:
                 f"{_unknown(use.tensor, sample)} take part in it; supported are causal, padding and window masks, and "
                 "the caller's own"
             )
+        if use.lowest * use.factor > HIDDEN:
+            raise UnsupportedModelError(
+                f"'{self.node}' scales masked scores by {use.factor:g}, so that hidden ones are "
+                f"{use.lowest * use.factor:g}; supported is at most {HIDDEN:g}: export the mask with the lowest number "
+                "of its type"
+            )
         if use.kind is MaskKind.HIDDEN:
             return ~value.astype(bool)
         if use.kind is MaskKind.VISIBLE or value.dtype == np.bool_:
             return value.astype(bool)
-        visible = value > HIDDEN
+        visible = value > HIDDEN / use.factor
         if not use.slanted and np.any(visible & (value != 0)):
             raise UnsupportedModelError(
                 f"'{use.tensor.name}' adds numbers other than 0 and the lowest to the scores of '{self.node}' (a "

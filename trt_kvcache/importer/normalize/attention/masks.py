@@ -1,12 +1,11 @@
-"""Say what a mask means, by its values: causal, a window, padding, or the caller's own.
+"""Guess what a mask means, by its values: causal, a window, a bias, or the caller's own.
 
-Exporters build masks from lengths in too many ways to match the operators. So the mask is evaluated on samples and
+Exporters build masks from lengths in too many ways to match the operators. So the mask is evaluated in two steps and
 compared with templates. For query ``i`` of row ``b``, key row ``j``, P tokens in the cache and S new ones:
 
     causal    j <= P + i
     window    j > P + i - W, beside causal
     bounded   j < P + S only: every token sees every other
-    padding   the padding mask has a one at [b, j], beside one of these
     own       exactly what the caller's mask over the rows of the cache says
 
 A mask of scores must be 0 where a key is visible and (nearly) the lowest number where it is not: a bias is no mask.
@@ -25,9 +24,8 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import is_op, producer
-from trt_kvcache.importer.normalize.attention.bias import RelativeBias, find_bias
+from trt_kvcache.importer.normalize.attention.bias import RelativeBias, find_bias, find_slopes
 from trt_kvcache.importer.normalize.attention.mask_values import (
-    HIDDEN,
     MaskKind,
     Masks,
     MaskUse,
@@ -35,11 +33,10 @@ from trt_kvcache.importer.normalize.attention.mask_values import (
     is_biased,
     is_low,
 )
-from trt_kvcache.importer.normalize.attention.own_masks import check_own_mask, find_own_mask
-from trt_kvcache.importer.normalize.attention.slopes import find_slopes
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility, Write
 from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.plan import OriginalRole
 
 Array = npt.NDArray[Any]
 
@@ -56,42 +53,32 @@ def classify(
     sinks: bool = False,
     in_use: bool = False,
 ) -> Visibility:
-    """Say which keys the queries of one attention see.
+    """Guess which keys the queries of one attention see.
 
     Args:
         node: its name, for messages.
         uses: all of its masks.
-        is_causal: the operator hides the keys behind the query by itself (see `Masks`).
+        is_causal: the operator hides the keys after the query by itself (see `Masks`).
         graph: of the model as exported.
         interface: of the model as exported.
         samples: of it.
         write: of the cache of keys; None: the operator holds it, and it grows.
         in_use: it reads the rows of a cache of a fixed length that hold tokens only.
-        sinks: logits stand beside the scores, so that what is added to all scores of a row counts.
+        sinks: logits stand beside the scores, so that a number added to all scores of a row counts.
 
     Raises:
         UnsupportedModelError: the mask is none of the templates.
     """
     rest, bias, slopes = _split_bias(node, uses, samples, sinks=sinks)
     masks = Masks(node, tuple(rest), is_causal, write, in_use)
-    own = find_own_mask(masks, graph, interface, samples)
-    if write is not None and write.room is not None and (bias is not None or slopes is not None):
+    own = _find_own(masks, graph, interface, samples)
+    if own is None:
+        return _in_ring(masks, replace(_template(masks, samples), bias=bias, slopes=slopes), samples)
+    if bias is not None or slopes is not None:
         raise UnsupportedModelError(
-            f"'{node}' adds a position bias to the scores of the cache '{write.past.name}', whose past always has "
-            f"{write.room} rows, so that new tokens are not where they lie; supported are such caches without a bias"
+            f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
         )
-    if own is not None:
-        if bias is not None or slopes is not None:
-            raise UnsupportedModelError(
-                f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of "
-                "both"
-            )
-        return _own(masks, own, samples)
-    if _is_bounded(masks, samples):
-        return _in_ring(masks, Visibility(causal=False, bias=bias, slopes=slopes), samples)
-    window = _window(masks, samples)
-    _hold_padding(masks, window, samples)
-    return _in_ring(masks, Visibility(window=window, bias=bias, slopes=slopes), samples)
+    return _own(masks, own, samples)
 
 
 def _in_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibility:
@@ -103,7 +90,7 @@ def _in_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibili
 
 
 def check_bias(node: str, visibility: Visibility) -> Visibility:
-    """Refuse a position bias where a query sees keys behind its own position: it is proven for the others only.
+    """Refuse a position bias where a query sees keys after its own position: it is made for the others only.
 
     Raises:
         UnsupportedModelError: naming the attention.
@@ -116,79 +103,75 @@ def check_bias(node: str, visibility: Visibility) -> Visibility:
     return visibility
 
 
-def hold_low(tensor: gs.Tensor, samples: Samples) -> None:
-    """See to it that a tensor hides scores in every step.
+def _template(masks: Masks, samples: Samples) -> Visibility:
+    """The first template that the masks are in two steps; where S is 1, causal and bounded are the same."""
+    seen = [(sample, masks.visible(sample)) for sample in samples.few]
+    longest, visible = seen[-1]
+    window = max(1, int(visible[..., -1, :].sum(-1).max()))
+    for guess in (Visibility(), Visibility(causal=False), Visibility(window=window)):
+        if all(np.all(given == _drawn(guess, sample, given.shape[-1])) for sample, given in seen):
+            return guess
+    raise UnsupportedModelError(_unknown(masks, longest, visible))
+
+
+def _drawn(template: Visibility, sample: Sample, keys: int) -> Array:
+    """A template as a mask, ``[S, keys]``."""
+    rows, last = np.arange(keys)[None, :], sample.past + np.arange(sample.length)[:, None]
+    visible = rows <= last if template.causal else rows + 0 * last < sample.total
+    return visible if template.window is None else visible & (rows > last - template.window)
+
+
+def _find_own(masks: Masks, graph: gs.Graph, interface: Interface, samples: Samples) -> gs.Tensor | None:
+    """The input with the caller's own mask, if the values of one reach the attention.
 
     Raises:
-        UnsupportedModelError: it does not.
+        UnsupportedModelError: those of several do.
     """
-
-    def low(sample: Sample) -> None:
-        if not is_low(sample.probe.value(tensor.name)):
-            raise UnsupportedModelError(
-                f"'{tensor.name}' stands for scores that are hidden, and is not below {HIDDEN:g} with {sample.past} "
-                f"tokens in the cache and {sample.length} new; supported are masks that hide at every length"
-            )
-
-    samples.hold(low)
+    sample = samples.plain[0]
+    found: list[str] = []
+    for tensor in interface.of(OriginalRole.MASK):
+        value = sample.probe.value(tensor.name)
+        assert value is not None
+        changed = sample.probe.given({tensor.name: np.random.default_rng(1).permuted(value, axis=-1)})
+        pairs = [(sample.probe.value(name), changed.value(name)) for name in masks.names]
+        if any(x is not None and y is not None and not np.array_equal(x, y) for x, y in pairs):
+            found.append(tensor.name)
+    if len(found) > 1:
+        raise UnsupportedModelError(
+            f"the mask of '{masks.node}' is made of several inputs ({', '.join(found)}); supported is one mask of the "
+            "caller's own"
+        )
+    return next((t for t in graph.inputs if t.name in found), None)
 
 
 def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
-    """The caller's own mask, and the operator's causality beside it where it counts the past."""
+    """The caller's own mask, and the operator's causality beside it where it counts the past.
+
+    Masks that a caller may give need not be causal, and those of the check are: so values are compared here.
+    """
     if masks.write is not None and masks.kept is not None:
         raise UnsupportedModelError(
             f"'{masks.node}' has the caller's own mask '{own.name}' over the cache '{masks.write.past.name}', of which "
             f"only the newest {masks.kept} rows are kept; supported are masks that follow from lengths there"
         )
     counts = masks.is_causal and masks.write is None
-    check_own_mask(replace(masks, is_causal=masks.is_causal and not counts), own, samples)
-    return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
-
-
-def _is_bounded(masks: Masks, samples: Samples) -> bool:
-    """Whether every token sees every other. Where S is 1, causal is the same."""
-    seen = [(sample, masks.visible(sample)) for sample in samples.plain]
-    if all(_same(visible, _causal(sample, visible.shape[-1])) for sample, visible in seen):
-        return False
-    return all(_same(visible, _bounded(sample, visible.shape[-1])) for sample, visible in seen)
-
-
-def _window(masks: Masks, samples: Samples) -> int | None:
-    """The window of a mask that is causal; None: all keys up to the query's own are visible."""
-    seen = [(sample, masks.visible(sample)) for sample in samples.plain]
-    window: int | None = None
-    if not all(_same(visible, _causal(sample, visible.shape[-1])) for sample, visible in seen):
-        longest, visible = max(seen, key=lambda pair: pair[0].total)
-        window = int(visible[..., -1, :].sum(-1).max())
-        if window < 1 or not all(_same(v, _causal(s, v.shape[-1], window)) for s, v in seen):
-            raise UnsupportedModelError(_unknown(masks, longest, visible))
-    return window
-
-
-def _hold_padding(masks: Masks, window: int | None, samples: Samples) -> None:
-    """See to it that a causal mask hides what the padding mask hides, or does so nowhere."""
-
-    def pads(hides: bool, sample: Sample) -> bool:
-        if sample.held(masks.kept) < sample.past:
-            return True  # exporters may count padding from the first row that is left; nothing is padded here
-        visible = masks.visible(sample)
-        expected = _causal(sample, visible.shape[-1], window)
-        if hides:
-            assert sample.padding is not None
-            expected = expected & _extend(sample.padding, visible.shape[-1])[:, None, None, :]
-            visible = visible & expected.any(-1, keepdims=True)  # a query that sees nothing is no token of a text
-        return _same(visible, expected)
-
-    def check(sample: Sample) -> None:
-        if not pads(hides, sample):
+    masks = replace(masks, is_causal=masks.is_causal and not counts)
+    for sample in samples.few:
+        visible, given = masks.visible(sample), masks.in_order(sample.own[own.name], sample)
+        fits = all(n in (1, m) for n, m in zip(given.shape[::-1], visible.shape[::-1], strict=False))
+        if not fits or not np.all(visible == given):
             raise UnsupportedModelError(
-                f"the mask of '{masks.node}' does not hide what the padding mask hides (batch {sample.batch}, "
-                f"{sample.past} tokens in the cache, {sample.length} new); supported are masks that hide padded tokens "
-                "and nothing else"
+                f"the mask of '{masks.node}' is made of the input '{own.name}' and of something else; supported is the "
+                "caller's own mask as it stands, or a causal, padding or window mask"
             )
-
-    hides = all(pads(True, sample) for sample in samples.padded) or not all(pads(False, s) for s in samples.padded)
-    samples.hold(check, padded=True)
+    value = samples.plain[0].probe.value(own.name)
+    assert value is not None
+    if value.dtype.kind not in "bf":
+        raise UnsupportedModelError(
+            f"the mask '{own.name}' of '{masks.node}' is {value.dtype}; supported is the caller's own mask as bool, or "
+            "as numbers to add to the scores"
+        )
+    return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
 
 
 def _split_bias(
@@ -207,7 +190,7 @@ def _split_bias(
             pending += [replace(use, tensor=tensor) for tensor in maker.inputs]
         elif biased and maker is not None and is_op(maker, "Where") and (parts := _parts(maker, samples)) is not None:
             pending += [replace(part, factor=use.factor) for part in parts]
-        elif biased and (found := find_slopes(node, use.tensor, samples, shifted=not sinks)) is not None:
+        elif biased and (found := find_slopes(use.tensor, samples, shifted=not sinks)) is not None:
             slopes = found * np.float32(use.factor) + (0 if slopes is None else slopes)
             if hides_any(samples.plain[0].probe.value(use.tensor.name)):
                 left.append(replace(use, factor=1.0, slanted=True))
@@ -223,35 +206,11 @@ def _split_bias(
 def _parts(where: gs.Node, samples: Samples) -> list[MaskUse] | None:
     """The mask and the bias of ``Where(visible, bias, lowest)`` or ``Where(hidden, lowest, bias)``."""
     condition, yes, no = where.inputs
-    low = [is_low(samples.plain[0].probe.value(t.name)) for t in (yes, no)]
-    if sum(low) != 1:
-        return None
-    kind, bias, lowest = (MaskKind.VISIBLE, yes, no) if low[1] else (MaskKind.HIDDEN, no, yes)
-    hold_low(lowest, samples)
-    return [MaskUse(condition, kind), MaskUse(bias, MaskKind.ADDED)]
-
-
-def _causal(sample: Sample, keys: int, window: int | None = None) -> Array:
-    rows, last = np.arange(keys)[None, :], sample.past + np.arange(sample.length)[:, None]
-    visible = rows <= last
-    if window is not None:
-        visible &= rows > last - window
-    return np.asarray(visible[None, None])
-
-
-def _bounded(sample: Sample, keys: int) -> Array:
-    return np.broadcast_to(np.arange(keys) < sample.total, (1, 1, sample.length, keys))
-
-
-def _same(visible: Array, template: Array) -> bool:
-    return bool(np.all(visible == template))
-
-
-def _extend(padding: Array, keys: int) -> Array:
-    """The padding mask over `keys` rows; those beyond it hold no token."""
-    extended = np.zeros((len(padding), keys), bool)
-    extended[:, : min(keys, padding.shape[1])] = padding[:, :keys] != 0
-    return extended
+    for kind, bias, tensor in ((MaskKind.VISIBLE, yes, no), (MaskKind.HIDDEN, no, yes)):
+        low = samples.plain[0].probe.value(tensor.name)
+        if low is not None and is_low(low) and not is_low(samples.plain[0].probe.value(bias.name)):
+            return [MaskUse(condition, kind, lowest=float(low.max())), MaskUse(bias, MaskKind.ADDED)]
+    return None
 
 
 def _unknown(masks: Masks, sample: Sample, visible: Array) -> str:

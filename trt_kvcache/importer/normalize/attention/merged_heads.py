@@ -3,9 +3,8 @@
     present [B, H, T, D] -- Reshape -> [B*H, T, D] -- MatMul, Add(mask), Softmax, MatMul -> [B*H, S, D] -- Reshape ->
 
 becomes the same over ``[B, H, ...]``: every operator with such an axis gets Reshapes around it that split the axis in
-front of it and merge it behind it. Whatever the axis holds, that changes no number: what heads the keys and values are
-of is proven of the result, as for any attention. Reshapes that lead back to the shape that they come from are then
-looked through.
+front of it and merge it after it. Whatever the axis holds, that changes no number. Reshapes that lead back to the shape
+that they come from are then looked through.
 """
 
 from __future__ import annotations
@@ -208,16 +207,16 @@ def settle_heads(graph: gs.Graph, emit: Emitter, samples: Samples) -> None:
         splits, merger = _is_own(node, _SPLIT), producer(node.inputs[0])
         if not splits and (merger is None or not _is_own(merger, _MERGE)):
             continue
-        before = before_reshapes(node.outputs[0], samples)
-        sizes = {s.probe.shape(node.outputs[0].name) for s in samples.plain}
-        known = [{size[axis] for size in sizes if size is not None} for axis in (1, 3)]
-        if before is not node.outputs[0]:
-            replace_uses(node.outputs[0], before)
-        elif splits and all(len(numbers) == 1 for numbers in known):
-            batch = node.inputs[1].inputs[0].inputs[0]
-            heads, size = (emit.ints(list(numbers)) for numbers in known)
-            shape = emit.op("Concat", [batch, heads, emit.ints([-1]), size], "split_shape", INT64, axis=0)
-            node.inputs = [node.inputs[0], shape]
+        output = node.outputs[0]
+        before = before_reshapes(output, samples)
+        sizes = [s.probe.shape(output.name) for s in samples.few]
+        if before is not output:
+            replace_uses(output, before)
+        elif splits and sizes[0] is not None and sizes[1] is not None:
+            known = [emit.ints([sizes[0][axis]]) for axis in (1, 3) if sizes[0][axis] == sizes[1][axis]]
+            if len(known) == 2:
+                parts = [node.inputs[1].inputs[0].inputs[0], known[0], emit.ints([-1]), known[1]]
+                node.inputs = [node.inputs[0], emit.op("Concat", parts, "split_shape", INT64, axis=0)]
 
 
 def _is_own(node: gs.Node, what: str) -> bool:
@@ -225,16 +224,16 @@ def _is_own(node: gs.Node, what: str) -> bool:
 
 
 def before_reshapes(tensor: gs.Tensor, samples: Samples) -> gs.Tensor:
-    """A tensor as it was before Reshapes that lead back to the same shape; the tensor itself if there are none."""
-    before = source = tensor
+    """A tensor as it was before Reshapes that lead back to the same shape."""
+    found = source = tensor
     while (node := producer(source)) is not None:
         spread = is_op(node, "Expand") and _same_shape(node.inputs[0], source, samples)  # to what it is already
         if not is_op(node, "Reshape") and not spread:
             break
         source = node.inputs[0]
         if _same_shape(source, tensor, samples):
-            before = source
-    return before
+            found = source
+    return found
 
 
 def before_spread(mask: gs.Tensor, samples: Samples) -> gs.Tensor:
@@ -250,7 +249,7 @@ def before_spread(mask: gs.Tensor, samples: Samples) -> gs.Tensor:
     return node.inputs[0] if shape is not None and len(shape) == 4 else before
 
 
-def behind_reshapes(tensor: gs.Tensor, samples: Samples) -> gs.Tensor:
+def after_reshapes(tensor: gs.Tensor, samples: Samples) -> gs.Tensor:
     """A tensor as it is after Reshapes that lead back to the same shape, where nothing else reads what is between."""
     found = after = tensor
     while len(readers := [n for n in consumers(after) if not is_op(n, "Shape")]) == 1:
@@ -263,8 +262,5 @@ def behind_reshapes(tensor: gs.Tensor, samples: Samples) -> gs.Tensor:
 
 
 def _same_shape(one: gs.Tensor, other: gs.Tensor, samples: Samples) -> bool:
-    for sample in samples.plain:
-        shape = sample.probe.shape(one.name)
-        if shape is None or shape != sample.probe.shape(other.name):
-            return False
-    return True
+    shapes = [[sample.probe.shape(t.name) for sample in samples.few] for t in (one, other)]
+    return shapes[0] == shapes[1] and None not in shapes[0]

@@ -1,38 +1,33 @@
-"""Find attention over caches, decomposed or as an Attention node, and prove what it computes.
+"""Find attention over caches, decomposed or as an Attention node.
 
     K ── repeat_kv, Transpose, Mul ─┐
     Q ──────────────────────────── MatMul ── Mul, softcap, Add(mask) ── Softmax ── MatMul ── output
     V ── repeat_kv ───────────────────────────────────────────────────────────────┘
 
 becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. What lies between a cache and its
-MatMul is proven by `cache_reads`. Beside the scores may stand sinks: see `sinks`.
+MatMul is read by `cache_reads`. Beside the scores may stand sinks: see `sinks`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rounding import Rounding
-from trt_kvcache.importer.graph import BOOL, consumers, contains, elem_type, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
 from trt_kvcache.importer.normalize.attention.guards import unguarded
-from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse, hides_any, is_low
-from trt_kvcache.importer.normalize.attention.masks import check_bias, classify, hold_low
-from trt_kvcache.importer.normalize.attention.merged_heads import (
-    before_reshapes,
-    before_spread,
-    behind_reshapes,
-)
+from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse, is_low
+from trt_kvcache.importer.normalize.attention.masks import check_bias, classify
+from trt_kvcache.importer.normalize.attention.merged_heads import after_reshapes, before_reshapes, before_spread
 from trt_kvcache.importer.normalize.attention.rounded import masked_already, read_pair
-from trt_kvcache.importer.normalize.attention.scaled_masks import Hider, check_own, hold_below, hold_hidden, scaled_by
 from trt_kvcache.importer.normalize.attention.sinks import Sinks, drops_sink, joined, peeled, read_sinks
-from trt_kvcache.importer.normalize.attention.slopes import find_slopes
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.interface import Interface
@@ -49,7 +44,6 @@ class _Scores:
     scale: float
     softcap: float
     masks: list[MaskUse]
-    hiders: list[Hider] = field(default_factory=list)  # what hides scores, with the factors behind it
     column: gs.Tensor | None = None  # of sinks, beside the scores
     rounding: Rounding | None = None  # of scores that are not masked or capped yet,
     before: float = 1.0  # and what scales them before it
@@ -57,7 +51,7 @@ class _Scores:
 
 
 def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
-    """Find and prove every attention over the caches, in graph order.
+    """Find every attention over the caches, in graph order.
 
     Raises:
         UnsupportedModelError: an attention over a cache is not what is supported; see `masks.classify` too.
@@ -154,7 +148,6 @@ class _Finder:
         scores = _Scores(node, scale, float(node.attrs.get("softcap", 0.0)), [])
         if mask is not None:
             scores.masks.append(MaskUse(mask, MaskKind.ADDED))
-            scores.hiders.append(Hider(mask, added=True))
         query, keys, values = node.inputs[:3]
         output, causal = node.outputs[0], bool(node.attrs.get("is_causal", 0))
         return self._core(
@@ -183,8 +176,8 @@ class _Finder:
                 "S, head size]"
             )
         self._check_queries(name, query)
-        read = self._caches.prove(name, keys, key, shape[1], transposed=transposed)
-        read_values = self._caches.prove(name, values, value, shape[1], transposed=False)
+        read = self._caches.read(name, keys, key, shape[1], transposed=transposed)
+        read_values = self._caches.read(name, values, value, shape[1], transposed=False)
         if read.turns != read_values.turns:
             raise UnsupportedModelError(
                 f"the query heads of '{name}' share heads of keys and of values in another order; supported is the "
@@ -207,15 +200,10 @@ class _Finder:
             rounding, scale = replace(rounding, factor=scores.scale), scores.before * read.scale
         graph, interface, samples = self._graph, self._interface, self._samples
         beside = scores.column is not None
-        hiders = [h for h in scores.hiders if not self._only_slants(name, h, sinks=beside)]
-        hold_hidden(name, hiders, samples)
         visibility = classify(
             name, scores.masks, is_causal, graph, interface, samples, key, sinks=beside, in_use=read.in_use
         )
         check_bias(name, visibility)
-        check_own(name, hiders, visibility)
-        if not scores.softcap and (visibility.own is None or elem_type(visibility.own) == BOOL):
-            hold_below(name, hiders, scores.before * scores.scale * read.scale * scaled_by(query, self._small), samples)
         output = unguarded(output, visibility, self._samples)
         sizes = self._small.probe.shape(output.name)
         if sizes is None or len(sizes) != 4:
@@ -229,14 +217,13 @@ class _Finder:
 
     def _check_queries(self, name: str, query: gs.Tensor) -> None:
         """Refuse queries that are not one for each new token of each sequence."""
-        for sample in self._samples.plain:
-            shape = sample.probe.shape(query.name)
-            if shape is not None and (shape[0], shape[2]) != (sample.batch, sample.length):
-                raise UnsupportedModelError(
-                    f"the query '{query.name}' of '{name}' has the shape {list(shape)} in a step of {sample.length} "
-                    f"tokens of {sample.batch} sequences; supported is [B, heads, S, head size]: split queries into "
-                    "[B, key heads, group, S, head size] where several heads share one of keys"
-                )
+        shape, sample = self._small.probe.shape(query.name), self._small
+        if shape is not None and (shape[0], shape[2]) != (sample.batch, sample.length):
+            raise UnsupportedModelError(
+                f"the query '{query.name}' of '{name}' has the shape {list(shape)} in a step of {sample.length} "
+                f"tokens of {sample.batch} sequences; supported is [B, heads, S, head size]: split queries into "
+                "[B, key heads, group, S, head size] where several heads share one of keys"
+            )
 
     def _scores(self, tensor: gs.Tensor) -> _Scores | None:
         """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""
@@ -267,15 +254,15 @@ class _Finder:
         if is_op(node, "Where"):
             condition, yes, no = node.inputs
             for lowest, seen, kind in ((no, yes, MaskKind.VISIBLE), (yes, no, MaskKind.HIDDEN)):
-                if self._very_low(lowest) and (scores := self._masked(seen, condition, kind)) is not None:
-                    hold_low(lowest, self._samples)
-                    scores.hiders.append(Hider(lowest, added=False))
+                low = self._small.probe.value(lowest.name)
+                if is_low(low) and (scores := self._masked(seen, condition, kind)) is not None:
+                    scores.masks[-1] = replace(scores.masks[-1], lowest=_largest(low))
                     return scores
-        if is_op(node, "Max") and len(node.inputs) == 2 and self._very_low(node.inputs[1]):
-            hold_low(node.inputs[1], self._samples)
-            scores = self._scores(node.inputs[0])
-            if scores is not None and scores.masks:  # before them it says nothing
-                scores.hiders.append(Hider(node.inputs[1], added=False))
+        if is_op(node, "Max") and len(node.inputs) == 2:
+            floor = self._small.probe.value(node.inputs[1].name)
+            scores = self._scores(node.inputs[0]) if is_low(floor) else None
+            if scores is not None:
+                scores.masks = [replace(use, lowest=max(use.lowest, _largest(floor))) for use in scores.masks]
             return scores
         return None
 
@@ -295,10 +282,7 @@ class _Finder:
     def _masked(self, scores: gs.Tensor, mask: gs.Tensor, kind: MaskKind) -> _Scores | None:
         found = self._scores(scores)
         if found is not None:
-            mask = before_spread(mask, self._samples)
-            found.masks.append(MaskUse(mask, kind))
-            if kind is MaskKind.ADDED:
-                found.hiders.append(Hider(mask, added=True))
+            found.masks.append(MaskUse(before_spread(mask, self._samples), kind))
         return found
 
     def _scaled(self, node: gs.Node) -> _Scores | None:
@@ -314,23 +298,12 @@ class _Finder:
             raise UnsupportedModelError(f"'{node.name}' scales scores that are capped already")
         scores.masks = [replace(use, factor=use.factor * pair[1]) for use in scores.masks]
         scores.scale *= pair[1]
-        for hider in scores.hiders:
-            hider.factor *= pair[1]
         return scores
-
-    def _only_slants(self, name: str, hider: Hider, *, sinks: bool) -> bool:
-        """Whether what is scaled with the scores are slopes, which hide nothing: these are scaled as well."""
-        if not hider.added or hider.factor == 1 or hides_any(self._samples.plain[0].probe.value(hider.tensor.name)):
-            return False
-        return find_slopes(name, hider.tensor, self._samples, shifted=not sinks) is not None
-
-    def _very_low(self, tensor: gs.Tensor) -> bool:
-        return is_low(self._small.probe.value(tensor.name))
 
     def _product(self, probabilities: gs.Tensor, scores: _Scores, *, sinks: bool) -> gs.Node | None:
         """The MatMul that the probabilities go to, without that of the sinks if there are `sinks`.
 
-        Reshapes on the way, which change nothing all in all, and rounding are added to `scores`.
+        Rounding is added to `scores`.
         """
         tensor = probabilities
         for _ in range(8):
@@ -344,10 +317,9 @@ class _Finder:
                 sinks, tensor = False, node.outputs[0]
                 continue
             if is_op(node, "Reshape"):
-                after = behind_reshapes(tensor, self._samples)
-                if after is tensor:
+                before, tensor = tensor, after_reshapes(tensor, self._samples)
+                if tensor is before:
                     return None
-                tensor = after
                 continue
             if is_op(node, "QuantizeLinear") and len(consumers(node.outputs[0])) == 1:
                 pair = read_pair(behind := consumers(node.outputs[0])[0], "what the softmax makes of scores")
@@ -360,6 +332,10 @@ class _Finder:
                 return None
             tensor = node.outputs[0]
         return None
+
+
+def _largest(low: Array | None) -> float:
+    return -np.inf if low is None else float(low.max())
 
 
 def _is_nan_of(condition: gs.Tensor, tensor: gs.Tensor) -> bool:

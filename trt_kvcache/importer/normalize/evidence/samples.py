@@ -116,6 +116,11 @@ class Samples:
         """Plain and wrapped ones."""
         return (*self.plain, *self.wrapped)
 
+    @property
+    def few(self) -> tuple[Sample, Sample]:
+        """The two steps that guesses are made on: a short one, and the last one before the capacity."""
+        return self.plain[0], self.plain[-1]
+
     @cached_property
     def learning(self) -> tuple[Sample, ...]:
         """Steps of one sequence, and of several P and S, that show how shapes grow with both."""
