@@ -44,6 +44,12 @@ def test_one_odd_thing(name: str) -> None:
             assert REFUSALS.get(name, "single static assignment") in outcome.detail
 
 
+@pytest.mark.parametrize("seed", [0, 1])
+def test_views_of_a_cache_that_became_a_ring(seed: int) -> None:
+    """They keep their names and have fewer rows: only what attention makes of them is compared."""
+    assert judge(plain_model(seed, ("ring",))).kind == EQUAL
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, SLOW, SHARE))
 def test_many(first: int) -> None:

@@ -63,9 +63,10 @@ def check_models(
             return verdicts
         # One name may stand for other contents in the rewritten graph, such as a view of a cache. What is further on
         # decides: the regions of joins that differ are joined with those that read them.
-        if wrong <= cut.refuted or not wrong - set(cut.original.outputs):
+        inner = wrong - set(cut.original.outputs)
+        if inner <= cut.refuted:
             return first
-        cut.refuted |= wrong
+        cut.refuted |= inner
     return first
 
 
