@@ -191,8 +191,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "values grow with the text": ({"values": _log_of_length}, "do not go to one MatMul with a cache of values"),
     "values scaled": ({"values": _times(2)}, r"the values of .* are scaled by 2\.0"),
     "scores negated": ({"scores": _times(-1)}, "scales scores by -1"),
-    "keys cut to integers": ({"keys": _integers}, NO_ATTENTION),
-    "values cut to integers": ({"values": _integers}, "do not go to one MatMul with a cache of values"),
     "scores cut to integers": ({"scores": _integers}, NO_ATTENTION),
     "keys negated": ({"keys": _times(-1)}, "scales its scores by -0.5 and caps them at 0"),
     "keys times 0": ({"keys": _times(0)}, "scales its scores by 0 .* supported are factors above 0"),
@@ -203,19 +201,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "two caps": ({"softcap": 3.0, "scores": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
     "cap behind the mask": ({"masked": lambda g, t: g.node("Tanh", [t])}, "masked or capped already"),
     "Relu": ({"scores": lambda g, t: g.node("Relu", [t])}, NO_ATTENTION),
-    "values in turn": (
-        {
-            "repeat": "none",
-            "keys": lambda g, t: g.node("Gather", [t, g.constant([0, 0, 1, 1])], axis=1),
-            "values": _twice,
-        },
-        "share heads of keys and of values in another order",
-    ),
     "heads reversed": (
         {"keys": lambda g, t: g.node("Gather", [t, g.constant([3, 2, 1, 0])], axis=1)},
         "with its heads repeated and transposed",
     ),
-    "norm over the keys": ({"keys": lambda g, t: g.node("LpNormalization", [t], axis=-1)}, NO_ATTENTION),
     "last 6 rows": (
         {"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"},
         "reads 6 of the 20 rows of cache",
@@ -237,6 +226,24 @@ def test_what_only_looks_like_attention_is_refused(tmp_path: Path, name: str) ->
     changes, words = REFUSED[name]
     with pytest.raises(UnsupportedModelError, match=words):
         rewritten(make_decoder(Decoder(**changes)), tmp_path)
+
+
+TAKEN: dict[str, dict[str, Any]] = {
+    "keys cut to integers": {"keys": _integers},
+    "values cut to integers": {"values": _integers},
+    "values in turn": {
+        "repeat": "none",
+        "keys": lambda g, t: g.node("Gather", [t, g.constant([0, 0, 1, 1])], axis=1),
+        "values": _twice,
+    },
+    "norm over the keys": {"keys": lambda g, t: g.node("LpNormalization", [t], axis=-1)},
+}
+"""Whatever makes each row of keys or values of one row of a cache is computed of the rows in use."""
+
+
+@pytest.mark.parametrize("name", TAKEN)
+def test_keys_and_values_computed_row_by_row(tmp_path: Path, name: str) -> None:
+    check_decode(make_decoder(Decoder(**TAKEN[name])), tmp_path)
 
 
 @pytest.mark.parametrize("mask", ["past", "none"])

@@ -526,18 +526,11 @@ def _open_types(model: onnx.ModelProto, *, wide: bool) -> onnx.ModelProto:
     """
     made = onnx.ModelProto()
     made.CopyFrom(model)
-    for value in made.graph.input:
-        if value.type.tensor_type.elem_type in _MOVED:
-            value.type.tensor_type.elem_type = TensorProto.INT8
-    points = {name for node in made.graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
-    for tensor in made.graph.initializer:
-        zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
-        if zero and tensor.data_type in _MOVED:
-            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
-    for node in made.graph.node:
-        for a in node.attribute:
-            if a.name == "output_dtype" and a.i in _MOVED:
-                a.i = TensorProto.INT8
+    moved = [value for value in made.graph.input if value.type.tensor_type.elem_type in _MOVED]
+    for value in moved:
+        value.type.tensor_type.elem_type = TensorProto.INT8
+    if moved:
+        _quantize_to_bytes(made.graph)
     if not wide:
         return made
     for value in made.graph.input:
@@ -552,6 +545,19 @@ def _open_types(model: onnx.ModelProto, *, wide: bool) -> onnx.ModelProto:
             elif a.type == a.TENSOR:
                 _widen(a.t)
     return made
+
+
+def _quantize_to_bytes(graph: onnx.GraphProto) -> None:
+    """Let QuantizeLinear write int8 around zero, where the caches that it writes to hold int8."""
+    points = {name for node in graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
+    for tensor in graph.initializer:
+        zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
+        if zero and tensor.data_type in _MOVED:
+            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
+    for node in graph.node:
+        for a in node.attribute:
+            if a.name == "output_dtype" and a.i in _MOVED:
+                a.i = TensorProto.INT8
 
 
 def _widen(tensor: TensorProto) -> None:
