@@ -8,6 +8,7 @@ import bench_logits
 import pytest
 
 
+@pytest.mark.slow
 def test_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     sizes = {"--tokens": 16, "--turns": 1, "--layers": 1, "--hidden": 256, "--vocab": 1000}
     monkeypatch.setattr("sys.argv", ["bench_logits.py", *(str(w) for pair in sizes.items() for w in pair)])

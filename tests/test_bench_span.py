@@ -8,6 +8,7 @@ import bench_span
 import pytest
 
 
+@pytest.mark.slow
 def test_prints_a_table_and_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("sys.argv", ["bench_span.py", "--small", "256", "--large", "512", "--repeats", "3"])
     bench_span.main()

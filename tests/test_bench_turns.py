@@ -85,6 +85,7 @@ def test_a_way_that_dies_while_it_waits_ends_it() -> None:
             worker.run(1)
 
 
+@pytest.mark.slow
 def test_who_disturbs_the_others_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_turns, "MOST_IDLE", 0.005)  # on a machine that is busy already
     words = r"a uses \d+% of a processor while others have turns"

@@ -121,7 +121,7 @@ def test_the_original_and_the_rewritten_model_agree_over_a_decode(name):
     report.check()
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", IDIOMS)
 def test_tensorrt_builds_one_cache_layer_per_cache(name, tmp_path):
     options = PlanOptions(capacity=CAPACITY)

@@ -66,7 +66,7 @@ def decoder(folder: Path, mixture: Mixture, dtype: str = "float32", layers: int 
     return path
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("bits", [0, 4, 8])
 def test_a_model_with_canonical_caches(bits: int, dtype: str, tmp_path: Path) -> None:

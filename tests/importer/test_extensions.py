@@ -69,6 +69,7 @@ def test_latent_attention_is_loaded_for_what_is_computed_row_by_row(tmp_path: Pa
     assert loaded(tmp_path / "model.onnx", model) == ["latent_attention"]
 
 
+@pytest.mark.slow
 def test_no_stored_export_of_a_plain_decoder_loads_latent_attention_or_rings() -> None:
     """All in one process: whatever one of them loaded would show."""
     assert len(EXPORTS) > 25

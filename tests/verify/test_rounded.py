@@ -87,6 +87,7 @@ def test_what_is_beyond_the_limits_is_cut() -> None:
     assert np.abs(free - wanted).max() > 0.05
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "factor"), [(np.float32, 1 + 2**-21), (np.float16, 1 + 2**-10)])
 def test_steps_that_decide_are_left_out(tmp_path: Path, dtype: Any, factor: float) -> None:
     report = verify(tmp_path, coarse(INT8, dtype), factor)
@@ -95,6 +96,7 @@ def test_steps_that_decide_are_left_out(tmp_path: Path, dtype: Any, factor: floa
     assert any("ways of rounding to 8 bits, which are the same in both" in note for note in report.notes)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("dtype", "factor"), [(np.float32, 1.02), (np.float16, 1.1)])
 def test_mistakes_before_rounding_are_found(tmp_path: Path, dtype: Any, factor: float) -> None:
     report = verify(tmp_path, coarse(INT8, dtype), factor)

@@ -238,7 +238,7 @@ def test_the_note_says_how_many_tokens_are_too_many(tmp_path: Path) -> None:
     assert any("more than 6 tokens" in note and "--latent-attention expanded" in note for note in plan.notes)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(
     ("size", "latent"),

@@ -154,5 +154,5 @@ def in_turn(g: Graph, present: str) -> str:
 
 def test_heads_in_an_order_of_the_batch_are_refused(tmp_path: Path) -> None:
     check_decode(decoder(causal, repeat=in_turn), tmp_path)
-    with pytest.raises(UnsupportedModelError, match="in one order for . sequences with . tokens in the cache and in"):
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
         rewritten(decoder(causal, repeat=by_batch), tmp_path)
