@@ -213,7 +213,7 @@ class Caller:
         return np.dtype(helper.tensor_dtype_to_np_dtype(self.values[name].type.tensor_type.elem_type))
 
     def pasts(self, step: Step) -> Feeds:
-        """Caches before a step: tokens up to its starts, garbage behind."""
+        """Caches before a step: tokens up to its starts, garbage after them."""
         found = {}
         for name, part in self.plain.parts.items():
             if part == "past":

@@ -31,7 +31,7 @@ ODD = (
     "unread cache", "shared cache", "value size", "precision", "window", "computed lengths", "int32 indices",
     "no indices", "sliced", "mixed layouts", "open capacity", "another batch symbol", "scaled", "softcap",
 )  # fmt: skip
-"""What a model may have that few have."""
+"""Odd things that few models have."""
 _LAYOUTS = ("bnsh", "bnsh", "bsnh", "bsd", "bsd", "bnhs", "b1nsh", "bnsxy")
 
 
@@ -57,7 +57,7 @@ class Plain:
         short: rows may have fewer valid tokens than a step brings.
         faint: rows that hold no token are hidden by a number, or not in all outputs: large garbage would count.
         room: the most tokens that a sequence may have; of circular caches, what is valid at most.
-        circular: sequences may go on behind the end.
+        circular: sequences may go on after the end.
     """
 
     seed: int

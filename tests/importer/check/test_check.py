@@ -229,7 +229,7 @@ def test_the_process_may_die(tmp_path: Path) -> None:
     from trt_kvcache.importer.check import process
 
     onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
-    plan_model(tmp_path / "model.onnx", PLAN)
+    before = plan_model(tmp_path / "model.onnx", PLAN)
     process._current[0]._child.kill()
     process._current[0]._child.wait()
-    plan_model(tmp_path / "model.onnx", PLAN)
+    assert plan_model(tmp_path / "model.onnx", PLAN) == before
