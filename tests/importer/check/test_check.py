@@ -179,6 +179,29 @@ def test_a_question_without_an_answer_is_no_proof(tmp_path: Path) -> None:
         plan_model(tmp_path / "model.onnx", PlanOptions())
 
 
+def test_attentions_over_one_cache_are_never_taken_unread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache is compared with the first of them; the second one reads it, too."""
+    from trt_kvcache.importer.check import models
+
+    graph = Graph()
+    past = graph.input("past", TensorProto.FLOAT, ["B", 2, 64, 8])
+    queries = [graph.input(f"query_{i}", TensorProto.FLOAT, ["B", 2, "S", 8]) for i in range(2)]
+    update = graph.input("update", TensorProto.FLOAT, ["B", 2, "S", 8])
+    where = graph.input("write_indices", TensorProto.INT64, ["B"])
+    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
+    present = graph.node("TensorScatter", [past, update, where], "present", axis=2)
+    graph.output("present", TensorProto.FLOAT, ["B", 2, 64, 8])
+    for i, query in enumerate(queries):
+        seen = graph.node("Attention", [query, present, present, "", "", "", lengths], f"seen_{i}", is_causal=1)
+        graph.output(seen, TensorProto.FLOAT, ["B", 2, "S", 8])
+    onnx.save(graph.model(), tmp_path / "model.onnx")
+    imported = import_model(tmp_path / "model.onnx", PlanOptions())
+    monkeypatch.setattr(models, "_WEIGHTS", -1)
+    verdicts = models.check_models(imported.source.proto, imported.model, imported.plan, {}, tmp_path)
+    assert {v.answer for v in verdicts} == {"undecided"}
+    assert len(verdicts) > 1
+
+
 def doubled(graph: Graph, query: str) -> str:
     """Concat of itself, forty times: a terabyte."""
     tensor = graph.node("Shape", [query])
