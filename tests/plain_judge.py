@@ -353,7 +353,7 @@ def _compare(plain: Plain, plan: CachePlan, rewritten: onnx.ModelProto) -> Outco
 
 
 def _garbage_counts(plain: Plain, step: Step) -> bool:
-    """Whether the model as exported lets rows that hold no token count."""
+    """True if rows that hold no token count in the model as exported."""
     found = []
     for garbage in (GARBAGE, MILD):
         caller = Caller(plain, np.random.default_rng(1), garbage)
@@ -484,7 +484,7 @@ _TOLERANCE = {"float32": 5e-4, "float16": 3e-2, "bfloat16": 2e-1, "float64": 1e-
 
 
 def _close(name: str, result: Array, expected: Array, where: str, tolerance: float) -> int:
-    """How many numbers were compared; those that are NaN in the original say nothing."""
+    """The count of numbers that were compared; those that are NaN in the original say nothing."""
     if expected.dtype.kind in "iub":
         bad = np.abs(result.astype(int) - expected.astype(int)) > 1
         count = expected.size
@@ -509,7 +509,7 @@ def _say(text: object) -> None:
 
 
 def pattern(detail: str) -> str:
-    """What a message says, without names and numbers: for counting."""
+    """A message without names and numbers: for counting."""
     text = re.sub(r"^(\w+: )(/\S+: )?", r"\1", detail)
     text = re.sub(r"'[^']*'", "'..'", text)
     return re.sub(r"-?\d+(\.\d+)?(e[+-]?\d+)?", "#", text)[:110]

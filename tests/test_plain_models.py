@@ -21,7 +21,7 @@ REFUSALS = {
     "zero point": "TensorRT rounds to int8 around 0",
     "names": "control character or line break",
 }
-"""What is never taken, and the words that refuse it. All else is taken by itself."""
+"""Odd things that are never taken, and the words that refuse them. All others are taken by themselves."""
 
 
 def _check(plain: Plain, *, build_too: bool = False) -> str:

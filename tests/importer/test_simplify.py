@@ -23,7 +23,7 @@ NO_KERNEL = {"ort-genai/llama_trtrtx_fp16"}
 
 
 def size(name: str, shape: Shape, axis: int) -> int:
-    """What stands for a symbol in the shape of an input."""
+    """The symbol in the shape of an input."""
     dim = shape[axis]
     if isinstance(dim, int):
         return dim

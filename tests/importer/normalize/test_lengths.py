@@ -1,4 +1,4 @@
-"""What is right in most steps and wrong in some is refused: masks, factors, positions, padding and rows.
+"""Models that are right in most steps and wrong in some are refused: masks, factors, positions, padding, rows.
 
 Recognizers look at few steps and guess; the check runs both models on both sides of every number in the graph.
 """

@@ -188,7 +188,7 @@ def _head_size(node: gs.Node, tensor: gs.Tensor, heads: Dim) -> int | None:
 
 
 def gives_scores(graph: gs.Graph, node: gs.Node) -> bool:
-    """Whether something reads the scores of an Attention, its fourth output."""
+    """True if something reads the scores of an Attention, its fourth output."""
     return len(node.outputs) > 3 and is_used(graph, node.outputs[3])
 
 
