@@ -19,8 +19,8 @@ first:
 - measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
   bandwidth (``gpu_measure.py``). Behind the first capacity:
 - bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
-  FlashInfer's append kernel (``bench_kernel.py``);
-- choice: greedy tokens chosen on the GPU against those of the host, and the time of both (``bench_choice.py``);
+  FlashInfer's append kernel (``bench.py kernel``);
+- choice: greedy tokens chosen on the GPU against those of the host, and the time of both (``bench.py choice``);
 - engine tests, encoder tests, ..., for each backend: ``tests/gpu/test_engines.py``, ``test_encoder.py``,
   ``test_embeddings.py``, ``test_plugin_engines.py``;
 - compile, kernel tests, choosing tests: every kernel compiled for this GPU (registers, spills), and against numpy:
@@ -204,9 +204,9 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     tests += ("--junitxml={out}",)
     arch = "sm_" + capability.replace(".", "")
     kernels = [str(ROOT / "tests" / "gpu" / f"test_{which}.py") for which in ("kernel", "choice")]
-    sizes = ("--vocab", "1001", "--repeats", "3") if options.small else ()
-    bench = Step(KERNEL, "bench", (python, str(SCRIPTS / "bench_kernel.py"), "--output={out}"), 75)
-    choice = Step(KERNEL, "choice", (python, str(SCRIPTS / "bench_choice.py"), "--output={out}", *sizes), 60)
+    sizes = ("--vocab", "1001", "--turns", "3") if options.small else ()
+    bench = Step(KERNEL, "bench", (python, str(SCRIPTS / "bench.py"), "kernel", "--output={out}"), 75)
+    choice = Step(KERNEL, "choice", (python, str(SCRIPTS / "bench.py"), "choice", "--output={out}", *sizes), 60)
     found = []
     for name in backends:
         given = [f"--engine={path.resolve()}" for path in options.engine]

@@ -217,7 +217,7 @@ def test_the_steps(tmp_path: Path) -> None:
     assert {part for part, _ in names} == {"kernel", "tensorrt", "tensorrt-rtx"}
     assert all(0 < step.limit <= 240 for step in steps)
     text = " ".join(word for step in steps for word in step.command)
-    for needed in ("bench_kernel.py", "bench_choice.py", "test_kernel.py", "test_choice.py", "test_engines.py",
+    for needed in ("bench.py kernel", "bench.py choice", "test_kernel.py", "test_choice.py", "test_engines.py",
                    "test_encoder.py", "test_embeddings.py", "test_plugin_engines.py", "compile_kernels.py sm_90",
                    f"--engine={Path('a.engine').resolve()}"):  # fmt: skip
         assert needed in text

@@ -1,4 +1,4 @@
-"""Other people's exporters and decode loops over the same weights, for scripts/bench_decode.py.
+"""Other people's exporters and decode loops over the same weights, for the benchmark of decoding.
 
 Everything starts from one decoder of scripts/decoders.py, which is Llama's architecture:
 

@@ -1,28 +1,24 @@
 """The cache-update kernel on a GPU: bandwidth of large updates, time of one-token updates.
 
-    python scripts/bench_kernel.py [--output FILE.json]
-
 Side by side in one run: bytes read and written per second against a device-to-device copy of the same update (target:
 85% of it), and the time of a one-token update against a kernel that does nothing (target: 2 us more); where they are
 installed also torch's ``index_copy_`` and FlashInfer's append kernel. Kernels are PTX that the driver compiled, as in
-an engine; those of NVRTC's own ptxas ("cubin") are measured beside them, and have no target. Prints a table, then one
-JSON line. Nobody has run it on a GPU yet.
+an engine; those of NVRTC's own ptxas ("cubin") are measured beside them, and have no target. Nobody has run it
+on a GPU yet.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import kernel_device
 import numpy as np
-from gpu_measure import write_json
-from kernel_device import KernelDevice
 
+from benchmarks.report import Report
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins.spec import KernelConfig, Quantization, Shapes, launch_params
 
@@ -32,6 +28,7 @@ ONE = (8, 8192, 1)
 PACKED, CIRCULAR = UpdateForm.PACKED_NHD, UpdateMode.CIRCULAR
 
 CUBIN = ", cubin"
+OPTIONS: dict[str, Any] = {}
 
 CONFIGS = {
     "float16": KernelConfig(16, caches=2),
@@ -55,7 +52,7 @@ class Result:
 
 
 def seconds(
-    device: KernelDevice, config: KernelConfig, batch: int, capacity: int, tokens: int, *, cubin: bool
+    device: Any, config: KernelConfig, batch: int, capacity: int, tokens: int, *, cubin: bool
 ) -> tuple[float, int]:
     """Time of one update in place, and the bytes that it reads and writes."""
     q = config.quantization
@@ -166,30 +163,23 @@ def torch_seconds(torch: Any, work: Callable[[], object], repeat: int = 50) -> f
     return float(np.median(times[3:]))
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="also write the JSON here, again after every measurement")
-    options = parser.parse_args(arguments)
-    device = KernelDevice()
+def run(given: argparse.Namespace, keep: Any) -> Report:
+    """See the module."""
+    device = kernel_device.KernelDevice()
     size = 2 * LARGE[0] * HEADS * LARGE[2] * SIZE * 2
     target, source, empty = device.allocate(size), device.allocate(size), device.empty_kernel()
     copy_rate = 2 * size / device.seconds(lambda: device.copy(target, source, size))
     nothing = device.seconds(lambda: device.launch(empty, 1, 32))
     device.free()
     result: dict[str, Any] = {
-        "gpu": device.name,
-        "copy_bytes_per_second": copy_rate,
-        "empty_kernel_us": nothing * 1e6,
-        "targets": {},
-        "kernels": [],
-        "peers": [],
-    }
+        "gpu": device.name, "copy_bytes_per_second": copy_rate, "empty_kernel_us": nothing * 1e6, "targets": {},
+        "kernels": [], "peers": [],
+    }  # fmt: skip
 
-    def keep(kind: str, row: dict[str, Any]) -> None:
+    def add(kind: str, row: dict[str, Any]) -> None:
         result[kind].append(row)
         result["targets"] = targets(result["kernels"])
-        if options.output is not None:
-            write_json(options.output, result)
+        keep(result)
 
     for cubin, suffix in ((False, ""), (True, CUBIN)):
         for name, config in CONFIGS.items():
@@ -197,27 +187,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 large, moved = seconds(device, config, *LARGE, cubin=cubin)
                 one, _ = seconds(device, config, *ONE, cubin=cubin)
             except Exception as error:  # noqa: BLE001 - as PTX that is too new for the driver: the others are measured
-                keep("kernels", failed(name + suffix, error))
+                add("kernels", failed(name + suffix, error))
                 with suppress(RuntimeError):  # where the GPU is lost
                     device.free()
             else:
-                keep("kernels", asdict(compared(name + suffix, large, moved, one, copy_rate, nothing)))
+                add("kernels", asdict(compared(name + suffix, large, moved, one, copy_rate, nothing)))
     for name, make in PEERS.items():
-        keep("peers", peer(name, make, copy_rate, nothing))
-    print(f"{device.name}: copy {copy_rate / 1e9:.0f} GB/s (read and written), empty kernel {nothing * 1e6:.2f} us")
-    print(f"{'update of K and V':24} {'4096 tokens':>12} {'of a copy':>10} {'1 token':>10} {'over empty':>11}")
-    for x in result["kernels"] + result["peers"]:
-        if "error" in x:
-            print(f"{x['name']:24} {x['error']}")
-            continue
-        print(
-            f"{x['name']:24} {x['large_us']:9.1f} us {x['copy_ratio']:10.0%} {x['one_token_us']:7.2f} us "
-            f"{x['over_empty_us']:8.2f} us"
-        )
-    print(json.dumps(result))
-    if any("error" in kernel for kernel in result["kernels"]):
-        raise SystemExit(1)
-
-
-if __name__ == "__main__":
-    main()
+        add("peers", peer(name, make, copy_rate, nothing))
+    rows = [
+        [x["name"], x["error"]] if "error" in x else
+        [x["name"], f"{x['large_us']:.1f} us", f"{x['copy_ratio']:.0%}", f"{x['one_token_us']:.2f} us",
+         f"{x['over_empty_us']:.2f} us"]
+        for x in result["kernels"] + result["peers"]
+    ]  # fmt: skip
+    return Report(
+        [f"{device.name}: copy {copy_rate / 1e9:.0f} GB/s (read and written), empty kernel {nothing * 1e6:.2f} us"],
+        ["update of K and V", "4096 tokens", "of a copy", "1 token", "over empty"], rows, result,
+        failed=any("error" in kernel for kernel in result["kernels"]),
+    )  # fmt: skip

@@ -1,6 +1,4 @@
-"""What the host adds to a decode step: inputs, choice of tokens, events. No model is run.
-
-    python scripts/bench_host.py
+"""The share of the host in a decode step: inputs, choice of tokens, events. No model is run.
 
 A GPU waits for the host between two steps, because the next one needs the tokens of the last. So this is measured by
 itself: a session over a runner that fills a step's inputs and then hands out logits that were made before, or what a
@@ -11,9 +9,7 @@ is not in it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,6 +18,8 @@ import ml_dtypes
 import numpy as np
 from decoders import DecoderConfig, write_decoder
 
+from benchmarks.report import Report, spread
+from benchmarks.turns import interleave, timed
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import CachePlan
@@ -39,6 +37,11 @@ WAYS = {
     "top-k 50" + ON_GPU: GenerationConfig(max_new_tokens=1 << 20, do_sample=True, top_k=50, seed=0),
     "top-p 0.9": GenerationConfig(max_new_tokens=1 << 20, do_sample=True, top_k=0, top_p=0.9, seed=0),
 }
+
+OPTIONS = {
+    "vocab": (128256, "tokens of the vocabulary"), "batch": ([1, 8, 64], "sequences"),
+    "turns": (60, "steps of each way"),
+}  # fmt: skip
 
 
 class Canned:
@@ -93,47 +96,32 @@ def _logits(batch: int, vocab: int) -> np.ndarray:
     return logits
 
 
-def measure(runner: Canned, config: GenerationConfig, steps: int) -> float:
-    """Median microseconds of a step of all rows."""
-    with DecodeSession(runner) as session:  # type: ignore[arg-type]  # no rows are copied
-        for row in range(runner.max_batch):
-            session.add([1 + row, 2], config)
-        times = []
-        for _ in range(steps + 3):
-            start = time.perf_counter()
-            session.step()
-            times.append(time.perf_counter() - start)
-    return 1e6 * statistics.median(times[3:])
-
-
-def main() -> None:
-    """Measures, prints a table and one line of JSON."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vocab", type=int, default=128256)
-    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64])
-    parser.add_argument("--steps", type=int, default=60)
-    given = parser.parse_args()
+def run(given: argparse.Namespace, keep: Any) -> Report:
+    """See the module."""
     with TemporaryDirectory() as folder:
         path = write_decoder(Path(folder) / "model.onnx", DecoderConfig(layers=1, capacity=1024))
         plan = import_model(path).plan
-    found = {
-        (way, dtype, batch): measure(
-            Canned(plan, batch, given.vocab, DTYPES[dtype], chooses=way.endswith(ON_GPU)),
-            config,
-            given.steps if way.startswith("greedy") else 5,
-        )
-        for way, config in WAYS.items()
-        for dtype in DTYPES
-        for batch in given.batch
-    }
-    print(f"vocabulary of {given.vocab}, microseconds of the host for each step, medians")
-    print(f"{'':15}{'logits':10}" + "".join(f"{f'batch {b}':>12}" for b in given.batch))
-    for way in WAYS:
-        for dtype in DTYPES:
-            print(f"{way:15}{dtype:10}" + "".join(f"{found[way, dtype, b]:12.0f}" for b in given.batch))
-    rows = [{"way": w, "logits": d, "batch": b, "us": round(us, 1)} for (w, d, b), us in found.items()]
-    print(json.dumps({"benchmark": "host", "vocab": given.vocab, "steps": rows}))
+    found: dict[tuple[str, str, int], list[float]] = {}
+    for dtype in DTYPES:
+        for batch in given.batch:
+            steps = {way: _step(plan, batch, given.vocab, DTYPES[dtype], way) for way in WAYS}
+            interleave({way: timed(step) for way, step in steps.items()}, 3)  # warms up
+            times = interleave({way: timed(step) for way, step in steps.items()}, given.turns)
+            found |= {(way, dtype, batch): [1e6 * t for t in seconds] for way, seconds in times.items()}
+    steps_ = [
+        {"way": w, "logits": d, "batch": b, "us": round(statistics.median(us), 1)} for (w, d, b), us in found.items()
+    ]
+    return Report(
+        [f"vocabulary of {given.vocab}; microseconds of the host in a step: median (quartiles)"],
+        ["", "logits", *(f"batch {b}" for b in given.batch)],
+        [[way, dtype, *(spread(found[way, dtype, b], 0) for b in given.batch)] for way in WAYS for dtype in DTYPES],
+        {"steps": steps_}, labels=2,
+    )  # fmt: skip
 
 
-if __name__ == "__main__":
-    main()
+def _step(plan: CachePlan, batch: int, vocab: int, dtype: Any, way: str) -> Any:
+    """A step of a session of `batch` sequences."""
+    session = DecodeSession(Canned(plan, batch, vocab, dtype, chooses=way.endswith(ON_GPU)))  # type: ignore[arg-type]
+    for row in range(batch):
+        session.add([1 + row, 2], WAYS[way])
+    return session.step

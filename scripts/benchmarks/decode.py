@@ -1,7 +1,5 @@
 """Decode speed on the CPU: a session against bare ONNX Runtime loops, side by side in one run, with the same tokens.
 
-    python scripts/bench_decode.py --capacity 4096 --capacity 16384
-
 Ways to decode one sequence with one model, random weights, 200 tokens in the cache:
 
     session               `DecodeSession`: one loop for everything
@@ -21,7 +19,6 @@ a machine that slows down slows all of them, and the medians of their step times
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
@@ -33,85 +30,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime as ort
-from bench_floor import Products
-from bench_peers import GenaiPeer, TransformersPeer, export_genai, export_mobius, save_llama
-from bench_turns import Steps, Worker, take_turns
 from decoders import DecoderConfig, write_decoder
-from rich.console import Console
-from rich.table import Table
 
+from benchmarks.loops import Loop, Products
+from benchmarks.peers import GenaiPeer, TransformersPeer, export_genai, export_mobius, save_llama
+from benchmarks.report import Report, quartiles
+from benchmarks.turns import Steps, Worker, take_turns
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer import import_model
-from trt_kvcache.runtime.inputs import SPAN_BUCKET, array_dtype
 
 BURST, SKIPPED = 16, 4  # steps per turn, and those at its start that are not measured
 FLOOR = "products alone"
-
-
-class BareLoop:
-    """The least that a decode loop over IOBinding can be: arrays bound once per span, filled in place."""
-
-    def __init__(self, model: Path, rewritten: bool, threads: int | None) -> None:
-        imported = import_model(model)
-        options = ort.SessionOptions()
-        options.log_severity_level = 4
-        if threads:
-            options.intra_op_num_threads = threads
-        source: str | bytes = str(model)
-        if rewritten:
-            folder = str(model.parent)
-            options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
-            source = imported.model.SerializeToString()
-        self.session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        self.caches = []
-        for cache in imported.plan.caches:
-            shape = cache.physical_shape if rewritten else cache.logical_shape
-            buffer = np.zeros([1 if isinstance(d, str) else d for d in shape], array_dtype(cache.dtype))
-            self.caches.append((cache.past, cache.present, buffer))
-        self.span = imported.plan.spans[0] if rewritten else None
-        self.kept = imported.plan.logits_span if rewritten else None
-        self.vocab = next(o.shape[-1] for o in self.session.get_outputs() if o.name == "logits")
-        self.bound: dict[tuple[int, int], Any] = {}
-
-    def bind(self, length: int, span: int) -> tuple[Any, dict[str, np.ndarray]]:
-        """Binding and arrays for updates of `length` tokens."""
-        if (length, span) not in self.bound:
-            binding = self.session.io_binding()
-            arrays = {name: np.zeros((1, length), np.int64) for name in ("input_ids", "position_ids")}
-            arrays |= {name: np.zeros(1, np.int64) for name in ("write_indices", "nonpad_kv_seqlen")}
-            if self.span is not None:
-                arrays[self.span.name] = np.arange(span)
-            if self.kept is not None:
-                arrays[self.kept.name] = np.zeros(1, np.int64)
-            logits = np.zeros((1, length if self.kept is None else 1, self.vocab), np.float32)
-            inputs = [*arrays.items(), *((past, buffer) for past, _, buffer in self.caches)]
-            outputs = [("logits", logits), *((present, buffer) for _, present, buffer in self.caches)]
-            for name, array in inputs:
-                binding.bind_input(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-            for name, array in outputs:
-                binding.bind_output(name, "cpu", 0, array.dtype, array.shape, array.ctypes.data)
-            self.bound[length, span] = (binding, arrays | {"logits": logits})
-        return self.bound[length, span]
-
-    def step(self, tokens: list[int], start: int) -> int:
-        """Write tokens and choose the next one."""
-        after = start + len(tokens)
-        span = 0 if self.span is None else min(-(-after // SPAN_BUCKET) * SPAN_BUCKET, self.span.capacity)
-        binding, arrays = self.bind(len(tokens), span)
-        arrays["input_ids"][0] = tokens
-        arrays["position_ids"][0] = range(start, after)
-        arrays["write_indices"][0], arrays["nonpad_kv_seqlen"][0] = start, after
-        self.session.run_with_iobinding(binding)
-        return int(arrays["logits"][0, -1].argmax())
-
-    def steps(self, prompt: list[int], count: int) -> Steps:
-        """See `Steps`."""
-        token = self.step(prompt, 0)
-        yield token
-        for number in range(count - 1):
-            token = self.step([token], len(prompt) + number)
-            yield token
+OPTIONS = {
+    "capacity": ([4096, 16384], "rows of each cache"), "prompt": (200, "tokens in the cache"),
+    "steps": (400, "of each way"), "layers": (8, "layers"), "hidden": (768, "width"),
+    "kv-heads": (0, "heads of 64; 0: a third of the query heads"), "vocab": (16384, "tokens of the vocabulary"),
+    "threads": (os.cpu_count() or 1, "of every way"),
+}  # fmt: skip
 
 
 def run_session(model: Path, threads: int, prompt: list[int], count: int) -> Steps:
@@ -125,8 +60,9 @@ def run_session(model: Path, threads: int, prompt: list[int], count: int) -> Ste
 
 
 def run_bare(model: Path, rewritten: bool, threads: int, prompt: list[int], count: int) -> Steps:
-    """See `BareLoop`."""
-    return BareLoop(model, rewritten, threads).steps(prompt, count)
+    """See `Loop`."""
+    loop = Loop(import_model(model), threads, original=None if rewritten else model, folder=model.parent)
+    return loop.greedy(prompt, count)
 
 
 def run_genai(folder: Path, capacity: int, threads: int, prompt: list[int], count: int) -> Steps:
@@ -193,40 +129,27 @@ def measure(workers: dict[str, Worker], count: int) -> dict[str, list[float]]:
     return times
 
 
-def main() -> None:
-    """Entry point."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--capacity", type=int, action="append", help="rows of each cache; default 4096 and 16384")
-    parser.add_argument("--prompt", type=int, default=200, help="tokens in the cache")
-    parser.add_argument("--tokens", type=int, default=400, help="steps of each way")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--kv-heads", type=int, help="heads of 64; default: a third of the query heads")
-    parser.add_argument("--vocab", type=int, default=16384)
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of every way; default: one per core")
-    given = parser.parse_args()
+def run(given: argparse.Namespace, keep: Any) -> Report:
+    """See the module."""
     prompt = np.random.default_rng(0).integers(1, given.vocab, given.prompt).tolist()
-    table = Table("capacity", "way", "tokens/s", "quartiles", "session is")
-    results = []
-    for capacity in given.capacity or [4096, 16384]:
+    rows, results = [], []
+    for capacity in given.capacity:
         config = DecoderConfig(
             layers=given.layers, hidden=given.hidden, head_size=64, vocab=given.vocab, capacity=capacity,
             query_heads=given.hidden // 64, kv_heads=given.kv_heads or given.hidden // 192, positions=capacity,
         )  # fmt: skip
         with tempfile.TemporaryDirectory() as folder:
-            found = compare(config, prompt, given.tokens, given.threads, Path(folder))
+            found = compare(config, prompt, given.steps, given.threads, Path(folder))
         times = found.pop("times")
         speeds = {name: 1 / statistics.median(values) for name, values in times.items()}
         for name, values in times.items():
-            low, _, high = statistics.quantiles(values, n=4)
-            spread = f"{1 / high:.1f} to {1 / low:.1f}"
-            table.add_row(
-                str(capacity), name, f"{speeds[name]:.1f}", spread, f"{speeds['session'] / speeds[name]:.2f}x"
-            )
+            low, _, high = quartiles(values)
+            ratio = speeds["session"] / speeds[name]
+            between = f"{1 / high:.1f} to {1 / low:.1f}"
+            rows.append([str(capacity), name, f"{speeds[name]:.1f}", between, f"{ratio:.2f}x"])
         results.append({"capacity": capacity, **found, "tokens_per_second": speeds})
-    Console().print(table)
-    print(json.dumps({"benchmark": "decode", "onnxruntime": ort.__version__, **vars(given), "results": results}))
-
-
-if __name__ == "__main__":
-    main()
+        keep({"results": results})
+    return Report(
+        [f"one sequence, {given.prompt} tokens in the cache, {given.threads} thread(s)"],
+        ["capacity", "way", "tokens/s", "quartiles", "session is"], rows, {"results": results}, labels=2,
+    )  # fmt: skip

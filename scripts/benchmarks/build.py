@@ -1,24 +1,22 @@
 """Time and memory of `trt-kvcache build` against TensorRT's bare parser and builder, on one model, side by side.
 
-    python scripts/bench_build.py                 # a decoder of about 2 GB; needs 7 GB of disk and 8 GB of memory
-    python scripts/bench_build.py --small         # seconds, to try it out; the ratios mean little
-    python scripts/bench_build.py --model m.onnx --max-batch 4 --max-chunk 128
+The decoder has about 2 GB, and takes 7 GB of disk and 8 GB of memory. With `--small` it is built in seconds, to try
+the benchmark; the ratios mean little then.
 
 Both sides start a new Python, read the same model with its weights in external data, use two optimization profiles
 (prefill and decode) of the same sizes, and write the engine to a file. Ours also plans, rewrites and checks the model,
 hashes it and the engine, waits until the engine is on disk, and writes the manifest. The bare side does none of that,
 and its engine gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
-Runs alternate. Time is from start to end of the process; memory is the largest sum of resident memory over the whole
-process tree, looked at every 10 ms (pages that parent and child share count twice). Medians are compared; where the
-machine does other work too, look at the processor time. Prints a table, then one JSON line.
+Time is from start to end of the process; memory is the largest sum of resident memory over the whole
+process tree, looked at every 10 ms (pages that parent and child share count twice). Where the
+machine does other work too, look at the processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import resource
 import shutil
@@ -29,9 +27,14 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from decoders import DecoderConfig, write_decoder
+
+from benchmarks.report import Report, spread
+from benchmarks.turns import interleave
 
 # 16 layers of width 2048 are 1.3 GB in fp16; the vocabulary brings the rest.
 LARGE = DecoderConfig(
@@ -43,6 +46,12 @@ SMALL = DecoderConfig(
     dtype="float16", form="heads-major",
 )  # fmt: skip
 
+OPTIONS = {
+    "small": (False, "a decoder of a few megabytes"), "turns": (3, "builds of each side"),
+    "model": (Path, "a model of your own that the native parser takes"),
+    "keep": (Path, "a folder: write the decoder there and keep it"), "max-batch": (4, "of both"),
+    "max-chunk": (128, "of both"), "bare": (Path, argparse.SUPPRESS),
+}  # fmt: skip
 _INTERVAL = 0.01  # seconds between two looks at the memory
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -141,74 +150,24 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def compare(model: Path, runs: int, max_batch: int, max_chunk: int) -> dict[str, list[Sample]]:
-    """Alternate builds of both sides."""
-    sizes = ["--max-batch", str(max_batch), "--max-chunk", str(max_chunk)]
-    samples: dict[str, list[Sample]] = {"ours": [], "bare": []}
+def compare(model: Path, turns: int, sizes: Sequence[str]) -> dict[str, list[Sample]]:
+    """Builds of both sides, in turns."""
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         output = Path(folder) / "model.engine"
+        bench = str(Path(__file__).resolve().parents[1] / "bench.py")
         commands = {
             "ours": ["-m", "trt_kvcache", "build", str(model), "-o", str(output), "--backend", "tensorrt-rtx", *sizes],
-            "bare": [str(Path(__file__).resolve()), "--bare", str(output), "--model", str(model), *sizes],
+            "bare": [bench, "build", "--bare", str(output), "--model", str(model), *sizes],
         }
-        for i in range(runs):
-            # Who comes first changes, so that neither always finds what the other has left in the page cache.
-            for side in ("ours", "bare") if i % 2 else ("bare", "ours"):
-                samples[side].append(measure([sys.executable, *commands[side]], output))
-                last = samples[side][-1]
-                print(
-                    f"  run {i + 1}: {side} {last.seconds:6.2f} s  {last.cpu:6.2f} CPU s  {last.memory / 1e6:8,.0f} MB",
-                    file=sys.stderr,
-                )
-    return samples
+        ways = {side: partial(measure, [sys.executable, *command], output) for side, command in commands.items()}
+        return interleave({side: lambda way=way: [way()] for side, way in ways.items()}, turns)
 
 
-def report(model: Path, samples: dict[str, list[Sample]]) -> None:
-    """Print the table and the JSON line."""
-    medians = {
-        side: tuple(
-            statistics.median(values) for values in zip(*((s.seconds, s.cpu, s.memory) for s in found), strict=True)
-        )
-        for side, found in samples.items()
-    }
-    time_ratio, cpu_ratio, memory_ratio = (a / b for a, b in zip(medians["ours"], medians["bare"], strict=True))
-    ratios = {"time_ratio": time_ratio, "memory_ratio": memory_ratio, "cpu_ratio": cpu_ratio}
-    weights = sum(p.stat().st_size for p in model.parent.glob(f"{model.name}*") if p.is_file())
-    print(f"{weights / 1e9:.2f} GB of model, median of {len(samples['ours'])} runs each")
-    print(f"{'':22}{'seconds':>9}{'CPU s':>9}{'peak MB':>10}{'engine MB':>11}")
-    for side, title in (("ours", "trt-kvcache build"), ("bare", "bare parser, builder")):
-        seconds, cpu, memory = medians[side]
-        print(f"{title:22}{seconds:9.2f}{cpu:9.2f}{memory / 1e6:10,.0f}{samples[side][0].engine / 1e6:11,.0f}")
-    print(f"{'ratio':22}{time_ratio:9.3f}{cpu_ratio:9.3f}{memory_ratio:10.3f}")
-    print(
-        json.dumps(
-            {
-                "benchmark": "build",
-                "model_bytes": weights,
-                **{name: round(value, 4) for name, value in ratios.items()},
-                **{f"{side}_seconds": [round(s.seconds, 3) for s in found] for side, found in samples.items()},
-                **{f"{side}_cpu_seconds": [round(s.cpu, 3) for s in found] for side, found in samples.items()},
-                **{f"{side}_peak_bytes": [s.memory for s in found] for side, found in samples.items()},
-            }
-        )
-    )
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="a decoder of a few megabytes")
-    parser.add_argument("--runs", type=int, default=3, help="builds of each side (default: 3)")
-    parser.add_argument("--model", type=Path, help="a model of your own that the native parser takes")
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="write the decoder here and keep it")
-    parser.add_argument("--max-batch", type=int, default=4)
-    parser.add_argument("--max-chunk", type=int, default=128)
-    parser.add_argument("--bare", type=Path, metavar="ENGINE", help=argparse.SUPPRESS)
-    given = parser.parse_args(arguments)
+def run(given: argparse.Namespace, keep: Any) -> Report:
+    """See the module."""
     if given.bare is not None:
         bare_build(given.model, given.bare, given.max_batch, given.max_chunk)
-        return
-    if given.runs < 1:
-        parser.error("--runs must be at least 1")
+        raise SystemExit(0)
     folder = None if given.model else given.keep or Path(tempfile.mkdtemp(prefix="bench-build-"))
     try:
         model = given.model
@@ -217,11 +176,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
             model = folder / "decoder.onnx"
             if not model.exists():
                 write_decoder(model, SMALL if given.small else LARGE, 1024)
-        report(model, compare(model, given.runs, given.max_batch, given.max_chunk))
+        sizes = ["--max-batch", str(given.max_batch), "--max-chunk", str(given.max_chunk)]
+        samples = compare(model, given.turns, sizes)
+        weights = sum(p.stat().st_size for p in model.parent.glob(f"{model.name}*") if p.is_file())
     finally:
         if folder is not None and folder != given.keep:
             shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    main()
+    numbers = {
+        side: {"seconds": [s.seconds for s in found], "cpu_seconds": [s.cpu for s in found],
+               "peak_bytes": [s.memory for s in found]}
+        for side, found in samples.items()
+    }  # fmt: skip
+    ratios = {
+        kind: statistics.median(numbers["ours"][kind]) / statistics.median(numbers["bare"][kind])
+        for kind in numbers["ours"]
+    }
+    rows = [
+        [title, spread(numbers[side]["seconds"]), spread(numbers[side]["cpu_seconds"]),
+         spread([b / 1e6 for b in numbers[side]["peak_bytes"]], 0), f"{samples[side][0].engine / 1e6:,.0f}"]
+        for side, title in (("ours", "trt-kvcache build"), ("bare", "bare parser, builder"))
+    ]  # fmt: skip
+    rows.append(["ratio", *(f"{ratio:.3f}" for ratio in ratios.values()), ""])
+    return Report(
+        [f"{weights / 1e9:.2f} GB of model, {given.turns} builds of each: median (quartiles)"],
+        ["", "seconds", "CPU s", "peak MB", "engine MB"], rows,
+        {"model_bytes": weights, "ratios": ratios, **numbers},
+    )  # fmt: skip
