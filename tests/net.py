@@ -71,9 +71,7 @@ def facts(plan: CachePlan) -> list[str]:
     changes = [f"change {c.io}: {c.old or 'nothing'} -> {c.new or 'nothing'}" for c in plan.changes]
     originals = [f"original {o.io} {o.name} {o.role.value} {_shape(o.axes)}{_odd(o)}" for o in plan.original]
     lines += _counted([*changes, *originals])
-    lines += [
-        f"stack {s.io} {s.name} {_shape(s.shape)} {[(p.name, p.place, p.order) for p in s.parts]}" for s in plan.stacks
-    ]
+    lines += [f"stack {s.io} {s.name} {_shape(s.shape)} {[(p.name, p.place) for p in s.parts]}" for s in plan.stacks]
     lines += [f"warning {w}" for w in plan.warnings] + [f"note {n}" for n in plan.notes]
     return lines
 

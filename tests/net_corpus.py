@@ -161,17 +161,14 @@ def foreign() -> Iterator[Entry]:
     expanded = {"latents": lambda: base("latents")}
     yield from _made("foreign, expanded", expanded, capacity=32, latent_attention="expanded")
     with suppress(ImportError):
-        from stacked_graphs import Stacking, stacked, text_first
+        from stacked_graphs import Stacking, stacked
 
         kinds = [
-            ("concat", ("L", 1, "slice", "transpose")), ("concat-attention", ("M", 0, "reshape", "reshape")),
-            ("concat-attention", ("M", 0, "halves", "stack")), ("concat-attention", ("L", 2, "transpose", "none")),
-            ("concat", ("LK", 0, "gather", "stack")), ("past-attention", ("KL", 1, "split", "stack")),
-            ("gqa", ("LK", 1, "gather", "stack")), ("scatter", ("L", 0, "slice", "slots")),
-            ("scatter", ("M", 1, "split", "elements")), ("scatter", ("L", 0, "gather", "stack", True)),
+            ("concat", ("L", 1, "slice")), ("concat-attention", ("M",)), ("concat-attention", ("K", 2)),
+            ("concat", ("LK",)), ("past-attention", ("LK", 1, "split")), ("gqa", ("LK", 1)),
+            ("scatter", ("L", 0, "slice", "slots")), ("scatter", ("L", 0, "gather", "stack", True)),
         ]  # fmt: skip
         models = {f"{f} {how}": (lambda f=f, how=how: stacked(base(f), Stacking(*how))) for f, how in kinds}
-        models["text first"] = lambda: text_first(base("concat-attention"))
         yield from _made("stacked", models, capacity=32)
     with suppress(ImportError):
         import new_row_graphs as n

@@ -13,6 +13,8 @@ from trt_kvcache.importer.plan_interface import Dim as Dim
 from trt_kvcache.importer.plan_interface import InterfaceChange as InterfaceChange
 from trt_kvcache.importer.plan_interface import OriginalRole as OriginalRole
 from trt_kvcache.importer.plan_interface import OriginalTensor as OriginalTensor
+from trt_kvcache.importer.plan_interface import Stack as Stack
+from trt_kvcache.importer.plan_interface import StackPart as StackPart
 from trt_kvcache.importer.plan_interface import StateUpdate as StateUpdate
 from trt_kvcache.importer.plan_options import CacheLayout as CacheLayout
 from trt_kvcache.importer.plan_options import Fallback as Fallback
@@ -21,8 +23,6 @@ from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
-from trt_kvcache.importer.plan_stacks import Stack as Stack
-from trt_kvcache.importer.plan_stacks import StackPart as StackPart
 
 
 class Route(str, Enum):

@@ -5,8 +5,10 @@ Nothing here imports ONNX or TensorRT.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 Dim = int | str
 """A dimension: a fixed size, or the name of a symbol (``"?"`` where the model gives neither)."""
@@ -109,3 +111,48 @@ class StateUpdate:
     dtype: str
     shape: tuple[Dim, ...]
     reason: str
+
+
+@dataclass(frozen=True)
+class StackPart:
+    """One of several caches that lie in one tensor of the model as exported.
+
+    Attributes:
+        name: of the input or output that holds it alone.
+        place: an index for each axis of the tensor that caches are stacked along, None for the cache's own axes.
+    """
+
+    name: str
+    place: tuple[int | None, ...]
+
+    @property
+    def index(self) -> tuple[int | slice, ...]:
+        """The index that takes it out of the whole."""
+        return tuple(slice(None) if i is None else i for i in self.place)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """An input or output of the model as exported that holds several caches, each of which has its own here.
+
+    Attributes:
+        io: ``"input"`` or ``"output"``.
+        shape: as exported.
+        parts: all that it holds.
+    """
+
+    name: str
+    io: str
+    shape: tuple[Dim, ...]
+    parts: tuple[StackPart, ...]
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether an array of this shape can be taken apart."""
+        places = self.parts[0].place
+        return len(shape) == len(places) and all(
+            at is None or n == d for n, d, at in zip(shape, self.shape, places, strict=True)
+        )
+
+    def parted(self, whole: Any) -> dict[str, Any]:
+        """The caches that an array as exported holds: views of it, by the names of the parts."""
+        return {part.name: whole[part.index] for part in self.parts}

@@ -71,7 +71,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     reference.CopyFrom(model)
     model, branches, notes = flatten(model)
     inlined = (*functions, *branches)
-    model, finishes = extensions.rewrite(model, weights)
+    model, finishes = extensions.rewrite(model)
     normalized = normalize(model, weights, options)
     model = normalized.model
     if normalized.findings is not None:

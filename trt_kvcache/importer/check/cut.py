@@ -149,8 +149,7 @@ def _with_parts(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
                 taken = f"{part.name}/along_{axis}"
                 graph.node.append(onnx.helper.make_node("Gather", [name, index.name], [taken], taken, axis=axis))
                 name = taken
-        order = part.order or range(part.place.count(None))
-        graph.node.append(onnx.helper.make_node("Transpose", [name], [part.name], f"{part.name}/part", perm=[*order]))
+        graph.node.append(onnx.helper.make_node("Identity", [name], [part.name], f"{part.name}/part"))
         graph.output.append(onnx.helper.make_tensor_value_info(part.name, types[stack.name], None))
     return made if parts else model
 

@@ -4,7 +4,7 @@ To add a family: write a record below, and a module with a function for each sta
 
     read(model)                 edits a file's model before it is checked            -> whether it did
     standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
-    rewrite(model, weights)     edits a decoder before recognition                   -> Rewritten
+    rewrite(model)              edits a decoder before recognition                   -> Rewritten
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
@@ -18,7 +18,7 @@ circular`` or where a model writes a circular cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -121,14 +121,11 @@ def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...
     return model, said
 
 
-def rewrite(
-    model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]
-) -> tuple[onnx.ModelProto, list[Callable[[CachePlan], CachePlan]]]:
+def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Callable[[CachePlan], CachePlan]]]:
     """Edit a decoder before its caches are looked for.
 
     Args:
         model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
-        weights: the detached weights.
 
     Returns:
         The model, and what finishes its plan.
@@ -136,7 +133,7 @@ def rewrite(
     finishes = []
     for extension in EXTENSIONS:
         if extension.rewrite is not None and extension.rewrite(model):
-            done: Rewritten = load(extension.name).rewrite(model, weights)
+            done: Rewritten = load(extension.name).rewrite(model)
             model = done.model
             finishes += [done.finish] if done.finish is not None else []
     return model, finishes
@@ -175,31 +172,15 @@ def opener_of(plan: CachePlan, open_session: Opener) -> Opener:
     return open_session
 
 
-_CHOICES = ("Gather", "Slice", "Split", "Squeeze")
-_WRITES = ("Concat", "ScatterND", "ScatterElements")
-_THROUGH = ("Transpose", "Unsqueeze", "Reshape", "Identity", "Cast", "ScatterND", "ScatterElements", "Concat", "Where")
-
-
 def _stacks_caches(model: onnx.ModelProto) -> bool:
-    """Places of a cache input are chosen, an output of rank 5 is joined, or a cache grows along its first axis."""
+    """Places are chosen of an input of five axes, or of four, the first of which is fixed and so is no batch."""
     shapes = {v.name: shape_of(v) or () for v in model.graph.input if elem_type_of(v) in FLOATS}
-    # Of four axes the first has to be fixed: otherwise it is the batch of a single cache.
-    reached = {n for n, shape in shapes.items() if len(shape) > 4 or (len(shape) == 4 and isinstance(shape[0], int))}
-    first = {n: (0, -len(shape)) for n, shape in shapes.items() if len(shape) > 2}  # where their first axis lies
-    joined = {v.name for v in model.graph.output if len(shape_of(v) or (0,) * 9) > 4}
+    stacked = {n for n, shape in shapes.items() if len(shape) > 4 or (len(shape) == 4 and isinstance(shape[0], int))}
     for node in model.graph.node:
-        if node.op_type in _CHOICES and node.input[0] in reached:
+        if node.op_type in ("Identity", "Cast") and node.input[0] in stacked:
+            stacked.update(node.output)
+        if node.op_type in ("Gather", "Slice", "Split") and node.input[0] in stacked:
             return True
-        if node.op_type == "Transpose" and node.input[0] in first:
-            perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), [0])
-            first[node.output[0]] = (perm.index(0), perm.index(0) - len(perm))
-        axis = next((a.i for a in node.attribute if a.name == "axis"), 0)
-        if node.op_type in _WRITES and any(axis in first.get(name, ()) for name in node.input):
-            return True
-        if node.op_type == "Concat" and joined & set(node.output):
-            return True
-        if node.op_type in _THROUGH and any(name in reached for name in node.input):
-            reached.update(node.output)
     return False
 
 

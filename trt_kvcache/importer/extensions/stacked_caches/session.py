@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.importer.plan import CachePlan, Stack, StackPart
+from trt_kvcache.importer.plan import CachePlan, Stack
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.check.engine import Engine as Session
@@ -41,16 +41,11 @@ def _joined(feeds: Mapping[str, Array], stacks: Sequence[Stack]) -> dict[str, Ar
     """The inputs of the model as exported, of which `feeds` has the caches one by one."""
     made = dict(feeds)
     for stack in (s for s in stacks if s.io == "input"):
-        first = stack.parts[0]
-        own = iter(_as_exported(made[first.name], first).shape)
+        own = iter(made[stack.parts[0].name].shape)
         places = zip(*(part.place for part in stack.parts), strict=True)
         sizes = [next(own) if at[0] is None else 1 + max(i for i in at if i is not None) for at in places]
-        whole = np.empty(sizes, made[first.name].dtype)
+        whole = np.empty(sizes, made[stack.parts[0].name].dtype)
         for part in stack.parts:
-            whole[part.index] = _as_exported(made.pop(part.name), part)
+            whole[part.index] = made.pop(part.name)
         made[stack.name] = whole
     return made
-
-
-def _as_exported(cache: Array, part: StackPart) -> Array:
-    return cache if part.order is None else cache.transpose(np.argsort(part.order))
