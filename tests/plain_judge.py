@@ -228,7 +228,7 @@ class Caller:
         return found
 
     def bad(self, dtype: np.dtype[Any]) -> float:
-        return self.garbage if dtype.kind not in "iu" else np.iinfo(dtype).max if self.garbage == GARBAGE else 9
+        return self.garbage if dtype.kind not in "iu" else np.iinfo(dtype).max if self.garbage > MILD else 9
 
     def random(self, shape: Sequence[int], dtype: np.dtype[Any]) -> Array:
         if dtype.kind in "iu":
@@ -332,7 +332,7 @@ def _compare(plain: Plain, plan: CachePlan, rewritten: onnx.ModelProto) -> Outco
     compared = 0
     rng = np.random.default_rng(plain.seed)
     for steps in episodes(plain, plan, rng):
-        garbage = MILD if plain.faint or _garbage_counts(plain, steps[0]) else GARBAGE
+        garbage = MILD if plain.faint or _garbage_counts(plain, steps[0]) else _large(plain)
         caller = Caller(plain, np.random.default_rng(plain.seed), garbage)
         logical = caller.pasts(steps[0])
         physical = _to_physical(plan, logical, steps[0], garbage)
@@ -350,6 +350,12 @@ def _compare(plain: Plain, plan: CachePlan, rewritten: onnx.ModelProto) -> Outco
             carried = {c.past: got[c.present] for c in plan.caches if c.carried}
             physical = {p: carried[p] if p in carried else logical[p] for p in physical}
     return Outcome(EQUAL) if compared else Outcome(VACUOUS, "nothing but NaN, or no step")
+
+
+def _large(plain: Plain) -> float:
+    """ONNX Runtime hides scores of float16 by adding the lowest number, which those of larger garbage outweigh."""
+    half = any(v.type.tensor_type.elem_type == onnx.TensorProto.FLOAT16 for v in plain.model.graph.input)
+    return 100.0 if half else GARBAGE
 
 
 def _garbage_counts(plain: Plain, step: Step) -> bool:
@@ -486,7 +492,8 @@ _TOLERANCE = {"float32": 5e-4, "float16": 3e-2, "bfloat16": 2e-1, "float64": 1e-
 def _close(name: str, result: Array, expected: Array, where: str, tolerance: float) -> int:
     """The count of numbers that were compared; those that are NaN in the original say nothing."""
     if expected.dtype.kind in "iub":
-        bad = np.abs(result.astype(int) - expected.astype(int)) > 1
+        # A number close to the middle of two steps goes to either, and so do those that a later layer makes of it.
+        bad = np.abs(result.astype(int) - expected.astype(int)) > 2
         count = expected.size
     else:
         one, two = (x.astype(np.float64) for x in (result, expected))

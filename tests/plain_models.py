@@ -159,7 +159,7 @@ class _Maker(Graph):
         elif name == "one write index":
             self.indices = rng.choice(("one", "one", "expanded"))
         elif name == "int8":
-            self.cache_dtype = INT8
+            self.cache_dtype, self.zero_point = INT8, 0
         elif name == "zero point":
             self.cache_dtype, self.zero_point = rng.choice(((INT8, 3), (INT8, -7), (UINT8, 128)))
         elif name == "guard":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import blake3
@@ -15,7 +16,8 @@ import msgspec
 import onnx
 
 from trt_kvcache.errors import InvalidModelError, OptionError
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions
+from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
 PLAN_KEY = "trt_kvcache.plan"
 DIGEST_KEY = "trt_kvcache.graph"
@@ -48,7 +50,45 @@ def recorded_plan(model: onnx.ModelProto, options: PlanOptions) -> CachePlan | N
     if metadata.get(DIGEST_KEY) != graph_digest(model):
         raise InvalidModelError(f"the model was rewritten by trt_kvcache and its graph was changed since: {again}")
     _check_options(options, plan.options, "target")
+    if why := misfit(model, plan):
+        raise InvalidModelError(f"the model carries a plan that is not its own ({why}): {again}")
     return plan
+
+
+def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
+    """The first thing that a plan says otherwise than the rewritten model has it, in words; empty if there is none."""
+    for io, values in (("input", model.graph.input), ("output", model.graph.output)):
+        planned = {t.name: (t.dtype, t.shape) for t in plan.tensors if t.io == io}
+        declared = {v.name: (dtype_name(elem_type_of(v)), shape_of(v)) for v in values}
+        for name in dict.fromkeys((*planned, *declared)):
+            wanted, found = planned.get(name), declared.get(name)
+            if wanted is None or found is None:
+                return f"{io} '{name}' is {'not in the plan' if wanted is None else 'missing'}"
+            if wanted[0] != found[0] or not _fits(wanted[1], found[1]):
+                return f"{io} '{name}' is {found[0]} {list(found[1] or '?')}, planned {wanted[0]} {list(wanted[1])}"
+    makes = {name: node for node in model.graph.node for name in node.output}
+    shapes = {v.name: shape_of(v) for v in model.graph.input}
+    for cache in plan.caches:
+        node, shape = makes.get(cache.present), shapes.get(cache.past, cache.physical_shape)
+        if node is None or (cache.in_place and cache.past not in node.input):
+            return f"no node makes '{cache.present}' of '{cache.past}'"
+        if (
+            not _fits(cache.physical_shape, shape)
+            or cache.physical_shape[cache.physical_sequence_axis] != cache.capacity
+        ):
+            return f"the cache '{cache.past}' is planned {list(cache.physical_shape)}, with {cache.capacity} rows"
+    return ""
+
+
+def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
+    """True if both have one rank, and no two sizes that differ."""
+    return (
+        declared is not None
+        and len(planned) == len(declared)
+        and not any(
+            isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(planned, declared, strict=True)
+        )
+    )
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:

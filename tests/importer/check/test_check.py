@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -16,10 +18,11 @@ from decoders import make_decoder as make_static
 from graphs import Graph
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model, rewrite_model
 from trt_kvcache.importer.check import check_rewrite
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.rewritten import PLAN_KEY
 
 CAPACITY = 24
 PLAN = PlanOptions(capacity=CAPACITY)
@@ -200,6 +203,119 @@ def test_attentions_over_one_cache_are_never_taken_unread(tmp_path: Path, monkey
     verdicts = models.check_models(imported.source.proto, imported.model, imported.plan, {}, tmp_path)
     assert {v.answer for v in verdicts} == {"undecided"}
     assert len(verdicts) > 1
+
+
+def beside(last: int = 8) -> onnx.ModelProto:
+    """A cache, attention over it, and one more output: twice the result."""
+    model = hostile(lambda graph, query: graph.constant([[0.0]], np.float32))
+    model.graph.initializer.append(numpy_helper.from_array(np.array(2, np.float32), "two"))
+    model.graph.node.append(helper.make_node("Mul", ["seen", "two"], ["twice"], "node_twice"))
+    model.graph.output.append(helper.make_tensor_value_info("twice", TensorProto.FLOAT, ["B", 2, "S", last]))
+    return model
+
+
+def planned(model: onnx.ModelProto, folder: Path) -> ImportedModel:
+    onnx.save(model, folder / "model.onnx")
+    return import_model(folder / "model.onnx", PlanOptions())
+
+
+def without_output(model: onnx.ModelProto, name: str) -> onnx.ModelProto:
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    kept = [v for v in made.graph.output if v.name != name]
+    del made.graph.output[:]
+    made.graph.output.extend(kept)
+    return made
+
+
+def test_an_output_that_is_lost_is_refused(tmp_path: Path) -> None:
+    """Neither the rewritten model nor the plan has it."""
+    imported = planned(beside(), tmp_path)
+    plan = replace(imported.plan, tensors=tuple(t for t in imported.plan.tensors if t.name != "twice"))
+    with pytest.raises(UnsupportedModelError, match="has no output 'twice', and the plan does not say so"):
+        check_rewrite(imported.source.proto, without_output(imported.model, "twice"), plan, {}, tmp_path)
+    with pytest.raises(UnsupportedModelError, match="output 'twice' is missing"):
+        check_rewrite(imported.source.proto, without_output(imported.model, "twice"), imported.plan, {}, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["twice", "present"])
+def test_an_output_of_the_rewritten_model_alone_is_refused(name: str, tmp_path: Path) -> None:
+    imported = planned(beside(), tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"has an output '{name}', which the original has not"):
+        check_rewrite(without_output(imported.source.proto, name), imported.model, imported.plan, {}, tmp_path)
+
+
+@pytest.mark.parametrize(("dtype", "last"), [("float", 9), ("float16", 8)])
+def test_outputs_keep_the_shape_and_type_of_the_plan(dtype: str, last: int, tmp_path: Path) -> None:
+    """Plan and declaration agree; neither says what the graph computes."""
+    imported = planned(beside(), tmp_path)
+    shape = ("B", 2, "S", last)
+    wrong = without_output(imported.model, "twice")
+    kind = TensorProto.DataType.Value(dtype.upper())
+    wrong.graph.output.append(helper.make_tensor_value_info("twice", kind, shape))
+    tensors = (replace(t, dtype=dtype, shape=shape) if t.name == "twice" else t for t in imported.plan.tensors)
+    with pytest.raises(UnsupportedModelError, match=r"'twice' is float \[B, 2, S, 8\], and the plan says"):
+        check_rewrite(imported.source.proto, wrong, replace(imported.plan, tensors=tuple(tensors)), {}, tmp_path)
+
+
+def test_garbage_of_its_own_is_refused(tmp_path: Path) -> None:
+    """The original reads keys of rows without a token, and hides their values; the rewritten model reads both."""
+
+    def made(hides: bool) -> onnx.ModelProto:
+        graph = Graph()
+        past = [graph.input(name, TensorProto.FLOAT, ["B", 1, 16, 8]) for name in ("past_k", "past_v")]
+        new = [graph.input(name, TensorProto.FLOAT, ["B", 1, "S", 8]) for name in ("query", "key", "value")]
+        where = graph.input("write_indices", TensorProto.INT64, ["B"])
+        lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
+        keys, values = (
+            graph.node("TensorScatter", [p, n, where], name, axis=2)
+            for p, n, name in zip(past, new[1:], ("present_k", "present_v"), strict=True)
+        )
+        for name in (keys, values):
+            graph.output(name, TensorProto.FLOAT, ["B", 1, 16, 8])
+        rows = graph.constant(np.arange(16).reshape(1, 1, 16, 1))
+        ends = graph.node("Unsqueeze", [lengths, graph.constant([1, 2, 3])])
+        held = graph.node("Where", [graph.node("Less", [rows, ends]), values, graph.constant(0, np.float32)])
+        seen = graph.node("Attention", [new[0], keys, held if hides else values], "seen")
+        graph.output(seen, TensorProto.FLOAT, ["B", 1, "S", 8])
+        return graph.model(opset=24)
+
+    imported = planned(made(hides=False), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        check_rewrite(made(hides=True), imported.model, imported.plan, {}, tmp_path)
+
+
+def _empty(record: dict[str, Any]) -> None:
+    record.update(tensors=[], caches=[])
+
+
+def _longer(record: dict[str, Any]) -> None:
+    record["caches"][0]["capacity"] *= 2
+
+
+def _swapped(record: dict[str, Any]) -> None:
+    first, second = record["caches"][:2]
+    first["past"], second["past"] = second["past"], first["past"]
+
+
+def _half(record: dict[str, Any]) -> None:
+    next(t for t in record["tensors"] if t["role"] == "logits")["dtype"] = "float16"
+
+
+@pytest.mark.parametrize("forge", [_empty, _longer, _swapped, _half])
+def test_a_plan_that_does_not_fit_its_graph_is_refused(forge: Callable[[dict[str, Any]], None], tmp_path: Path) -> None:
+    """A rewritten model carries its plan, which nobody decides again."""
+    onnx.save(make_decoder(Decoder()), tmp_path / "model.onnx")
+    rewrite_model(tmp_path / "model.onnx", tmp_path / "rewritten.onnx", PLAN)
+    plan_model(tmp_path / "rewritten.onnx")
+    model = onnx.load(tmp_path / "rewritten.onnx")
+    entry = next(m for m in model.metadata_props if m.key == PLAN_KEY)
+    record = json.loads(entry.value)
+    forge(record)
+    entry.value = json.dumps(record)
+    onnx.save(model, tmp_path / "rewritten.onnx")
+    with pytest.raises(InvalidModelError, match="carries a plan that is not its own"):
+        plan_model(tmp_path / "rewritten.onnx")
 
 
 def doubled(graph: Graph, query: str) -> str:

@@ -27,6 +27,7 @@ import onnx
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.process import CheckProcessError, check_in_process, start_process
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.rewritten import misfit
 
 __all__ = ["check_rewrite", "start_check"]
 
@@ -58,6 +59,8 @@ def check_rewrite(
     Raises:
         UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
     """
+    if why := misfit(rewritten, plan):
+        raise UnsupportedModelError(f"the rewritten model is not as it was planned ({why}), and nothing is built of it")
     options = plan.options
     try:
         verdicts = check_in_process(

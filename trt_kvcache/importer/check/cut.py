@@ -24,7 +24,7 @@ from trt_kvcache.importer.check.rings import fixed_rows
 from trt_kvcache.importer.check.runnable import with_packed_function, with_plugin_functions
 from trt_kvcache.importer.check.sizes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
-from trt_kvcache.importer.protos import names_read
+from trt_kvcache.importer.protos import dtype_name, names_read
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
@@ -189,8 +189,9 @@ def find_regions(cut: Cut) -> list[Region]:
     """
     original, rewritten = cut.sides
     plan = cut.plan
-    present_of = {c.role.name: c.output for c in find_caches(plan) if c.output and c.output in original.outputs}
+    present_of = {c.role.name: c.output for c in find_caches(plan) if c.output}
     presents = set(present_of.values())
+    _check_interface(cut, presents)
     leaves = [
         {name: name if name in cut.shared else f"{side}:{name}" for name in graph.inputs}
         for side, graph in enumerate(cut.sides)
@@ -211,7 +212,7 @@ def find_regions(cut: Cut) -> list[Region]:
         and plain[0].get(name) != plain[1].get(name)
         and _is_text(cut, name)
     }
-    outputs = set(original.outputs) & set(rewritten.outputs) - presents
+    outputs = [name for name in rewritten.outputs if name not in presents]
     seen, own = [], []
     for graph, leaf in zip(cut.sides, leaves, strict=True):
         a, b = graph.digests(leaf, candidates)
@@ -231,18 +232,53 @@ def find_regions(cut: Cut) -> list[Region]:
         for s, graph in enumerate(cut.sides)
     ]
 
-    left = [p for p in dict.fromkeys(present_of.values()) if p in rewritten.makes]
+    # A guard against NaN hides numbers that are not finite: its region goes back to products with weights, and through
+    # whatever else is computed of positions, so that such numbers arise in it.
+    products = [
+        {n: d for n, d in stop.items() if n in tokens and (d.startswith("join:") or _reads_weight(graph, n))}
+        for stop, graph in zip(stops, cut.sides, strict=True)
+        for tokens in [graph.tainted(data, shapes=False)]
+    ]
+    left = list(dict.fromkeys(present_of.values()))
     regions = []
     for claim in claims:
         region = _region(cut, [claim], [], stops)
+        guarded = any(node.op_type in ("IsNaN", "IsInf") for node in region.models[0].graph.node)
+        if guarded:
+            region = _region(cut, [claim], [], products)
         mine = [present_of[i] for i in _inputs(region.models[1]) if present_of.get(i) in left]
         if mine:
-            region = _region(cut, [claim], mine, stops)
+            region = _region(cut, [claim], mine, products if guarded else stops)
             left = [p for p in left if p not in mine]
         regions.append(region)
     for present in left:
         regions.append(_region(cut, [], [present], stops))
     return sorted(regions, key=lambda r: not r.presents)
+
+
+def _check_interface(cut: Cut, presents: set[str]) -> None:
+    """Every output of one side is one of the other, of the type and shape of the plan; the plan says what is gone."""
+    original, rewritten = cut.sides
+    gone = [c.old for c in cut.plan.changes if c.io == "output" and not c.new]
+    gone += [f"{s.name} " for s in cut.plan.stacks if s.io == "output"]  # its parts are outputs of both
+    for name in original.outputs:
+        if name not in rewritten.outputs and not any(old.startswith(f"{name} ") for old in gone):
+            raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
+    for name in rewritten.outputs:
+        if name not in original.outputs:
+            raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original has not")
+    for name in sorted(presents):
+        if any(name not in graph.makes for graph in cut.sides):
+            raise UnsupportedModelError(f"only one of both models makes the cache '{name}'")
+    for tensor in (t for t in cut.plan.tensors if t.io == "output"):
+        # Inference does not find how many logits a span leaves: then the original's shape counts.
+        found = [k for kinds in reversed(cut.kinds) if (k := kinds.get(tensor.name))]
+        kind = next((k for k in found if k.shape is not None), found[0])
+        if not _is_planned(kind, tensor):
+            raise UnsupportedModelError(
+                f"the rewritten model's output '{tensor.name}' is {kind}, and the plan says {tensor.dtype} "
+                f"[{', '.join(map(str, tensor.shape))}]"
+            )
 
 
 def _check_outputs(
@@ -441,6 +477,10 @@ def _is_weight(tensor: TensorProto) -> bool:
     return tensor.data_type not in (*_WHOLE, TensorProto.BOOL) and math.prod(tensor.dims) > _FEW
 
 
+def _reads_weight(graph: Graph, name: str) -> bool:
+    return any(n in graph.constants and _is_weight(graph.constants[n]) for n in graph.makes[name].input)
+
+
 def _integers(graph: Graph, used: Iterable[str]) -> Iterable[int]:
     for name in used:
         tensor = graph.constants[name]
@@ -450,6 +490,19 @@ def _integers(graph: Graph, used: Iterable[str]) -> Iterable[int]:
             and tensor.data_location != TensorProto.EXTERNAL
         ):
             yield from (abs(int(v)) for v in onnx.numpy_helper.to_array(tensor).ravel())
+
+
+def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
+    """The type and shape that inference finds are those of the plan, as far as it finds them."""
+    if kind.elem_type and dtype_name(kind.elem_type) != tensor.dtype:
+        return False
+    if kind.shape is None:
+        return True
+    sizes = {"batch": Term(1, 1, 0), "sequence": Term(1, 0, 1)}
+    wanted = [
+        Term(d, 0, 0) if isinstance(d, int) else sizes.get(a) for d, a in zip(tensor.shape, tensor.axes, strict=True)
+    ]
+    return len(wanted) == len(kind.shape) and all(w in (None, t) for w, t in zip(wanted, kind.shape, strict=True))
 
 
 def _is_text(cut: Cut, name: str) -> bool:

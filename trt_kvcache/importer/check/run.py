@@ -32,9 +32,10 @@ from trt_kvcache.importer.protos import is_op
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
-_GARBAGE = (1e4, 1e2, 1.0, 0.0)
-"""Magnitudes of garbage in rows without a token, tried from the first on until the original hides it."""
-_HALF_GARBAGE = (30.0, 1.0, 0.0)
+_GARBAGE = (1e4, 1e2, 1.0)
+"""Magnitudes of garbage in rows without a token, tried from the first on until the original hides it. At the last one
+both sides have to be equal even if the original reads it: it must not hide what the rewritten model alone reads."""
+_HALF_GARBAGE = (30.0, 1.0)
 """In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
 _TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
 """Of numbers computed in float32: constants such as scales are as exact as the model's own type."""
@@ -141,6 +142,9 @@ class _Run:
         self.by_output = {c.output: c for c in find_caches(plan)}
         self.interface = self._interface(parts) if plan.original else None
         self.limits = limits
+        fed = {name for b in region.boundaries for side in b.names for name in side}
+        if fed.issuperset(self.needed[0] | self.needed[1]):  # nothing says how many tokens there were before
+            steps = list({(len(step.starts), step.length): step for step in steps}.values())
         self.steps = [step for step in steps if self._fits(step)]
         self.settled = self.changes_past = False
         self.alive: set[str] = set()
@@ -184,17 +188,16 @@ class _Run:
 
     def _reads_garbage(self, step: Step) -> bool:
         """True if the original itself lets garbage of this magnitude through."""
-        full, magnitude = self._original(step), self.garbage
-        self.garbage = 0.0
-        clean = self._original(step)
-        self.garbage = magnitude
+        shared = self._shared(step)
+        full, clean = (self._original(step, shared, self._contents(step, g)) for g in (self.garbage, 0.0))
         return any(_apart(clean[name], full[name], self.tolerance) is not None for name in self.region.joins)
 
     def _first_difference(self) -> tuple[str, Step]:
         self.compared = 0
         for step in self.steps:
+            shared, contents = self._shared(step), self._contents(step, self.garbage)
             try:
-                first = self._original(step)
+                first = self._original(step, shared, contents)
             except EngineError as error:  # a step that the original is not made for
                 self.refused = str(error)
                 continue
@@ -202,7 +205,7 @@ class _Run:
                 n for n in self.region.joins if first[n].size and np.ptp(np.nan_to_num(first[n], nan=0.0)) > 0
             }
             for kept in self._kept(step):
-                second = self._rewritten(step, kept)
+                second = self._rewritten(step, shared, contents, kept)
                 why = self._differ(step, first, second, kept)
                 if why:
                     return why, step
@@ -235,7 +238,8 @@ class _Run:
                 refusals.append(str(error))
                 continue
             try:
-                self.engines.append(open_engine(self.models[1], self._second(step, shared, 0.0, step.length)))
+                given = self._second(step, shared, self._contents(step, 0.0), step.length)
+                self.engines.append(open_engine(self.models[1], given))
             except EngineError as error:
                 raise EngineError(f"the rewritten part does not run: {error}") from None
             return
@@ -274,7 +278,7 @@ class _Run:
 
     def _settle(self, step: Step, contents: Feeds) -> Feeds:
         """Tokens of a past as a step of the original leaves them, for models that round a whole cache."""
-        ran = self._run(step, self._shared(step), contents)
+        ran = self._original(step, self._shared(step), contents)
         for name in self.region.presents:
             cache = self.by_output[name]
             if cache.update is not None and ran[name].shape == contents[cache.role.name].shape:
@@ -310,9 +314,8 @@ class _Run:
             made |= dict.fromkeys(b.names[0], _take(shared[f"boundary {number}"], b.shape, rows, batch))
         return made
 
-    def _second(self, step: Step, shared: Feeds, garbage: float, kept: int, poke: int | None = None) -> Feeds:
+    def _second(self, step: Step, shared: Feeds, contents: Feeds, kept: int) -> Feeds:
         """The rewritten side's inputs."""
-        contents = self._contents(step, garbage, poke)
         made = {name: values for name, values in shared.items() if name in self.needed[1]}
         for cache in self.caches:
             name = cache.role.name
@@ -321,7 +324,7 @@ class _Run:
             values = contents[name]
             if self._as_text(cache, step) is not cache:
                 rng = np.random.default_rng([self.seed, 3])
-                values = ring_window(values, cache, step.starts, garbage, rng, twin=True)
+                values = ring_window(values, cache, step.starts, self.garbage, rng, twin=True)
             made[name] = cache.to_physical(values)
         tight = max(1, *step.valid)
         for i, span in enumerate(self.plan.spans):
@@ -340,10 +343,7 @@ class _Run:
             return (step.length,)
         return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
 
-    def _original(self, step: Step, poke: int | None = None) -> Feeds:
-        return self._run(step, self._shared(step), self._contents(step, self.garbage, poke))
-
-    def _run(self, step: Step, shared: Feeds, contents: Feeds) -> Feeds:
+    def _original(self, step: Step, shared: Feeds, contents: Feeds) -> Feeds:
         """The original's joins and presents."""
         ran = [(rows, self.engines[0].run(feeds)) for rows, feeds in self._feeds(step, shared, contents)]
         made = {name: _joined([out[name] for _, out in ran], shape) for name, shape in self.region.joins.items()}
@@ -352,9 +352,8 @@ class _Run:
         triples = [(rows, step.starts[rows.start], out) for rows, out in ran]
         return made | self.interface.outputs({**shared, **contents}, triples)
 
-    def _rewritten(self, step: Step, kept: int, poke: int | None = None) -> Feeds:
-        shared = self._shared(step)
-        return self.engines[1].run(self._second(step, shared, self.garbage, kept, poke))
+    def _rewritten(self, step: Step, shared: Feeds, contents: Feeds, kept: int) -> Feeds:
+        return self.engines[1].run(self._second(step, shared, contents, kept))
 
     def _differ(self, step: Step, first: Feeds, second: Feeds, kept: int) -> str:
         said = f"after {_said(step.starts)} tokens, {step.length} new"
@@ -394,14 +393,14 @@ class _Run:
         )
         if kept != step.length or max(step.starts) > 64:
             return said
-        base = [run(step) for run in (self._original, lambda s, p=None: self._rewritten(s, kept, p))]
-        for token in range(max(step.starts)):
-            moved = []
-            for run, before in ((self._original, base[0]), (lambda s, p: self._rewritten(s, kept, p), base[1])):
-                a, b = (
-                    _take(v[name], shape, slice(row, row + 1), len(step.starts))[at] for v in (before, run(step, token))
-                )
-                moved.append(bool(abs(float(a) - float(b)) > 1e-7))
+        shared = self._shared(step)
+        before: list[float] = []
+        for token in (None, *range(max(step.starts))):
+            contents = self._contents(step, self.garbage, token)
+            ran = (self._original(step, shared, contents), self._rewritten(step, shared, contents, kept))
+            after = [float(_take(v[name], shape, slice(row, row + 1), len(step.starts))[at]) for v in ran]
+            before = before or after
+            moved = [abs(a - b) > 1e-7 for a, b in zip(before, after, strict=True)]
             if moved[0] != moved[1]:
                 return f"{said} sees key {token} in the {'original' if moved[0] else 'rewritten model'} alone"
         return said

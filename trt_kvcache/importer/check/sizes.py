@@ -14,6 +14,7 @@ from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.importer.check.engine import EngineError, open_engine
+from trt_kvcache.importer.protos import dtype_name
 
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
 """Two sets of sizes, which no product of others explains."""
@@ -42,6 +43,10 @@ class Term:
         """The size for B and S."""
         return int(self.factor * batch**self.batch * sequence**self.sequence)
 
+    def __str__(self) -> str:
+        """For messages."""
+        return "*".join([*[str(self.factor)][: self.factor != 1], *"B" * self.batch, *"S" * self.sequence]) or "1"
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -49,6 +54,10 @@ class Kind:
 
     elem_type: int
     shape: tuple[Term, ...] | None
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"{dtype_name(self.elem_type)} [{', '.join(map(str, self.shape or ('?',)))}]"
 
 
 class Kinds:
