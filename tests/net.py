@@ -1,6 +1,6 @@
 """The net: plans, refusals and verdicts of many models, recorded in `net.json` and compared with what they are now.
 
-`net_corpus` makes the models::
+`corpus` makes the models::
 
     python tests/net.py                     plan all, say what differs from the record; exit code 1 if anything does
     python tests/net.py --quick             stored exports only
@@ -33,9 +33,10 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-sys.path[:0] = [str(p) for p in (TESTS.parent, TESTS.parent / "scripts", TESTS) if str(p) not in sys.path]
+PATHS = (TESTS.parent, TESTS.parent / "scripts", TESTS, TESTS / "corpus")
+sys.path[:0] = [str(p) for p in PATHS if str(p) not in sys.path]
 
-from net_corpus import GROUPS, Entry, entries, stored  # noqa: E402
+from corpus import FAMILIES, Entry, entries  # noqa: E402
 
 from trt_kvcache.errors import TrtKvCacheError  # noqa: E402
 from trt_kvcache.importer import import_model  # noqa: E402
@@ -211,10 +212,10 @@ def main() -> int:
     given = parser.parse_args()
     started = time.monotonic()
     pattern = given.write or given.only
-    groups = (stored,) if given.quick else GROUPS
+    families = ("stored_exports",) if given.quick else FAMILIES
     record = load()
     found: dict[str, dict[str, list[str]]] = {"plans": {}, "verdicts": {}}
-    for key, lines, verdict in run(entries(pattern, groups), given.j, given.verify):
+    for key, lines, verdict in run(entries(pattern, families), given.j, given.verify):
         found["plans"][key] = lines
         if verdict:
             found["verdicts"][key] = verdict

@@ -1,6 +1,7 @@
 """Judge what becomes of the models of `plain_models`: the rewritten model against an interpreter in NumPy of its own.
 
-``python tests/plain_judge.py --seeds A:B [--build]`` prints a table of outcomes; ``--seed N`` one model in detail.
+With ``PYTHONPATH=tests/corpus``, ``python tests/plain_judge.py --seeds A:B [--build]`` prints a table of outcomes;
+``--seed N`` prints one model in detail.
 """
 
 from __future__ import annotations

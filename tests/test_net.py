@@ -6,7 +6,7 @@ from pathlib import Path
 
 import net
 import pytest
-from net_corpus import Entry, entries
+from corpus import Entry, entries
 
 KEYS = (
     "stored/optimum/llama", "stored/plain-torch/where_dynamo_op18", "stored/mobius/llama_static_f32", "concat/plain",

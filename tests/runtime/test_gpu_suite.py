@@ -18,7 +18,7 @@ from decoders import DecoderConfig, write_decoder
 from runtime.fake_engines import write_engine
 
 ROOT = Path(__file__).resolve().parents[2]
-PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "scripts"))
+PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/corpus", "scripts"))
 SITE = os.pathsep.join((str(ROOT / "tests" / "runtime" / "fake_site"), PATHS))
 NO_GPU = "import gpu_check, sys; sys.exit(gpu_check.main(sys.argv[1:]))"
 

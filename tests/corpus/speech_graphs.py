@@ -5,6 +5,7 @@ k = cache[i, :, :offset + S]; k[:, -S:] = new; attention over k; cache[i, :, :of
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ import onnx
 from graphs import Graph
 from numpy.typing import NDArray
 from onnx import TensorProto
+
+from corpus import Entry, built
 
 Array = NDArray[Any]
 VOCAB, WIDTH, HEADS, LAYERS, HEARD = 19, 8, 2, 2, 5
@@ -165,3 +168,10 @@ def _attention(g: Graph, rng: np.random.Generator, query: str, key: str, value: 
     made = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), split(value, 0, 2, 1, 3)])
     flat = g.node("Reshape", [g.node("Transpose", [made], perm=[0, 2, 1, 3]), g.constant([0, 0, WIDTH])])
     return g.node("MatMul", [flat, _weight(g, rng, WIDTH, WIDTH)])
+
+
+def entries() -> Iterator[Entry]:
+    how: tuple[dict[str, Any], ...] = (
+        {}, {"write": "rows"}, {"mask": "all"}, {"first": 1}, {"back": 1}, {"scrambled": True},
+    )  # fmt: skip
+    yield from built("speech", {str(h): (lambda h=h: make_decoder(Speech(**h))) for h in how})

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import onnx
+from concat_graphs import Decoder, make_decoder
 from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from corpus import Entry, built
 
 Array = np.ndarray[Any, Any]
 FORMS = ("nvfp4", "mxfp8")
@@ -103,3 +107,9 @@ def _mxfp8(values: Array, name: str, x: str, kind: int) -> tuple[list[TensorProt
 
 def _raw(name: str, kind: int, shape: tuple[int, ...], data: Array) -> TensorProto:
     return helper.make_tensor(name, kind, shape, np.ascontiguousarray(data).tobytes(), raw=True)
+
+
+def entries() -> Iterator[Entry]:
+    plain = Decoder(heads=8, size=8, opset=23)
+    models = {form: (lambda form=form: in_blocks(make_decoder(plain), form)) for form in FORMS}
+    yield from built("blocks", models, capacity=24)

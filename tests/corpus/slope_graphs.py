@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-from concat_graphs import Build
+from concat_graphs import Build, Decoder, decoders
 from onnx import TensorProto
+
+from corpus import Entry
 
 UNEVEN = np.array([0.7071068, 0.3, 1.1, 0.05])  # no powers of two: products are rounded
 Make = Callable[[Build], str]
@@ -54,3 +56,8 @@ def one_slope(g: Build) -> str:
 
 def added(make: Make) -> Callable[[Build, str], str]:
     return lambda g, scores: g.node("Add", [scores, g.once("alibi", lambda: make(g))])
+
+
+def entries() -> Iterator[Entry]:
+    made = {"counted": counted, "table": table, "distance": distance, "absolute": absolute}
+    yield from decoders("slopes", {n: Decoder(scores=added(f), mask="padding") for n, f in made.items()})

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import onnx
 import onnx_graphsurgeon as gs
 from concat_graphs import MASKS, Build, Decoder, make_decoder
 
+from corpus import Entry, built
 from trt_kvcache.importer.graph import replace_uses
 
 
@@ -74,3 +75,7 @@ FORMS: dict[str, Callable[[], onnx.ModelProto]] = {
     "heads one by one": lambda: _decoder(_one_by_one),
     "heads written one by one": _written_one_by_one,
 }
+
+
+def entries() -> Iterator[Entry]:
+    yield from built("apart", FORMS, capacity=24)

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import onnx
 from graphs import Graph
 from numpy.typing import NDArray
 from onnx import TensorProto
+
+from corpus import Entry, built
 
 Array = NDArray[Any]
 
@@ -283,3 +285,13 @@ def _renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProt
             for i, name in enumerate(fields):
                 fields[i] = names.get(name, name)
     return model
+
+
+def entries() -> Iterator[Entry]:
+    crosses = [(kind, mask) for kind in ("keys", "hidden") for mask in ("none", "ones", "bool")]
+    for growing in (False, True):
+        models = {
+            f"convolution={c}": (lambda c=c, g=growing: hybrid_model(convolution=c, growing=g)) for c in (True, False)
+        }
+        models |= {f"{k} {m}": (lambda k=k, m=m, g=growing: cross_model(k, m, growing=g)) for k, m in crosses}
+        yield from built(f"hybrid, growing={growing}", models, capacity=24)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
-from concat_graphs import Build, _attend
+from concat_graphs import Build, Decoder, _attend, decoders
 from onnx import TensorProto
+
+from corpus import Entry
 
 ROWS = 40
 """Positions of a table."""
@@ -111,3 +114,10 @@ def _tables(g: Build) -> Pair:
     angles = np.outer(np.arange(ROWS), np.tile(_frequencies(g), 2))
     cos, sin = (partial(g.constant, of(angles), np.float32) for of in (np.cos, np.sin))
     return g.once("cos", cos), g.once("sin", sin)
+
+
+def entries() -> Iterator[Entry]:
+    forms = ("slice", "negative", "open", "gather", "gather 2d", "position_ids", "range", "table")
+    how: list[dict[str, Any]] = [{"form": f} for f in forms]
+    how += [{"keys": True}, {"angles": "einsum"}, {"angles": "matmul"}]
+    yield from decoders("rope", {str(h): Decoder(attend=Rope(**h), positions="none") for h in how})

@@ -5,7 +5,7 @@ Every part may be replaced by a function of the graph under construction, for de
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 import onnx
 from graphs import Dim, Graph
 from onnx import TensorProto
+
+from corpus import Entry, built
 
 VOCABULARY = 32
 TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
@@ -383,3 +385,25 @@ MASKS: dict[str, Callable[[Build], str]] = {
     "positions": _by_positions,
     "buffer": _by_buffer,
 }
+
+
+def entries() -> Iterator[Entry]:
+    """Each choice by itself."""
+    forms: dict[str, dict[str, Any]] = {"plain": {}, "upcast": {"dtype": np.float16, "upcast": True}}
+    choices: dict[str, tuple[Any, ...]] = {
+        "scale": ("q", "k", "both", "none"), "by": ("Div",), "softcap": (5.0,), "window": (5,), "guard": (True,),
+        "mask": ("padding", "positions", "buffer", "own", "none"), "apply": ("where", "hide"), "layers": (2,),
+        "sinks": ("weight", "zero"), "repeat": ("tile", "gather"), "kv_heads": (4, 1), "layout": ("bsnd", "flat"),
+        "positions": ("past", "padding", "present", "none"), "embedded": (True,), "last": (True,), "batch": (1,),
+        "dtype": (np.float16,), "sequence": (1,),
+    }  # fmt: skip
+    for name, values in choices.items():
+        forms.update({f"{name}={getattr(v, '__name__', v)}": {name: v} for v in values})
+    forms["own float"] = {"mask": "own", "own_type": np.float32}
+    forms["padding bsnd"] = {"mask": "padding", "layout": "bsnd", "layers": 2}
+    yield from decoders("concat", {name: Decoder(**how) for name, how in forms.items()})
+
+
+def decoders(group: str, forms: dict[str, Decoder]) -> Iterator[Entry]:
+    """Decoders of these forms, over 24 tokens."""
+    yield from built(group, {n: (lambda d=d: make_decoder(d)) for n, d in forms.items()}, capacity=24)

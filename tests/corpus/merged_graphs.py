@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from concat_graphs import MASKS, TYPES, Build
+from concat_graphs import MASKS, TYPES, Build, Decoder, decoders
 from onnx import TensorProto
+
+from corpus import Entry
 
 Change = Callable[[Build, str], str]
 
@@ -172,3 +174,10 @@ def cross_attention(g: Build, x: str) -> str:
     result = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), merge(merged, g, values)])
     rows = g.node("Transpose", [separate(merged, g, result)], perm=[0, 2, 1, 3])
     return g.node("Add", [x, g.node("Reshape", [rows, g.constant([0, 0, heads * size])])])
+
+
+def entries() -> Iterator[Entry]:
+    how: list[dict[str, Any]] = [{"split": s} for s in ("mask", "softmax")]
+    how += [{"split": "none", "spread": s} for s in ("heads", "one")]
+    how += [{"scale": s} for s in ("scores", "keys", "none")] + [{"apply": "where"}, {"sizes": "heads"}]
+    yield from decoders("merged", {str(h): Decoder(attend=Merged(**h)) for h in how})

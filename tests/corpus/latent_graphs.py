@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from concat_graphs import TYPES, Build, Decoder, _attend
+from concat_graphs import TYPES, Build, Decoder, _attend, decoders
 from onnx import TensorProto, helper
+
+from corpus import Entry
 
 Change = Callable[[Build, str], str]
 
@@ -178,3 +180,10 @@ def written(g: Build, whole: str, part: str, start: int, end: int, reduction: st
 def latent_decoder(latent: Latent, **settings: Any) -> Decoder:
     opset = 24 if latent.operator else 18
     return Decoder(kv_heads=1, repeat="none", attend=latent, opset=opset, **settings)
+
+
+def entries() -> Iterator[Entry]:
+    how: list[dict[str, Any]] = [{}, {"heads": "weights"}, {"products": "blocks"}, {"products": "two"}]
+    how += [{"join": "scatter"}, {"parts": "slice"}, {"norm": "pieces"}, {"bias": True}, {"absorbed": True}]
+    how += [{"operator": True}]
+    yield from decoders("latent", {str(h): latent_decoder(Latent(**h)) for h in how})

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import onnx
+from foreign_tools import foreign
 from onnx import TensorProto, helper
+
+from corpus import Entry, built
 
 Nodes = list[onnx.NodeProto]
 Form = Callable[[str, str], Nodes]
@@ -138,3 +141,14 @@ def turn_within(model: onnx.ModelProto, order: tuple[int, ...]) -> onnx.ModelPro
 
 def _inverse(order: tuple[int, ...]) -> list[int]:
     return [order.index(axis) for axis in range(len(order))]
+
+
+def entries() -> Iterator[Entry]:
+    models = {
+        "joined": lambda: give_new_rows(foreign("concat"), as_joined),
+        "flat": lambda: give_new_rows(foreign("concat"), flat),
+        "relu": lambda: give_new_rows(foreign("concat"), changed("Relu")),
+        "laid 0213": lambda: lay_caches(foreign("concat"), (0, 2, 1, 3), (0, 1, 3, 2)),
+        "turned": lambda: turn_within(foreign("concat"), (0, 2, 1, 3)),
+    }
+    yield from built("new rows", models, capacity=32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -12,6 +13,8 @@ import numpy as np
 import onnx
 from numpy.typing import NDArray
 from onnx import helper, numpy_helper
+
+from corpus import Entry, built
 
 OPERATORS = ("TensorScatter", "Attention")
 
@@ -82,3 +85,7 @@ def node_cases() -> tuple[tuple[NodeCase, ...], tuple[str, ...]]:
             )
         )
     return tuple(kept), tuple(left_out)
+
+
+def entries() -> Iterator[Entry]:
+    yield from built("node", {c.name: (lambda c=c: c.model) for c in node_cases()[0]})

@@ -5,15 +5,17 @@ Both come from one decoder of `scripts/decoders.py`, so they have the same weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 from decoders import DecoderConfig, make_decoder
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
+from corpus import Entry, built
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor, PlanOptions, Role, StateUpdate
@@ -274,3 +276,12 @@ def import_pair(
         state = StateUpdate("state", "state_out", "float", ("batch", config.decoder.hidden), "replaced as a whole")
         plan = replace(plan, states=(state,))
     return ImportedModel(load_source(folder / "original.onnx"), plan, imported.model)
+
+
+def entries() -> Iterator[Entry]:
+    heads = DecoderConfig(form="heads-major", vocab=64, capacity=24)
+    how: tuple[dict[str, Any], ...] = (
+        {}, {"cache": "assign"}, {"window": 5}, {"embedded": True}, {"extras": True}, {"batch": 2},
+    )  # fmt: skip
+    yield from built("original", {str(h): (lambda h=h: make_original(OriginalConfig(heads, **h))) for h in how},
+                     capacity=24)  # fmt: skip

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import onnx
 from concat_graphs import VOCABULARY
 from graphs import Dim, Graph
 from onnx import TensorProto
+
+from corpus import Entry, built
 
 HEADS, KV_HEADS, SIZE = 4, 2, 4
 WIDTH = HEADS * SIZE
@@ -239,3 +242,13 @@ def _cached(g: Built, past: str, new: str, kept: int, present: str) -> str:
 
 def _repeat(g: Built, tensor: str) -> str:
     return g.node("Gather", [tensor, g.constant(np.arange(HEADS) // (HEADS // KV_HEADS))], axis=1)
+
+
+def entries() -> Iterator[Entry]:
+    how: list[dict[str, Any]] = [{"cut": c} for c in CUTS] + [{"mask": m} for m in MASKS]
+    how += [{"attention": "fused"}, {"layout": "bsnd"}, {"kept": (0, 7), "window": (0, 8)}, {"sequence": 1}]
+    how += [{"values": 1}, {"reads": "cut"}]
+    cuts = {str(h): (lambda h=h: make_cut(Cut(**h))) for h in how}
+    yield from built("cut", cuts, capacity=24)
+    rings = {n: m for n, m in cuts.items() if "attention" in n or "kept" in n or n == "{'mask': 'lengths'}"}
+    yield from built("cut, circular", rings, capacity=24, sliding="circular", window_chunk=8)

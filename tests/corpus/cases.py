@@ -6,7 +6,7 @@ what this package does with it (`Ours`, checked by ``tests/conformance/test_matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +16,7 @@ from onnx import TensorProto
 from scan_graphs import STEPS, scan
 from scan_graphs import decoder as scanning_decoder
 
+from corpus import Entry, built
 from trt_kvcache.importer.plan import AttentionKind, PhysicalLayout, Route
 
 FLOAT, HALF, BF16, BOOL, INT64 = (
@@ -353,3 +354,8 @@ GROUPS: tuple[tuple[str, tuple[Case, ...]], ...] = (
     ("A Scan over the tokens (linear attention)", SCAN_CASES),
 )
 ALL_CASES: tuple[Case, ...] = tuple(case for _, cases in GROUPS for case in cases)
+
+
+def entries() -> Iterator[Entry]:
+    for case in ALL_CASES:
+        yield from built("case", {case.key: case.model}, **({"capacity": case.capacity} if case.capacity else {}))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
+from foreign_tools import foreign
 from onnx import helper, numpy_helper
+
+from corpus import Entry, built
 
 Names = npt.NDArray[Any]  # of caches, in the order in which they are stacked
 KINDS = ("key", "value")
@@ -141,3 +144,13 @@ class _Edit:
         del self.model.graph.node[:]
         self.model.graph.node.extend(nodes)
         return self.model
+
+
+def entries() -> Iterator[Entry]:
+    kinds: list[tuple[str, tuple[Any, ...]]] = [
+        ("concat", ("L", 1, "slice")), ("concat-attention", ("M",)), ("concat-attention", ("K", 2)),
+        ("concat", ("LK",)), ("past-attention", ("LK", 1, "split")), ("gqa", ("LK", 1)),
+        ("scatter", ("L", 0, "slice", "slots")), ("scatter", ("L", 0, "gather", "stack", True)),
+    ]  # fmt: skip
+    models = {f"{f} {how}": (lambda f=f, how=how: stacked(foreign(f), Stacking(*how))) for f, how in kinds}
+    yield from built("stacked", models, capacity=32)

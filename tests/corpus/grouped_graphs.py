@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-from concat_graphs import MASKS, Build, beside_sinks, without_sinks
+from concat_graphs import MASKS, Build, Decoder, beside_sinks, decoders, without_sinks
+
+from corpus import Entry
 
 
 @dataclass(frozen=True)
@@ -163,3 +167,12 @@ class Grouped:
         if self.mask == 5:
             return g.node("Unsqueeze", [mask, g.constant([2])])
         return mask if self.mask == 4 else g.node("Squeeze", [mask, g.constant([0, 1][: 4 - self.mask])])
+
+
+def entries() -> Iterator[Entry]:
+    forms = (
+        "broadcast", "einsum", "jax", "rows", "flat", "front", "front einsum", "tiled", "folded", "folded back",
+    )  # fmt: skip
+    how: list[dict[str, Any]] = [{"form": f} for f in forms] + [{"mask": m} for m in (3, 4, 5)]
+    how += [{"apply": "where"}, {"rolled": True}]
+    yield from decoders("grouped", {str(h): Decoder(repeat="none", attend=Grouped(**h)) for h in how})

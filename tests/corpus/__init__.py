@@ -1,0 +1,46 @@
+"""The corpus: every model that the tests plan, verify, build, or see refused.
+
+A family is a module here; its `entries` give a name, a builder and the options of the plan for each model. What is
+expected of a model is in `net.json`: the facts of its plan, with idiom and route of each cache, or the words of its
+refusal; and the verdict of `verify`. Nothing is built before it is asked for.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import onnx
+
+Make = Callable[[Path], Path]
+"""Writes a model to a folder, or gives the path of one that is there."""
+Entry = tuple[str, Make, dict[str, Any]]
+"""Key, model, and options of the plan."""
+Builders = dict[str, Callable[[], onnx.ModelProto]]
+
+FAMILIES = (
+    "stored_exports", "concat_graphs", "apart_graphs", "grouped_graphs", "merged_graphs", "latent_graphs",
+    "rope_graphs", "slope_graphs", "cut_graphs", "foreign_tools", "stacked_graphs", "new_row_graphs", "block_graphs",
+    "canonical_models", "hybrids", "speech_graphs", "scan_graphs", "originals", "cases", "onnx_cases",
+    "mutated_exports",
+)  # fmt: skip
+
+
+def entries(only: str = "*", families: Sequence[str] = FAMILIES) -> list[Entry]:
+    """All models, or those whose keys match."""
+    found: Iterator[Entry] = (entry for name in families for entry in import_module(name).entries())
+    return [entry for entry in found if fnmatch.fnmatch(entry[0], only)]
+
+
+def built(group: str, models: Builders, **options: Any) -> Iterator[Entry]:
+    """Models that are built in code, each called `group`/name."""
+    for name, build in models.items():
+
+        def make(folder: Path, build: Callable[[], onnx.ModelProto] = build) -> Path:
+            onnx.save(build(), folder / "model.onnx")
+            return folder / "model.onnx"
+
+        yield f"{group}/{name}", make, options

@@ -1,0 +1,24 @@
+"""Decoders of `scripts/foreign_decoders.py`, as other tools than this package's write them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from decoders import DecoderConfig
+from foreign_decoders import FORMS, make_foreign
+from onnx import ModelProto
+
+from corpus import Entry, built
+
+CONFIG = DecoderConfig(vocab=64, capacity=32)
+
+
+def foreign(form: str) -> ModelProto:
+    """A decoder of this form with `CONFIG`."""
+    return make_foreign(form, CONFIG)
+
+
+def entries() -> Iterator[Entry]:
+    yield from built("foreign", {f: (lambda f=f: foreign(f)) for f in FORMS}, capacity=32)
+    yield from built("foreign, expanded", {"latents": lambda: foreign("latents")}, capacity=32,
+                     latent_attention="expanded")  # fmt: skip
