@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from concat_graphs import TYPES, Build, Decoder, _attend, decoders
-from onnx import TensorProto, helper
+from onnx import helper
 
 from corpus import Entry
 
@@ -22,34 +22,26 @@ def unchanged(g: Build, tensor: str) -> str:
 class Latent:
     """Attention whose two caches are latents ``[B, 1, T, D]`` and what is rotated of the keys, ``[B, 1, T, D]``.
 
+    One product gives keys and values of each head side by side.
+
     Attributes:
-        heads: how one product becomes heads: "reshape", or "weights" of their own for each head.
-        products: what is multiplied: keys and values of a head side by side ("one"), all keys beside all values
-            ("blocks"), or keys and values each by a weight of their own ("two").
         plain, width: columns of the keys without positions, and of the values; 0: as many as of a cache.
-        kv_heads: of keys and values, which are repeated; 0: as many as of queries.
-        join: how the two parts of a key come together: "concat", "scatter", "reversed": scattered, the last first, or
-            "cast": scattered into zeros of another type, as ModelOpt's AutoCast leaves them.
+        join: how the two parts of a key come together: "concat", or "scatter", as torch writes them to an empty tensor.
         parts: how keys and values are parted: "split" or "slice".
-        norm: of the latents, behind the cache: "pieces", "operator" or "".
+        norm: of the latents, after the cache: "pieces", "operator" or "".
         bias: is added to keys and values.
         absorbed: queries go to the latents instead of latents to the keys.
-        repeat: what is absorbed is repeated for all heads.
         operator: an Attention instead of MatMul, Softmax, MatMul.
         latents, rotated, keys, values: change these on their way, for functions that only look right.
     """
 
-    heads: str = "reshape"
-    products: str = "one"
     plain: int = 0
     width: int = 0
-    kv_heads: int = 0
     join: str = "concat"
     parts: str = "split"
     norm: str = ""
     bias: bool = False
     absorbed: bool = False
-    repeat: bool = False
     operator: bool = False
     latents: Change = unchanged
     rotated: Change = unchanged
@@ -62,24 +54,14 @@ class Latent:
             return self._absorbed(g, query, latents, rotated)
         heads, size = g.decoder.heads, g.decoder.size
         plain, values = self._parted(g, latents)
-        spread = g.node("Expand", [rotated, g.constant([1, self.kv_heads or heads, 1, 1])])
+        spread = g.node("Expand", [rotated, g.constant([1, heads, 1, 1])])
         keys, values = self.keys(g, self._joined(g, plain, spread)), self.values(g, values)
-        if self.kv_heads:
-            keys, values = (self._repeated(g, t) for t in (keys, values))
         query = g.node("MatMul", [query, g.weight(size, self._sizes(g)[0] + size)])
         output = self._attention(g, query, keys, values)
         return g.node("MatMul", [output, g.weight(self.width, size)]) if self.width else output
 
     def _sizes(self, g: Build) -> tuple[int, int]:
         return self.plain or g.decoder.size, self.width or g.decoder.size
-
-    def _repeated(self, g: Build, tensor: str) -> str:
-        times = g.decoder.heads // self.kv_heads
-        apart = g.node("Unsqueeze", [tensor, g.constant([2])])
-        spread = g.node("Expand", [apart, g.constant([1, 1, times, 1, 1])])
-        shape = [g.node("Unsqueeze", [g.size_of(tensor, axis), g.constant([0])]) for axis in (0, 2, 3)]
-        whole = g.node("Concat", [shape[0], g.constant([g.decoder.heads]), *shape[1:]], axis=0)
-        return g.node("Reshape", [spread, whole])
 
     def _attention(self, g: Build, query: str, keys: str, values: str) -> str:
         if not self.operator:
@@ -90,8 +72,7 @@ class Latent:
     def _normed(self, g: Build, latents: str) -> str:
         if not self.norm:
             return latents
-        size = g.decoder.size
-        scale = g.weight(size)
+        scale = g.weight(g.decoder.size)
         if self.norm == "operator":
             return g.node("LayerNormalization", [latents, scale], epsilon=1e-5)
         mean = g.node("ReduceMean", [g.node("Pow", [latents, g.number(2.0)]), g.constant([-1])], keepdims=1)
@@ -100,19 +81,10 @@ class Latent:
 
     def _parted(self, g: Build, latents: str) -> tuple[str, str]:
         """Keys without positions and values, ``[B, H, T, D]``."""
-        heads, (plain, width) = self.kv_heads or g.decoder.heads, self._sizes(g)
-        if self.products == "two":
-            return self._heads_of(g, latents, plain), self._heads_of(g, latents, width)
-        if self.products == "blocks":
-            flat = g.node("MatMul", [latents, g.weight(g.decoder.size, heads * (plain + width))])
-            halves = self._split(g, flat, heads * plain, heads * width)
-            return self._to_heads(g, halves[0], plain), self._to_heads(g, halves[1], width)
-        both = self._heads_of(g, latents, plain + width)
+        first, second = self._sizes(g)
+        both = self._heads_of(g, latents, first + second)
         if self.bias:
-            both = g.node("Add", [both, g.weight(plain + width)])
-        return self._split(g, both, plain, width)
-
-    def _split(self, g: Build, both: str, first: int, second: int) -> tuple[str, str]:
+            both = g.node("Add", [both, g.weight(first + second)])
         if self.parts == "split":
             names = [f"{both}_keys", f"{both}_values"]
             g.node("Split", [both, g.constant([first, second])], names, axis=3)
@@ -123,9 +95,7 @@ class Latent:
 
     def _heads_of(self, g: Build, latents: str, columns: int) -> str:
         """``[B, H, T, columns]``."""
-        if self.heads == "weights":
-            return g.node("MatMul", [latents, self._per_head(g, g.decoder.size, columns)])
-        flat = g.node("MatMul", [latents, g.weight(g.decoder.size, (self.kv_heads or g.decoder.heads) * columns)])
+        flat = g.node("MatMul", [latents, g.weight(g.decoder.size, g.decoder.heads * columns)])
         return self._to_heads(g, flat, columns)
 
     def _to_heads(self, g: Build, flat: str, columns: int) -> str:
@@ -133,47 +103,34 @@ class Latent:
         shape = g.node("Concat", [*sizes, g.constant([-1, columns])], axis=0)
         return g.node("Transpose", [g.node("Reshape", [flat, shape])], perm=[0, 2, 1, 3])
 
-    def _per_head(self, g: Build, rows: int, columns: int) -> str:
-        heads = self.kv_heads or g.decoder.heads
-        split = g.node("Reshape", [g.weight(rows, heads * columns), g.constant([rows, heads, columns])])
-        return g.node("Transpose", [split], perm=[1, 0, 2])
-
     def _joined(self, g: Build, plain: str, spread: str) -> str:
         if self.join == "concat":
             return g.node("Concat", [plain, spread], axis=-1)
         size, end = g.decoder.size, self._sizes(g)[0]
-        heads = g.constant(self.kv_heads or g.decoder.heads)
-        whole = [g.size_of(g.tokens, 0), heads, g.all, g.constant(end + size)]
+        whole = [g.size_of(g.tokens, 0), g.constant(g.decoder.heads), g.all, g.constant(end + size)]
         shape = g.node("Concat", [g.node("Unsqueeze", [n, g.constant([0])]) for n in whole], axis=0)
-        dtype = TYPES[g.decoder.dtype]
-        zero = helper.make_tensor("", TensorProto.DOUBLE if self.join == "cast" else dtype, [1], [0])
+        zero = helper.make_tensor("", TYPES[g.decoder.dtype], [1], [0])
         made = g.node("ConstantOfShape", [shape], value=zero)
-        if self.join == "cast":
-            made = g.node("Cast", [made], to=dtype)
-        writes = [(plain, 0, end), (spread, end, 2**63 - 1)]
-        for part, start, end in reversed(writes) if self.join == "reversed" else writes:
-            made = written(g, made, part, start, end)
+        for part, first, last in ((plain, 0, end), (spread, end, 2**63 - 1)):
+            made = written(g, made, part, first, last)
         return made
 
     def _absorbed(self, g: Build, query: str, latents: str, rotated: str) -> str:
-        size = g.decoder.size
-        queries = g.node("MatMul", [query, self._per_head(g, size, 2 * size)])
+        heads, size = g.decoder.heads, g.decoder.size
+        queries = g.node("MatMul", [query, g.weight(heads, size, 2 * size)])
         keys = self.keys(g, g.node("Concat", [latents, rotated], axis=-1))
-        if self.repeat:
-            keys = g.node("Expand", [keys, g.constant([1, g.decoder.heads, 1, 1])])
         output = self._attention(g, queries, keys, self.values(g, latents))
-        return g.node("MatMul", [output, self._per_head(g, size, size)])
+        return g.node("MatMul", [output, g.weight(heads, size, size)])
 
 
-def written(g: Build, whole: str, part: str, start: int, end: int, reduction: str = "none") -> str:
+def written(g: Build, whole: str, part: str, start: int, end: int) -> str:
     """``whole[..., start:end] = part``, as torch writes it."""
     perm = [3, 1, 2, 0]
-    size = g.size_of(whole, 3)
-    columns = g.node("Range", [g.constant(0), size, g.constant(1)])
+    columns = g.node("Range", [g.constant(0), g.size_of(whole, 3), g.constant(1)])
     some = g.node("Slice", [columns, *map(g.constant, ([start], [end], [0], [1]))])
     rows = g.node("Unsqueeze", [some, g.constant([-1])])
     parts = [g.node("Transpose", [t], perm=perm) for t in (whole, part)]
-    made = g.node("ScatterND", [parts[0], rows, parts[1]], reduction=reduction)
+    made = g.node("ScatterND", [parts[0], rows, parts[1]])
     return g.node("Transpose", [made], perm=perm)
 
 
@@ -183,7 +140,6 @@ def latent_decoder(latent: Latent, **settings: Any) -> Decoder:
 
 
 def entries() -> Iterator[Entry]:
-    how: list[dict[str, Any]] = [{}, {"heads": "weights"}, {"products": "blocks"}, {"products": "two"}]
-    how += [{"join": "scatter"}, {"parts": "slice"}, {"norm": "pieces"}, {"bias": True}, {"absorbed": True}]
-    how += [{"operator": True}]
+    how: list[dict[str, Any]] = [{}, {"join": "scatter"}, {"parts": "slice"}, {"norm": "pieces"}, {"bias": True}]
+    how += [{"absorbed": True}, {"operator": True}]
     yield from decoders("latent", {str(h): latent_decoder(Latent(**h)) for h in how})

@@ -250,9 +250,7 @@ def test_stale_rows_are_counted(tmp_path: Path) -> None:
     wrong = next(o for o in report.outputs if o.name == "updated_key_cache.0")
     assert wrong.max_relative == 0
     assert wrong.stale_rows_changed > 100
-    with pytest.raises(
-        VerificationError, match=r"'updated_key_cache.0' changes \d+ cache rows .* at step 8 \(short: 4 tokens at"
-    ):
+    with pytest.raises(VerificationError, match=r"'updated_key_cache.0' changes \d+ cache rows .* at step \d+ \("):
         dataclasses.replace(report, outputs=(wrong,)).check()
 
 

@@ -106,8 +106,6 @@ def test_a_table_ends_before_the_capacity(tmp_path: Path) -> None:
         rewritten(_model(form="table"), tmp_path, capacity=ROWS + 1)
 
 
-@pytest.mark.parametrize("capacity", [ROWS + 1, 64])
-def test_a_table_for_all_keys_ends_before_the_capacity(capacity: int, tmp_path: Path) -> None:
-    """What is read of the cache then fits no attention; what is said is why."""
-    with pytest.raises(UnsupportedModelError, match=f"--capacity is {capacity}, .* at most --capacity {ROWS}"):
-        rewritten(_model(form="table", keys=True), tmp_path, capacity=capacity)
+def test_a_table_for_all_keys_ends_before_the_capacity(tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="reads the cache .* is no attention"):
+        rewritten(_model(form="table", keys=True), tmp_path, capacity=ROWS + 1)

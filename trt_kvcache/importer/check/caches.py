@@ -113,7 +113,7 @@ def cache_bytes(caches: Sequence[CacheTensor], batch: int, *, twin: bool) -> int
 def first_contents(
     cache: CacheTensor, histories: Sequence[int], garbage: float, rng: np.random.Generator, *, twin: bool
 ) -> Array:
-    """Logical contents before the first step: values of a plausible size where history lies, garbage elsewhere.
+    """Logical contents before the first step: values of a plausible size where history lies, garbage and 0 elsewhere.
 
     Args:
         cache: the cache.
@@ -129,11 +129,11 @@ def first_contents(
     if cache.update is None:
         plausible[[tokens == 0 for tokens in histories]] = 0  # state starts from zeros
         return plausible
-    if garbage:
-        contents = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
-    else:
-        contents = np.zeros(shape, dtype)
     axis, capacity = cache.update.sequence_axis, cache.update.capacity
+    contents = np.zeros(shape, dtype)
+    if garbage:  # every other row stays 0, as sessions start: a division by its norm would show
+        whole = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
+        np.moveaxis(contents, axis, 1)[:, ::2] = np.moveaxis(whole, axis, 1)[:, ::2]
     for row, tokens in enumerate(histories):
         # Linear caches never hold more tokens than rows; circular ones keep the newest.
         rows = slice(0, min(tokens, capacity))

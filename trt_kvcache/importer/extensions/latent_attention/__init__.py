@@ -4,8 +4,7 @@
     keys rotated after the cache    decoders written by hand
     factors made of positions       decoders written by hand: `rotary`
 
-    function, rows, emission                a tensor as a function of each row, found and computed again
-    positions                               rows made of positions
+    rows                                    tensors that are functions of each row, found and computed again
     computed                                keys and values that are such functions
     absorbed                                queries that go to the latents instead
 

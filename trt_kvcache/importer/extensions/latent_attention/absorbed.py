@@ -26,7 +26,7 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.extensions.latent_attention.computed import Computed
-from trt_kvcache.importer.extensions.latent_attention.function import MOVES, RowFunction
+from trt_kvcache.importer.extensions.latent_attention.rows import MOVES, RowFunction
 from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import elem_type_of, smallest
 from trt_kvcache.importer.normalize.canonical import Canonical
@@ -41,13 +41,11 @@ _ARRANGED = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatte
 
 @dataclass(frozen=True, eq=False)
 class _Weight:
-    """A weight of which each head has columns of its own.
+    """A weight ``[R, columns]`` in which each head has columns of its own.
 
     Attributes:
-        tensor: ``[R, C]``, or ``[heads, R, C]`` where `apart`.
-        heads, rows, columns: N, R and C.
-        apart: heads have an axis of their own; else they lie side by side in the columns:
-        first, step: from column `first` on, `step` for each head.
+        heads, rows, columns: N, R, and all columns.
+        first, step: head n has those from ``first + n * step`` on.
         start, count: of the columns of a head those that count.
     """
 
@@ -55,7 +53,6 @@ class _Weight:
     heads: int
     rows: int
     columns: int
-    apart: bool
     first: int
     step: int
     start: int
@@ -79,16 +76,12 @@ class _Weight:
 
     def _emit(self, emit: Emitter, *, transposed: bool) -> gs.Tensor:
         """As ``[N, R, count]``, or `transposed` as ``[N, count, R]``."""
-        tensor, shape = self.tensor, [self.heads, self.rows, self.step]
-        if not self.apart:
-            tensor = emit.op("Reshape", [tensor, emit.ints([self.rows, self.columns])], "weight")
-            tensor = _some(emit, tensor, 1, self.first, self.heads * self.step, self.columns)
-            shape = [self.rows, self.heads, self.step]
-        tensor = emit.op("Reshape", [tensor, emit.ints(shape)], "weight")
+        tensor = emit.op("Reshape", [self.tensor, emit.ints([self.rows, self.columns])], "weight")
+        tensor = _some(emit, tensor, 1, self.first, self.heads * self.step, self.columns)
+        tensor = emit.op("Reshape", [tensor, emit.ints([self.rows, self.heads, self.step])], "weight")
         tensor = _some(emit, tensor, 2, self.start, self.count, self.step)
-        perm = [0, 1, 2] if self.apart else [1, 0, 2]
-        perm = [perm[0], perm[2], perm[1]] if transposed else perm
-        return tensor if perm == [0, 1, 2] else emit.op("Transpose", [tensor], "weight", perm=perm)
+        made: gs.Tensor = emit.op("Transpose", [tensor], "weight", perm=[1, 2, 0] if transposed else [1, 0, 2])
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -322,14 +315,10 @@ class _Finder:
         if source is None or not self._is_flat(source) or shape is None or not _is_weight(node.inputs[1]):
             return None
         rows, width = shape[-2:]
-        if prod(shape[:-2]) == heads and step == width and first + size <= width:
-            weight = _Weight(node.inputs[1], heads, rows, width, True, 0, step, first, size)
-        elif prod(shape[:-2]) == 1 and (begin := min(first, width - heads * step)) >= 0:
-            if first - begin + size > step:
-                return None
-            weight = _Weight(node.inputs[1], heads, rows, width, False, begin, step, first - begin, size)
-        else:
+        begin = min(first, width - heads * step)
+        if prod(shape[:-2]) != 1 or begin < 0 or first - begin + size > step:
             return None
+        weight = _Weight(node.inputs[1], heads, rows, width, begin, step, first - begin, size)
         return _Part(source, 0, rows, start, size, weight)
 
     def _is_flat(self, function: RowFunction) -> bool:

@@ -18,9 +18,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.analysis.rows_in_use import emit_cut
-from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows
-from trt_kvcache.importer.extensions.latent_attention.function import MOVES, RowFunction
-from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
+from trt_kvcache.importer.extensions.latent_attention.rows import MOVES, RowFunction, Rows
 from trt_kvcache.importer.graph import FLOATS, elem_type, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -38,7 +36,7 @@ class Computed:
         heads: of each of these, by name.
     """
 
-    functions: RowFunctions
+    functions: Rows
     writes: tuple[Write, ...]
     heads: Mapping[str, int]
 
@@ -50,7 +48,7 @@ class Computed:
             made: what was computed so far for one attention, by name; more is added.
             canonical: of the graph, with the caches.
         """
-        return emit_rows(name, self.functions, made, canonical, lambda leaf: _rows_in_use(leaf, canonical))
+        return self.functions.emit(name, made, canonical, lambda leaf: _rows_in_use(leaf, canonical))
 
     def place(self, core: Core, canonical: Canonical) -> Core:
         """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
@@ -110,7 +108,7 @@ def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) ->
         writes: its caches.
         samples: of the model as exported.
     """
-    functions = RowFunctions(graph, writes, samples)
+    functions = Rows(graph, writes, samples)
     found: dict[str, Write] = {}
     heads: dict[str, int] = {}
     roots: dict[str, str] = {}  # what a tensor is moved from
@@ -156,10 +154,10 @@ def _heads(function: RowFunction, samples: Samples) -> int | None:
 def _rows_in_use(leaf: RowFunction, canonical: Canonical) -> gs.Tensor:
     """The rows in use of a cache, or of what each position has."""
     emit = canonical.emit
-    if leaf.rows is not None:
+    if leaf.positions is not None:
         every = emit.ints(range(canonical.capacity))
         positions = emit.once("positions in use", lambda: emit_cut(emit, every, 0, canonical.capacity))
-        return leaf.rows.emit(canonical, positions)
+        return leaf.positions.emit(canonical, positions)
     write = leaf.writes[0]
     rows = (write.present.shape or ())[write.axis]
     return emit_cut(emit, write.present, write.axis, int(rows))

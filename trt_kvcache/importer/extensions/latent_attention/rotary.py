@@ -1,11 +1,11 @@
-"""What is made of positions row by row, where it meets the tokens: rotary factors, and rows of tables.
+"""Rotary factors that a graph makes of positions by itself, where they meet the tokens.
 
     cos = Cos(Range(0, P + S) x frequencies)[P : P + S]  [S, D]           Mul(query [B, H, S, D], cos)
 becomes
     cos = Cos((write_indices + arange(S))  [B * S] x frequencies)  ->  [B, 1, S, D]
 
-The same operators run over the new tokens' positions of all sequences, one behind the other: they work on each row by
-itself. So it does not matter how the model as exported picks the rows, or in which order it does what.
+The same operators run over the new tokens' positions of all sequences, one after the other. So it does not matter how
+the model as exported picks the rows, or in which order it does what.
 
     Gather(Cos(Range(0, P + S) x frequencies), position_ids)   becomes   Gather(Cos(Range(0, L) x frequencies), ...)
 """
@@ -14,10 +14,7 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.extensions.latent_attention.emission import emit_rows
-from trt_kvcache.importer.extensions.latent_attention.function import RowFunction
-from trt_kvcache.importer.extensions.latent_attention.positions import read_taking
-from trt_kvcache.importer.extensions.latent_attention.rows import RowFunctions
+from trt_kvcache.importer.extensions.latent_attention.rows import RowFunction, Rows
 from trt_kvcache.importer.graph import INT64, Emitter, is_op
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -28,7 +25,7 @@ _ELEMENTWISE = ("Add", "Sub", "Mul", "Div")
 
 
 class Positioned:
-    """What is made of positions in a model.
+    """Tensors that a model makes of positions, row by row.
 
     Args:
         graph: canonical; sorted.
@@ -40,8 +37,11 @@ class Positioned:
     def __init__(self, graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> None:
         self._canonical = canonical
         self._samples = samples
-        given = {t.name for t in interface.of(OriginalRole.POSITIONS)}
-        self._functions = RowFunctions(graph, (), samples, given)
+        self._given = {str(t.name) for t in interface.of(OriginalRole.POSITIONS)}  # and what is made of these
+        for node in graph.nodes:
+            if any(t.name in self._given for t in node.inputs):
+                self._given.update(str(t.name) for t in node.outputs)
+        self._rows = Rows(graph, (), samples, self._given)
         self._new: dict[str, gs.Tensor] = {}
         self._all: dict[str, gs.Tensor] = {}
 
@@ -51,25 +51,30 @@ class Positioned:
         Returns:
             Whether it was done.
         """
-        places = [i for i, t in enumerate(node.inputs) if (f := self._functions.found.get(t.name)) and f.is_new]
+        places = [i for i, t in enumerate(node.inputs) if (f := self._rows.found.get(t.name)) and f.is_new]
         if not is_op(node, *_ELEMENTWISE) or len(places) != 1:
             return False
-        function = self._functions.found[node.inputs[places[0]].name]
+        function = self._rows.found[node.inputs[places[0]].name]
         shape = self._shape(node, function)
         if shape is None:
             return False
-        made = self._emit_new(function)
         emit, tokens = self._canonical.emit, self._canonical.tokens
+        flat = emit.once(
+            "flat positions",
+            lambda: emit.op("Reshape", [self._canonical.positions(), emit.ints([-1])], "flat_positions"),
+        )
+        made = self._emit(function, flat, self._new)
         sizes = [emit.once((tokens.name, i), lambda i=i: _size(emit, tokens, i)) for i in (0, 1)]
         parts = [sizes[0], emit.ints(list(shape[0])), sizes[1], emit.ints(list(shape[1]))]
         whole = emit.op("Concat", [p for p in parts if p.shape != [0]], "rows_shape", INT64, axis=0)
-        rows = emit.once(("rows", function.tensor.name, shape), lambda: emit.op("Reshape", [made, whole], "rows"))
-        node.inputs[places[0]] = rows
+        node.inputs[places[0]] = emit.once(
+            ("rows", function.tensor.name, shape), lambda: emit.op("Reshape", [made, whole], "rows")
+        )
         return True
 
     def holds(self, tensor: gs.Tensor) -> bool:
         """Whether a tensor is made of positions, row by row."""
-        return tensor.name in self._functions.found
+        return tensor.name in self._rows.found
 
     def is_looked_up(self, node: gs.Node) -> bool:
         """Let a Gather take rows of a table of all positions, if it takes them of one that is as long as the text.
@@ -77,22 +82,17 @@ class Positioned:
         Returns:
             Whether it was done.
         """
-        function = self._functions.found.get(node.inputs[0].name) if is_op(node, "Gather") else None
-        if function is None or function.is_new or not self._functions.is_given(node.inputs[1].name):
-            return False
-        taking = read_taking(node, self._samples.plain[0])
-        if taking is None or function.axes != (taking.axis,):
+        function = self._rows.found.get(node.inputs[0].name) if is_op(node, "Gather") else None
+        if function is None or function.is_new or node.inputs[1].name not in self._given:
             return False
         every = self._canonical.emit.ints(range(self._canonical.capacity))
         node.inputs = [self._emit(function, every, self._all), node.inputs[1]]
         return True
 
     def _shape(self, node: gs.Node, function: RowFunction) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """What lies between batch and tokens, and behind these, of rows as `node` takes them; None where it cannot."""
+        """The sizes between batch and tokens, and after these, of rows as `node` takes them; None: they do not fit."""
         found = set()
-        samples = (*self._samples.plain, *self._samples.twins)
-        batches: set[int] | None = None  # axes that are as long as the batch
-        for sample in samples:
+        for sample in (*self._samples.plain, *self._samples.twins):
             rows, whole = (sample.probe.shape(t.name) for t in (function.tensor, node.outputs[0]))
             if rows is None or whole is None:
                 return None
@@ -100,29 +100,17 @@ class Positioned:
             front, place = (*[1] * (len(whole) - len(rows)), *rows[:axis]), axis + len(whole) - len(rows)
             if place < 1 or any(d != 1 for d in front) or whole[0] != sample.batch or whole[place] != sample.length:
                 return None
-            alike = {i for i, size in enumerate(whole) if size == sample.batch}
-            batches = alike if batches is None else batches & alike
             found.add((front[1:], rows[axis + 1 :]))
-        if len(batches or ()) > 1 and any(sample.batch > 1 for sample in samples):
-            return None  # which of them is the batch, nothing says
         return found.pop() if len(found) == 1 else None
 
-    def _emit_new(self, function: RowFunction) -> gs.Tensor:
-        canonical = self._canonical
-        flat = canonical.emit.once(
-            "flat positions",
-            lambda: canonical.emit.op("Reshape", [canonical.positions(), canonical.emit.ints([-1])], "flat_positions"),
-        )
-        return self._emit(function, flat, self._new)
-
     def _emit(self, function: RowFunction, positions: gs.Tensor, made: dict[str, gs.Tensor]) -> gs.Tensor:
-        name, canonical = function.tensor.name, self._canonical
+        canonical = self._canonical
 
         def leaf(source: RowFunction) -> gs.Tensor:
-            assert source.rows is not None
-            return source.rows.emit(canonical, positions)
+            assert source.positions is not None
+            return source.positions.emit(canonical, positions)
 
-        return emit_rows(name, self._functions, made, canonical, leaf)
+        return self._rows.emit(str(function.tensor.name), made, canonical, leaf)
 
 
 def _size(emit: Emitter, tensor: gs.Tensor, axis: int) -> gs.Variable:

@@ -1,177 +1,266 @@
-"""All tensors of a model that are row functions: made of caches, and of positions, row by row.
+"""Tensors that a graph computes row by row, from caches or from positions; and the same, computed from other rows.
 
-Followed forward, operator by operator: from the caches, and from what holds positions or rows of tables by position. Of
-what is made of all positions, the new tokens' rows may be taken.
+    latents [B, 1, T, 512] -- MatMul(weight) -> Reshape -> [B, T, H, 256] -- Transpose -> [B, H, T, 256]
+    batch at 0, rows at 2                                  rows at 1                      rows at 2
 
-Shapes say where rows go: one axis is as long as the text in every sample, another one as the batch. An operator may
-still bring rows together, as a softmax over rows does; the comparison with the original refuses such models.
+    Range(0, P + S) [T]  -- Mul(frequencies), Cos -> [T, D] -- Slice(P, P + S) -> [S, D]
+    rows at 0               rows at 0                          rows of the new tokens
+
+Followed forward, operator by operator; what a tensor holds is not looked at. Shapes in a few samples say where rows go:
+one axis is as long as the text, another one as the batch. An operator may still bring rows together, as a softmax over
+rows does; the comparison with the original refuses such models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.extensions.latent_attention.function import MOVES, Axes, RowFunction
-from trt_kvcache.importer.extensions.latent_attention.positions import find_position_rows, read_taking
-from trt_kvcache.importer.graph import INT32, INT64, is_op, made_of_constants
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, is_op, made_of_constants
+from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import is_float_cast
 
+MOVES = ("Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Slice", "Gather")
+"""Operators that only move and repeat what a row holds."""
+Axes = tuple[int, ...]
 _OTHERS = ("Attention", "Shape", "Size")
 _SAMPLES = 3
 
 
 class MixedError(Exception):
-    """Why what an operator makes is no row function; empty where that needs no mention."""
+    """Why an operator works on more than a row; empty where that needs no mention."""
 
 
-class RowFunctions:
-    """All row functions of a model as exported.
+@dataclass(frozen=True)
+class Positions:
+    """The positions of rows, or rows of a table by position.
+
+    Attributes:
+        tensor: it holds them.
+        axis: of the rows.
+        offset: what is added to the positions.
+        table: a Slice takes the rows out of it; None: these are positions.
+    """
+
+    tensor: gs.Tensor
+    axis: int
+    offset: int
+    table: gs.Tensor | None = None
+
+    def emit(self, canonical: Canonical, positions: gs.Tensor) -> gs.Tensor:
+        """The same of other positions, int64 ``[rows]``.
+
+        Raises:
+            OptionError: the capacity is more than the table's rows.
+        """
+        emit = canonical.emit
+        if self.offset:
+            positions = emit.op("Add", [positions, emit.ints(self.offset)], "row_positions")
+        if self.table is not None:
+            most = int((dims(self.table) or ())[self.axis]) - self.offset
+            if most < canonical.capacity:
+                raise OptionError(
+                    f"--capacity is {canonical.capacity}, but the model has {most} positions: '{self.tensor.name}' "
+                    f"holds rows of the table '{self.table.name}'; give at most --capacity {most}"
+                )
+            return emit.op("Gather", [self.table, positions], "position_rows", axis=self.axis)
+        shape = [-1 if axis == self.axis else 1 for axis in range(len(self.tensor.shape))]
+        positions = emit.op("Reshape", [positions, emit.ints(shape)], "row_positions")
+        wanted = elem_type(self.tensor)
+        if wanted not in (None, 0, INT64):
+            positions = emit.op("Cast", [positions], "row_positions", wanted, to=wanted)
+        return positions
+
+
+@dataclass(frozen=True, eq=False)
+class RowFunction:
+    """One tensor that is computed row by row.
+
+    Attributes:
+        tensor: as exported.
+        axes: of the batch and of the rows; of the rows alone where they are made of positions and constants.
+        writes: of the caches that it is made of.
+        node: the node that makes it; None: it is a cache, or `positions`.
+        shape: the operand of a Reshape or Expand, with 0 and -1 as Reshape has them; None: there is none.
+        is_moved: it is one cache, moved, repeated and scaled.
+        is_new: the rows are those of the new tokens, not of all.
+        takes: `node` takes the rows of the new tokens out of those of all.
+        positions: the rows, where they are not made of anything else.
+    """
+
+    tensor: gs.Tensor
+    axes: Axes
+    writes: tuple[Write, ...] = ()
+    node: gs.Node | None = None
+    shape: Axes | None = None
+    is_moved: bool = True
+    is_new: bool = False
+    takes: bool = False
+    positions: Positions | None = None
+
+
+class Rows:
+    """All tensors of a model as exported that are computed row by row.
 
     Args:
         graph: sorted.
         writes: its caches.
         samples: of the model as exported.
-        given: inputs with positions, of which nothing is made that is looked for here; with these, what is made of the
-            new tokens' positions is looked for, too. None: it is not.
+        given: names of tensors that the caller's positions are, or are made into: what reads these is left out.
 
     Attributes:
         found: by name of the tensor.
-        reasons: by name of a cache, why the first operator that makes no row function of it does not.
-        broken: why the first one that makes none of what is computed from a cache does not; empty: all make some.
-        fixed: by name, integers that are computed, and the same in all samples, such as half of the size of a head.
+        reasons: by name of a cache, why the first operator over it works on more than a row.
+        broken: the same of what is computed from a cache; empty: every operator works on single rows.
     """
 
-    def __init__(
-        self, graph: gs.Graph, writes: Sequence[Write], samples: Samples, given: Collection[str] | None = None
-    ) -> None:
+    def __init__(self, graph: gs.Graph, writes: Sequence[Write], samples: Samples, given: Collection[str] = ()) -> None:
         self.found: dict[str, RowFunction] = {}
         self.reasons: dict[str, str] = {}
         self.broken = ""
-        self.fixed: dict[str, Array] = {}
-        self._given = set(given or ())  # and what is made of it
+        self._fixed: dict[str, Array] = {}  # integers that are computed, and the same in all samples
         self._every = (*samples.plain, *samples.twins)
         some = [s for s in samples.plain if s.length and s.total > 1]
         self._samples = sorted(some, key=lambda s: s.batch < 2)[:_SAMPLES]
-        if not self._samples:
-            return
-        for write in writes:
+        for write in writes if self._samples else ():
             if write.kept is None and not write.circular:
                 for tensor in (write.present, *write.aliases):
                     self.found[tensor.name] = RowFunction(tensor, (0, write.axis), (write,))
-        for node in graph.nodes:
-            if is_op(node, *_OTHERS) or not node.outputs:
+        for node in graph.nodes if self._samples else ():
+            if is_op(node, *_OTHERS) or not node.outputs or all(t.name in self.found for t in node.outputs):
+                continue
+            if any(t.name in given for t in node.inputs):
                 continue
             if any(t.name in self.found for t in node.inputs):
                 self._follow(node)
-            output = node.outputs[0]
-            if any(t.name in self._given for t in node.inputs):
-                self._given.update(t.name for t in node.outputs)
-                continue
-            rows = None if output.name in self.found else find_position_rows(node, samples)
-            if rows is not None and (given is not None or not rows.is_new):
-                self.found[output.name] = RowFunction(output, (rows.axis,), (), is_new=rows.is_new, rows=rows)
-        self._explain_short_tables(samples.capacity)
+            if node.outputs[0].name not in self.found and (made := self._positions(node)) is not None:
+                self.found[node.outputs[0].name] = made
 
-    def is_given(self, name: str) -> bool:
-        """Whether a tensor is made of positions that are inputs."""
-        return name in self._given
+    def emit(
+        self,
+        name: str,
+        made: dict[str, gs.Tensor],
+        canonical: Canonical,
+        leaf: Callable[[RowFunction], gs.Tensor],
+    ) -> gs.Tensor:
+        """Compute a tensor from other rows.
 
-    def _explain_short_tables(self, capacity: int) -> None:
-        """Say which caches meet rows of tables that end before the capacity: there nothing else can be found."""
-        for function in self.found.values():
-            for tensor in function.inputs if function.writes else ():
-                rows = self.found[tensor.name].rows if tensor.name in self.found else None
-                if rows is None or rows.table is None or (most := rows.positions) >= capacity:
-                    continue
-                for write in function.writes:
-                    reason = (
-                        f"--capacity is {capacity}, but the table '{rows.table.name}', rows of which it is computed "
-                        f"with, has {most} positions: give at most --capacity {most}"
-                    )
-                    self.reasons.setdefault(write.past.name, reason)
+        Args:
+            name: of it, as exported.
+            made: the tensors computed so far of the same rows, by name; more are added.
+            canonical: of the graph.
+            leaf: gives the rows of a tensor that is made of nothing else.
+        """
+        if name not in made:
+            function, emit = self.found[name], canonical.emit
+            node = function.node
+            if node is None:
+                made[name] = leaf(function)
+                return made[name]
+            read = node.inputs[:1] if function.takes or function.shape is not None else node.inputs
+            inputs = [self._operand(t, made, canonical, leaf) for t in read]
+            if function.shape is not None:
+                op, kind = "Expand" if is_op(node, "Expand") else "Reshape", elem_type(function.tensor)
+                made[name] = emit.op(op, [inputs[0], emit.ints(list(function.shape))], "row", kind)
+            elif function.takes:
+                made[name] = inputs[0]  # of the new tokens already
+            else:
+                outputs = [t if t.is_empty() else gs.Variable(emit.name("row"), dtype=t.dtype) for t in node.outputs]
+                copy = gs.Node(node.op, emit.name(f"row:{node.op}"), dict(node.attrs), inputs, outputs)
+                canonical.graph.nodes.append(copy)
+                made |= {old.name: new for old, new in zip(node.outputs, outputs, strict=True) if not old.is_empty()}
+        return made[name]
+
+    def _operand(
+        self,
+        tensor: gs.Tensor,
+        made: dict[str, gs.Tensor],
+        canonical: Canonical,
+        leaf: Callable[[RowFunction], gs.Tensor],
+    ) -> gs.Tensor:
+        if tensor.name in self.found:
+            return self.emit(tensor.name, made, canonical, leaf)
+        return canonical.emit.constant(self._fixed[tensor.name]) if tensor.name in self._fixed else tensor
 
     def _follow(self, node: gs.Node) -> None:
-        if all(t.name in self.found for t in node.outputs):
-            return  # aliases
         sources = [self.found[t.name] for t in node.inputs if t.name in self.found]
         try:
-            chosen = self._chosen(node)
-            made = self._made(node, sources) if chosen is None else [chosen]
+            for function in self._made(node, sources):
+                self.found.setdefault(function.tensor.name, function)
         except MixedError as error:
             for write in (w for source in sources for w in source.writes if str(error)):
                 self.reasons.setdefault(write.past.name, str(error))
                 if not all(source.is_moved for source in sources):
                     self.broken = self.broken or str(error)
-            return
-        for function in made:
-            self.found.setdefault(function.tensor.name, function)
-
-    def _chosen(self, node: gs.Node) -> RowFunction | None:
-        """The new tokens' rows of what is made of all positions."""
-        taking, found = read_taking(node, self._samples[0]), self.found.get(node.inputs[0].name)
-        if taking is None or found is None or found.writes or found.is_new or found.axes != (taking.axis,):
-            return None
-        if any(name in self._given for name in taking.names) or not all(taking.takes_new(s) for s in self._every):
-            return None
-        sample = max(self._every, key=lambda s: s.length)
-        index, shape = (sample.probe.shape(t.name) for t in (node.inputs[1], node.outputs[0]))
-        if index is None or shape is None:
-            return None
-        made = replace(found, tensor=node.outputs[0], node=node, is_new=True, rows=None, taking=taking,
-                       inputs=(node.inputs[0],), shape=None)  # fmt: skip
-        if is_op(node, "Slice") or len(index) == 1:
-            return made
-        axis = taking.axis + index.index(max(index))
-        return replace(made, axes=(axis,), shape=tuple(-1 if i == axis else d for i, d in enumerate(shape)))
 
     def _made(self, node: gs.Node, sources: Sequence[RowFunction]) -> list[RowFunction]:
-        """What a node makes of row functions, of which it takes some.
+        """The row functions that a node makes of others.
 
         Raises:
-            MixedError: it is none.
+            MixedError: it makes none.
         """
+        first, output = sources[0], node.outputs[0]
+        if is_op(node, "Slice", "Gather") and not first.writes and not first.is_new and first.tensor is node.inputs[0]:
+            axes = self._axes(node, output, first, is_new=True)
+            made, before = self._shapes(output)[0], self._shapes(first.tensor)[0]
+            shape = tuple(-1 if i == axes[0] else d for i, d in enumerate(made)) if len(made) != len(before) else None
+            return [RowFunction(output, axes, node=node, shape=shape, is_moved=False, is_new=True, takes=True)]
         if len({source.is_new for source in sources}) > 1:
             raise MixedError(f"{node.op} '{node.name}' brings the new tokens' rows and those of all together")
         shaped = is_op(node, "Reshape", "Expand")
         for tensor in node.inputs[:1] if shaped else node.inputs:
             if not (tensor.name in self.found or tensor.is_empty() or self._is_constant(tensor)):
-                if is_op(node, "MatMul"):
-                    raise MixedError  # queries, or what a softmax makes of their scores
-                raise MixedError(f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant")
-        if self._may_divide_by_zero(node):
-            raise MixedError(
-                f"{node.op} '{node.name}' may divide by 0, which rows of a cache hold before they are written"
-            )
+                # Of a MatMul: queries, or what a softmax makes of their scores.
+                words = f"{node.op} '{node.name}' takes '{tensor.name}', which is no constant"
+                raise MixedError("" if is_op(node, "MatMul") else words)
         writes = tuple(dict.fromkeys(w for source in sources for w in source.writes))
-        made = []
+        made_of = max(sources, key=lambda source: len(source.axes))
+        functions = []
         for tensor in (t for t in node.outputs if not t.is_empty()):
-            axes = self._axes(node, tensor, sources)
-            shape = self._shape(node, tensor, sources[0].axes, axes) if shaped else None
-            made.append(
-                RowFunction(tensor, axes, writes, node, shape, self._moves(node, sources), sources[0].is_new,
-                            inputs=tuple(node.inputs))
-            )  # fmt: skip
-        return made
+            axes = self._axes(node, tensor, made_of, is_new=first.is_new)
+            operand = self._shape(node, tensor, first.axes, axes) if shaped else None
+            moves = self._moves(node, sources)
+            functions.append(RowFunction(tensor, axes, writes, node, operand, moves, first.is_new))
+        return functions
 
-    def _may_divide_by_zero(self, node: gs.Node) -> bool:
-        """Whether nothing is added to what an operator divides by, as norms do; 0 * inf would not hide such a row."""
-        if not is_op(node, "Div", "Reciprocal", "Log"):
-            return False
-        found = self.found.get(node.inputs[-1].name)
-        while found is not None and found.node is not None and is_op(found.node, "Sqrt", "Identity", "Cast"):
-            found = self.found.get(found.node.inputs[0].name)
-        return found is not None and bool(found.writes) and not (found.node and is_op(found.node, "Add", "Max", "Clip"))
+    def _positions(self, node: gs.Node) -> RowFunction | None:
+        """The positions that a node gives, or rows of a table that it takes by position."""
+        tensor, samples = node.outputs[0], self._every
+        if is_op(node, "Slice") and made_of_constants(node.inputs[0]):
+            bounds = [[s.probe.value(t.name) for t in node.inputs[1:4]] for s in samples]
+            ends = [[int(v.flat[0]) for v in found if v is not None and v.size == 1] for found in bounds]
+            if any(len(found) != 3 for found in ends):
+                return None
+            rows = [np.arange(first, min(last, s.total)) for s, (first, last, _) in zip(samples, ends, strict=True)]
+            table = node.inputs[0]
+            axis = ends[0][2] % len(table.shape)
+        elif elem_type(tensor) in (INT32, INT64):
+            values = [v for s in samples if (v := s.probe.value(tensor.name)) is not None]
+            if len(values) < len(samples) or any(not v.ndim or v.size != max(v.shape) for v in values):
+                return None
+            rows, table = [v.reshape(-1) for v in values], None
+            axis = max((i for v in values for i, d in enumerate(v.shape) if d != 1), default=0)
+        else:
+            return None
+        for is_new in (True, False):
+            starts = [sample.past if is_new else 0 for sample in samples]
+            offset = int(rows[0][0]) - starts[0] if rows[0].size else -1
+            wanted = [np.arange(first, s.total) + offset for first, s in zip(starts, samples, strict=True)]
+            if offset >= 0 and all(map(np.array_equal, rows, wanted)):
+                held = Positions(tensor, axis, offset, table)
+                return RowFunction(tensor, (axis,), is_moved=False, is_new=is_new, positions=held)
+        return None
 
     def _is_constant(self, tensor: gs.Tensor) -> bool:
-        if made_of_constants(tensor) or tensor.name in self.fixed:
+        if made_of_constants(tensor) or tensor.name in self._fixed:
             return True
         if self._samples[0].probe.elem_type(tensor.name) not in (INT32, INT64):
             return False
@@ -179,12 +268,15 @@ class RowFunctions:
         first = values[0]
         if first is None or any(v is None or not np.array_equal(v, first) for v in values):
             return False
-        self.fixed[tensor.name] = first
+        self._fixed[tensor.name] = first
         return True
 
-    def _axes(self, node: gs.Node, tensor: gs.Tensor, sources: Sequence[RowFunction]) -> Axes:
-        """Batch and rows of what an operator makes."""
-        before = max(sources, key=lambda source: len(source.axes))
+    def _axes(self, node: gs.Node, tensor: gs.Tensor, before: RowFunction, *, is_new: bool) -> Axes:
+        """Batch and rows of a tensor that an operator makes.
+
+        Raises:
+            MixedError: no axis is as long.
+        """
         rank = len(self._shapes(before.tensor)[0])
         if is_op(node, "Transpose"):  # sizes of 1 would not say
             perm = list(node.attrs.get("perm") or reversed(range(rank)))
@@ -192,33 +284,22 @@ class RowFunctions:
         shapes = self._shapes(tensor)
         near = before.axes[-1] + len(shapes[0]) - rank
         fixed = any(not write.growing for write in before.writes)  # it has a row for every token of the capacity
-        sizes = [s.length if before.is_new else s.capacity if fixed else s.total for s in self._samples]
-        row = min(self._places(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
-        batch = [axis for axis in self._places(shapes, [s.batch for s in self._samples]) if axis != row]
+        sizes = [s.length if is_new else s.capacity if fixed else s.total for s in self._samples]
+        row = min(_places(shapes, sizes), key=lambda axis: abs(axis - near), default=-1)
+        batch = [axis for axis in _places(shapes, [s.batch for s in self._samples]) if axis != row]
         if row < 0 or (len(before.axes) > 1 and not batch):
             raise MixedError(f"{node.op} '{node.name}' does not keep rows of a cache apart")
         return (row,) if len(before.axes) == 1 else (batch[0], row)
 
-    @staticmethod
-    def _places(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
-        """The axes that have one size after the other."""
-        return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]
-
     def _shape(self, node: gs.Node, tensor: gs.Tensor, before: Axes, after: Axes) -> Axes:
         """The shape that a Reshape or Expand gives, for every batch and length."""
-        shapes = self._shapes(tensor)
-        made = list(shapes[0])
-        if is_op(node, "Expand"):
-            for axis in after:
+        made = list(self._shapes(tensor)[0])
+        same = [i for i in range(len(after) - 1) if before[i] == after[i]]
+        for i, axis in enumerate(after):  # 0 is the same size as before, along the same axis
+            if is_op(node, "Expand"):
                 made[axis] = 1
-        else:  # 0 is the same size as before, along the same axis
-            same = [i for i in range(len(after) - 1) if before[i] == after[i]]
-            if len(after) > 1 and not same and before[1] != after[1]:
-                raise MixedError(f"{node.op} '{node.name}' moves both batch and rows")
-            for i, axis in enumerate(after):
+            else:
                 made[axis] = -1 if i == (len(after) - 1 if same or len(after) == 1 else 0) else 0
-        if any(shape[a] != n or n < 1 for shape in shapes for a, n in enumerate(made) if a not in after):
-            raise MixedError(f"{node.op} '{node.name}' gives a shape that grows beside the rows")
         return tuple(made)
 
     def _moves(self, node: gs.Node, sources: Sequence[RowFunction]) -> bool:
@@ -243,3 +324,8 @@ class RowFunctions:
         if len(known) < len(shapes) or len(set(map(len, known))) > 1:
             raise MixedError(f"nothing says the shape of '{tensor.name}'")
         return known
+
+
+def _places(shapes: Sequence[Axes], sizes: Sequence[int]) -> list[int]:
+    """The axes that have one size after the other."""
+    return [a for a in range(len(shapes[0])) if all(shape[a] == n for shape, n in zip(shapes, sizes, strict=True))]
