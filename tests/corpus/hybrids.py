@@ -294,4 +294,4 @@ def entries() -> Iterator[Entry]:
             f"convolution={c}": (lambda c=c, g=growing: hybrid_model(convolution=c, growing=g)) for c in (True, False)
         }
         models |= {f"{k} {m}": (lambda k=k, m=m, g=growing: cross_model(k, m, growing=g)) for k, m in crosses}
-        yield from built(f"hybrid, growing={growing}", models, capacity=24)
+        yield from built(f"hybrid, growing={growing}", models, **({"capacity": 24} if growing else {}))

@@ -1,0 +1,35 @@
+"""What is planned is built: TensorRT takes the model, and holds each cache that is in place in one buffer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import net
+import pytest
+from corpus import Entry, entries
+
+from trt_kvcache import BuildOptions, build_engine
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.plan import PlanOptions
+
+
+def _distinct() -> list[Entry]:
+    """One model for each plan with caches; single nodes are built by ``tests/conformance``."""
+    record, first = net.load()["plans"], {}
+    for entry in entries():
+        if not entry[0].startswith(("mutant/", "node/", "case/")) and "cache " in record[entry[0]][0]:
+            first.setdefault(tuple(record[entry[0]]), entry)
+    return [entry for entry in first.values() if "Error: " not in record[entry[0]][0]]
+
+
+@pytest.mark.few(10)
+@pytest.mark.parametrize("entry", _distinct(), ids=lambda entry: entry[0])
+def test_each_cache_is_one_buffer(entry: Entry, tmp_path: Path) -> None:
+    _, make, given = entry
+    path, options = make(tmp_path), PlanOptions(**given)
+    plan = plan_model(path, options)
+    fixed = any(isinstance(d, int) for c in plan.caches for d in (c.logical_shape[0], c.update_length))
+    heard = 16 if any("encoder" in t.axes for t in plan.tensors) else None
+    build = BuildOptions(max_encoder=heard) if fixed else BuildOptions(max_batch=2, max_chunk=8, max_encoder=heard)
+    manifest = build_engine(path, tmp_path / "model.engine", options=options, build=build)
+    assert manifest.aliases == {c.present: c.past for c in plan.caches if c.in_place}

@@ -1,0 +1,27 @@
+"""A model of the corpus with a number, an operator or an attribute changed is refused, or keeps its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import net
+import pytest
+from corpus import Entry, entries
+from mutation_trials import VERIFY, judge, mutant
+
+from trt_kvcache.importer.plan import PlanOptions
+
+RECORD = net.load()["verdicts"]
+QUICK = replace(VERIFY, batch=2, tokens=2)
+ENTRIES = [e for e in entries() if RECORD.get(e[0]) == ["equal"] and not e[0].startswith(("mutant/", "case/"))]
+
+
+@pytest.mark.few(12)
+@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0])
+def test_a_changed_model_is_refused_or_keeps_its_numbers(entry: Entry, tmp_path: Path) -> None:
+    key, make, options = entry
+    (tmp_path / "changed").mkdir()
+    path, done = mutant(make(tmp_path), tmp_path / "changed", seed=sum(map(ord, key)))
+    word, reason = judge(path, PlanOptions(**options), QUICK)
+    assert word in ("refused", "equal", "ill"), f"{done}: {reason}"

@@ -1,0 +1,41 @@
+"""A refusal is of one kind at every station, and leaves nothing."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import net
+import pytest
+from corpus import Entry, entries
+
+from trt_kvcache import build_engine
+from trt_kvcache.errors import TrtKvCacheError
+from trt_kvcache.importer import plan_model, rewrite_model
+from trt_kvcache.importer.plan import PlanOptions
+
+RECORD = net.load()["plans"]
+REFUSED = [entry for entry in entries() if re.match(r"\w+Error: ", RECORD[entry[0]][0])]
+
+
+@pytest.mark.few(16)
+@pytest.mark.parametrize("entry", REFUSED, ids=lambda entry: entry[0])
+def test_what_is_not_planned_is_neither_rewritten_nor_built(entry: Entry, tmp_path: Path) -> None:
+    _, make, options = entry
+    (tmp_path / "model").mkdir()
+    path, plan_options = make(tmp_path / "model"), PlanOptions(**options)
+    with pytest.raises(TrtKvCacheError) as planned:
+        plan_model(path, plan_options)
+    with pytest.raises(type(planned.value), match=re.escape(str(planned.value))):
+        rewrite_model(path, tmp_path / "out.onnx", plan_options)
+    with pytest.raises(type(planned.value), match=re.escape(str(planned.value))):
+        build_engine(path, tmp_path / "out.engine", options=plan_options)
+    assert [found.name for found in tmp_path.iterdir()] == ["model"]
+
+
+def test_every_refusal_is_one_of_ours_and_one_line() -> None:
+    for entry in REFUSED:
+        (line,) = RECORD[entry[0]]
+        name, _, words = line.partition(": ")
+        assert name in ("UnsupportedModelError", "InvalidModelError", "OptionError"), entry[0]
+        assert len(words) > 40, entry[0]
