@@ -17,9 +17,9 @@ from onnx import TensorProto, helper
 from scan_graphs import HEADS, REPEATS, SIZE, STEPS, decoder, scan
 
 from trt_kvcache import BuildError, BuildOptions, build_engine
-from trt_kvcache.importer.analysis import attention
 from trt_kvcache.importer.graph import Emitter, export_inferred
 from trt_kvcache.importer.plan import AttentionKind
+from trt_kvcache.importer.planning import attention
 from trt_kvcache.importer.rewrite.repeats import copy_repeats
 from trt_kvcache.verify import verify_model
 

@@ -26,8 +26,8 @@ from trt_kvcache import (
 )
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.analysis.experts import ROUNDING, exact_experts
 from trt_kvcache.importer.normalize.fused.expert_blocks import route
+from trt_kvcache.importer.planning.experts import ROUNDING, exact_experts
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
 OPTIONS = PlanOptions(capacity=64)

@@ -7,8 +7,8 @@ import itertools
 import pytest
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.route import NATIVE_DTYPES, PLAIN_DTYPES, PLUGIN_DTYPES, UpdateFacts, decide
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target, UpdateForm, UpdateMode
+from trt_kvcache.importer.planning.routes import NATIVE_DTYPES, PLAIN_DTYPES, PLUGIN_DTYPES, UpdateFacts, decide
 
 DTYPES = [
     "float", "float16", "bfloat16", "double", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64",

@@ -17,8 +17,8 @@ from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.plan import PlanOptions, Target
+from trt_kvcache.importer.planning.index_limits import index_limits
 
 
 def write_engine(

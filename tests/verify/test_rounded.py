@@ -109,6 +109,6 @@ def test_mistakes_before_rounding_are_found(tmp_path: Path, dtype: Any, factor: 
 def test_a_rounding_that_is_lost_is_found(
     tmp_path: Path, attribute: str, kind: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"trt_kvcache.importer.analysis.attention_facts.{attribute}", "nothing")
+    monkeypatch.setattr(f"trt_kvcache.importer.planning.attention_facts.{attribute}", "nothing")
     with pytest.raises(TrtKvCacheError, match="computes something else|differs"):
         verify(tmp_path, coarse(kind, np.float16)).check()

@@ -23,8 +23,8 @@ from trt_kvcache.engine.options import CURRENT
 from trt_kvcache.engine.protocol import STAGES, Bug, Done, Event, Failed, Job, Log, Send, Stage, is_broken
 from trt_kvcache.errors import BuildError, ModelError, OutputError, TrtKvCacheError
 from trt_kvcache.files import atomic_file
-from trt_kvcache.importer.analysis.route import without_plugin
 from trt_kvcache.importer.plan import Route, Target
+from trt_kvcache.importer.planning.routes import without_plugin
 
 _NO_KERNEL = "not supported by a dedicated kernel"
 _NO_DIALOGS = 0x8003  # SEM_FAILCRITICALERRORS, SEM_NOGPFAULTERRORBOX, SEM_NOOPENFILEERRORBOX

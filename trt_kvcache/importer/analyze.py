@@ -9,13 +9,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.analysis.attention import analyze_attention, relaxable_mask
-from trt_kvcache.importer.analysis.attention_facts import read_attention
-from trt_kvcache.importer.analysis.caches import analyze_caches
-from trt_kvcache.importer.analysis.cross import find_cross_attention
-from trt_kvcache.importer.analysis.experts import EXPERTS
-from trt_kvcache.importer.analysis.index_limits import index_limits
-from trt_kvcache.importer.analysis.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
 from trt_kvcache.importer.normalize.evidence.independence import check_batch, check_exported
 from trt_kvcache.importer.normalize.findings import Findings
@@ -37,6 +30,13 @@ from trt_kvcache.importer.plan import (
     UpdateContract,
     UpdateForm,
 )
+from trt_kvcache.importer.planning.attention import analyze_attention, relaxable_mask
+from trt_kvcache.importer.planning.attention_facts import read_attention
+from trt_kvcache.importer.planning.caches import analyze_caches
+from trt_kvcache.importer.planning.cross_attention import find_cross_attention
+from trt_kvcache.importer.planning.experts import EXPERTS
+from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.protos import all_nodes
 from trt_kvcache.importer.roles import GraphFacts, find_roles
 

@@ -15,9 +15,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import SessionError, UnsupportedModelError
-from trt_kvcache.importer.analysis.index_limits import table_rows
 from trt_kvcache.importer.files.source import load_source
 from trt_kvcache.importer.plan import TensorRole
+from trt_kvcache.importer.planning.index_limits import table_rows
 from trt_kvcache.importer.protos import elem_type_of, shape_of
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import check_range, check_width

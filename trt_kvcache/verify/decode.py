@@ -14,7 +14,6 @@ from onnx import ModelProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.check.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.importer.check.dtypes import garbage_magnitudes, tolerance
 from trt_kvcache.importer.check.engine import Engine as Session
@@ -25,6 +24,7 @@ from trt_kvcache.importer.check.rings import as_text, fixed_rows, original_rows,
 from trt_kvcache.importer.check.runnable import spelled_out, with_expanded_masks, with_norms_in_front
 from trt_kvcache.importer.extensions import opener_of
 from trt_kvcache.importer.plan import Role, UpdateMode
+from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows

@@ -10,7 +10,6 @@ from tempfile import TemporaryDirectory
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.analysis.experts import exact_experts
 from trt_kvcache.importer.check.runnable import (
     check_runnable,
     with_exact_products,
@@ -18,6 +17,7 @@ from trt_kvcache.importer.check.runnable import (
     with_plugin_functions,
 )
 from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.normalized import NormalizedVerification

@@ -17,8 +17,8 @@ from needs import ORT_VERSION
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.experts import exact_experts
 from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
+from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.quantized.signed import sign_weights
 
 LENGTHS = (1, 2, 3, 7, 40)

@@ -305,7 +305,7 @@ def test_comparisons_notice(tmp_path: Path, attribute: str, monkeypatch: pytest.
     model = make_decoder(Decoder(attend=modelopt(INT8), opset=OPSET))
     with monkeypatch.context() as patched:
         patched.setattr(
-            f"trt_kvcache.importer.analysis.attention_facts.{attribute.removeprefix('rounded_').upper()}", "nothing"
+            f"trt_kvcache.importer.planning.attention_facts.{attribute.removeprefix('rounded_').upper()}", "nothing"
         )
         with pytest.raises((UnsupportedModelError, AssertionError)):
             Decode(model, rewritten(model, tmp_path).model).check()

@@ -10,12 +10,12 @@ import onnx
 from onnx import TensorProto, external_data_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.check.cut import Region, find_regions, prepare_cut
 from trt_kvcache.importer.check.protocol import Verdict
 from trt_kvcache.importer.check.run import run_region
 from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
+from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size
 from trt_kvcache.importer.quantized.reinterpret import detached
 

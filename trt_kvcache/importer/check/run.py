@@ -13,7 +13,6 @@ from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.analysis.index_limits import IndexLimits
 from trt_kvcache.importer.check.caches import CacheTensor, find_caches, find_states, first_contents
 from trt_kvcache.importer.check.cut import Region
 from trt_kvcache.importer.check.dtypes import numpy_dtype
@@ -27,6 +26,7 @@ from trt_kvcache.importer.check.runnable import with_expanded_masks, with_norms_
 from trt_kvcache.importer.check.sizes import UNKNOWN, Term
 from trt_kvcache.importer.check.steps import end_steps, plan_steps, rows_needed
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, UpdateMode
+from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
 
 Array = npt.NDArray[Any]

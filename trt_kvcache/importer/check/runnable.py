@@ -11,7 +11,7 @@ import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.experts import ROUNDING
+from trt_kvcache.importer.planning.experts import ROUNDING
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP

@@ -18,8 +18,8 @@ import msgspec
 import onnx
 
 from trt_kvcache.errors import TrtKvCacheError
-from trt_kvcache.importer.analysis.experts import exact_experts
 from trt_kvcache.importer.check.protocol import Answer, Request
+from trt_kvcache.importer.planning.experts import exact_experts
 
 
 def main() -> None:

@@ -20,13 +20,13 @@ import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.analysis.rounding import SCORES, WEIGHTS, Rounding
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, dims, elem_type, replace_uses
 from trt_kvcache.importer.normalize.attention.bias import emit_bias
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS, Rounding
 
 _INT64 = int(onnx.TensorProto.INT64)
 _NONE: Mapping[str, Rounding | None] = MappingProxyType({})
@@ -178,7 +178,7 @@ class Canonical:
             softcap: of the scores; 0: none.
             name: of the node.
             sinks: logits beside the scores; None: none.
-            rounding: by attribute of `trt_kvcache.importer.analysis.rounding`.
+            rounding: by attribute of `trt_kvcache.importer.planning.rounding`.
         """
         output.inputs.clear()
         nothing = gs.Variable.empty()

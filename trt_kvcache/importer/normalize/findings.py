@@ -8,11 +8,11 @@ from typing import Any
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.analysis.rounding import Rounding
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
+from trt_kvcache.importer.planning.rounding import Rounding
 
 Array = npt.NDArray[Any]
 

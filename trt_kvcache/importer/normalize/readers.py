@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.rows_in_use import is_cut as is_cut_to_use
 from trt_kvcache.importer.graph import consumers, contains, is_op
+from trt_kvcache.importer.planning.rows_in_use import is_cut as is_cut_to_use
 
 
 def check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:

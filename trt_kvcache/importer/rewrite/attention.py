@@ -13,11 +13,11 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.analysis.attention_facts import AttentionFacts, read_attention
-from trt_kvcache.importer.analysis.queries import sequence_axis, whole_query
-from trt_kvcache.importer.analysis.rows_in_use import cuts_behind, end_with
 from trt_kvcache.importer.graph import Emitter, dims, is_op, producer
 from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan
+from trt_kvcache.importer.planning.attention import whole_query
+from trt_kvcache.importer.planning.attention_facts import AttentionFacts, read_attention, sequence_axis
+from trt_kvcache.importer.planning.rows_in_use import cuts_behind, end_with
 from trt_kvcache.importer.rewrite.caches import CacheView
 from trt_kvcache.importer.rewrite.lowered import lower_attention
 from trt_kvcache.importer.rewrite.masks import Mask, build_mask

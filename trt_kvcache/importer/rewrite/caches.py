@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.analysis.caches import is_plugin_node, split_heads, to_heads_major
 from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, is_op, replace_uses
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
+from trt_kvcache.importer.planning.caches import is_plugin_node, split_heads, to_heads_major
 from trt_kvcache.importer.rewrite.functional import rewrite_functional
 from trt_kvcache.importer.rewrite.packed import rewrite_packed
 

@@ -18,8 +18,8 @@ import math
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.attention_facts import AttentionFacts
 from trt_kvcache.importer.graph import BOOL, INT64, Emitter, dims, elem_type, is_op, producer
+from trt_kvcache.importer.planning.attention_facts import AttentionFacts
 from trt_kvcache.importer.rewrite.masks import Mask
 
 

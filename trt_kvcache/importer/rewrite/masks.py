@@ -16,11 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.analysis.attention import sequence_source
-from trt_kvcache.importer.analysis.attention_facts import AttentionFacts
-from trt_kvcache.importer.analysis.queries import sequence_axis
 from trt_kvcache.importer.graph import BOOL, FLOAT, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
+from trt_kvcache.importer.planning.attention import sequence_source
+from trt_kvcache.importer.planning.attention_facts import AttentionFacts, sequence_axis
 
 
 @dataclass(frozen=True)

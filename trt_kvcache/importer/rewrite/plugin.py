@@ -22,7 +22,6 @@ import onnx_graphsurgeon as gs
 from onnx import helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.caches import is_plugin_node
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,
@@ -38,6 +37,7 @@ from trt_kvcache.importer.graph import (
     small_constant,
 )
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm
+from trt_kvcache.importer.planning.caches import is_plugin_node
 from trt_kvcache.importer.rewrite.plugin_functions import operator_function
 from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.analysis.scans import nodes_before_scans
 from trt_kvcache.importer.graph import Emitter, dims, is_op, small_constant
+from trt_kvcache.importer.planning.attention import nodes_before_scans
 
 
 def copy_repeats(graph: gs.Graph, emitter: Emitter) -> None:

@@ -17,9 +17,9 @@ from trt_kvcache.errors import OptionError, SessionError
 from trt_kvcache.files import identify
 from trt_kvcache.given import given_whole
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.analysis.experts import exact_experts
-from trt_kvcache.importer.analysis.index_limits import index_limits
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.machine import memory
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.encoders.constants import Constants

@@ -21,7 +21,6 @@ import onnx_graphsurgeon as gs
 from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.attention import analyze_attention
 from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions.encoders.outputs import (
     HIDDEN,
@@ -49,6 +48,7 @@ from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
 from trt_kvcache.importer.normalize.fused.mha import lower_mha
 from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
+from trt_kvcache.importer.planning.attention import analyze_attention
 from trt_kvcache.importer.prepare import (
     attach_weights,
     detach_weights,

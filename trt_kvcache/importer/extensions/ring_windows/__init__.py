@@ -30,7 +30,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.analysis.attention_facts import is_used
 from trt_kvcache.importer.extensions.ring_windows.written import check_ring, emit_by_position
 from trt_kvcache.importer.graph import (
     BOOL,
@@ -45,6 +44,7 @@ from trt_kvcache.importer.graph import (
     is_op,
     small_constant,
 )
+from trt_kvcache.importer.planning.attention_facts import is_used
 
 __all__ = ["Rings", "check_ring", "emit_by_position", "make_circular"]
 

@@ -17,7 +17,6 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.rounding import Rounding
 from trt_kvcache.importer.graph import (
     Emitter,
     consumers,
@@ -32,6 +31,7 @@ from trt_kvcache.importer.graph import (
 from trt_kvcache.importer.graph import small_constant as constant
 from trt_kvcache.importer.normalize.candidate import may_be_cache
 from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
+from trt_kvcache.importer.planning.rounding import Rounding
 
 _MOVES = (
     "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",

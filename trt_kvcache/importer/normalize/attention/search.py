@@ -19,7 +19,6 @@ import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.rounding import Rounding
 from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
 from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
 from trt_kvcache.importer.normalize.attention.guards import unguarded
@@ -32,6 +31,7 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.planning.rounding import Rounding
 
 Array = npt.NDArray[Any]
 

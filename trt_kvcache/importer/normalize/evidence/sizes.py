@@ -14,12 +14,12 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.analysis.experts import EXPERTS
 from trt_kvcache.importer.graph import producer
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.evidence.probe import COUNTS
 from trt_kvcache.importer.normalize.evidence.reach import reach
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.planning.experts import EXPERTS
 
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Where", "And", "Or")
 

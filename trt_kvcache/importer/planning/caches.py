@@ -9,8 +9,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
-from trt_kvcache.importer.analysis.route import UpdateFacts, decide
-from trt_kvcache.importer.analysis.rows_in_use import is_cut
 from trt_kvcache.importer.graph import (
     consumers,
     contains,
@@ -32,18 +30,37 @@ from trt_kvcache.importer.plan import (
     UpdateForm,
     UpdateMode,
 )
+from trt_kvcache.importer.planning.routes import Decision, UpdateFacts, decide
+from trt_kvcache.importer.planning.rows_in_use import is_cut
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 
 @dataclass(frozen=True)
 class _Found:
-    """One update node with what surrounds it."""
+    """One cache that a node updates.
+
+    Attributes:
+        shape: of the cache.
+        axis: of its sequence, never negative.
+        lengths: cumulative lengths ``[B + 1]`` of a packed update.
+    """
 
     node: gs.Node
     past: gs.Tensor
     present: gs.Tensor
+    update: gs.Tensor
+    write_indices: gs.Tensor | None
+    lengths: gs.Tensor | None
     shape: tuple[Dim, ...]
     axis: int
+    form: UpdateForm
+    mode: UpdateMode
+
+    @property
+    def update_length(self) -> Dim:
+        """The size of the update's axis of tokens."""
+        shape = dims(self.update)
+        return "?" if shape is None else shape[self.axis if self.form is UpdateForm.PADDED else 0]
 
 
 def is_update(node: gs.Node) -> bool:
@@ -93,86 +110,70 @@ def _plan_plugin_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> l
         operator.check_shapes({n: [d if isinstance(d, int) else None for d in shape] for n, shape in shapes.items()})
     except OptionError as error:
         raise InvalidModelError(f"'{node.name}': {error}") from None
-    packed = operator.form is UpdateForm.PACKED_NHD
+    lengths = tensors["lengths"] if operator.form is UpdateForm.PACKED_NHD else None
+    decision = Decision(Route.PLUGIN, "the model itself has the plugin's node")
     caches = []
     for i, (past, present) in enumerate(zip(node.inputs[: operator.caches], node.outputs, strict=False)):
-        update, shape = tensors[f"update_{i}"], dims(past)
+        shape = dims(past)
         if shape is None or len(shape) != 4 or any(not isinstance(d, int) for d in shape[1:]):
             raise UnsupportedModelError(
                 f"cache '{past.name}' of '{node.name}' is {list(shape or ())}; the plugin takes [B, N, S_max, H] with "
                 "all sizes but the batch fixed"
             )
-        found = _Found(node, past, present, shape, 2)
+        found = _Found(node, past, present, tensors[f"update_{i}"], tensors["write_indices"], lengths, shape, 2,
+                       operator.form, operator.mode)  # fmt: skip
         if obstacle := _obstacle(graph, found):
             raise UnsupportedModelError(f"'{node.name}' cannot be done in place: {obstacle}")
-        caches.append(
-            CacheUpdate(
-                node=node.name, past=past.name, present=present.name, update=update.name,
-                write_indices=tensors["write_indices"].name,
-                update_lengths=tensors["lengths"].name if packed else None, dtype=dtype_name(past),
-                logical_shape=shape, sequence_axis=2, physical_shape=shape, physical_sequence_axis=2,
-                layout=PhysicalLayout.AS_IS, mode=operator.mode, form=operator.form,
-                update_length=_packed_length(update) if packed else _update_length(update, 2),
-                capacity=int(shape[2]), route=Route.PLUGIN, reason="the model itself has the plugin's node",
-                readers=_readers(present),
-            )
-        )  # fmt: skip
+        caches.append(_cache(graph, found, decision, PhysicalLayout.AS_IS, shape))
     return caches
 
 
 def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
-    found = _find(graph, node)
-    form = _form(node)
-    if form is UpdateForm.PACKED_NHD:
-        _check_packed(found)
-    mode = UpdateMode(node.attrs.get("mode", "linear"))
-    update = node.inputs[1]
-    write_indices = input_or_none(node, 2)
+    found = _find(node)
     capacity = found.shape[found.axis]
     if not isinstance(capacity, int):
         raise UnsupportedModelError(
             f"cache '{found.past.name}' of '{node.name}' has no fixed length on axis {found.axis}, and it is computed "
             "in the graph: make it an input of the model, or give the export a fixed length"
         )
-    if write_indices is not None:
-        _check_rows(found, write_indices)
+    _check_rows(found)
     _check_zero_points(found)
-    length = _update_length(update, found.axis) if form is UpdateForm.PADDED else _packed_length(update)
-    if form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
-        raise InvalidModelError(
-            f"'{node.name}' writes {length} tokens into cache '{found.past.name}', which holds {capacity}"
-        )
-    decision = decide(
-        UpdateFacts(
-            node=node.name,
-            past=found.past.name,
-            dtype=dtype_name(found.past),
-            mode=mode,
-            form=form,
-            update_length=length,
-            capacity=capacity,
-            has_write_indices=write_indices is not None,
-            obstacle=_obstacle(graph, found),
-        ),
-        options,
-    )
-    layout, physical = _physical(graph, found, decision.route, form, options)
-    return CacheUpdate(
+    facts = UpdateFacts(
         node=node.name,
         past=found.past.name,
+        dtype=dtype_name(found.past),
+        mode=found.mode,
+        form=found.form,
+        update_length=found.update_length,
+        capacity=capacity,
+        has_write_indices=found.write_indices is not None,
+        obstacle=_obstacle(graph, found),
+    )
+    decision = decide(facts, options)
+    return _cache(graph, found, decision, *_physical(found, decision.route, options))
+
+
+def _cache(
+    graph: gs.Graph, found: _Found, decision: Decision, layout: PhysicalLayout, physical: tuple[Dim, ...]
+) -> CacheUpdate:
+    capacity = found.shape[found.axis]
+    assert isinstance(capacity, int)
+    return CacheUpdate(
+        node=found.node.name,
+        past=found.past.name,
         present=found.present.name,
-        update=update.name,
-        write_indices=write_indices.name if write_indices is not None else None,
-        update_lengths=node.inputs[3].name if form is UpdateForm.PACKED_NHD else None,
+        update=found.update.name,
+        write_indices=found.write_indices.name if found.write_indices is not None else None,
+        update_lengths=found.lengths.name if found.lengths is not None else None,
         dtype=dtype_name(found.past),
         logical_shape=found.shape,
         sequence_axis=found.axis,
         physical_shape=physical,
         physical_sequence_axis=found.axis if layout is PhysicalLayout.AS_IS else 2,
         layout=layout,
-        mode=mode,
-        form=form,
-        update_length=length,
+        mode=found.mode,
+        form=found.form,
+        update_length=found.update_length,
         capacity=capacity,
         route=decision.route,
         reason=decision.reason,
@@ -182,7 +183,7 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
     )
 
 
-def _find(graph: gs.Graph, node: gs.Node) -> _Found:
+def _find(node: gs.Node) -> _Found:
     past, present = node.inputs[0], node.outputs[0]
     shape = dims(past) or dims(present)
     if shape is None:
@@ -195,7 +196,11 @@ def _find(graph: gs.Graph, node: gs.Node) -> _Found:
             f"'{node.name}' has axis {axis} on cache '{past.name}' of shape {list(shape)}: the axis must name a "
             "dimension after the batch"
         )
-    return _Found(node, past, present, shape, axis % len(shape))
+    form = _form(node)
+    lengths = node.inputs[3] if form is UpdateForm.PACKED_NHD else None
+    mode = UpdateMode(node.attrs.get("mode", "linear"))
+    indices = input_or_none(node, 2)
+    return _Found(node, past, present, node.inputs[1], indices, lengths, shape, axis % len(shape), form, mode)
 
 
 def _form(node: gs.Node) -> UpdateForm:
@@ -208,35 +213,38 @@ def _form(node: gs.Node) -> UpdateForm:
         )
     if input_or_none(node, 3) is None:
         raise InvalidModelError(f"packed update '{node.name}' lacks its fourth input, the cumulative lengths [B + 1]")
+    _check_packed(node)
     return UpdateForm.PACKED_NHD
 
 
-def _check_packed(found: _Found) -> None:
+def _check_packed(node: gs.Node) -> None:
     """The ranks and types of TensorRT's packed operator, which ONNX has no rules for."""
-    inputs = found.node.inputs
     for i, rank, what in ((0, 4, "cache [B, N, S_max, H]"), (1, 3, "update [T, N, H]"), (2, 1, "write indices [B]"),
                           (3, 1, "cumulative lengths [B + 1]")):  # fmt: skip
-        tensor = input_or_none(found.node, i)
+        tensor = input_or_none(node, i)
         shape = dims(tensor) if tensor is not None else None
         if tensor is not None and shape is not None and len(shape) != rank:
             raise InvalidModelError(
-                f"packed update '{found.node.name}' has '{tensor.name}' of shape {list(shape)} for its {what}: export "
+                f"packed update '{node.name}' has '{tensor.name}' of shape {list(shape)} for its {what}: export "
                 f"it with {rank} dimensions"
             )
         if i > 1 and tensor is not None and dtype_name(tensor) not in ("int32", "int64", "?"):
             raise InvalidModelError(
-                f"packed update '{found.node.name}' has {dtype_name(tensor)} '{tensor.name}' for its {what}: cast it "
+                f"packed update '{node.name}' has {dtype_name(tensor)} '{tensor.name}' for its {what}: cast it "
                 "to int32 or int64"
             )
-    cache, update = dtype_name(inputs[0]), dtype_name(inputs[1])
+    cache, update = (dtype_name(t) for t in node.inputs[:2])
     if cache != update and "?" not in (cache, update):
         raise InvalidModelError(
-            f"packed update '{found.node.name}' writes a {update} update into a {cache} cache; cast the update first"
+            f"packed update '{node.name}' writes a {update} update into a {cache} cache; cast the update first"
         )
 
 
-def _check_rows(found: _Found, write_indices: gs.Tensor) -> None:
+def _check_rows(found: _Found) -> None:
     """Refuse as many write indices as no batch but one has."""
+    write_indices = found.write_indices
+    if write_indices is None:
+        return
     (rows,), batch = dims(write_indices) or ("?",), found.shape[0]
     if isinstance(rows, int) and not isinstance(batch, int):
         raise UnsupportedModelError(
@@ -258,16 +266,6 @@ def _check_zero_points(found: _Found) -> None:
                 )
 
 
-def _update_length(update: gs.Tensor, axis: int) -> Dim:
-    shape = dims(update)
-    return "?" if shape is None else shape[axis]
-
-
-def _packed_length(update: gs.Tensor) -> Dim:
-    shape = dims(update)
-    return "?" if shape is None else shape[0]
-
-
 def _obstacle(graph: gs.Graph, found: _Found) -> str:
     """Why past and present cannot be one buffer, or an empty string."""
     node, past, present = found.node, found.past, found.present
@@ -280,18 +278,13 @@ def _obstacle(graph: gs.Graph, found: _Found) -> str:
         return f"the updated cache '{present.name}' is not an output of the model"
     if contains(graph.outputs, past):
         return f"the cache '{past.name}' is also an output of the model, before the update"
-    for reader in _data_readers(past):
-        if reader is not node:
+    for reader in consumers(past):
+        if reader is not node and not is_op(reader, "Shape"):  # Shape reads no values
             what = "also updated" if is_update(reader) else "also read"
             return f"the cache '{past.name}' is {what} by '{reader.name}', which must see it before the update"
     if any(not isinstance(d, int) for d in found.shape[1:]):
         return f"the cache '{past.name}' has open dimensions besides the batch: {list(found.shape)}"
     return ""
-
-
-def _data_readers(tensor: gs.Tensor) -> list[gs.Node]:
-    """The nodes that read a tensor's values; Shape reads none."""
-    return [node for node in consumers(tensor) if not is_op(node, "Shape")]
 
 
 def _readers(present: gs.Tensor) -> tuple[str, ...]:
@@ -318,11 +311,9 @@ VIEW_OPS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Slice", 
 """What may stand between a cache and the attention that reads it."""
 
 
-def _physical(
-    graph: gs.Graph, found: _Found, route: Route, form: UpdateForm, options: PlanOptions
-) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
+def _physical(found: _Found, route: Route, options: PlanOptions) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
     shape, axis = found.shape, found.axis
-    if route is Route.FUNCTIONAL or form is UpdateForm.PACKED_NHD:
+    if route is Route.FUNCTIONAL or found.form is UpdateForm.PACKED_NHD:
         return PhysicalLayout.AS_IS, shape
     if options.cache_layout is CacheLayout.AUTO and axis == 1:
         heads = heads_of_sequence_major(found.node.outputs[0], shape)

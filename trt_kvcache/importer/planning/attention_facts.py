@@ -11,8 +11,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.analysis.queries import sequence_axis
-from trt_kvcache.importer.analysis.rounding import SCORES, WEIGHTS, Rounding, read_rounding
 from trt_kvcache.importer.graph import (
     FLOATS,
     SINKS,
@@ -24,6 +22,7 @@ from trt_kvcache.importer.graph import (
     input_or_none,
 )
 from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS, Rounding, read_rounding
 
 
 @dataclass(frozen=True)
@@ -166,6 +165,12 @@ def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
             f"the mask '{mask.name}' of Attention '{node.name}' is {list(shape)}; ONNX allows [batch, heads, length, "
             "keys], or the last of these"
         )
+
+
+def sequence_axis(tensor: gs.Tensor) -> int:
+    """The sequence axis of Q, K or V: 1 of ``[B, S, N*H]``, 2 of ``[B, N, S, H]``."""
+    shape = dims(tensor)
+    return 1 if shape is not None and len(shape) == 3 else 2
 
 
 def axis_size(tensor: gs.Tensor, axis: int) -> Dim:

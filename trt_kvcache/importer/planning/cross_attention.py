@@ -13,17 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.analysis.sources import inputs_behind
-from trt_kvcache.importer.graph import consumers, dims, elem_type, is_op
+from trt_kvcache.importer.graph import FLOATS, consumers, dims, elem_type, is_op
 
-__all__ = ["CrossAttention", "find_cross_attention"]
-
-_FLOATS = {
-    onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE,
-}  # fmt: skip
+__all__ = ["CrossAttention", "find_cross_attention", "inputs_behind"]
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,7 @@ def find_cross_attention(graph: gs.Graph, carried: set[str]) -> CrossAttention:
     if not carried:
         return CrossAttention(frozenset(), frozenset())
     behind = inputs_behind(graph)
-    memory = {str(t.name) for t in graph.inputs if elem_type(t) in _FLOATS and len(dims(t) or ()) >= 3}
+    memory = {str(t.name) for t in graph.inputs if elem_type(t) in FLOATS and len(dims(t) or ()) >= 3}
 
     def given(tensor: gs.Tensor, query: gs.Tensor) -> frozenset[str]:
         """The inputs behind a tensor, if all of them are given beside the text."""
@@ -82,15 +76,35 @@ def _attentions(graph: gs.Graph) -> Iterator[tuple[gs.Node, gs.Tensor, list[gs.T
 def _masks(scores: gs.Tensor) -> list[gs.Tensor]:
     """What is added to the scores of a decomposed attention, or selects among them, on the way to its Softmax."""
     masks: list[gs.Tensor] = []
-    while True:
-        readers = consumers(scores)
-        if len(readers) != 1:
-            return []
+    while len(readers := consumers(scores)) == 1:
         node = readers[0]
         if is_op(node, "Softmax"):
             return masks
         if not is_op(node, "Add", "Where", "Mul", "Div", "Cast", "Tanh"):
-            return []
+            break
         if is_op(node, "Add", "Where"):
             masks += [t for t in node.inputs if t is not scores and not isinstance(t, gs.Constant)]
         scores = node.outputs[0]
+    return []
+
+
+def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
+    """The graph inputs behind each tensor, by name; those of which only the shape is read do not count.
+
+    The nodes must be in topological order, as ONNX demands.
+    """
+    found = {str(t.name): frozenset([str(t.name)]) for t in graph.inputs}
+    for node in graph.nodes:
+        names = () if is_op(node, "Shape", "Size") else _reads(node)
+        behind = frozenset[str]().union(*(found.get(name, frozenset()) for name in names))
+        found.update((str(t.name), behind) for t in node.outputs)
+    return found
+
+
+def _reads(node: gs.Node) -> Iterator[str]:
+    """Names of what a node reads, in its nested graphs too."""
+    yield from (str(t.name) for t in node.inputs)
+    for body in (value for value in node.attrs.values() if isinstance(value, gs.Graph)):
+        for inner in body.nodes:
+            yield from _reads(inner)
+        yield from (str(t.name) for t in body.outputs)

@@ -1,0 +1,354 @@
+"""Find every Attention node of a prepared graph and plan how it is computed. Reads the graph, changes nothing.
+
+Semantics: https://onnx.ai/onnx/operators/onnx__Attention.html. What TensorRT's parser does with the operator (drops
+`nonpad_kv_seqlen` and the window attributes without a word, aligns `is_causal` to the upper left corner, refuses the
+rest), and for which attentions its builder has a fused kernel, was measured on TensorRT for RTX 1.7.1 without a GPU;
+tests/facts and tests/grid pin it. Where a build finds no kernel all the same, it tries again with every attention
+decomposable (`trt_kvcache.engine.worker`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer.graph import (
+    NAME_PREFIX,
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    elem_type,
+    input_or_none,
+    is_op,
+    producer,
+    small_constant,
+)
+from trt_kvcache.importer.plan import (
+    AttentionKind,
+    AttentionPlan,
+    CacheUpdate,
+    MaskGeometry,
+    PlanOptions,
+    SpanInput,
+    UpdateMode,
+)
+from trt_kvcache.importer.planning.attention_facts import (
+    AttentionFacts,
+    axis_size,
+    gives_scores,
+    is_used,
+    read_attention,
+    sequence_axis,
+)
+from trt_kvcache.importer.planning.caches import VIEW_OPS
+from trt_kvcache.importer.planning.rows_in_use import cuts_behind
+
+_MOST_READERS = 5
+"""Attentions over one query: the rewrite scales it by 1, 4, 1/4, 16 and 1/16 for them, which float16 still holds."""
+
+_FUSED_REACH = 24_576
+"""Keys and head size together, up to which one masked float16 or bfloat16 query has a fused kernel: 48 KiB. More
+queries have one at any length; `decomposable` lets TensorRT choose."""
+
+_BOUNDED = ("Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Min")
+"""Operators that keep or lower lengths."""
+
+
+@dataclass(frozen=True)
+class AttentionAnalysis:
+    """The plans of all Attention nodes, and the masks and spans that they share."""
+
+    attention: tuple[AttentionPlan, ...]
+    masks: tuple[MaskGeometry, ...]
+    spans: tuple[SpanInput, ...]
+    warnings: tuple[str, ...]
+
+
+def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> AttentionAnalysis:
+    """Plan every Attention node of the graph, in graph order.
+
+    Raises:
+        UnsupportedModelError, InvalidModelError: see `read_attention`.
+    """
+    planner = _Planner(graph, caches, options)
+    plans = tuple(planner.plan(node) for node in graph.nodes if is_op(node, "Attention"))
+    masks, spans = tuple(planner.masks.values()), tuple(planner.spans.values())
+    return AttentionAnalysis(plans, masks, spans, tuple(planner.warnings))
+
+
+class _Planner:
+    """Plans one Attention after the other; masks, spans and warnings are made once."""
+
+    def __init__(self, graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> None:
+        self._graph = graph
+        self._caches = caches
+        self._present = {c.present: c for c in caches}
+        self._options = options
+        self._queries: Counter[str] = Counter()
+        self._before_scans = {id(node) for node in nodes_before_scans(graph)}
+        self.masks: dict[tuple[object, ...], MaskGeometry] = {}
+        self.spans: dict[tuple[int, str], SpanInput] = {}
+        self.warnings: dict[str, None] = {}
+
+    def plan(self, node: gs.Node) -> AttentionPlan:
+        """Plan one node."""
+        self._check_query(node)
+        graph, facts = self._graph, read_attention(self._graph, node)
+        for extra in node.outputs[1:3]:
+            if is_used(graph, extra):
+                raise UnsupportedModelError(
+                    f"Attention '{node.name}' gives its present key or value as '{extra.name}' without a past: only "
+                    "caches updated by TensorScatter are supported"
+                )
+        kind, reason = _attention_kind(facts)
+        if kind is not AttentionKind.LOWERED and id(node) in self._before_scans:
+            kind, reason = AttentionKind.LOWERED, "a Scan over a dynamic number of steps depends on it"
+        behind = [self._caches_behind(t) for t in node.inputs[1:3]]
+        read = tuple(c.past for found in behind for c in found)
+        span = self._span(facts, read) if all(behind) else None
+        keys = "span" if span else "mask" if self._shorter_mask(facts) else "all"
+        rings = any(c.mode is UpdateMode.CIRCULAR for c in self._caches if c.past in read)  # all of their rows count
+        if keys == "all" and read and self._options.attention_span and facts.mask is not None and not rings:
+            self.warnings[
+                f"attention with mask '{facts.mask.name}' reads the whole capacity each step: its mask is as long as "
+                "the cache and no lengths input bounds it"
+            ] = None
+        geometry = self._geometry(facts, kind, span)
+        return AttentionPlan(
+            node=node.name,
+            dtype=dtype_name(node.inputs[0]),
+            query_heads=facts.query_heads,
+            kv_heads=facts.kv_heads,
+            head_size=facts.head_size,
+            value_head_size=facts.value_head_size,
+            kind=kind,
+            reason=reason,
+            caches=read,
+            mask=geometry.name if geometry else None,
+            keys=keys,
+        )
+
+    def _check_query(self, node: gs.Node) -> None:
+        query = whole_query(node).name
+        self._queries[query] += 1
+        if self._queries[query] > _MOST_READERS:
+            raise UnsupportedModelError(
+                f"Attention '{node.name}' is one more than {_MOST_READERS} over the query '{query}': "
+                "TensorRT's builder dies on attentions that share a query, and more cannot be told apart exactly; give "
+                "each its own projection"
+            )
+
+    def _caches_behind(self, tensor: gs.Tensor) -> list[CacheUpdate]:
+        """The cache that K or V is read from, through operators that move or select values; or is computed from."""
+        if cuts := cuts_behind(tensor):
+            return [self._present[t.name] for cut in cuts if (t := cut.inputs[0]).name in self._present]
+        while tensor.name not in self._present:
+            node = producer(tensor)
+            if node is None or not is_op(node, *VIEW_OPS):
+                return []
+            tensor = node.inputs[0]
+        return [self._present[tensor.name]]
+
+    def _span(self, facts: AttentionFacts, read: tuple[str, ...]) -> SpanInput | None:
+        """The span input of a node, made once per capacity and lengths; None where the span is off or not safe.
+
+        Rows at and beyond the longest valid length are masked for every query, so leaving them out changes nothing.
+        """
+        if not self._options.attention_span or facts.lengths is None or facts.qk_output:
+            return None  # scores have a column for every key
+        capacities = {c.capacity for c in self._caches if c.past in read}
+        if len(capacities) != 1 or facts.keys not in capacities:
+            return None
+        capacity = capacities.pop()
+        source = _bounding_input(self._graph, facts.lengths)
+        if source is None:
+            self.warnings[
+                f"lengths '{facts.lengths.name}' are computed in the graph, so no input bounds them: attention reads "
+                "the whole capacity each step"
+            ] = None
+            return None
+        key = (capacity, source.name)
+        if key not in self.spans:
+            taken = {*self._graph.tensors(), *(s.name for s in self.spans.values())}
+            name = _free_name("attention_span" if not self.spans else f"attention_span_{capacity}", taken)
+            self.spans[key] = SpanInput(name=name, symbol=name, capacity=capacity, lengths=source.name)
+        return self.spans[key]
+
+    def _shorter_mask(self, facts: AttentionFacts) -> bool:
+        """Whether the model's mask has, or may be given, fewer keys than K: ONNX masks the rest, so K is cut to it."""
+        if facts.mask is None:
+            return False
+        length = axis_size(facts.mask, -1)
+        if facts.qk_output and length != facts.keys:
+            raise UnsupportedModelError(
+                f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys of {facts.keys}, "
+                "and its scores (qk_matmul_output), which are used, have a column for each; supported beside scores "
+                "are masks over all keys: export it so"
+            )
+        if isinstance(length, int) and isinstance(facts.keys, int):
+            if length > facts.keys:
+                raise InvalidModelError(
+                    f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys; there are "
+                    f"{facts.keys}"
+                )
+            return length < facts.keys or (self._options.attention_span and relaxable_mask(self._graph, facts))
+        return length != facts.keys or length == "?"
+
+    def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> MaskGeometry | None:
+        """The mask of a node, shared by all nodes with the same geometry; None where none is needed."""
+        if not facts.masked and not (facts.causal and kind is AttentionKind.LOWERED):
+            return None
+        lengths, mask, slopes = (t.name if t is not None else None for t in (facts.lengths, facts.mask, facts.slopes))
+        keys = facts.node.inputs[1].name if facts.keys == "?" else facts.keys
+        key = (
+            facts.causal, lengths, facts.left_window, facts.right_window, mask, facts.dtype if facts.additive else None,
+            slopes, span.name if span else keys,
+            # Layers that do not say how many queries they have are taken to have the same number; the check runs them.
+            _sequence_input(self._graph, facts),
+        )  # fmt: skip
+        if key not in self.masks:
+            self.masks[key] = MaskGeometry(
+                name=_free_name(f"{NAME_PREFIX}mask_{len(self.masks)}", set(self._graph.tensors())),
+                causal=facts.causal,
+                lengths=lengths,
+                left_window=facts.left_window,
+                right_window=facts.right_window,
+                mask=mask,
+                additive=facts.additive,
+                span=span.name if span else None,
+                guarded=facts.masked,
+                slopes=slopes,
+            )
+        return self.masks[key]
+
+
+def _free_name(name: str, taken: set[str]) -> str:
+    """A name that a model does not have; a rewritten one already may have some."""
+    while name in taken:
+        name += "_"
+    return name
+
+
+def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
+    """The graph input that no value of `lengths` exceeds, through operators that keep or lower values."""
+    tensor = lengths
+    while not contains(graph.inputs, tensor):
+        node = producer(tensor)
+        if node is None or not is_op(node, *_BOUNDED):
+            return None
+        sources = [t for t in node.inputs[: None if is_op(node, "Min") else 1] if not isinstance(t, gs.Constant)]
+        if len(sources) != 1:
+            return None
+        tensor = sources[0]
+    return tensor
+
+
+def relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
+    """Whether the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
+
+    ONNX pads a short mask with "masked", so a mask cut to the active length has the same meaning, and the step then
+    costs the active length.
+    """
+    mask = facts.mask
+    if mask is None or facts.lengths is not None or not contains(graph.inputs, mask) or facts.keys in ("?", 1):
+        return False
+    return all(
+        is_op(n, "Attention")
+        and not gives_scores(graph, n)
+        and input_or_none(n, 3) is mask
+        and input_or_none(n, 6) is None
+        and axis_size(n.inputs[1], sequence_axis(n.inputs[1])) == facts.keys
+        for n in consumers(mask)
+    )
+
+
+def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
+    """The number of queries: a fixed size, or an axis of a graph input or of Q itself."""
+    return _sequence_input(graph, facts) or (facts.node.inputs[0].name, sequence_axis(facts.node.inputs[0]))
+
+
+def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
+    """The number of queries, or the graph input and its axis that have it; None where nothing says."""
+    if isinstance(facts.queries, int):
+        return facts.queries
+    places = ((tensor.name, axis, dim) for tensor in graph.inputs for axis, dim in enumerate(dims(tensor) or ()))
+    return next(((name, axis) for name, axis, dim in places if dim == facts.queries != "?"), None)
+
+
+def whole_query(node: gs.Node) -> gs.Tensor:
+    """What Q of an attention is a view of, or some of the positions of; some of the heads are a query of their own."""
+    tensor = node.inputs[0]
+    while (maker := producer(tensor)) is not None:
+        if is_op(maker, "Slice"):
+            axes = small_constant(input_or_none(maker, 3))
+            rank = len(dims(maker.inputs[0]) or ()) or 4
+            if axes is None or [int(a) % rank for a in axes] != [sequence_axis(maker.inputs[0])]:
+                break
+        elif not is_op(maker, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
+            break
+        tensor = maker.inputs[0]
+    return tensor
+
+
+def nodes_before_scans(graph: gs.Graph) -> Iterator[gs.Node]:
+    """Every node that a Scan of the main graph over a dynamic number of steps depends on: TensorRT builds less there.
+
+    Measured on TensorRT for RTX 1.7.1: an IAttention that such a Scan depends on kills the builder (SIGSEGV), and
+    repeats fail (see `rewrite.repeats`). Attention in plain operators builds there, and IAttention does behind every
+    Scan, beside it, and before one of a fixed number of steps.
+    """
+    pending = [node for node in graph.nodes if is_op(node, "Scan") and not _is_fixed(node)]
+    seen: set[int] = set()
+    while pending:
+        for tensor in pending.pop().inputs:
+            maker = producer(tensor)
+            if maker is not None and id(maker) not in seen:
+                seen.add(id(maker))
+                pending.append(maker)
+                yield maker
+
+
+def _is_fixed(scan: gs.Node) -> bool:
+    """Whether the model says how many steps a Scan makes."""
+    count = int(scan.attrs["num_scan_inputs"])
+    axes = scan.attrs.get("scan_input_axes") or [0] * count
+    return any(isinstance(axis_size(t, axis), int) for t, axis in zip(scan.inputs[-count:], axes, strict=True))
+
+
+def _attention_kind(facts: AttentionFacts) -> tuple[AttentionKind, str]:
+    """Fused, decomposed or lowered to plain operators, and why."""
+    half = facts.dtype in (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16)
+    size = facts.head_size
+    if facts.sinks is not None:
+        return AttentionKind.LOWERED, "attention sinks"
+    if (rounding := facts.rounded_scores or facts.rounded_weights) is not None:
+        return AttentionKind.LOWERED, f"rounded to {rounding.type_name} on the way"
+    if facts.softcap:
+        return AttentionKind.LOWERED, f"softcap {facts.softcap:g}"
+    if facts.softmax_precision not in (None, facts.dtype):
+        precision = onnx.TensorProto.DataType.Name(facts.softmax_precision).lower()
+        return AttentionKind.LOWERED, f"softmax_precision {precision}"
+    if facts.value_head_size != size:
+        return AttentionKind.LOWERED, f"head size of K is {size}, of V {facts.value_head_size}"
+    if facts.qk_output:
+        return AttentionKind.LOWERED, "qk_matmul_output is used"
+    if elem_type(facts.node.inputs[2]) not in (None, 0, facts.dtype):
+        return AttentionKind.LOWERED, "V has another type than Q and K"
+    if half and size % 8:
+        return AttentionKind.LOWERED, f"head size {size} is not a multiple of 8"
+    if not half:
+        return AttentionKind.DECOMPOSED, "only float16 and bfloat16 have fused kernels"
+    if isinstance(facts.query_heads, int) and facts.query_heads < 4:
+        # One head never has a kernel, two and three have none for a single query, which every decode profile is.
+        return AttentionKind.DECOMPOSED, "fewer than 4 query heads have no fused kernel for decoding"
+    if not 16 <= size <= 256:
+        return AttentionKind.DECOMPOSED, f"head size {size} has no fused kernel"
+    if isinstance(facts.keys, int) and facts.keys + size > _FUSED_REACH:
+        return AttentionKind.DECOMPOSED, f"more than {_FUSED_REACH - size} keys have no fused kernel for decoding"
+    return AttentionKind.FUSED, "dedicated kernel"
