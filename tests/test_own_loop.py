@@ -13,8 +13,8 @@ import pytest
 from decoders import DecoderConfig, write_decoder
 from foreign_decoders import make_foreign
 from runtime import fake_tensorrt
+from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.importer.plan import PlanOptions

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from decoders import DecoderConfig, write_decoder
-from runtime.fake_engines import write_engine
+from runtime.engines import write_engine
 
 from trt_kvcache.engine.manifest import manifest_path
 
@@ -19,6 +19,6 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def engine(built: Path, tmp_path: Path) -> Path:
-    for path in (built, manifest_path(built)):
+    for path in (built, manifest_path(built), built.with_suffix(".onnx")):
         shutil.copy(path, tmp_path)
     return tmp_path / built.name

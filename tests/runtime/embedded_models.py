@@ -11,13 +11,9 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
-from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
-from runtime.fake_tensorrt import fake_module
+from runtime.engines import runner_on
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 MODELS = Path(__file__).parents[1] / "models"
 Array = np.ndarray[Any, Any]
@@ -66,13 +62,7 @@ def cut(source: Path, folder: Path) -> Forms:
 
 def opened(model: Path, device: str, **more: Any) -> DecodeSession:
     """A session on ONNX Runtime, or on a fake GPU with TensorRT's rules: 3 rows, 8 tokens per step."""
-    options = PlanOptions(capacity=64)
-    if device == "cpu":
-        return DecodeSession(OnnxRuntimeRunner(model, options, max_batch=3, max_chunk=8), **more)
-    machine = Machine()
-    module = fake_module(machine, rtx=True, version="1.7.1.116")
-    engine = write_engine(model, options=options)
-    return DecodeSession(TensorRTRunner(engine, bindings=Bindings(module, machine.bindings())), **more)
+    return DecodeSession(runner_on(device, model, PlanOptions(capacity=64), max_batch=3, max_chunk=8), **more)
 
 
 class Recomputed:
@@ -95,7 +85,7 @@ class Recomputed:
             elif value.name == "attention_mask":
                 feeds[value.name] = np.ones((1, len(embeds)), np.int64)
             elif value.name == "position_ids":
-                feeds[value.name] = places[:, np.newaxis].astype(np.int64)
+                feeds[value.name] = (places[:, np.newaxis] if len(value.shape) == 3 else places[:1]).astype(np.int64)
             else:
                 shape = [0 if axis == 2 else 1 if axis == 0 else size for axis, size in enumerate(value.shape)]
                 shape = [16 if isinstance(size, str) else size for size in shape]

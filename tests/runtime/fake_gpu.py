@@ -14,18 +14,16 @@ from typing import Any
 
 import kernel_device
 import own_loop
+from runtime.engines import write_engine
 from runtime.fake_cuda import GPU, Machine, Status
-from runtime.fake_engines import write_engine
 from runtime.fake_kernels import FakeKernelDevice
-from runtime.fake_tensorrt import fake_module
+from runtime.fake_tensorrt import VERSIONS, fake_module
 
 from trt_kvcache.engine import backend, build, doctor
 from trt_kvcache.engine.manifest import Manifest, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.runtime.trt import runner as trt_runner
-
-VERSIONS = {"tensorrt-rtx": "1.7.1.116", "tensorrt": "11.4.0.106"}
 
 
 def install() -> None:

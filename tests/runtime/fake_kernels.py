@@ -5,12 +5,9 @@ It shows that the kernel's benchmark runs to its end. Its numbers are made up.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from trt_kvcache.errors import OptionError
 from trt_kvcache.plugins.spec import KernelConfig, arguments
 
 SECONDS = 1e-4
@@ -22,8 +19,6 @@ class FakeKernelDevice:
     def __init__(self, index: int = 0) -> None:
         self.name = "NVIDIA Fake 90"
         self._sizes: list[int] = []
-        if os.environ.get("FAKE_KERNELS_HANG"):
-            time.sleep(600)
 
     def allocate(self, size: int, fill: int = 0) -> int:
         self._sizes.append(size)
@@ -43,8 +38,6 @@ class FakeKernelDevice:
         self, config: KernelConfig, grid: int, block: int, inputs: Sequence[int], scalars: Sequence[int],
         outputs: Sequence[int], *, cubin: bool | None = None,
     ) -> None:  # fmt: skip
-        if not cubin and os.environ.get("FAKE_KERNELS_OLD_DRIVER"):
-            raise OptionError("the driver is for CUDA 13.0, and PTX of NVRTC 13.5 needs CUDA 13.5")
         expected = arguments(config)
         given = (len(inputs), len(scalars), len(outputs))
         assert given == (len(expected.inputs), len(expected.scalars), len(expected.outputs))

@@ -155,14 +155,6 @@ def test_early_stopping_ends_with_the_first_full_set() -> None:
     assert steps("never", 0.0) == 1
 
 
-def test_equals_go_to_the_first_beam_and_the_lowest_token() -> None:
-    def flat(_: tuple[int, ...]) -> Logits:
-        return np.zeros(4, np.float32)
-
-    found = search(flat, GenerationConfig(max_new_tokens=2, num_beams=3))
-    assert [hypothesis.tokens for hypothesis in found] == [(0, 0), (0, 1), (0, 2)]
-
-
 def test_room_ends_with_capacity() -> None:
     model = random_model(5, 8)
     config = GenerationConfig(max_new_tokens=6, num_beams=3)
@@ -171,24 +163,6 @@ def test_room_ends_with_capacity() -> None:
     assert {hypothesis.finish_reason for hypothesis in found} == {FinishReason.CAPACITY}
     assert {hypothesis.finish_reason for hypothesis in search(model, config, room=5)} == {FinishReason.LENGTH}
     assert {len(hypothesis.tokens) for hypothesis in search(model, config, room=0)} == {1}
-
-
-def test_rules_hold_for_each_beam() -> None:
-    model = random_model(3, 7)
-    config = GenerationConfig(
-        max_new_tokens=4,
-        min_new_tokens=3,
-        num_beams=4,
-        no_repeat_ngram_size=1,
-        eos_token_id=3,
-        sequence_bias={4: -99.0},
-    )
-    for hypothesis in search(model, config):
-        tokens = [*PROMPT, *hypothesis.tokens]
-        assert len(set(tokens)) == len(tokens)
-        assert 3 not in hypothesis.tokens[:2]
-        expected = [log_probabilities(model(tuple(tokens[:at])))[tokens[at]] for at in range(2, len(tokens))]
-        assert hypothesis.logprobs == pytest.approx(expected, abs=1e-5)
 
 
 def test_nothing_left_is_an_error() -> None:

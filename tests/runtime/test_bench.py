@@ -90,15 +90,6 @@ def test_command_refusals(model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path
     assert "--plot needs matplotlib: pip install matplotlib" in result.stderr
 
 
-def test_plot(model: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib draws the plot")
-    plot = tmp_path / "plot.png"
-    sizes = ["--lengths", "4,16", "--positions", "8", "--batches", "1,2", "--repeats", "2", "--warmup", "1"]
-    result = CliRunner().invoke(app, ["bench", str(model), *sizes, "--plot", str(plot)])
-    assert result.exit_code == 0, result.output
-    assert plot.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("name", "said"),
     [

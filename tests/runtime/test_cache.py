@@ -50,20 +50,6 @@ def start(session: DecodeSession, prompt: list[int], written: int | None = None)
     return slot
 
 
-def test_lengths_and_sizes(session: DecodeSession) -> None:
-    cache = session.cache
-    assert cache.slots == ()
-    assert cache.free == 4
-    slot = start(session, [1, 2, 3])
-    assert cache.lengths == {slot: 2}
-    assert cache.tokens(slot) == [1, 2, 3]
-    assert cache.free == 3
-    sizes = {c.capacity * 2 * 4 * 4 for c in session.plan.caches}
-    assert cache.bytes >= max(sizes)
-    assert cache.capacity == (None if all(c.mode.value == "circular" for c in session.plan.caches) else 64)
-    assert cache.room(slot) == (None if cache.capacity is None else 61)
-
-
 def test_fork_shares_a_prefix_and_then_goes_its_own_way(session: DecodeSession, runner: HashRunner) -> None:
     prompt = list(range(1, 20))
     base = start(session, prompt)
@@ -82,14 +68,6 @@ def test_crop_rolls_back(runner: HashRunner, session: DecodeSession) -> None:
     assert session.cache.lengths[slot] == 3
     session.cache.slot(slot).tokens.extend([9, 9])
     assert follow(session, slot, 20) == continued(runner, [1, 2, 3, 9, 9], 20)
-
-
-def test_crop_zeroes_what_was_there(session: DecodeSession, runner: HashRunner) -> None:
-    slot = start(session, [1, 2, 3, 4, 5, 6, 7, 8], written=7)
-    session.cache.crop(slot, 4)
-    for buffer in runner.buffers.values():
-        assert buffer[session.cache.slot(slot).row, 0, 4:].max() == 0
-        assert buffer[session.cache.slot(slot).row, 0, :4].min() > 0
 
 
 def test_crop_of_a_wrapped_cache_goes_back_one_token_and_no_further() -> None:
@@ -187,16 +165,6 @@ def test_move_and_compact(session: DecodeSession, runner: HashRunner) -> None:
         session.cache.move(slots[2], 4)
     for slot, prompt in zip(slots[2:], prompts[2:], strict=True):
         assert follow(session, slot) == continued(runner, prompt, 5)
-
-
-def test_moved_rows_leave_no_tail(runner: HashRunner, session: DecodeSession) -> None:
-    long = start(session, [1] * 8)
-    short = start(session, [2, 3])
-    row = session.cache.slot(long).row
-    session.cache.release(long)
-    session.cache.move(short, row)
-    for buffer in runner.buffers.values():
-        assert buffer[row, 0, 1:].max() == 0
 
 
 def test_save_and_load(session: DecodeSession, runner: HashRunner, tmp_path: Path) -> None:
@@ -314,13 +282,6 @@ def test_a_generating_slot_is_left_alone(session: DecodeSession) -> None:
                    lambda: cache.reorder([0]), lambda: session.update({slot: [1]})):  # fmt: skip
         with pytest.raises(SlotError, match=f"slot {slot} is generating"):
             change()
-
-
-def test_rows_run_out_by_name(session: DecodeSession) -> None:
-    slots = [session.cache.acquire() for _ in range(4)]
-    for call in (session.cache.acquire, lambda: session.cache.fork(slots[0])):
-        with pytest.raises(SlotError, match="all 4 rows hold a sequence; remove one"):
-            call()
 
 
 def test_unknown_and_closed(session: DecodeSession) -> None:

@@ -21,13 +21,6 @@ from trt_kvcache.errors import ModelError, OptionError, PromptError, SessionErro
 from trt_kvcache.importer.files.embedding import find_embeddings
 
 PROMPTS = ([5, 9, 3], list(range(10, 29)), [60], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [7, 7, 200, 7, 7, 200, 7, 7])
-CONFIGS = {
-    "greedy": GenerationConfig(max_new_tokens=20),
-    "sampled": GenerationConfig(max_new_tokens=20, do_sample=True, seed=3, top_k=20),
-    "looked up": GenerationConfig(max_new_tokens=20, prompt_lookup_num_tokens=4),
-    "penalized": GenerationConfig(max_new_tokens=20, repetition_penalty=1.4, no_repeat_ngram_size=2),
-    "beams": GenerationConfig(max_new_tokens=10, num_beams=3),
-}
 DEVICES = ("cpu", "gpu")
 STORED = {
     "static": MODELS / "mobius" / "llama_static_f32" / "model.onnx",
@@ -40,68 +33,6 @@ STORED = {
 def forms(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Forms]:
     """Each stored model with token ids, and with embeddings."""
     return {name: cut(path, tmp_path_factory.mktemp(name)) for name, path in STORED.items()}
-
-
-@pytest.mark.few(1)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["static", "planes"])
-def test_the_same_tokens_as_with_ids(forms: dict[str, Forms], name: str, device: str) -> None:
-    """Ragged prompts, more than rows, in chunks; ids, embeddings, and both beside each other."""
-    form = forms[name]
-    embeds = [form.table[prompt] for prompt in PROMPTS]
-    some = [array if i % 2 else None for i, array in enumerate(embeds)]
-    with opened(form.ids, device) as session:
-        wanted = {kind: [r.tokens for r in session.generate(PROMPTS, c)] for kind, c in CONFIGS.items()}
-    with opened(form.embeds, device, embeddings=form.table) as session:
-        for kind, config in CONFIGS.items():
-            assert [r.tokens for r in session.generate(PROMPTS, config)] == wanted[kind], kind
-            for given in (embeds, some):
-                found = session.generate(PROMPTS, config, inputs_embeds=given)
-                assert [r.tokens for r in found] == wanted[kind], kind
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_caches_by_hand(forms: dict[str, Forms], device: str, tmp_path: Path) -> None:
-    """Fork, crop, reorder, save and load: scores as those of the model with token ids, bit for bit."""
-
-    def scores(session: DecodeSession, beside: Any) -> list[Any]:
-        cache = session.cache
-        a, b = cache.acquire(), cache.acquire()
-        found = [session.update({a: PROMPTS[1], b: PROMPTS[0]}, keep=3, **beside({a: PROMPTS[1], b: PROMPTS[0]}))]
-        c = cache.fork(a)
-        cache.crop(c, 4)
-        cache.reorder([1, 0], [a, b])
-        found.append(session.update({a: [8], b: [9, 7], c: [5]}, keep=2, **beside({b: [9, 7]})))
-        cache.save(tmp_path / "saved", [c])
-        session.remove(c)
-        (d,) = cache.load(tmp_path / "saved").values()
-        found.append(session.update({d: [4]}))
-        return [array for by_slot in found for array in by_slot.values()]
-
-    form = forms["static"]
-    with opened(form.ids, device) as session:
-        wanted = scores(session, lambda _: {})
-    for beside in (
-        lambda _: {},
-        lambda tokens: {"inputs_embeds": {slot: form.table[ids] for slot, ids in tokens.items()}},
-    ):
-        with opened(form.embeds, device, embeddings=form.table) as session:
-            for one, other in zip(scores(session, beside), wanted, strict=True):
-                np.testing.assert_array_equal(one, other)
-
-
-def test_nothing_is_allocated_after_opening(forms: dict[str, Forms]) -> None:
-    form = forms["planes"]
-    with opened(form.embeds, "gpu", embeddings=form.table) as session:
-        runner: Any = session._runner
-        machine = runner._held.trt.module.machine
-        before = machine.allocations, runner.device_bytes
-        ids, patches, places = image(np.random.default_rng(4), form.table.shape[1], form.table.dtype)
-        embeds = [np.concatenate([form.table[ids[:4]], patches, form.table[ids[16:]]]), None]
-        session.generate(
-            [ids, [1, 2]], GenerationConfig(max_new_tokens=9), inputs_embeds=embeds, positions=[places, None]
-        )
-        assert (machine.allocations, runner.device_bytes) == before
 
 
 def image(rng: np.random.Generator, width: int, dtype: Any) -> tuple[list[int], Any, Any]:
@@ -153,16 +84,6 @@ def test_images_against_a_full_recomputation(forms: dict[str, Forms], name: str,
         assert (
             np.abs(moved - expected).max() > 2 * tolerance * np.abs(expected).max()
         )  # where it stands makes a difference
-
-
-def test_positions_beside_token_ids(forms: dict[str, Forms]) -> None:
-    """Models that take ids take positions, too."""
-    form = forms["planes"]
-    places = np.array([[0, 1, 1, 4], [0, 2, 3, 4], [0, 1, 2, 4]])
-    wanted = Recomputed(form.embeds).greedy(form.table[[5, 9, 3, 8]], places, form.table, 8)
-    with opened(form.ids, "cpu") as session:
-        found = session.generate([[5, 9, 3, 8]], GenerationConfig(max_new_tokens=8), positions=[places])
-    assert found[0].tokens == wanted
 
 
 def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> None:
@@ -377,10 +298,3 @@ def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> 
         session.add([1], positions=[[1], [2], [3]])
     with pytest.raises(OptionError, match="takes embeddings"):
         DecodeSession.open(form.embeds)
-
-
-def test_positions_of_models_without_them() -> None:
-    model = MODELS / "ort-genai" / "llama_cpu_fp32" / "model.onnx"
-    session = DecodeSession.open(model, capacity=32)
-    with session, pytest.raises(PromptError, match="positions are given, and the model has no input of positions"):
-        session.add([1], positions=[0])

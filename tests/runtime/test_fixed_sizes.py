@@ -1,4 +1,4 @@
-"""Models whose batch, or number of tokens per step, is fixed: what takes part gets what it gets alone."""
+"""Models whose batch, or number of tokens per step, is fixed. Numbers of whole texts: test_families."""
 
 from __future__ import annotations
 
@@ -10,19 +10,16 @@ import numpy as np
 import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
-from runtime.embedded_models import cut
-from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
-from runtime.fake_tensorrt import fake_module
+from runtime.embedded_models import MODELS
+from runtime.engines import runner_on
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.errors import CapacityError, OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import Fallback, PlanOptions
 from trt_kvcache.runtime.axes import fixed_length, fixed_rows
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Runner, StepBatch
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 BASE = DecoderConfig(vocab=64, capacity=32)
 FIXED = {
@@ -35,14 +32,10 @@ PROMPTS = ([5, 9, 3, 7, 11], [1, 2], list(range(10, 19)), [6, 5, 4], [8])
 CONTRACT = PlanOptions(fallback=Fallback.CONTRACT)
 
 
-def runner(config: DecoderConfig, folder: Path, device: str, **arguments: Any) -> Runner:
+def runner(config: DecoderConfig, folder: Path, device: str, **limits: Any) -> Runner:
     model = write_decoder(folder / f"{abs(hash(config)):x}.onnx", config)
-    if device == "cpu":
-        return OnnxRuntimeRunner(model, CONTRACT, **arguments)
-    machine = Machine()
     chunk = config.sequence if isinstance(config.sequence, int) else 8
-    engine = write_engine(model, options=CONTRACT, max_batch=3, max_chunk=chunk)
-    return TensorRTRunner(engine, bindings=Bindings(fake_module(machine), machine.bindings()), **arguments)
+    return runner_on(device, model, CONTRACT, build={"max_chunk": chunk}, **limits)
 
 
 def open_twin(config: DecoderConfig) -> DecoderConfig:
@@ -50,25 +43,11 @@ def open_twin(config: DecoderConfig) -> DecoderConfig:
     return replace(config, batch="batch", sequence="sequence_len")
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("kind", FIXED)
-def test_sequences_that_join_and_leave(kind: str, device: str, tmp_path: Path) -> None:
-    """Five sequences in three rows, of all lengths; circular caches wrap. Each as alone in a model of open sizes."""
-    config = GenerationConfig(max_new_tokens=14)
-    expected = []
-    with DecodeSession(runner(open_twin(FIXED[kind]), tmp_path, "cpu", max_batch=1)) as session:
-        for prompt in PROMPTS:
-            expected.append(list(session.generate([prompt], config)[0].tokens))
-    with DecodeSession(runner(FIXED[kind], tmp_path, device, max_batch=None if "atch" in kind else 3)) as session:
-        assert [list(g.tokens) for g in session.generate(PROMPTS, config)] == expected
-
-
 @pytest.mark.few(6)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("kind", FIXED)
 def test_rows_that_take_no_part_stay_as_they_are(kind: str, device: str, tmp_path: Path) -> None:
-    opened = runner(FIXED[kind], tmp_path, device, max_batch=None if "atch" in kind else 3)
+    opened = runner(FIXED[kind], tmp_path, device, max_batch=3)
     length = 4 if kind in ("tokens", "both") else 2
     opened.step(StepBatch(0, np.arange(3 * length).reshape(3, length), np.zeros(3, np.int64)))
     rng = np.random.default_rng(0)
@@ -83,13 +62,8 @@ def test_rows_that_take_no_part_stay_as_they_are(kind: str, device: str, tmp_pat
         after = opened.read_row(name, i, 99)
         assert (after.tobytes() == row.tobytes()) == (i != 1)
         if i == 1:  # one row more than before, and nothing behind it
-            np.testing.assert_array_equal(_from(after, length + 1), 0)
-            assert np.any(_from(after, length))
-
-
-def _from(row: Any, first: int) -> Any:
-    """Cache rows ``[N, S_max, H]`` from one on."""
-    return row[:, first:]
+            np.testing.assert_array_equal(after[:, length + 1 :], 0)
+            assert np.any(after[:, length:])
 
 
 def test_scores_of_a_step_are_those_of_its_tokens(tmp_path: Path) -> None:
@@ -121,29 +95,13 @@ def test_fewer_tokens_in_a_step_than_the_model_computes(device: str, chunk: int,
 
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
-def test_the_last_step_lies_within_the_cache(device: str, tmp_path: Path) -> None:
-    """Steps of four tokens: the 29th of 32 rows is the last that a step may begin at."""
-    with DecodeSession(runner(FIXED["tokens"], tmp_path, device, max_batch=1)) as session:
-        assert session.cache.capacity == 29
-        (generated,) = session.generate([[1, 2, 3]], GenerationConfig(max_new_tokens=99))
-        assert (len(generated.tokens), generated.finish_reason.value) == (27, "capacity")
-        with pytest.raises(CapacityError, match="a sequence may have 29"):
-            session.add(list(range(30)))
-
-
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_a_vocabulary_that_the_model_leaves_open(device: str, tmp_path: Path) -> None:
     proto = make_decoder(BASE)
     logits = next(o for o in proto.graph.output if o.name == "logits")
     logits.type.tensor_type.shape.dim[2].dim_param = "vocab_size"
     onnx.save(proto, tmp_path / "open.onnx")
     fixed = runner(BASE, tmp_path, "cpu", max_batch=1)
-    if device == "cpu":
-        opened: Runner = OnnxRuntimeRunner(tmp_path / "open.onnx", max_batch=2)
-    else:
-        machine = Machine()
-        bindings = Bindings(fake_module(machine), machine.bindings())
-        opened = TensorRTRunner(write_engine(tmp_path / "open.onnx"), bindings=bindings)
+    opened = runner_on(device, tmp_path / "open.onnx")
     assert opened.vocab == 64
     assert not any(opened.read_row(c.past, 0, 32).any() for c in opened.plan.caches)
     batch = StepBatch(0, np.array([[1, 2, 3]]), np.zeros(1, np.int64))
@@ -173,15 +131,11 @@ def test_memory_counts_what_is_there(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     row = 2 * BASE.layers * BASE.kv_heads * BASE.capacity * BASE.head_size * 4
     runner(BASE, tmp_path, "cpu")
     runner(FIXED["batch"], tmp_path, "cpu")
-    functional = PlanOptions(fallback=Fallback.FUNCTIONAL)
     model = write_decoder(tmp_path / "circular.onnx", replace(BASE, mode="circular"))
-    OnnxRuntimeRunner(model, functional, max_batch=2)
+    OnnxRuntimeRunner(model, PlanOptions(fallback=Fallback.FUNCTIONAL), max_batch=2)
     assert asked == [(row, None), (row, 3), (2 * row, 2)]
     with pytest.raises(SessionError, match="lower max_batch, or the capacity"):
         admit(1 << 60, None)
-
-
-MODELS = Path(__file__).parents[1] / "models"
 
 
 @pytest.mark.few(2)
@@ -215,32 +169,3 @@ def test_exports_of_fixed_sizes(name: str, sizes: dict[str, int], tmp_path: Path
         with DecodeSession.open(path, device="cpu", plan_options=plan) as session:
             found.append([list(g.tokens) for g in session.generate(prompts, config)])
     assert found[0] == found[1]
-
-
-@pytest.mark.few(4)
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("kind", FIXED)
-def test_embeddings_and_positions_of_the_callers(kind: str, device: str, tmp_path: Path) -> None:
-    """What fills a step up has some, too. Each sequence as alone in the model of open sizes that takes token ids."""
-    config, open_ = GenerationConfig(max_new_tokens=10), open_twin(FIXED[kind])
-    places = [[2 * i + 1 for i in range(len(prompt))] for prompt in PROMPTS]
-    expected = []
-    with DecodeSession(runner(open_, tmp_path, "cpu", max_batch=1)) as session:
-        for prompt, place in zip(PROMPTS, places, strict=True):
-            expected.append(session.generate([prompt], config, positions=[place])[0].tokens)
-        plain = session.generate(PROMPTS, config)
-        assert [g.tokens for g in plain] != expected
-    (tmp_path / "cut").mkdir()
-    forms = cut(write_decoder(tmp_path / "fixed.onnx", FIXED[kind]), tmp_path / "cut")
-    opened: Runner
-    if device == "cpu":
-        opened = OnnxRuntimeRunner(forms.embeds, CONTRACT, max_batch=None if "atch" in kind else 3)
-    else:
-        machine = Machine()
-        chunk = FIXED[kind].sequence if isinstance(FIXED[kind].sequence, int) else 8
-        engine = write_engine(forms.embeds, options=CONTRACT, max_batch=3, max_chunk=chunk)
-        opened = TensorRTRunner(engine, bindings=Bindings(fake_module(machine), machine.bindings()))
-    embeds = [forms.table[prompt] if i % 2 else None for i, prompt in enumerate(PROMPTS)]
-    with DecodeSession(opened, embeddings=forms.table) as session:
-        found = session.generate(PROMPTS, config, inputs_embeds=embeds, positions=places)
-    assert [g.tokens for g in found] == expected

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from decoders import DecoderConfig, write_decoder
+from runtime.engines import open_engine
 from runtime.fake_cuda import Machine
 from runtime.hash_runner import HashRunner
-from runtime.opened import open_
 
-from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
@@ -106,19 +104,8 @@ def test_a_forked_process_closes_nothing_of_its_parents() -> None:
 def test_a_forked_process_leaves_the_gpu_alone(engine: Path) -> None:
     """At its end, too, and where garbage is collected there: the GPU's memory is its parent's."""
     machine = Machine()
-    runner = open_(engine, machine)
+    runner = open_engine(engine, machine)
     used = machine.used
     assert in_a_child(lambda: (runner._end(), machine.used)) == f"(None, {used})"
     runner.close()
     assert machine.used == 0
-
-
-def test_a_forked_process_that_has_a_model_on_the_cpu_ends(tmp_path: Path) -> None:
-    def forget() -> None:
-        with pytest.raises(SessionError, match="the session was opened in process"):
-            held.pop().generate([[1, 2]])
-
-    held = [DecodeSession.open(write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1)), threads=2)]
-    held[0].generate([[1, 2]])
-    assert in_a_child(forget) == "None"
-    held.pop().close()

@@ -122,8 +122,3 @@ def test_where_it_is_not_wanted_nothing_is_moved(
         memory = Memory(4)
         memory.bytes[:] = 1
     assert collapsed == []
-
-
-def test_an_error_within_is_the_callers() -> None:
-    with pytest.raises(ValueError, match="mine"), huge_pages():
-        raise ValueError("mine")

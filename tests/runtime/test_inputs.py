@@ -12,7 +12,7 @@ from numpy.testing import assert_array_equal
 from trt_kvcache.engine.manifest import FileIdentity
 from trt_kvcache.errors import OptionError, PromptError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateContract, UpdateForm, UpdateMode
-from trt_kvcache.runtime.inputs import StepInputs, array_dtype, linear_capacity, model_identity
+from trt_kvcache.runtime.inputs import StepInputs, array_dtype, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import StepBatch
@@ -43,12 +43,6 @@ def value(
     assert found.flags.c_contiguous
     assert found.dtype == array_dtype(role.dtype)
     return found
-
-
-def test_tokens_and_write_indices() -> None:
-    found = StepInputs(plan()).arrays(STEP)
-    assert_array_equal(found["input_ids"], [[5, 6], [7, 8]])
-    assert_array_equal(found["write_indices"], [3, 9])
 
 
 def test_positions() -> None:
@@ -134,16 +128,6 @@ def test_embeddings() -> None:
         StepInputs(replace(base, tensors=(open_width, *others)))
 
 
-def test_valid_lengths_end_at_the_capacity() -> None:
-    lengths = tensor("n", Role.VALID_LENGTHS, ("batch",), ("batch",))
-    assert_array_equal(value(lengths), [5, 11])
-    assert_array_equal(value(lengths, mode="circular", rows=8), [5, 8])
-
-
-def test_update_lengths() -> None:
-    assert_array_equal(value(tensor("c", Role.UPDATE_LENGTHS, ("b1",), ("batch+1",), "int32")), [0, 2, 4])
-
-
 def test_a_linear_mask_is_causal_and_ends_with_what_is_written() -> None:
     mask = tensor("m", Role.MASK, ("batch", 1, "seq", 16), ("batch", "", "sequence", ""), "bool")
     found = value(mask)
@@ -169,22 +153,6 @@ def test_a_float_mask_hides_with_the_lowest_number_of_its_dtype() -> None:
         np.testing.assert_allclose(found[0, 4:], lowest, rtol=1e-6)
 
 
-def test_a_mask_over_keys_alone_is_that_of_the_last_token() -> None:
-    mask = tensor("m", Role.MASK, ("batch", "k"), ("batch", "keys"))
-    assert_array_equal(value(mask, bucket=4), [[1] * 5 + [0] * 7, [1] * 11 + [0]])
-    assert value(mask).shape == (2, 16)
-
-
-def test_spans_are_bucketed_up_to_the_capacity() -> None:
-    base = sample_plans.sample_plan(1)
-    inputs = StepInputs(replace(base, tensors=tuple(t for t in base.tensors)), 64)
-    for longest, expected in ((1, 64), (64, 64), (65, 128), (250, 256), (256, 256)):
-        step = StepBatch(0, np.array([[1]]), np.array([longest - 1]))
-        assert inputs.span_sizes(step) == {"attention_span": expected}
-        assert inputs.shapes(step)["attention_span"] == (expected,)
-        assert inputs.signature(step) == (1, 1, expected)
-
-
 def test_chunk() -> None:
     assert StepInputs(plan()).chunk(None, 512) == 16
     assert StepInputs(plan()).chunk(None, 8) == 8
@@ -196,11 +164,6 @@ def test_chunk() -> None:
     assert StepInputs(replace(bound, caches=caches)).chunk(None, 8) == 4
     one = tuple(replace(c, update_length=1) for c in bound.caches)
     assert StepInputs(replace(bound, caches=one)).chunk(None, 8) == 1
-
-
-def test_linear_capacity() -> None:
-    assert linear_capacity(plan()) == 16
-    assert linear_capacity(plan(mode="circular")) is None
 
 
 def test_identity_is_of_contents() -> None:
@@ -276,3 +239,9 @@ def test_refused_caches() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match=words):
             StepInputs(changed)
+
+
+def test_a_mask_over_keys_alone_is_that_of_the_last_token() -> None:
+    mask = tensor("m", Role.MASK, ("batch", "k"), ("batch", "keys"))
+    assert_array_equal(value(mask, bucket=4), [[1] * 5 + [0] * 7, [1] * 11 + [0]])
+    assert value(mask).shape == (2, 16)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +13,12 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 from decoders import DecoderConfig, write_decoder
+from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.engine.manifest import load_manifest, manifest_path, save_manifest
-from trt_kvcache.errors import ManifestError
+from trt_kvcache.engine.manifest import load_manifest, manifest_path
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
@@ -43,30 +41,6 @@ def engine_of(path: Path, **options: Any) -> Iterator[TensorRTRunner]:
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
     return write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=64))
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("most", [1, 2, 5, 8])
-def test_scores_and_drafts_of_an_engine_that_gives_few(model: Path, most: int) -> None:
-    prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3], [2, 7, 1, 8] * 5]
-    config = GenerationConfig(max_new_tokens=12, prompt_lookup_num_tokens=6, max_matching_ngram_size=1)
-    with engine_of(write_engine(model, max_logits=most)) as runner:
-        assert runner.max_logits == most
-        engine, host = DecodeSession(runner), DecodeSession(OnnxRuntimeRunner(model, max_batch=3))
-        for keep in (1, 7, 30):
-            slots = [[s.cache.acquire() for _ in prompts] for s in (engine, host)]
-            found = [
-                s.update(dict(zip(names, prompts, strict=True)), keep)
-                for s, names in zip((engine, host), slots, strict=True)
-            ]
-            for first, second in zip(*(f.values() for f in found), strict=True):
-                assert first.shape == second.shape
-                np.testing.assert_allclose(first, second, rtol=1e-5, atol=1e-5)
-            for s, names in zip((engine, host), slots, strict=True):
-                for name in names:
-                    s.cache.release(name)
-        texts = [[r.tokens for r in s.generate(prompts, config)] for s in (engine, host)]
-        assert texts[0] == texts[1]
 
 
 def last_only(model: Path) -> Path:
@@ -144,24 +118,3 @@ def test_an_engine_of_before_gives_all(model: Path) -> None:
             batch = StepBatch(0, tokens, np.zeros(2, np.int64), keep)
             found = runner.step(batch).copy()
             np.testing.assert_allclose(found, OnnxRuntimeRunner(model).step(batch), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("change", ["more", "none"])
-def test_a_manifest_that_promises_something_else_is_refused(model: Path, change: str) -> None:
-    path = write_engine(model, max_logits=4)
-    manifest = load_manifest(path)
-    save_manifest(replace(manifest, max_logits=9 if change == "more" else None), manifest_path(path))
-    match = "max_logits is 9, the profiles of 'logits_span' end at 4" if change == "more" else "max_logits is None"
-    with pytest.raises(ManifestError, match=match), engine_of(path):
-        pass
-
-
-def test_on_the_cpu_any_number_of_positions(model: Path) -> None:
-    tokens = np.arange(12).reshape(2, 6) * 5
-    cut, whole = OnnxRuntimeRunner(model), OnnxRuntimeRunner(model, ALL)
-    assert cut.max_logits is None
-    for keep in range(7):
-        batch = StepBatch(0, tokens, np.zeros(2, np.int64), keep)
-        found = cut.step(batch)
-        assert found.shape == (2, keep, 256)
-        np.testing.assert_allclose(found, whole.step(batch), rtol=1e-5, atol=1e-5)

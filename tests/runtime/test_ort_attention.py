@@ -207,15 +207,12 @@ def test_what_stays(why: str, tmp_path: Path) -> None:
     assert fuse_attention(imported.model, imported.plan) is imported.model
 
 
-def test_circular_windows_stay(tmp_path: Path) -> None:
+def test_circular_windows_and_other_layouts_stay(tmp_path: Path) -> None:
     path = write(tmp_path / "model.onnx", BASE, window=3)
     options = PlanOptions(sliding=Sliding.CIRCULAR, window_chunk=4)
     assert operators(path, options)["GroupQueryAttention"] == 0
     assert operators(path)["GroupQueryAttention"] == 2
-
-
-def test_other_layouts_stay(tmp_path: Path) -> None:
-    path = write_decoder(tmp_path / "model.onnx", replace(BASE, form="seq-major"))
+    path = write_decoder(tmp_path / "rows.onnx", replace(BASE, form="seq-major"))
     assert operators(path, PlanOptions(cache_layout=CacheLayout.PRESERVE))["GroupQueryAttention"] == 0
     assert operators(path, PlanOptions(attention_span=False))["GroupQueryAttention"] == 2
 
@@ -235,11 +232,3 @@ def test_a_cache_that_two_attentions_read_stays(tmp_path: Path) -> None:
     )
     onnx.save(proto, tmp_path / "model.onnx")
     assert operators(tmp_path / "model.onnx")["GroupQueryAttention"] == 0
-
-
-def test_steps_of_fixed_sizes_keep_attention(tmp_path: Path) -> None:
-    for number, config in enumerate((replace(BASE, sequence=4), replace(BASE, batch=2))):
-        path = write_decoder(tmp_path / f"{number}.onnx", config)
-        runner = OnnxRuntimeRunner(path, max_batch=2 if config.batch == 2 else 1)
-        assert not runner._one_by_one
-        assert operators(path)["GroupQueryAttention"] == 2  # which it could be

@@ -15,7 +15,7 @@ from graphs import Graph
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
-from trt_kvcache.importer.plan import Fallback, PlanOptions
+from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.open import open_runner
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Runner, StepBatch
@@ -39,15 +39,6 @@ def contents(runner: Runner) -> dict[str, np.ndarray]:
     return {c.past: np.array(runner.view(c.past)) for c in runner.plan.caches}
 
 
-def test_facts(model: Path) -> None:
-    runner: Runner = OnnxRuntimeRunner(model, max_batch=3)
-    assert "ONNX Runtime" in runner.name
-    assert (runner.max_batch, runner.vocab, runner.max_chunk) == (3, 64, 32)
-    assert runner.max_positions == BASE.positions
-    assert all(runner.view(c.past).shape == (3, *c.physical_shape[1:]) for c in runner.plan.caches)
-    assert all((view == 0).all() for view in contents(runner).values())
-
-
 def test_a_step_touches_its_rows_alone_and_the_new_tokens_alone(model: Path) -> None:
     runner = OnnxRuntimeRunner(model, max_batch=4)
     for cache in runner.plan.caches:
@@ -60,43 +51,6 @@ def test_a_step_touches_its_rows_alone_and_the_new_tokens_alone(model: Path) -> 
         assert (buffer[1:3, :, 4:] == 7).all(), name
         assert (buffer[1:3, :, :4] != 7).all(), name
     assert addresses == {c.past: runner.view(c.past).ctypes.data for c in runner.plan.caches}
-
-
-def test_every_split_gives_the_same(model: Path) -> None:
-    runner = OnnxRuntimeRunner(model, max_batch=4)
-    whole = runner.step(batch(0, TOKENS)).copy()
-    at_once = contents(runner)
-    for row, split in ((2, 1), (2, 3)):
-        first = runner.step(batch(row, TOKENS[:, :split])).copy()
-        second = runner.step(batch(row, TOKENS[:, split:], split)).copy()
-        np.testing.assert_allclose(np.concatenate([first, second], 1), whole, atol=1e-5)
-        for name, buffer in contents(runner).items():
-            np.testing.assert_allclose(buffer[2:], at_once[name][:2], atol=1e-5)
-    for row in range(2):
-        alone = runner.step(batch(3, TOKENS[row : row + 1]))
-        np.testing.assert_allclose(alone[0], whole[row], atol=1e-5)
-
-
-def test_keep_gives_the_last_positions(model: Path) -> None:
-    runner = OnnxRuntimeRunner(model, max_batch=2)
-    whole = runner.step(batch(0, TOKENS)).copy()
-    for keep in range(5):
-        np.testing.assert_array_equal(runner.step(batch(0, TOKENS, keep=keep)), whole[:, 4 - keep :])
-
-
-def test_updates_that_are_not_in_place_end_in_the_same_buffer(tmp_path: Path) -> None:
-    config = replace(BASE, mode="circular", capacity=8, form="heads-major")
-    path = write_decoder(tmp_path / "model.onnx", config)
-    native = OnnxRuntimeRunner(path, max_batch=3)
-    functional = OnnxRuntimeRunner(path, PlanOptions(fallback=Fallback.FUNCTIONAL), max_batch=3)
-    assert not any(c.in_place for c in functional.plan.caches)
-    for start in range(0, 12, 4):
-        step = batch(1, TOKENS, start)
-        if start == 8:
-            step = batch(1, TOKENS[:, :1], start)
-        np.testing.assert_allclose(functional.step(step), native.step(step), atol=1e-5)
-    for name, buffer in contents(native).items():
-        np.testing.assert_allclose(contents(functional)[name], buffer, atol=1e-5)
 
 
 def test_rows_are_copied_zeroed_read_and_written(model: Path) -> None:
@@ -115,12 +69,6 @@ def test_rows_are_copied_zeroed_read_and_written(model: Path) -> None:
     np.testing.assert_array_equal(runner.read_row(name, 1, 4), row)
     row[...] = 0
     assert (runner.read_row(name, 1, 4) != 0).all()
-
-
-def test_logits_are_of_the_models_type(tmp_path: Path) -> None:
-    runner = OnnxRuntimeRunner(write_decoder(tmp_path / "model.onnx", replace(BASE, dtype="float16")), max_batch=1)
-    assert runner.view(runner.plan.caches[0].past).dtype == np.float16
-    assert runner.step(batch(0, TOKENS[:1])).dtype == np.float16
 
 
 def test_external_weights_are_read_by_onnx_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,19 +116,15 @@ def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
     assert found["apart"] > 0
 
 
-def test_close(model: Path) -> None:
-    runner = OnnxRuntimeRunner(model)
-    runner.close()
-    runner.close()
-    with pytest.raises(SessionError, match="the runner is closed"):
-        runner.step(batch(0, TOKENS))
-
-
 def test_a_failing_step_is_our_error(model: Path) -> None:
     runner = OnnxRuntimeRunner(model, max_batch=2)
     with pytest.raises(SessionError, match=r"ONNX Runtime .* failed: .*indices"):
         runner.step(batch(0, TOKENS + 1000))
     assert runner.step(batch(0, TOKENS)).shape == (2, 4, 64)
+    for _ in range(2):
+        runner.close()
+    with pytest.raises(SessionError, match="the runner is closed"):
+        runner.step(batch(0, TOKENS))
 
 
 def test_out_of_memory_is_our_error_and_passes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,28 +138,6 @@ def test_out_of_memory_is_our_error_and_passes(model: Path, monkeypatch: pytest.
         with pytest.raises(SessionError, match="out of memory for a step of 2 x 4 tokens; lower max_chunk"):
             runner.step(batch(0, TOKENS))
     assert runner.step(batch(0, TOKENS)).shape == (2, 4, 64)
-
-
-def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
-    """Tokens of all rows in one axis, with cumulative lengths: no padding, and not in place on ONNX Runtime."""
-    g = Graph()
-    ids = g.input("input_ids", TensorProto.INT64, ["T"])
-    indices = g.input("write_indices", TensorProto.INT64, ["B"])
-    lengths = g.input("lengths", TensorProto.INT32, ["B1"])
-    past = g.input("key_cache", TensorProto.FLOAT, ["B", 1, 16, 8])
-    rows = g.node("Gather", [g.constant(np.arange(64).reshape(8, 8), np.float32), ids])
-    new = g.node("Unsqueeze", [rows, g.constant([1])])
-    g.node("TRT_KVCacheUpdate", [past, new, indices, lengths], "present", update_form="packed_nhd")
-    g.output("present", TensorProto.FLOAT, ["B", 1, 16, 8])
-    g.node("Neg", [rows], "logits")
-    g.output("logits", TensorProto.FLOAT, ["T", 8])
-    onnx.save(g.model(), tmp_path / "model.onnx")
-    runner = OnnxRuntimeRunner(tmp_path / "model.onnx", max_batch=4)
-    logits = runner.step(StepBatch(1, np.array([[1, 2], [3, 4]]), np.array([0, 5]), 2))
-    np.testing.assert_array_equal(logits[..., 0], [[-8, -16], [-24, -32]])
-    expected = np.zeros((4, 16))
-    expected[1, :2], expected[2, 5:7] = [8, 16], [24, 32]
-    np.testing.assert_array_equal(runner.view("key_cache")[:, 0, :, 0], expected)
 
 
 @pytest.mark.parametrize(
@@ -262,3 +184,25 @@ def test_open_runner_chooses_by_file_and_says_what_does_not_fit(model: Path) -> 
         open_runner(model, "tpu", {})
     with pytest.raises(OptionError, match=r"'cuda_graphs' is no option of a model on the CPU; .* capacity, "):
         open_runner(model, "auto", {"cuda_graphs": True})
+
+
+def test_packed_updates_reach_their_rows(tmp_path: Path) -> None:
+    """Tokens of all rows in one axis, with cumulative lengths: no padding, and not in place on ONNX Runtime."""
+    g = Graph()
+    ids = g.input("input_ids", TensorProto.INT64, ["T"])
+    indices = g.input("write_indices", TensorProto.INT64, ["B"])
+    lengths = g.input("lengths", TensorProto.INT32, ["B1"])
+    past = g.input("key_cache", TensorProto.FLOAT, ["B", 1, 16, 8])
+    rows = g.node("Gather", [g.constant(np.arange(64).reshape(8, 8), np.float32), ids])
+    new = g.node("Unsqueeze", [rows, g.constant([1])])
+    g.node("TRT_KVCacheUpdate", [past, new, indices, lengths], "present", update_form="packed_nhd")
+    g.output("present", TensorProto.FLOAT, ["B", 1, 16, 8])
+    g.node("Neg", [rows], "logits")
+    g.output("logits", TensorProto.FLOAT, ["T", 8])
+    onnx.save(g.model(), tmp_path / "model.onnx")
+    runner = OnnxRuntimeRunner(tmp_path / "model.onnx", max_batch=4)
+    logits = runner.step(StepBatch(1, np.array([[1, 2], [3, 4]]), np.array([0, 5]), 2))
+    np.testing.assert_array_equal(logits[..., 0], [[-8, -16], [-24, -32]])
+    expected = np.zeros((4, 16))
+    expected[1, :2], expected[2, 5:7] = [8, 16], [24, 32]
+    np.testing.assert_array_equal(runner.view("key_cache")[:, 0, :, 0], expected)

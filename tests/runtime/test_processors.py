@@ -90,10 +90,6 @@ def test_top_p_keeps_the_smallest_set_with_the_mass(scores: Scores, mass: float)
     assert all((scores[t], -t) < (scores[weakest], 0) or scores[t] == scores[weakest] for t in outside)
 
 
-def test_top_p_of_equals_keeps_low_ids() -> None:
-    assert kept(left(np.zeros(8, np.float32), warpers.keep_top_p, 0.5)) == {0, 1, 2, 3}
-
-
 @pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 30.0])
 @pytest.mark.parametrize("mass", [0.001, 0.5, 0.9, 0.9999])
 def test_top_p_of_a_large_vocabulary(spread: float, mass: float) -> None:
@@ -118,10 +114,6 @@ def test_top_k_of_a_large_vocabulary(count: int, spread: float, order: int) -> N
     scores[::7] = -np.inf
     last = np.sort(scores)[-count]
     assert kept(left(scores, warpers.keep_top_k, count)) == set(np.flatnonzero((scores >= last) & (scores > -np.inf)))
-
-
-def test_top_p_always_keeps_one() -> None:
-    assert kept(left(np.array([0, 5, 0], np.float32), warpers.keep_top_p, 1e-9)) == {1}
 
 
 @patient
@@ -180,11 +172,8 @@ def test_biases_wait_for_their_run() -> None:
     found = processors.add_sequence_bias(scores, np.array([3, 0]), biases)
     assert found.tolist() == [0, 2, 7, -math.inf]
     assert processors.add_sequence_bias(scores, np.array([1]), biases).tolist() == [0, 2, 0, 0]
-
-
-def test_a_bias_on_a_token_that_the_model_lacks_is_refused() -> None:
     with pytest.raises(OptionError, match="sequence_bias names token 4; the model has 0 to 3"):
-        processors.add_sequence_bias(np.zeros(4, np.float32), np.array([0]), (((4,), 1.0),))
+        processors.add_sequence_bias(scores, np.array([0]), (((4,), 1.0),))
 
 
 def test_no_end_before_the_minimum() -> None:
@@ -289,13 +278,6 @@ def test_log_softmax(scores: Scores) -> None:
     assert found.tolist() == pytest.approx(probabilities(scores), abs=1e-6)
 
 
-def test_log_softmax_of_large_scores_does_not_overflow() -> None:
-    assert processors.log_softmax(np.array([[3e38, 3e38], [1e4, -1e4]], np.float32)).tolist() == [
-        [pytest.approx(-math.log(2))] * 2,
-        [0.0, -20000.0],
-    ]
-
-
 configs = st.fixed_dictionaries(
     {"do_sample": st.just(True)},
     optional={
@@ -331,19 +313,6 @@ configs = st.fixed_dictionaries(
 distinct_rows = st.permutations(range(VOCAB)).flatmap(
     lambda order: st.floats(0.3, 2.0).map(lambda step: np.array(order, np.float32) * np.float32(step) - 5)
 )
-
-
-def test_the_input_is_never_written() -> None:
-    config = GenerationConfig(
-        do_sample=True, temperature=0.5, top_k=2, top_p=0.9, min_p=0.1, repetition_penalty=2.0,
-        no_repeat_ngram_size=1, sequence_bias={0: 1.0}, eos_token_id=1, min_new_tokens=5, bad_words_ids=[[0, 1]],
-        exponential_decay_length_penalty=(0, 1.5), suppress_tokens=[0],
-    )  # fmt: skip
-    scores = np.arange(4, dtype=np.float32)
-    scores.flags.writeable = False
-    found = masked(warpers.warp(processors.process(scores, np.array([0]), 0, config), config), scores.size)
-    assert found.dtype == np.float32
-    assert kept(found) == {2, 3}
 
 
 HAS_TRANSFORMERS = (

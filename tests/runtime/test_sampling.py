@@ -32,15 +32,6 @@ def drawn(config: GenerationConfig, index: int, rows: Sequence[Logits]) -> list[
     return [sampler.choose(logits, HISTORY, 0)[0] for logits in rows]
 
 
-def test_greedy_takes_the_lowest_of_equals() -> None:
-    assert drawn(GenerationConfig(), 0, [row(1, 3, 3, 2), row(0, 0, 0), row(-1, -math.inf, -1)]) == [1, 0, 0]
-
-
-def test_greedy_follows_the_rules() -> None:
-    config = GenerationConfig(sequence_bias={2: 5.0}, repetition_penalty=10.0)
-    assert drawn(config, 0, [row(9, 1, -3.5)]) == [2]
-
-
 def test_a_sequence_draws_the_same_whatever_else_runs() -> None:
     """Streams interleaved, alone, or in another order: the tokens of a sequence are its own."""
     config = GenerationConfig(do_sample=True, seed=7, temperature=1.5)
@@ -58,12 +49,6 @@ def test_a_stream_is_the_same_in_every_release() -> None:
     """Pinned: a change of the stream would silently change what a seed means."""
     rows = [np.zeros(1000, np.float32)] * 5
     assert drawn(GenerationConfig(do_sample=True, seed=0, top_k=0), 0, rows) == [942, 316, 722, 125, 422]
-
-
-def test_without_a_seed_streams_differ() -> None:
-    rows = [np.zeros(1000, np.float32)] * 5
-    config = GenerationConfig(do_sample=True, top_k=0)
-    assert drawn(config, 0, rows) != drawn(config, 0, rows)
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -164,42 +149,26 @@ def want(token: int) -> Logits:
     return np.eye(10, dtype=np.float32)[token]
 
 
-def test_it_ends_with_an_eos() -> None:
-    sequence = Continuation(5, [1, 2], GenerationConfig(eos_token_id=[3, 4]), Letters())
-    first, last = sequence.advance(want(0)), sequence.advance(want(4))
-    assert (first.sequence, first.token, first.text, first.logprob, first.finish_reason) == (5, 0, "a", None, None)
-    assert (last.token, last.text, last.finish_reason) == (4, "", FinishReason.EOS)
-    assert sequence.finish_reason is FinishReason.EOS
-    assert sequence.tokens.tolist() == [1, 2, 0, 4]
-    assert sequence.new_tokens == [0, 4]
-    assert sequence.next_token == 4
-
-
-def test_it_ends_with_its_length() -> None:
-    sequence = Continuation(0, [1], GenerationConfig(max_new_tokens=2))
-    assert sequence.advance(want(0)).finish_reason is None
-    assert sequence.advance(want(0)).finish_reason is FinishReason.LENGTH
-
-
-def test_eos_at_the_last_place_is_eos() -> None:
-    sequence = Continuation(0, [1], GenerationConfig(max_new_tokens=1, eos_token_id=0))
-    assert sequence.advance(want(0)).finish_reason is FinishReason.EOS
-
-
-def test_it_ends_with_a_stop_string_across_tokens() -> None:
-    config = GenerationConfig(stop_strings=["cd", "xyz"])
-    sequence = Continuation(0, [1], config, Letters())
-    events = [sequence.advance(want(token)) for token in (1, 2, 2, 3)]
-    assert [event.text for event in events] == ["b", "", "c", ""]
-    assert [event.finish_reason for event in events] == [None, None, None, FinishReason.STOP]
-    assert sequence.new_tokens == [1, 2, 2, 3]
-
-
-def test_what_may_become_a_stop_string_comes_at_the_end() -> None:
-    sequence = Continuation(0, [1], GenerationConfig(stop_strings="cd", max_new_tokens=2), Letters())
-    events = [sequence.advance(want(token)) for token in (1, 2)]
-    assert [event.text for event in events] == ["b", "c"]
-    assert events[-1].finish_reason is FinishReason.LENGTH
+@pytest.mark.parametrize(
+    ("settings", "tokens", "texts", "reason"),
+    [({"eos_token_id": [3, 4]}, [0, 4], ["a", ""], FinishReason.EOS),
+     ({"max_new_tokens": 1, "eos_token_id": 0}, [0], [""], FinishReason.EOS),
+     ({"max_new_tokens": 2}, [0, 0], ["a", "a"], FinishReason.LENGTH),
+     ({"stop_strings": ["cd", "xyz"]}, [1, 2, 2, 3], ["b", "", "c", ""], FinishReason.STOP),
+     ({"stop_strings": "cd", "max_new_tokens": 2}, [1, 2], ["b", "c"], FinishReason.LENGTH),
+     ({"stop_strings": "a\ufffd", "max_new_tokens": 3}, [1, 0, 7], ["b", "", ""], FinishReason.STOP)],
+    ids=str,
+)  # fmt: skip
+def test_how_a_text_ends(settings: dict[str, Any], tokens: list[int], texts: list[str], reason: FinishReason) -> None:
+    """What may become a stop string is held back; an incomplete character can complete one at the end."""
+    sequence = Continuation(5, [1, 2], GenerationConfig(**settings), Letters())
+    events = [sequence.advance(want(token)) for token in tokens]
+    assert [(e.sequence, e.token, e.text, e.logprob) for e in events] == [
+        (5, token, text, None) for token, text in zip(tokens, texts, strict=True)
+    ]
+    assert [e.finish_reason for e in events] == [*[None] * (len(tokens) - 1), reason]
+    assert sequence.finish_reason is reason
+    assert (sequence.tokens.tolist(), sequence.new_tokens, sequence.next_token) == ([1, 2, *tokens], tokens, tokens[-1])
 
 
 def test_it_can_be_ended_from_outside() -> None:
@@ -208,13 +177,6 @@ def test_it_can_be_ended_from_outside() -> None:
     event = sequence.finish(FinishReason.CANCELLED)
     assert (event.sequence, event.token, event.text, event.logprob) == (2, None, "\ufffd", None)
     assert event.finish_reason is sequence.finish_reason is FinishReason.CANCELLED
-
-
-def test_an_incomplete_character_can_complete_a_stop_string_at_the_end() -> None:
-    sequence = Continuation(0, [1], GenerationConfig(stop_strings="a\ufffd", max_new_tokens=3), Letters())
-    events = [sequence.advance(want(token)) for token in (1, 0, 7)]
-    assert "".join(event.text for event in events) == "b"
-    assert events[-1].finish_reason is FinishReason.STOP
 
 
 def test_history_grows_past_its_first_room() -> None:

@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from runtime.hash_runner import VOCAB, HashRunner, continued
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
@@ -44,18 +42,22 @@ def test_more_prompts_than_rows(kinds: Sequence[tuple[str, int]], chunk: int, ro
         assert result.finish_reason is FinishReason.LENGTH
 
 
-def test_rows_of_equal_length_share_a_step() -> None:
-    runner = HashRunner(max_batch=4)
-    with DecodeSession(runner) as session:
-        session.generate([[1, 2], [3, 4], [5, 6], [7, 8]], config(3))
-    assert [(b.rows, b.length, b.keep) for b in runner.steps] == [(4, 2, 1), (4, 1, 1), (4, 1, 1)]
-
-
-def test_ragged_rows_are_stepped_apart_and_then_together() -> None:
-    runner = HashRunner(max_batch=3)
-    with DecodeSession(runner) as session:
-        session.generate([[1, 2, 3], [3, 4], [5, 6]], config(2))
-    assert [(b.first_row, b.rows, b.length) for b in runner.steps] == [(0, 1, 3), (1, 2, 2), (0, 3, 1)]
+@pytest.mark.parametrize(
+    ("prompts", "count", "runner", "steps"),
+    [([[1, 2], [3, 4], [5, 6], [7, 8]], 3, {"max_batch": 4}, [(0, 4, 2, 1), (0, 4, 1, 1), (0, 4, 1, 1)]),
+     ([[1, 2, 3], [3, 4], [5, 6]], 2, {"max_batch": 3}, [(0, 1, 3, 1), (1, 2, 2, 1), (0, 3, 1, 1)]),
+     ([[*range(10)]], 1, {"max_chunk": 4}, [(0, 1, 4, 0), (0, 1, 4, 0), (0, 1, 2, 1)]),
+     ([[*range(12)]], 4, {"kinds": [("circular", 8)]}, [(0, 1, 8, 0), *[(0, 1, 1, 0)] * 3, *[(0, 1, 1, 1)] * 4])],
+    ids=["rows of one length together", "ragged rows apart, then together", "prefill wants the last logits only",
+         "a wrapped cache takes one token at a time"],
+)  # fmt: skip
+def test_no_step_more_than_needed(prompts: Any, count: int, runner: dict[str, Any], steps: list[Any]) -> None:
+    """First row, rows, tokens and positions with logits of each step."""
+    opened = HashRunner(**runner)
+    with DecodeSession(opened) as session:
+        results = session.generate(prompts, config(count))
+    assert [(b.first_row, b.rows, b.length, b.keep) for b in opened.steps] == steps
+    assert [r.tokens for r in results] == [continued(opened, prompt, count) for prompt in prompts]
 
 
 def test_models_with_one_write_index_step_rows_of_one_length_together() -> None:
@@ -67,21 +69,6 @@ def test_models_with_one_write_index_step_rows_of_one_length_together() -> None:
     assert max(batch.rows for batch in runner.steps) == 2
 
 
-def test_prefill_wants_logits_of_the_last_position_only() -> None:
-    runner = HashRunner(max_chunk=4)
-    with DecodeSession(runner) as session:
-        session.generate([list(range(10))], config(1))
-    assert [(b.length, b.keep) for b in runner.steps] == [(4, 0), (4, 0), (2, 1)]
-
-
-def test_a_wrapped_cache_takes_one_token_at_a_time() -> None:
-    runner = HashRunner([("circular", 8)], max_chunk=8)
-    with DecodeSession(runner) as session:
-        result = session.generate([list(range(12))], config(4))[0]
-    assert [b.length for b in runner.steps] == [8, 1, 1, 1, 1, 1, 1, 1]
-    assert result.tokens == continued(runner, range(12), 4)
-
-
 def test_capacity_ends_a_sequence() -> None:
     runner = HashRunner([("linear", 16)])
     with DecodeSession(runner) as session:
@@ -89,136 +76,6 @@ def test_capacity_ends_a_sequence() -> None:
     assert result.tokens == continued(runner, [1, 2, 3], 14)  # the last one is chosen, and has no place any more
     assert full.tokens == continued(runner, range(16), 1)
     assert result.finish_reason is full.finish_reason is FinishReason.CAPACITY
-
-
-def test_positions_bound_a_circular_cache() -> None:
-    runner = HashRunner([("circular", 8)])
-    runner.max_positions = 12
-    with DecodeSession(runner) as session:
-        assert session.cache.capacity == 12
-        result = session.generate([[1, 2, 3]], config(50))[0]
-    assert result.tokens == continued(runner, [1, 2, 3], 10)
-    assert result.finish_reason is FinishReason.CAPACITY
-
-
-def test_eos_ends_a_sequence_and_frees_its_slot() -> None:
-    runner = HashRunner()
-    expected = continued(runner, [1, 2, 3], 20)
-    eos = expected[7]
-    with DecodeSession(runner) as session:
-        result = session.generate([[1, 2, 3]], config(20, eos_token_id=[eos, 96]))[0]
-        assert result.tokens == expected[: expected.index(eos) + 1]
-        assert result.finish_reason is FinishReason.EOS
-        assert session.cache.free == 4
-
-
-@pytest.mark.parametrize("kinds", KINDS)
-def test_speculation_changes_nothing(kinds: Sequence[tuple[str, int]]) -> None:
-    """Drafts are mostly wrong here, which is the hard part: rejected tokens must leave no trace."""
-    runner = HashRunner(kinds)
-    pairs = ([a, b] for a in range(VOCAB) for b in range(VOCAB))
-    repeats = next(pair for pair in pairs if continued(runner, pair, 1) == pair[:1])
-    prompts = [repeats, [1, 2, 3, 1, 2, 3, 1, 2], list(range(20)) * 2]
-    with DecodeSession(runner) as session:
-        plain = session.generate(prompts, config(20))
-        drafted = session.generate(prompts, config(20, prompt_lookup_num_tokens=3, max_matching_ngram_size=1))
-    assert [r.tokens for r in drafted] == [r.tokens for r in plain] == [continued(runner, p, 20) for p in prompts]
-    assert drafted[0].speculation.proposed
-
-
-def test_beams_keep_their_own_caches() -> None:
-    """Every hypothesis is scored by a model whose answer depends on the cache: beams that mix would show."""
-    runner = HashRunner(max_batch=4)
-    with DecodeSession(runner) as session:
-        results = session.generate([[1, 2, 3], [9]], config(6, num_beams=3))
-        assert session.cache.slots == ()
-        streamed = list(session.stream([[1, 2, 3]], config(6, num_beams=3)))
-    # The model is sure of one token at every step, so the best beam is the greedy one.
-    assert [r.tokens for r in results] == [continued(runner, [1, 2, 3], 6), continued(runner, [9], 6)]
-    assert [e.token for e in streamed] == results[0].tokens
-    with DecodeSession(HashRunner(max_batch=2)) as session:
-        session.cache.acquire()
-        with pytest.raises(SlotError, match="needs as many rows, and 1 of 2 are free; .* max_batch of 3 or more"):
-            session.generate([[1]], config(6, num_beams=3))
-        assert session.cache.free == 1
-
-
-ACTIONS = st.one_of(
-    st.tuples(st.just("add"), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(1, 12)),
-    st.tuples(st.just("step"), st.integers(1, 6)),
-    st.tuples(st.just("remove"), st.integers(0, 5)),
-    st.tuples(st.just("fork"), st.integers(0, 5), st.integers(1, 12)),
-    st.tuples(st.just("speculate"), st.lists(st.integers(0, 3), min_size=4, max_size=16), st.integers(1, 12)),
-    st.tuples(st.just("park"), st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), st.integers(0, 20)),
-)
-
-
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    kinds=st.sampled_from(KINDS), chunk=st.integers(1, 8), rows=st.integers(1, 5),
-    schedule=st.lists(ACTIONS, min_size=1, max_size=25), garbage=st.booleans(), per_row=st.booleans(),
-)  # fmt: skip
-def test_any_schedule(
-    kinds: Sequence[tuple[str, int]],
-    chunk: int,
-    rows: int,
-    schedule: list[tuple[Any, ...]],
-    garbage: bool,
-    per_row: bool,
-) -> None:
-    """Sequences join, leave, fork and wait in any order; each gives what it would give alone."""
-    runner = HashRunner(kinds, rows, chunk, per_row=per_row)
-    if garbage:
-        for buffer in runner.buffers.values():
-            buffer[...] = 1e30
-    session = DecodeSession(runner)
-    want: dict[int, list[int]] = {}  # by slot, what is still to come
-    parked: dict[int, list[int]] = {}
-
-    def join(prompt: list[int], count: int, slot: int | None = None, **more: Any) -> None:
-        held = [] if slot is None else session.cache.tokens(slot)
-        name = session.add(prompt, config(count, **more), slot=slot)
-        want[name] = continued(runner, [*held, *prompt], count)
-
-    def step() -> None:
-        for event in session.step():
-            assert event.token == want[event.sequence].pop(0)
-            if event.finish_reason:
-                assert want.pop(event.sequence) == []
-
-    for action, *values in schedule:
-        if action == "step":
-            for _ in range(values[0]):
-                step()
-        elif action == "remove" and session.cache.slots:
-            slot = session.cache.slots[values[0] % len(session.cache.slots)]
-            session.remove(slot)
-            want.pop(slot, None)
-            parked.pop(slot, None)
-        elif session.cache.free and action == "add":
-            join(values[0], values[1])
-        elif session.cache.free and action == "speculate":
-            join(values[0], values[1], prompt_lookup_num_tokens=3)
-        elif session.cache.free and action == "park":
-            slot = session.cache.acquire()
-            logits = session.update({slot: values[0]})[slot]
-            assert logits.shape == (1, VOCAB)
-            assert int(logits[0].argmax()) == continued(runner, values[0], 1)[0]
-            parked[slot] = values[0]
-            length = min(values[1], len(values[0]))
-            if len(values[0]) <= 8 or length >= len(values[0]) - 1:  # no circular cache has lost what it needs
-                session.cache.crop(slot, length)
-                del parked[slot][length:]
-            assert session.cache.tokens(slot) == parked[slot]
-        elif session.cache.free and action == "fork" and parked:
-            source = list(parked)[values[0] % len(parked)]
-            join([3], values[1], session.cache.fork(source))
-        rows_used = {session.cache.slot(s).row for s in session.cache.slots}
-        assert len(rows_used) == len(session.cache.slots)
-    while session.running:
-        step()
-    assert want == {}
-    assert set(session.cache.slots) == set(parked)
 
 
 def test_threads_share_the_steps() -> None:
@@ -368,18 +225,6 @@ def test_nan_logits_end_one_sequence_and_its_row_is_cleaned() -> None:
     assert tokens == continued(runner, [1], 6)
 
 
-def test_update_returns_the_last_logits_across_chunks() -> None:
-    runner = HashRunner(max_chunk=3)
-    session = DecodeSession(runner)
-    slot = session.cache.acquire()
-    tokens = list(range(10))
-    logits = session.update({slot: tokens}, keep=5)[slot]
-    assert logits.shape == (5, VOCAB)
-    expected = [continued(runner, tokens[: i + 1], 1)[0] for i in range(5, 10)]
-    assert logits.argmax(-1).tolist() == expected
-    assert session.update({slot: [1]}, keep=5)[slot].shape == (1, VOCAB)
-
-
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_more_logits_than_a_step_gives_take_more_steps(kinds: Sequence[tuple[str, int]], most: int) -> None:
@@ -397,13 +242,8 @@ def test_more_logits_than_a_step_gives_take_more_steps(kinds: Sequence[tuple[str
                 session.cache.release(slot)
         for wanted, made in zip(*found, strict=True):
             assert np.array_equal(wanted, made)
-
-
-def test_only_positions_whose_logits_are_wanted_count() -> None:
-    runner = HashRunner(max_chunk=8, max_logits=2)
-    session = DecodeSession(runner)
-    session.update({session.cache.acquire(): list(range(20))}, keep=3)
-    assert [(step.length, step.keep) for step in runner.steps] == [(8, 0), (8, 0), (3, 2), (1, 1)]
+        expected = [continued(runner, text[0][: i + 1], 1)[0] for i in range(20)][-keep:]
+        assert found[0][0].argmax(-1).tolist() == expected
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 8])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
-from trt_kvcache.runtime.generation.speculation import SpeculationStats, look_up
+from trt_kvcache.runtime.generation.speculation import look_up
 
 Logits = npt.NDArray[np.float32]
 
@@ -118,24 +118,6 @@ def test_the_tokens_are_those_of_single_steps(
     assert 0 <= stats.accepted <= stats.proposed
 
 
-def test_drafts_save_steps_and_are_counted() -> None:
-    sequence = Continuation(0, [1, 2, 3, 1, 2], GenerationConfig(prompt_lookup_num_tokens=3))
-    assert next(sequence.verify(ids(), np.eye(VOCAB, dtype=np.float32)[[3]])).token == 3
-    draft = sequence.draft(9)
-    assert draft.tolist() == [1, 2, 3]
-    events = list(sequence.verify(draft, np.eye(VOCAB, dtype=np.float32)[[1, 2, 4, 0]]))
-    assert [event.token for event in events] == [1, 2, 4]
-    assert sequence.speculation == SpeculationStats(proposed=3, accepted=2, updates=1)
-    assert sequence.speculation.acceptance == pytest.approx(2 / 3)
-
-
-def test_off_by_default() -> None:
-    sequence = Continuation(0, [1, 1, 1, 1], GenerationConfig())
-    sequence.advance(np.eye(VOCAB, dtype=np.float32)[1])
-    assert sequence.draft(9).size == 0
-    assert sequence.speculation.acceptance == 0
-
-
 def test_a_draft_is_no_longer_than_what_may_come() -> None:
     sequence = Continuation(0, [1, 1, 1, 1], GenerationConfig(prompt_lookup_num_tokens=3, max_new_tokens=3))
     one = np.eye(VOCAB, dtype=np.float32)[[1, 1, 1, 1]]
@@ -151,9 +133,3 @@ def test_nothing_after_the_end_is_chosen() -> None:
     sequence.advance(np.eye(VOCAB, dtype=np.float32)[1])
     events = list(sequence.verify(ids(2, 1), np.eye(VOCAB, dtype=np.float32)[[2, 1, 1]]))
     assert [(event.token, event.finish_reason) for event in events] == [(2, FinishReason.EOS)]
-
-
-def test_stats_add_up() -> None:
-    stats = SpeculationStats(3, 1, 1)
-    stats.add(SpeculationStats(2, 2, 1))
-    assert stats == SpeculationStats(5, 3, 2)

@@ -85,12 +85,6 @@ def test_any_bytes_stream_to_their_text(values: list[int]) -> None:
     )
 
 
-def test_a_character_comes_when_it_is_complete() -> None:
-    tokens = [llama().encode(text)[-1] for text in ("a", "b")]
-    euro = [3 + byte for byte in "€".encode()]
-    assert pieces(llama(), [tokens[0], *euro, tokens[1]]) == ["a", "", "", "€", "b", ""]
-
-
 def test_what_is_out_stays_where_the_decoder_takes_it_back() -> None:
     """Byte fallback decodes a run of bytes as a whole: one that fits nothing spoils the characters before it."""
     euro, bad = [3 + byte for byte in "€".encode()], 3 + 0xFF
@@ -109,11 +103,6 @@ def test_a_prompt_can_end_inside_a_character() -> None:
     lead, rest = [3 + byte for byte in "é".encode()]
     assert "".join(pieces(llama(), [rest], [lead])) == "é"
     assert "".join(pieces(llama(), [rest, *(3 + byte for byte in "€".encode())], [lead])) == "é€"
-
-
-def test_special_tokens_have_no_text() -> None:
-    word = gpt().encode("the")
-    assert "".join(pieces(gpt(), [0, *word, 1, *word, 1])) == "thethe"
 
 
 def test_the_window_stays_small() -> None:
@@ -201,11 +190,6 @@ def test_a_text_on_which_the_tokenizer_fails_is_refused(error: BaseException | N
         Tokenizer(Mock(**{"encode.side_effect": KeyboardInterrupt})).encode("b")
 
 
-def test_ids_past_the_tokenizer_have_no_text() -> None:
-    """Models have rounded-up vocabularies."""
-    assert "".join(pieces(gpt(), [*gpt().encode("the"), 5000])) == "the"
-
-
 def test_truncation_and_padding_of_the_file_do_not_apply(tmp_path: Path) -> None:
     made = byte_level()
     made.enable_truncation(2)
@@ -281,12 +265,6 @@ def rendered(tmp_path: Path, template: str, messages: list[dict[str, Any]] = CHA
 
 def test_a_chat_becomes_a_prompt(tmp_path: Path) -> None:
     assert rendered(tmp_path, TEMPLATE) == "<s>[system] be brief\n[user] hi\n[assistant]"
-
-
-def test_a_rendered_chat_has_its_special_tokens(tmp_path: Path) -> None:
-    tokens = gpt().encode(rendered(tmp_path, TEMPLATE), special_tokens=False)
-    assert tokens[0] == 0
-    assert 0 not in tokens[1:]
 
 
 def test_the_file_of_its_own_counts(tmp_path: Path) -> None:

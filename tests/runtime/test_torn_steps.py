@@ -150,20 +150,6 @@ def test_what_was_not_chosen_yet_may_be_removed_or_forked() -> None:
     assert tokens[branch] == continued(runner, [5, *continued(runner, [5], 1), 7], 4)
 
 
-def test_prompt_lookup_survives_an_interrupt_of_another() -> None:
-    runner = HashRunner(max_batch=2)
-    session = DecodeSession(runner)
-    bad = session.add([9, 9], config(30, logits_processor=Breaks(4, KeyboardInterrupt())))
-    good = session.add([1, 2, 1, 2, 1, 2], config(30, prompt_lookup_num_tokens=3, max_matching_ngram_size=1))
-    tokens: dict[int, list[int | None]] = {bad: [], good: []}
-    with pytest.raises(KeyboardInterrupt):
-        finish(session, tokens)
-    with pytest.raises(SessionError):
-        finish(session, tokens)
-    finish(session, tokens)
-    assert tokens[good] == continued(runner, [1, 2, 1, 2, 1, 2], 30)
-
-
 class Tokenizer:
     """Knows fewer tokens than the model has, as where a vocabulary was padded."""
 

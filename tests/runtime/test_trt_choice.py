@@ -11,8 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
+from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache.errors import BackendError, SessionError
@@ -24,7 +24,7 @@ from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.runtime.trt import choice as trt_choice
-from trt_kvcache.runtime.trt.choice import DeviceChoice, hard_scores, open_choice
+from trt_kvcache.runtime.trt.choice import DeviceChoice, open_choice
 from trt_kvcache.runtime.trt.cuda import Cuda
 from trt_kvcache.runtime.trt.io import StepBuffers
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
@@ -84,24 +84,17 @@ def test_greedy_decoding_fetches_no_scores(engine: Path, fetched: list[int]) -> 
     assert tokens == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), GREEDY)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     "more",
-    [{}, {"top_k": 1}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.3, "top_p": 0.9, "min_p": 0.02}],
+    [{}, {"top_k": 1}, {"top_p": 0.7}, {"min_p": 0.1}, {"temperature": 0.3, "top_p": 0.9, "min_p": 0.02},
+     {"do_sample": False, "top_k": 50, "prompt_lookup_num_tokens": 3}],
     ids=str,
-)
-def test_sampling_fetches_the_highest_scores(engine: Path, more: dict[str, Any], fetched: list[int]) -> None:
+)  # fmt: skip
+def test_sampling_and_drafts_fetch_the_highest_scores(engine: Path, more: dict[str, Any], fetched: list[int]) -> None:
     config = GenerationConfig(**{"max_new_tokens": 20, "do_sample": True, "top_k": 9, "seed": 5, **more})
     runner, _ = opened(engine)
     assert generated(runner, config) == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), config)
-    assert fetched == []
-
-
-def test_drafts_are_verified_on_the_gpu(engine: Path, fetched: list[int]) -> None:
-    config = GenerationConfig(max_new_tokens=30, prompt_lookup_num_tokens=3)
-    runner, _ = opened(engine)
-    plain = generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), config)
-    assert generated(runner, config) == plain
     assert fetched == []
 
 
@@ -122,16 +115,6 @@ def test_who_looks_at_other_scores_gets_them(engine: Path, config: GenerationCon
     tokens = generated(runner, config)
     assert gpu.launched == proved
     assert fetched
-    assert tokens == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), config)
-
-
-def test_min_new_tokens_needs_scores_at_first_only(engine: Path, fetched: list[int]) -> None:
-    config = GenerationConfig(max_new_tokens=10, min_new_tokens=4, eos_token_id=999)
-    runner, gpu = opened(engine)
-    proved = gpu.launched
-    tokens = generated(runner, config)
-    assert fetched
-    assert gpu.launched > proved
     assert tokens == generated(OnnxRuntimeRunner(engine.with_suffix(".onnx"), max_batch=3), config)
 
 
@@ -233,13 +216,6 @@ def choice_on(gpu: Machine, dtype: Any, vocab: int, positions: int) -> tuple[Dev
     return open_choice(cuda, np.dtype(dtype), vocab, 1, cuda.allocate(size), size, cuda.allocate_pinned(size))
 
 
-@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
-@pytest.mark.parametrize(("vocab", "positions"), [(1, 1), (2, 3), (7, 1), (256, 1), (257, 5), (1000, 40)])
-def test_every_size_can_be_tried(dtype: str, vocab: int, positions: int) -> None:
-    choice, reason = choice_on(Machine(), CHOICE_DTYPES[dtype], vocab, positions)
-    assert choice is not None, reason
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
 def test_the_same_tokens_are_drawn_from_few_scores_as_from_all(dtype: str) -> None:
@@ -316,12 +292,7 @@ def test_sizes_beyond_what_the_kernel_counts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("dtype", CHOICE_DTYPES)
-def test_hard_scores_are_hard(dtype: str) -> None:
-    scores = hard_scores(np.dtype(CHOICE_DTYPES[dtype]), 8, 1, 501, 0)[:, 0].astype(np.float32)
-    tops = [best(row) for row in scores]
-    assert sum(np.isnan(top) for _, top in tops) == 1
-    assert sum(np.isinf(top) for _, top in tops) == 1
-    assert sum(0 < top < 1e-4 for _, top in tops) == 2  # subnormal ones
-    ties = [int((row == top).sum()) for row, (_, top) in zip(scores, tops, strict=True)]
-    assert sum(count > 1 for count in ties) >= 4
-    assert len({token for token, _ in tops}) >= 5
+@pytest.mark.parametrize(("vocab", "positions"), [(1, 1), (2, 3), (7, 1), (256, 1), (257, 5), (1000, 40)])
+def test_every_size_can_be_tried(dtype: str, vocab: int, positions: int) -> None:
+    choice, reason = choice_on(Machine(), CHOICE_DTYPES[dtype], vocab, positions)
+    assert choice is not None, reason

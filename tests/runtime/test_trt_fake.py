@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
+from runtime.engines import write_engine
 from runtime.fake_cuda import STREAM, BrokenRuleError, Machine
-from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import MAGIC, AllocationStrategy, fake_module
 
 from trt_kvcache.runtime.runner import StepBatch

@@ -6,23 +6,20 @@ import gc
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from runtime.engines import open_engine, write_engine
 from runtime.fake_cuda import Machine, Status
-from runtime.fake_tensorrt import fake_module
-from runtime.opened import edit, open_
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 
 def test_step_that_fits_no_profile(engine: Path) -> None:
-    runner = open_(engine)
+    runner = open_engine(engine)
     before = runner.read_row("key_cache.0", 0, 64)
     with pytest.raises(
         SessionError, match="a step of 1 sequences and 9 tokens each fits none of the engine's profiles"
@@ -33,63 +30,44 @@ def test_step_that_fits_no_profile(engine: Path) -> None:
 
 
 def test_step_that_tensorrt_refuses(engine: Path) -> None:
-    faults: dict[str, Any] = {"fail_steps": ""}
-    machine = Machine()
-    module = fake_module(machine, **faults)
-    runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
+    runner: Any = open_engine(engine)
     batch = StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64))
     expected = runner.step(batch).copy()
-    module.faults["fail_steps"] = "CUDA error 2 in enqueue: out of memory"
+    runner.module.faults["fail_steps"] = "CUDA error 2 in enqueue: out of memory"
     with pytest.raises(SessionError, match="TensorRT for RTX .* cannot run a step: .*Error.*out of memory"):
         runner.step(batch)
-    module.faults["fail_steps"] = ""
+    del runner.module.faults["fail_steps"]
     np.testing.assert_array_equal(runner.step(batch), expected)  # the session lives on
     runner.close()
 
 
-def test_fault_of_the_gpu(engine: Path) -> None:
+@pytest.mark.parametrize("backend", ["tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize("steps", [0, 4], ids=["at first", "while steps are recorded"])
+def test_fault_of_the_gpu(steps: int, backend: str, engine: Path) -> None:
+    """Every call of CUDA fails from here on. Graphs go, and contexts before the memory that they are bound to."""
     machine = Machine()
-    runner = open_(engine, machine)
+    runner: Any = open_engine(write_engine(engine.with_suffix(".onnx"), backend=backend), machine, backend=backend)
+    batch = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
+    for _ in range(steps):
+        runner.step(batch)
     machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
     words = r"CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS \(an illegal memory access"
     with pytest.raises(SessionError, match=words):
-        runner.step(StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64)))
-    runner.close()  # every call of CUDA fails from here on
-    assert machine.used == 0
+        runner.step(batch)
+    runner.close()
+    assert (machine.used, machine.graphs) == (0, 0)
     assert not [c for c in runner.module.contexts if c() is not None]
     assert runner.module.hung == []
-
-
-def test_fault_of_the_gpu_while_steps_are_recorded(engine: Path) -> None:
-    """What was recorded goes too, and its contexts before the memory that they are bound to."""
-    edit(engine, lambda m: replace(m, backend="tensorrt", backend_version="11.4.0.106"))
-    for rtx in (False, True):
-        machine = Machine()
-        module = fake_module(machine, rtx=rtx)
-        runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
-        batch = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
-        for _ in range(4):
-            runner.step(batch)
-        machine.fault = Status.CUDA_ERROR_ILLEGAL_ADDRESS
-        with pytest.raises(SessionError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
-            runner.step(batch)
-        runner.close()
-        assert (machine.used, machine.graphs) == (0, 0)
-        assert not [c for c in module.contexts if c() is not None]
-        assert module.hung == []
-        if not rtx:
-            edit(engine, lambda m: replace(m, backend="tensorrt-rtx", backend_version="1.7.1.116"))
 
 
 def test_compiled_kernels_are_kept(engine: Path) -> None:
     machine, batch = Machine(), StepBatch(0, np.ones((1, 4), np.int64), np.zeros(1, np.int64))
 
     def run(**arguments: Any) -> list[str]:
-        module = fake_module(machine)
-        runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
+        runner: Any = open_engine(engine, machine, **arguments)
         runner.step(batch)
         runner.close()
-        return list(module.compiled)
+        return list(runner.module.compiled)
 
     file = engine.with_name("model.engine.sm90.kernels")
     assert len(run()) == 1
@@ -108,8 +86,8 @@ def test_compiled_kernels_are_kept(engine: Path) -> None:
 
 def test_who_forgets_to_close_loses_nothing(engine: Path) -> None:
     machine = Machine()
-    runner = open_(engine, machine)
-    module = runner.module  # type: ignore[attr-defined]
+    runner: Any = open_engine(engine, machine)
+    module = runner.module
     for start in range(4):  # steps that are recorded, too
         runner.step(StepBatch(0, np.zeros((3, 1), np.int64), np.full(3, start)))
     del runner
@@ -123,7 +101,7 @@ def test_who_forgets_to_close_loses_nothing(engine: Path) -> None:
 def test_who_forgets_to_close_disturbs_nobody(engine: Path, same: bool) -> None:
     """Garbage is collected at any time: here while another runner records, or calls another GPU."""
     machine = Machine()
-    runner, other = open_(engine, machine), open_(engine, machine if same else Machine())
+    runner, other = open_engine(engine, machine), open_engine(engine, machine if same else Machine())
     cuda, held = runner._cuda, machine.used
     kept = [other]
     del other
@@ -148,7 +126,7 @@ def test_who_forgets_to_close_disturbs_nobody(engine: Path, same: bool) -> None:
 def test_nothing_is_taken_from_under_a_thread(engine: Path) -> None:
     """That still runs a step when the process ends."""
     machine = Machine()
-    runner = open_(engine, machine)
+    runner = open_engine(engine, machine)
     with runner.running():
         runner._held.close()
         assert machine.used
@@ -161,12 +139,11 @@ def test_the_end_of_the_process_closes_what_is_open(engine: Path) -> None:
     program = f"""
 import atexit
 from pathlib import Path
+from runtime.engines import open_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_tensorrt import fake_module
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 machine = Machine()
 atexit.register(lambda: print(machine.used, machine.allocations > 0))
-runner = TensorRTRunner({str(engine)!r}, bindings=Bindings(fake_module(machine), machine.bindings()))
+runner = open_engine(Path({str(engine)!r}), machine)
 """
     tests = Path(__file__).parents[1]
     paths = os.pathsep.join([str(tests), str(tests.parent / "scripts"), os.environ.get("PYTHONPATH", "")])

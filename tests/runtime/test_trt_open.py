@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,107 +12,99 @@ import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
 from needs import needs_nvrtc
+from runtime.engines import check_refused, edit, open_engine, write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import Invalidity, fake_module
-from runtime.opened import check_refused, edit, open_
 
+from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
+from trt_kvcache.importer.plan import Role
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.cuda import CudaBindings, taken
 from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
+RESERVE = 128 << 20
 
-def test_no_driver(engine: Path) -> None:
+
+def test_no_driver_and_no_such_gpu(engine: Path) -> None:
     class NoDriver:
         def cuInit(self, flags: int) -> Any:
             raise RuntimeError('"cuda" is an NVIDIA driver library and can only be found via system search.')
 
     bindings = Bindings(fake_module(Machine()), CudaBindings(None, NoDriver()))
-    with pytest.raises(
-        BackendError, match="no driver works here: .*system search.*; install the NVIDIA driver, or run"
-    ):
+    words = "no driver works here: .*system search.*; install the NVIDIA driver, or run"
+    with pytest.raises(BackendError, match=words):
         TensorRTRunner(engine, bindings=bindings)
-
-
-def test_no_such_gpu(engine: Path) -> None:
     check_refused(BackendError, "there is no GPU number 1: the driver finds 1, counted from 0", engine, device=1)
-    check_refused(BackendError, "there is no GPU number 0: the driver finds 0", engine, machine=Machine(devices=0))
+    check_refused(BackendError, "there is no GPU number 0: the driver finds 0", engine, Machine(devices=0))
 
 
-def test_engine_of_another_version(engine: Path) -> None:
-    words = (
-        r"TensorRT for RTX 1\.9\.0\.1 cannot open this engine, built with version 1\.7\.1\.116, on NVIDIA Fake 90 "
-        r"\(compute capability 9\.0\): The engine plan file is not compatible \[VERSION_MISMATCH\]; install version "
-        r"1\.7\.1\.116, or build the engine again with 1\.9\.0\.1"
-    )
-    refuse = {"refuse": "The engine plan file is not compatible", "diagnostics": Invalidity.VERSION_MISMATCH}
-    check_refused(BackendError, words, engine, version="1.9.0.1", **refuse)
-
-
-def test_engine_for_another_gpu(engine: Path) -> None:
-    edit(engine, lambda m: replace(m, compute_capabilities=("sm89",)))
-    here = "build it again on this machine with --compute-capabilities current, which is sm90"  # sm90 is no name for it
-    words = rf"1\.7\.1\.116 for sm89, on .*: no such kernel \[UNSUPPORTED_CC\]; {here}"
-    check_refused(BackendError, words, engine, refuse="no such kernel", diagnostics=Invalidity.UNSUPPORTED_CC)
-    edit(engine, lambda m: replace(m, compute_capabilities=()))
-    check_refused(BackendError, here, engine, refuse="no such kernel")
-    never = "TensorRT-RTX does not support this compute capability, so the engine cannot be rebuilt for it."
-    check_refused(BackendError, f"{never}; other backends may know this GPU", engine, refuse=never)
-    edit(engine, lambda m: replace(m, compute_capabilities=("sm90",)))
-    check_refused(
-        BackendError, "other backends may know this GPU .*, and the CPU runs", engine, refuse="no such kernel"
-    )
-    ada = Machine(capability=(8, 9))
-    check_refused(BackendError, "again with --compute-capabilities sm89", engine, machine=ada, refuse="no such kernel")
-    old = Machine(driver=12_080)
-    update = r"update the NVIDIA driver, which is for CUDA 12\.8"
-    diagnosed = {"refuse": "?", "diagnostics": Invalidity.OLD_CUDA_DRIVER}
-    check_refused(BackendError, update, engine, machine=old, **diagnosed)
+HERE = "build it again on this machine with --compute-capabilities current, which is sm90"  # sm90 is no name for it
+NEVER = "TensorRT-RTX does not support this compute capability, so the engine cannot be rebuilt for it."
+UPDATE = r"update the NVIDIA driver, which is for CUDA 12\.8"
+TOO_NEW = "Cuda Runtime (cudaError 222: the provided PTX was compiled with an unsupported toolchain.)"
+FOREIGN: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
+    (r"TensorRT for RTX 1\.9\.0\.1 cannot open this engine, built with version 1\.7\.1\.116, on NVIDIA Fake 90 "
+     r"\(compute capability 9\.0\): not compatible \[VERSION_MISMATCH\]; install version 1\.7\.1\.116, or build "
+     r"the engine again with 1\.9\.0\.1", (), {},
+     {"refuse": "not compatible", "diagnostics": Invalidity.VERSION_MISMATCH, "version": "1.9.0.1"}),
+    (rf"1\.7\.1\.116 for sm89, on .*: no such kernel \[UNSUPPORTED_CC\]; {HERE}", ("sm89",), {},
+     {"diagnostics": Invalidity.UNSUPPORTED_CC}),
+    (HERE, (), {}, {}),
+    (f"{NEVER}; other backends may know this GPU", (), {}, {"refuse": NEVER}),
+    ("other backends may know this GPU .*, and the CPU runs", ("sm90",), {}, {}),
+    ("again with --compute-capabilities sm89", ("sm90",), {"capability": (8, 9)}, {}),
+    (UPDATE, (), {"driver": 12_080}, {"refuse": "?", "diagnostics": Invalidity.OLD_CUDA_DRIVER}),
     # What TensorRT for RTX 1.7.1 says then, and diagnoses nothing: CUDA fails before it reads the engine.
-    words = "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is insufficient for CUDA runtime version"
-    check_refused(BackendError, update, engine, machine=old, refuse=words)
-    # Where the library has no code for the GPU, and its PTX is too new for the driver, perhaps not before a step.
-    words = "Cuda Runtime (cudaError 222: the provided PTX was compiled with an unsupported toolchain.)"
-    check_refused(BackendError, update, engine, machine=old, refuse=words)
-    runner = open_(engine, Machine(), fail_steps=words)
+    (UPDATE, (), {"driver": 12_080}, {"refuse": "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is "
+                                      "insufficient for CUDA runtime version"}),
+    (UPDATE, (), {"driver": 12_080}, {"refuse": TOO_NEW}),
+    (r"TensorRT 11\.4\.0\.106 cannot open .*Engine deserialization failed\.; ", (), {},
+     {"refuse": "Engine deserialization failed.", "backend": "tensorrt"}),
+]  # fmt: skip
+"""Words of the refusal; what the manifest says the engine is for; the GPU; faults of TensorRT."""
+
+
+@pytest.mark.parametrize(("words", "built_for", "gpu", "faults"), FOREIGN)
+def test_engine_of_another_version_or_for_another_gpu(
+    engine: Path, words: str, built_for: tuple[str, ...], gpu: dict[str, Any], faults: dict[str, Any]
+) -> None:
+    backend = faults.get("backend", "tensorrt-rtx")
+    edit(engine, lambda m: replace(m, compute_capabilities=built_for, backend=backend))
+    check_refused(BackendError, words, engine, Machine(**gpu), **{"refuse": "no such kernel", **faults})
+
+
+def test_a_driver_that_is_too_old_for_a_step_is_told(engine: Path) -> None:
+    """Where the library has no code for the GPU, and its PTX is too new for the driver, perhaps not before a step."""
+    runner = open_engine(engine, fail_steps=TOO_NEW)
     with pytest.raises(SessionError, match="cannot run a step: .*; update the NVIDIA driver"):
         runner.step(StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64)))
     runner.close()
 
 
-def test_tensorrt_has_no_diagnostics(engine: Path) -> None:
-    edit(engine, lambda m: replace(m, backend="tensorrt", backend_version="11.4.0.106"))
-    machine = Machine()
-    module = fake_module(machine, rtx=False, version="11.4.0.106", refuse="Engine deserialization failed.")
-    with pytest.raises(BackendError, match=r"TensorRT 11\.4\.0\.106 cannot open .*Engine deserialization failed\.; "):
-        TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
+# Memory.
 
 
-def test_memory_is_admitted_before_it_is_taken(engine: Path) -> None:
+def test_memory_is_admitted_before_it_is_taken(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 4 caches of 8 KiB for each of 3 rows, the engine file of about half a megabyte, 128 MiB in reserve.
-    size = engine.stat().st_size
-    machine = Machine(total=(128 << 20) + size + 2 * 32768 + 1000)
+    machine = Machine(total=RESERVE + engine.stat().st_size + 2 * 32768 + 1000)
     words = (
         r"NVIDIA Fake 90 has 128\.\d MiB of 128\.\d MiB free, and 128\.\d MiB are needed: weights .*, caches for 3 "
         r"sequences 96\.0 KiB, reserve 128\.0 MiB; open it with max_batch 2 instead of 3, build the engine again with "
         r"a smaller --capacity or --max-chunk, or free memory"
     )
-    check_refused(BackendError, words, engine, machine=machine)
+    check_refused(BackendError, words, engine, machine)
     assert machine.allocations == 0
-    with pytest.raises(BackendError, match="not even one sequence fits: build the engine again"):
-        open_(engine, Machine(total=(128 << 20) + 1000), max_batch=1)
-
-
-def test_memory_that_only_the_engine_knows(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.fake_tensorrt.ACTIVATIONS", 1 << 28)
+    small = Machine(total=RESERVE + 1000)
+    check_refused(BackendError, "not even one sequence fits: build the engine again", engine, small, max_batch=1)
+    monkeypatch.setattr("runtime.fake_tensorrt.ACTIVATIONS", 1 << 28)  # which only the engine knows
     machine = Machine(total=1 << 28)
     words = (
         r"needed: caches for 3 sequences 96\.0 KiB, activations 258\.0 MiB, inputs and outputs [\d.]+ KiB, choice of "
         r"tokens 64\.0 KiB, reserve"
     )
-    check_refused(BackendError, words, engine, machine=machine)
+    check_refused(BackendError, words, engine, machine)
     assert machine.allocations == 0
 
 
@@ -128,7 +121,7 @@ def test_every_byte_is_asked_for(rows: int, capacity: int, tmp_path: Path, monke
     monkeypatch.setattr("trt_kvcache.runtime.trt.runner.admit", counting)
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=capacity, positions=16))
     machine = Machine()
-    runner = open_(write_engine(model, max_batch=rows), machine)
+    runner = open_engine(write_engine(model, max_batch=rows), machine)
     assert runner.host_choice == ""
     assert sum(asked) == runner.device_bytes == machine.used
     runner.close()
@@ -137,44 +130,138 @@ def test_every_byte_is_asked_for(rows: int, capacity: int, tmp_path: Path, monke
 def test_the_driver_takes_memory_in_pages() -> None:
     """Three buffers of 0.6 MiB for each row: whole pages from 1 MiB on, so that the last row that fits is not where a
     page is full."""
-    needs = [Need("caches", caches_of(8), caches_of)]
-    free = (128 << 20) + 3 * (4 << 20)
+
+    def caches_of(rows: int) -> int:
+        return 3 * taken(rows * 600 << 10)
+
+    needs, free = [Need("caches", caches_of(8), caches_of)], RESERVE + 3 * (4 << 20)
     with pytest.raises(BackendError, match=r"146\.0 MiB are needed: caches 18\.0 MiB, .* open it with max_batch 6 "):
         admit(needs, free, 1 << 30, "A GPU", 8)
     admit([Need("caches", caches_of(6))], free, 1 << 30, "A GPU", 6)
 
 
-def caches_of(rows: int) -> int:
-    return 3 * taken(rows * 600 << 10)
-
-
-def test_more_rows_than_built_for(engine: Path) -> None:
-    check_refused(
-        OptionError, "max_batch is 4; this engine was built for 1 to 3: build it again with", engine, max_batch=4
-    )
-    check_refused(OptionError, "max_batch is 0; it must be at least 1", engine, max_batch=0)
-    check_refused(OptionError, "max_chunk is 9; .* 1 to 8: build it again with --max-chunk 9", engine, max_chunk=9)
-
-
-def test_shorter_chunks_need_less_memory(engine: Path) -> None:
-    short, long = open_(engine, max_chunk=2), open_(engine)
-    assert (short.max_chunk, long.max_chunk) == (2, 8)
-    assert short.device_bytes < long.device_bytes
-    assert short.step(StepBatch(0, np.ones((3, 2), np.int64), np.zeros(3, np.int64))).shape == (3, 1, 256)
-    short.close()
-    long.close()
-
-
 def test_rows_that_cannot_be_addressed(tmp_path: Path) -> None:
     config = DecoderConfig(capacity=10, kv_heads=1, query_heads=2, head_size=4)
     engine = write_engine(write_decoder(tmp_path / "model.onnx", config))
-    check_refused(
-        ManifestError, "cache 'key_cache.0' takes 160 bytes, and TensorRT binds memory at multiples of 256", engine
-    )
-    runner = open_(engine, max_batch=1)
+    words = "cache 'key_cache.0' takes 160 bytes, and TensorRT binds memory at multiples of 256"
+    check_refused(ManifestError, words, engine)
+    runner = open_engine(engine, max_batch=1)
     assert runner.step(StepBatch(0, np.zeros((1, 3), np.int64), np.zeros(1, np.int64))).shape == (1, 1, 256)
     runner.close()
 
 
-def test_input_in_host_memory(engine: Path) -> None:
-    check_refused(UnsupportedModelError, "input_ids must lie in host memory", engine, on_host=("input_ids",))
+# An engine against its manifest.
+
+
+def test_engine_that_was_changed(engine: Path) -> None:
+    data = bytearray(engine.read_bytes())
+    data[-1] ^= 1
+    engine.write_bytes(data)
+    check_refused(ManifestError, "BLAKE3 .*the manifest is not of this engine", engine)
+
+
+@pytest.mark.parametrize("more", [True, False])
+def test_aliases_are_reconciled(engine: Path, more: bool) -> None:
+    aliases = dict(load_manifest(engine).aliases)
+    if more:
+        aliases["logits"] = "input_ids"
+        words = "logits shares the buffer of input_ids, in the manifest of nothing"
+    else:
+        del aliases["updated_key_cache.1"]
+        words = r"updated_key_cache\.1 shares the buffer of nothing, in the manifest of key_cache\.1"
+    check_refused(ManifestError, f"the engine and its manifest differ: {words}; do not run it", engine, aliases=aliases)
+
+
+def first_cache(**changes: Any) -> Callable[[Manifest], Manifest]:
+    def change(m: Manifest) -> Manifest:
+        first, *others = m.plan.caches
+        return replace(m, plan=replace(m.plan, caches=(replace(first, **changes), *others)))
+
+    return change
+
+
+def tensor(name: str, change: Callable[[Any], Any]) -> Callable[[Manifest], Manifest]:
+    return lambda m: replace(
+        m, plan=replace(m.plan, tensors=tuple(change(t) if t.name == name else t for t in m.plan.tensors))
+    )
+
+
+def logits_span(m: Manifest) -> Manifest:
+    assert m.plan.logits_span is not None
+    return replace(m, plan=replace(m.plan, logits_span=replace(m.plan.logits_span, name="input_ids")))
+
+
+ODD = "its manifest contradicts itself: .*"
+NONE = "not a valid manifest: "
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda m: replace(m, aliases=m.aliases | {"updated_key_cache.0": "value_cache.0"}),
+         ODD + "aliases binds 'updated_key_cache.0' to 'value_cache.0', the plan to 'key_cache.0'"),
+        (first_cache(capacity=4096),
+         ODD + "cache 'key_cache.0' has a capacity of 4096, its shape says otherwise"),
+        (first_cache(physical_shape=("batch", 2, 4096, 16), capacity=4096),
+         ODD + r"input 'key_cache.0' is float \['batch', 2, 64, 16\], its cache float \['batch', 2, 4096, 16\]"),
+        (lambda m: replace(m, double_buffered={"updated_key_cache.0": "key_cache.0"}),
+         ODD + "double_buffered binds 'updated_key_cache.0' to 'key_cache.0', the plan to None"),
+        (lambda m: replace(m, plan=replace(m.plan, spans=())),
+         ODD + "span 'attention_span' is not both an input and described"),
+        (logits_span, ODD + "span 'input_ids' is not both an input and described; span 'logits_span' is not both"),
+        (lambda m: replace(m, max_batch=9), ODD + "max_batch is 9, the profiles of 'input_ids' end at 3"),
+        (lambda m: replace(m, max_chunk=9), ODD + "max_chunk is 9, the profiles of 'input_ids' end at 8"),
+        (lambda m: replace(m, max_logits=9), "max_logits is 9, the profiles of 'logits_span' end at 8"),
+        (lambda m: replace(m, max_logits=None), "max_logits is None"),
+        (first_cache(physical_shape=("batch",)), NONE + r"cache 'key_cache.0' \['batch'\] has no axis 2"),
+        (tensor("input_ids", lambda t: replace(t, axes=t.axes[1:])),
+         NONE + r"input 'input_ids' \[.*\] has axes or profiles of another length"),
+        (lambda m: replace(m, backend="tensorrt-x"), NONE + "backend 'tensorrt-x'; there are tensorrt, tensorrt-rtx"),
+    ],
+)  # fmt: skip
+def test_manifest_edited_by_hand(engine: Path, change: Callable[[Manifest], Manifest], words: str) -> None:
+    edit(engine, change)
+    check_refused(ManifestError, f"{words}.*; build the engine again", engine)
+    if words.startswith(NONE):
+        with pytest.raises(ManifestError, match=words):  # as inspect and others read it
+            load_manifest(engine)
+
+
+def test_profiles_edited_by_hand(engine: Path) -> None:
+    path = manifest_path(engine)
+    data = json.loads(path.read_text())
+    data["profiles"][0]["shapes"]["input_ids"]["max"] = [7, 8]
+    path.write_text(json.dumps(data))
+    check_refused(ManifestError, "profile prefill: input_ids is .*, in the manifest ", engine)
+
+
+def test_inputs_that_a_step_cannot_fill(engine: Path) -> None:
+    words = "input_ids must lie in host memory"
+    check_refused(UnsupportedModelError, words, engine, on_host=("input_ids",))
+    edit(engine, tensor("position_ids", lambda t: replace(t, role=Role.OTHER)))
+    check_refused(UnsupportedModelError, "input 'position_ids' .* has no known part in decoding", engine)
+
+
+@pytest.mark.parametrize(
+    ("limit", "words"),
+    [({"max_batch": 4}, "max_batch is 4; this engine was built for 1 to 3: build it again with"),
+     ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
+     ({"max_chunk": 9}, "max_chunk is 9; .* 1 to 8: build it again with --max-chunk 9")],
+    ids=str,
+)  # fmt: skip
+def test_more_than_the_engine_was_built_for(engine: Path, limit: dict[str, int], words: str) -> None:
+    check_refused(OptionError, words, engine, **limit)
+
+
+def test_less_than_the_engine_was_built_for(engine: Path) -> None:
+    """Needs less memory, and takes what it is opened for."""
+    whole, chunk, row = open_engine(engine), open_engine(engine, max_chunk=2), open_engine(engine, max_batch=1)
+    assert (whole.max_batch, whole.max_chunk) == (3, 8)
+    assert (chunk.max_batch, chunk.max_chunk) == (3, 2)
+    assert (row.max_batch, row.max_chunk) == (1, 8)
+    assert max(chunk.device_bytes, row.device_bytes) < whole.device_bytes
+    assert chunk.step(StepBatch(0, np.ones((3, 2), np.int64), np.zeros(3, np.int64))).shape == (3, 1, 256)
+    batch = StepBatch(0, np.ones((1, 8), np.int64), np.zeros(1, np.int64))
+    np.testing.assert_array_equal(row.step(batch), whole.step(batch))
+    for runner in (whole, chunk, row):
+        runner.close()

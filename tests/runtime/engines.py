@@ -1,24 +1,39 @@
-"""Engine files for the fake TensorRT: planned, profiled and described like real ones, without a builder."""
+"""Engine files for the fake TensorRT, planned, profiled and described like real ones, and runners on them."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import onnx
-from runtime.fake_tensorrt import MAGIC
+import pytest
+from runtime.fake_cuda import Machine
+from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 
 from trt_kvcache.engine.build import _bound_contracts
 from trt_kvcache.engine.encoder import find_job
-from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, manifest_path, save_manifest
+from trt_kvcache.engine.manifest import (
+    Manifest,
+    Profile,
+    encoder_path,
+    load_manifest,
+    manifest_path,
+    save_manifest,
+)
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.plan import PlanOptions, Target
 from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
+from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+
+ARGUMENTS = ("max_batch", "max_chunk", "device", "kernel_cache", "cuda_graphs")
 
 
 def write_engine(
@@ -30,7 +45,7 @@ def write_engine(
     max_encoder: int | None = None,
     max_logits: int | None = None,
     backend: str = "tensorrt-rtx",
-    version: str = "1.7.1.116",
+    version: str | None = None,
     encoder: str = "none",
     shapes: Mapping[str, Sequence[tuple[int, ...]]] | None = None,
 ) -> Path:
@@ -38,6 +53,7 @@ def write_engine(
 
     `shapes` has the least, usual and largest ones of inputs that nothing else decides.
     """
+    version = version or VERSIONS[backend]
     options = replace(options or PlanOptions(), target=Target(backend))
     imported = import_model(model, options)
     kinds = [{name: given[i] for name, given in (shapes or {}).items()} for i in range(3)]
@@ -83,3 +99,54 @@ def _write(engine: Path, model: onnx.ModelProto, profiles: tuple[Profile, ...], 
         "aliases": aliases,
     }
     engine.write_bytes(MAGIC + json.dumps(facts).encode() + b"\n" + model.SerializeToString())
+
+
+def open_engine(
+    engine: Path, machine: Machine | None = None, *, backend: str = "tensorrt-rtx", version: str | None = None,
+    **more: Any,
+) -> TensorRTRunner:  # fmt: skip
+    """Open an engine on a fake GPU; `more` are arguments of the runner, and faults of the module (`runner.module`)."""
+    machine = machine or Machine()
+    arguments = {name: more.pop(name) for name in ARGUMENTS if name in more}
+    rtx = backend == "tensorrt-rtx"
+    module = fake_module(machine, rtx=rtx, version=version or VERSIONS[backend], **more)
+    runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()), **arguments)
+    runner.module = module  # type: ignore[attr-defined]
+    return runner
+
+
+def check_refused(
+    error: type[Exception], words: str, engine: Path, machine: Machine | None = None, **more: Any
+) -> None:
+    """Opening fails with these words, and leaves nothing allocated."""
+    machine = machine or Machine()
+    with pytest.raises(error, match=words):
+        open_engine(engine, machine, **more)
+    assert machine.used == 0
+    assert not machine.pinned
+
+
+def edit(engine: Path, change: Callable[[Manifest], Manifest]) -> None:
+    """Change what an engine's manifest says."""
+    save_manifest(change(load_manifest(engine)), manifest_path(engine))
+
+
+def runner_on(
+    device: str, model: Path, options: PlanOptions | None = None, *, build: Mapping[str, Any] | None = None,
+    **limits: int | None,
+) -> OnnxRuntimeRunner | TensorRTRunner:  # fmt: skip
+    """A runner on "cpu", on a fake "gpu", or "gpu without graphs"; `build` are arguments of `write_engine`."""
+    if device == "cpu":
+        return OnnxRuntimeRunner(model, options, **limits)
+    backend = "tensorrt-rtx" if device == "gpu" else "tensorrt"
+    engine = write_engine(model, options=options, backend=backend, **(build or {}))
+    return open_engine(engine, backend=backend, cuda_graphs=device == "gpu", **limits)
+
+
+def drain(session: DecodeSession, tokens: dict[int, list[int | None]] | None = None) -> dict[int, list[int | None]]:
+    """Step until nothing runs; returns the tokens of each slot, those that `tokens` already has first."""
+    tokens = {} if tokens is None else tokens
+    while session.running:
+        for event in session.step():
+            tokens.setdefault(event.sequence, []).append(event.token)
+    return tokens

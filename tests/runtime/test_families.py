@@ -1,0 +1,212 @@
+"""Every family of decoders, on ONNX Runtime and on a fake GPU: the tokens and scores of full recomputation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from runtime.engines import drain
+from runtime.families import CASES, FAMILIES, PROMPTS, Corpus, Text
+
+from trt_kvcache import (
+    BuildOptions,
+    DecodeSession,
+    FinishReason,
+    GenerationConfig,
+    PlanOptions,
+    build_engine,
+    rewrite_model,
+    verify_model,
+)
+
+EACH = pytest.mark.parametrize(("name", "device"), CASES, ids=lambda value: value)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
+    return Corpus(tmp_path_factory.mktemp("families"))
+
+
+def given(corpus: Corpus, name: str, count: int) -> dict[str, list[Any]]:
+    """What `DecodeSession.generate` takes beside the first prompts."""
+    made = corpus.made(name)
+    each = [made.given(i) for i in range(count)]
+    return {kind: [one.get(kind) for one in each] for kind in {kind for one in each for kind in one}}
+
+
+def wanted(corpus: Corpus, name: str, i: int, count: int) -> list[int]:
+    return Text.of(corpus.made(name), i).greedy(count)
+
+
+@pytest.mark.few(24)
+@EACH
+def test_ragged_prompts_in_chunks_more_than_rows(corpus: Corpus, name: str, device: str) -> None:
+    """Generated and streamed; drafts change nothing, and on a GPU nothing is allocated after the model was opened."""
+    drafts = {} if FAMILIES[name].state else {"prompt_lookup_num_tokens": 4, "max_matching_ngram_size": 1}
+    with corpus.open(name, device) as session:
+        runner: Any = session._runner
+        held = None if device == "cpu" else (runner.module.machine.allocations, runner.device_bytes)
+        results = session.generate(PROMPTS, GenerationConfig(max_new_tokens=20), **given(corpus, name, 5))
+        again = session.generate(PROMPTS, GenerationConfig(max_new_tokens=20, **drafts), **given(corpus, name, 5))
+        streamed: dict[int, list[int | None]] = {}
+        for event in session.stream(PROMPTS[:2], GenerationConfig(max_new_tokens=9), **given(corpus, name, 2)):
+            streamed.setdefault(event.sequence, []).append(event.token)
+        assert session.cache.slots == ()
+        assert held is None or held == (runner.module.machine.allocations, runner.device_bytes)
+    for i, result in enumerate(results):
+        count = len(result.tokens)
+        assert result.tokens == wanted(corpus, name, i, count)
+        assert (count, result.finish_reason) == (20, FinishReason.LENGTH) or session.max_chunk == 4
+    assert [r.tokens for r in again] == [r.tokens for r in results]
+    assert [streamed[i] for i in range(2)] == [results[i].tokens[:9] for i in range(2)]
+
+
+@pytest.mark.few(12)
+@EACH
+def test_sequences_join_and_leave(corpus: Corpus, name: str, device: str) -> None:
+    """A row is not touched by the steps of its neighbours, whatever joins, ends or moves beside it."""
+    with corpus.open(name, device) as session:
+        found: dict[int, list[int | None]] = {}
+        numbers: dict[int, int] = {}
+
+        def add(i: int, count: int) -> int:
+            slot = session.add(PROMPTS[i], GenerationConfig(max_new_tokens=count), **corpus.made(name).given(i))
+            numbers[slot] = i
+            return slot
+
+        add(0, 4)
+        gone = add(1, 20)
+        for steps in range(7):
+            for event in session.step():
+                found.setdefault(event.sequence, []).append(event.token)
+            if steps == 3:
+                add(3, 8)
+            if steps == 5:
+                session.remove(gone)
+                add(4, 9)
+        drain(session, found)
+    for slot, i in numbers.items():
+        tokens = found.get(slot, [])
+        assert tokens == wanted(corpus, name, i, len(tokens))
+    assert [len(found[slot]) for slot in numbers if slot != gone] == [4, 8, 9]
+
+
+def check(session: DecodeSession, texts: dict[int, Text], more: dict[int, list[int]]) -> None:
+    """Write more tokens, and compare the scores after them."""
+    found = session.update(more)
+    for slot, tokens in more.items():
+        texts[slot].extend(tokens)
+        expected = texts[slot].logits()
+        np.testing.assert_allclose(found[slot][-1], expected, rtol=0, atol=1e-3 * np.abs(expected).max())
+
+
+def put(session: DecodeSession, text: Text) -> int:
+    """A slot that holds a prompt."""
+    beside = text.made.given(text.i)
+    slot = session.cache.acquire(constants=beside.pop("constants", None))
+    session.update({slot: text.tokens}, **{kind: {slot: value} for kind, value in beside.items()})
+    return slot
+
+
+@pytest.mark.few(16)
+@EACH
+def test_fork_reorder_crop_reset_and_save(corpus: Corpus, name: str, device: str, tmp_path: Path) -> None:
+    """What is saved on one device goes on there and on the CPU."""
+    made = corpus.made(name)
+
+    def copy(text: Text) -> Text:
+        return Text(made, text.i, [*text.tokens], text.places.copy())
+
+    with corpus.open(name, device) as session:
+        cache = session.cache
+        first, second = Text.of(made, 0), Text.of(made, 1)
+        a, b = put(session, first), put(session, second)
+        c = cache.fork(a)
+        cache.reorder([1, 0], [a, b])
+        texts = {a: second, b: first, c: copy(first)}
+        check(session, texts, {a: [7], b: [8, 4], c: [7]})
+        check(session, texts, {a: [6], b: [11], c: [2]})
+        cache.reorder([0, 0], [c, b])
+        texts[b] = copy(texts[c])
+        check(session, texts, {b: [9], c: [1]})
+        if not FAMILIES[name].state:
+            cache.crop(b, 2)
+            texts[b].cut(2)
+            check(session, texts, {b: [11, 5]})
+        cache.reset(b)
+        texts[b].cut(0)
+        check(session, texts, {b: [8], c: [3]})
+        cache.save(tmp_path / "saved", [a, c])
+    for other in dict.fromkeys((device, "cpu")):
+        with corpus.open(name, other) as session:
+            put(session, Text.of(made, 3))  # the rows have been used
+            loaded = session.cache.load(tmp_path / "saved")
+            check(
+                session, {new: copy(texts[old]) for old, new in loaded.items()}, {new: [4] for new in loaded.values()}
+            )
+
+
+@pytest.mark.few(7)
+@EACH
+def test_beams(corpus: Corpus, name: str, device: str) -> None:
+    """Beams copy rows: the log-probabilities are those of the text, and the best is no worse than the greedy text."""
+    if FAMILIES[name].options.fallback == "contract":
+        pytest.skip("beams of a prompt that wraps need whole rows")
+
+    def score(tokens: list[int]) -> float:
+        text, total = Text.of(corpus.made(name), 0), 0.0
+        for token in tokens:
+            logits = text.logits()
+            total += float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
+            text.extend([token])
+        return total
+
+    config = GenerationConfig(max_new_tokens=6, num_beams=3, output_logprobs=True)
+    with corpus.open(name, device) as session:
+        (best,) = session.generate(PROMPTS[:1], config, **given(corpus, name, 1))
+    assert sum(best.logprobs) == pytest.approx(score(best.tokens), abs=1e-3)
+    assert score(best.tokens) >= score(wanted(corpus, name, 0, 6)) - 1e-4
+
+
+@pytest.mark.parametrize(("name", "rows"), [("mobius", 48), ("four tokens", 45), ("growing", 64), ("hybrid", 64)])
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_to_the_last_row_of_the_cache(corpus: Corpus, name: str, rows: int, device: str) -> None:
+    """Of steps of four tokens, the last one begins four rows before the end."""
+    with corpus.open(name, device) as session:
+        assert session.cache.capacity == rows
+        (result,) = session.generate(PROMPTS[:1], GenerationConfig(max_new_tokens=100), **given(corpus, name, 1))
+    assert result.finish_reason is FinishReason.CAPACITY
+    assert result.tokens == wanted(corpus, name, 0, rows - 2)
+
+
+def test_a_rewritten_model_decodes_as_its_original(corpus: Corpus, tmp_path: Path) -> None:
+    """The capacity joins the other options, and is that of the rewritten model."""
+    made = corpus.made("growing")
+    rewrite_model(made.model, tmp_path / "rewritten.onnx", PlanOptions(capacity=32, attention_span=False))
+    config = GenerationConfig(max_new_tokens=12)
+    options = PlanOptions(attention_span=False)
+    for opened in (
+        DecodeSession.open(made.model, capacity=32, plan_options=options, max_batch=2),
+        DecodeSession.open(tmp_path / "rewritten.onnx", max_batch=2),
+    ):
+        with opened as session:
+            assert session.cache.capacity == 32
+            assert not session.plan.spans
+            found = [result.tokens for result in session.generate(PROMPTS[:3], config)]
+        assert found == [wanted(corpus, "growing", i, 12) for i in range(3)]
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("name", ["hybrid, growing", "hybrid, no convolution", "cross, growing"])
+def test_models_whose_caches_grow_verify_and_build(corpus: Corpus, name: str, tmp_path: Path) -> None:
+    """Normalization makes the caches fixed, and leaves states and constants as they are."""
+    options, sizes = FAMILIES[name].options, FAMILIES[name].build
+    model = corpus.made(name).model
+    verify_model(model, options).check()
+    build = BuildOptions(max_batch=2, max_chunk=8, **sizes)
+    manifest = build_engine(model, tmp_path / "e", options=options, build=build)
+    states = {"past_conv.1", "past_recurrent.2"} if "hybrid" in name else set()
+    assert {state.past for state in manifest.plan.states} == set(manifest.double_buffered.values()) == states
+    assert set(manifest.aliases.values()) == {cache.past for cache in manifest.plan.caches}
