@@ -31,20 +31,7 @@ COMMANDS = [
 ]
 
 
-JSON_COMMANDS = [[*command, "--json"] for command in COMMANDS if command[0] != "rewrite"]
-
-
-@pytest.mark.parametrize("command", COMMANDS + JSON_COMMANDS, ids=lambda command: f"{command[0]} {command[-1]}")
-def test_a_missing_file_is_one_line(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    result = run(app, command)
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert re.fullmatch(r"error: [^\n]*missing[^\n]*\n", result.stderr)
-    assert list(tmp_path.iterdir()) == []
-
-
-QUICK = [*COMMANDS[:4], ["generate", "missing.onnx", "--tokens", "1"], ["bench", "missing.onnx"],
+QUICK = [*COMMANDS, ["generate", "missing.onnx", "--tokens", "1"], ["bench", "missing.onnx"],
          ["plugins", "missing.onnx"]]  # fmt: skip
 
 
@@ -61,7 +48,10 @@ print([name for name in ("numpy", "onnx", "onnxruntime", "tensorrt_rtx") if name
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "[]\n")
-    assert done.stderr == "error: missing.onnx: no such file; give the path of an .onnx file\n"
+    what = "missing.onnx: no such file; give the path of an .onnx file"
+    if command[0] == "inspect":
+        what = "missing.engine: no such file; check the path"
+    assert done.stderr == f"error: {what}\n"
 
 
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/m.onnx"], ids=["file", "folder"])
@@ -102,29 +92,20 @@ def test_a_file_that_may_not_be_read_is_one_line(
     assert re.fullmatch(r"error: [^\n]*\n", result.stderr)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"\x93NUMPY", b"text"], ids=["empty", "zip", "npy", "text"])
+@pytest.mark.parametrize("content", [b"", b"PK"], ids=["empty", "zip"])
 def test_inputs_that_are_none_are_one_line(content: bytes, tmp_path: Path) -> None:
     """Click takes an EOFError for a user who leaves, and says "Aborted"."""
     (tmp_path / "inputs.npz").write_bytes(content)
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
-    result = run(app, ["verify", str(model), "--inputs", str(tmp_path / "inputs.npz")])
-    assert result.exit_code == 1
-    assert re.fullmatch(r"error: [^\n]*inputs.npz: cannot be read as an .npz file [^\n]*\n", result.stderr)
-    assert "pickle" not in result.stderr
-
-
-def test_one_array_where_names_are_needed_is_one_line(tmp_path: Path) -> None:
     np.save(tmp_path / "inputs.npy", np.zeros(3))
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
-    result = run(app, ["verify", str(model), "--inputs", str(tmp_path / "inputs.npy")])
-    assert result.exit_code == 1
-    assert "one array without a name, as in an .npy file; np.savez writes names" in result.stderr
-
-
-def test_more_threads_than_there_can_be_are_one_line(tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1))
-    result = run(app, ["bench", str(model), "--threads", "99999999999"])
-    assert (result.exit_code, result.stderr) == (1, "error: threads is 99999999999; it must be at most 4096\n")
+    for name, words in (
+        ("inputs.npz", "inputs.npz: cannot be read as an .npz file "),
+        ("inputs.npy", "one array without a name, as in an .npy file; np.savez writes names"),
+    ):
+        result = run(app, ["verify", str(model), "--inputs", str(tmp_path / name)])
+        assert result.exit_code == 1
+        assert re.fullmatch(rf"error: [^\n]*{re.escape(words)}[^\n]*\n", result.stderr)
+        assert "pickle" not in result.stderr
 
 
 @pytest.mark.parametrize("command", COMMANDS[:4], ids=lambda command: command[0])
@@ -148,16 +129,6 @@ def test_several_lines_become_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "model.onnx").touch()
     result = run(app, ["plan", str(tmp_path / "model.onnx")])
     assert (result.exit_code, result.stderr) == (1, "error: the build failed: [E] first [E] second\n")
-
-
-def test_interrupt_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(trt_kvcache, "plan_model", interrupt)
-    (tmp_path / "model.onnx").touch()
-    result = run(app, ["plan", str(tmp_path / "model.onnx")])
-    assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
 
 
 @pytest.mark.parametrize(("error", "status", "said"), [
@@ -269,7 +240,7 @@ def test_what_help_rules_out_is_2(arguments: str) -> None:
         ("build -o e --opt-batch 3", "--opt-batch is 3, more than the largest batch (1); raise --max-batch"),
         ("build -o e --max-batch 2 --decode-weights own", "--decode-weights own is for a batch of one, and --max-bat"),
         ("build -o e --timing-cache t", "--timing-cache"),
-        ("build -o e --opt-level 3", "--opt-level"),
+        ("bench --threads 99999999999", "threads is 99999999999; it must be at most 4096"),
     ],
 )  # fmt: skip
 def test_options_without_effect_are_refused(

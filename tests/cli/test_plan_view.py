@@ -49,39 +49,6 @@ def test_nothing_is_cut_or_folded_when_piped() -> None:
     assert name in shown(plan)
 
 
-def test_nothing_is_cut_in_a_narrow_window() -> None:
-    name = "past_" + "very_" * 60 + "long"
-    plan = sample_plan(1)
-    plan = replace(plan, caches=(replace(plan.caches[0], past=name),), tensors=())
-    text = shown(plan, width=80)
-    assert "…" not in text
-    assert text.count("very_") + text.count("ver\n") >= 50
-
-
-def test_every_row_is_shown_on_request() -> None:
-    text = shown(sample_plan(3), every_row=True)
-    for layer in range(3):
-        assert f"key_cache.{layer} " in text
-    assert "graph: indices of the embedding" in text
-    assert "0..2" not in text
-
-
-def test_functional_caches_count_twice_and_say_why() -> None:
-    plan = sample_plan(1)
-    first = replace(plan.caches[0], route=Route.FUNCTIONAL, reason="circular update of 4 tokens")
-    text = shown(replace(plan, caches=(first, plan.caches[1])), batch=1)
-    assert "1 of 2 caches in place" in text
-    assert "functional (key_cache.0): circular update of 4 tokens" in text
-    assert "native (value_cache.0): linear update of a float16 cache" in text
-    assert bytes_of(replace(plan, caches=(first,)), 1) == (2 * 4 * 256 * 64 * 2,) * 2
-
-
-def test_the_contract_is_named() -> None:
-    plan = sample_plan(1)
-    text = shown(replace(plan, caches=(with_contract(plan.caches[0]),)))
-    assert "native: no update straddles the wrap, at most 16 tokens per update" in text
-
-
 def lines_of(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
@@ -125,36 +92,35 @@ def test_states_and_notes_are_shown() -> None:
     assert "States" not in shown(sample_plan(1))
 
 
-def test_unequal_head_sizes_are_shown() -> None:
-    plan = sample_plan(1)
-    node = replace(plan.attention[0], value_head_size=32, kind=AttentionKind.LOWERED, reason="unequal head sizes")
-    text = shown(replace(plan, attention=(node,)))
-    assert "64, values 32" in text
-    assert "lowered: unequal head sizes" in text
-
-
-def test_a_fixed_batch_wins() -> None:
-    plan = sample_plan(1)
-    fixed = tuple(replace(c, logical_shape=(2, 256, 256), physical_shape=(2, 4, 256, 64)) for c in plan.caches)
-    fixed_plan = replace(plan, caches=fixed)
-    assert batch_of(fixed_plan, 8) == 2
-    assert batch_of(plan, 8) == 8
-    assert bytes_of(fixed_plan, 2)[0] == bytes_of(plan, 1)[0]
-
-
-def test_a_model_without_caches() -> None:
-    plan = replace(sample_plan(1), caches=(), attention=(), masks=(), spans=())
-    text = shown(plan)
-    assert "no caches" in text
-    assert "cache memory" not in text
-
-
 def test_json_decodes_as_the_plan() -> None:
     plan = replace(sample_plan(2), caches=(with_contract(cache_update(0)),))
     data = msgspec.json.encode(plan_data(plan, 4))
     assert msgspec.json.decode(data, type=CachePlan) == plan
     counted = msgspec.json.decode(data)["cache_bytes"]
     assert counted == {"per_sequence": 131072, "batch": 4, "total": 524288}
+
+
+def test_odd_plans() -> None:
+    """Every row, functional caches that count twice, the contract, unequal head sizes, a fixed batch, no caches."""
+    plan = sample_plan(3)
+    first, second, *_ = plan.caches
+    text = shown(plan, every_row=True)
+    assert all(f"key_cache.{layer} " in text for layer in range(3))
+    assert "0..2" not in text
+    functional = replace(first, route=Route.FUNCTIONAL, reason="circular update of 4 tokens")
+    text = shown(replace(plan, caches=(functional, second)), batch=1)
+    assert "1 of 2 caches in place" in text
+    assert "functional (key_cache.0): circular update of 4 tokens" in text
+    assert bytes_of(replace(plan, caches=(functional,)), 1) == (2 * 4 * 256 * 64 * 2,) * 2
+    node = replace(plan.attention[0], value_head_size=32, kind=AttentionKind.LOWERED, reason="unequal head sizes")
+    text = shown(replace(plan, caches=(with_contract(first),), attention=(node,)))
+    for part in ("no update straddles the wrap, at most 16 tokens per update", "64, values 32", "unequal head sizes"):
+        assert part in text
+    fixed = replace(plan, caches=(replace(first, logical_shape=(2, 256, 256), physical_shape=(2, 4, 256, 64)),))
+    assert (batch_of(fixed, 8), batch_of(plan, 8)) == (2, 8)
+    text = shown(replace(plan, caches=(), attention=(), masks=(), spans=()))
+    assert "no caches" in text
+    assert "cache memory" not in text
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from decoders import DecoderConfig, write_decoder
 from graphs import Graph, scatter_model
 from needs import needs_nvrtc
 from onnx import TensorProto
+from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 from typer.testing import CliRunner, Result
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from encoders import encoder, first_step, heard
 from hybrids import cross_logits, cross_model, greedy, write
+from runtime.engines import write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_engines import write_engine
 from runtime.fake_tensorrt import fake_module
 from typer.testing import CliRunner
 

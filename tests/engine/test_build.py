@@ -108,22 +108,6 @@ def test_a_batch_of_one_stores_weights_once(tmp_path: Path, dtype: str) -> None:
     assert sizes["own"] - sizes["shared"] > 0.4 * weights, sizes
 
 
-def test_weights_inside_the_model(tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", TINY)
-    manifest = build_engine(model, tmp_path / "out.engine")
-    assert names(tmp_path) == {"model.onnx", "out.engine", "out.engine.json"}
-    assert manifest.model == (identify(model),)
-
-
-def test_an_existing_engine_is_replaced_together_with_its_manifest(model: Path, tmp_path: Path) -> None:
-    output = tmp_path / "model.engine"
-    build_engine(model, output, build=BuildOptions(max_batch=1))
-    second = build_engine(model, output, build=BuildOptions(max_batch=2))
-    assert load_manifest(output) == second
-    check_engine(second, output)
-    assert names(tmp_path) == {"model.engine", "model.engine.json"}
-
-
 def test_options_reach_tensorrt(model: Path, tmp_path: Path) -> None:
     build = BuildOptions(
         compute_capabilities=("sm86", "12.0"), workspace=1 << 30, profiling_verbosity="detailed", max_chunk=4
@@ -137,31 +121,23 @@ def test_options_reach_tensorrt(model: Path, tmp_path: Path) -> None:
     assert load_manifest(tmp_path / "model.engine") == manifest
 
 
-def test_one_profile_for_a_model_of_fixed_sizes(tmp_path: Path) -> None:
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, batch=2, sequence=1))
-    manifest = build_engine(model, tmp_path / "model.engine", options=PlanOptions(attention_span=False))
-    assert [(p.name, p.shapes) for p in manifest.profiles] == [("decode", {})]
-    assert (manifest.max_batch, manifest.max_chunk) == (2, 1)
-
-
-def test_a_contract_is_bounded_by_the_chunk(tmp_path: Path) -> None:
+def test_circular_caches(tmp_path: Path) -> None:
+    """A contract is bounded by the chunk; functional caches have two buffers. The second engine replaces the first."""
     config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)
-    model = write_decoder(tmp_path / "model.onnx", config)
+    model, output = write_decoder(tmp_path / "model.onnx", config), tmp_path / "model.engine"
+    options = PlanOptions(fallback=Fallback.FUNCTIONAL)
+    manifest = build_engine(model, output, options=options)
+    assert manifest.aliases == {}
+    assert set(manifest.double_buffered) == {c.present for c in manifest.plan.caches}
     options = PlanOptions(fallback=Fallback.CONTRACT)
-    build = BuildOptions(max_chunk=8)
-    manifest = build_engine(model, tmp_path / "model.engine", options=options, build=build)
+    manifest = build_engine(model, output, options=options, build=BuildOptions(max_chunk=8))
+    assert load_manifest(output) == manifest
+    check_engine(manifest, output)
+    assert names(tmp_path) == {"model.onnx", "model.engine", "model.engine.json"}
     contracts = [c.contract for c in manifest.plan.caches]
     assert contracts
     assert all(c is not None and c.no_straddle and c.max_update_length == 8 for c in contracts)
     assert len(manifest.aliases) == 2
-
-
-def test_functional_caches_have_two_buffers(tmp_path: Path) -> None:
-    config = DecoderConfig(layers=1, mode="circular", lengths=False, causal=False)
-    model = write_decoder(tmp_path / "model.onnx", config)
-    manifest = build_engine(model, tmp_path / "model.engine", options=PlanOptions(fallback=Fallback.FUNCTIONAL))
-    assert manifest.aliases == {}
-    assert set(manifest.double_buffered) == {c.present for c in manifest.plan.caches}
 
 
 def test_what_the_parser_refuses_is_named(tmp_path: Path) -> None:
@@ -248,12 +224,6 @@ def test_what_is_not_worth_a_line_is_the_reason_where_there_is_no_other() -> Non
     assert (logger.words(), sent) == (old, [])
     logger.log(trt.ILogger.ERROR, "no such layer")
     assert logger.words() == "no such layer"
-
-
-def test_a_chunk_longer_than_the_cache_is_refused(model: Path, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="--max-chunk is 65, but cache 'key_cache.0' holds 64 tokens"):
-        build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=65))
-    assert not names(tmp_path)
 
 
 def test_the_working_folder_does_not_matter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from trt_kvcache.engine.encoder import EncoderJob, find_job
 from trt_kvcache.engine.inspect import inspect_engine
 from trt_kvcache.engine.manifest import Manifest, ShapeRange, encoder_path, load_manifest
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
+from trt_kvcache.errors import BuildError, OptionError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.extensions.encoders.model import import_encoder
@@ -87,13 +87,6 @@ def test_which_encoder(model: Path, tmp_path: Path) -> None:
         found(alone, encoder=str(folder))
 
 
-def test_naming_an_encoder_where_there_is_none_gets_one_advice(model: Path, tmp_path: Path) -> None:
-    alone = write(tmp_path / "alone.onnx", hybrid_model())
-    for decoder, named in ((alone, model.with_name("encoder_model.onnx")), (model, tmp_path / "nowhere")):
-        with pytest.raises(OptionError, match=r"--encoder names an encoder, and .*; leave it out$"):
-            build_engine(decoder, tmp_path / "model.engine", build=BuildOptions(encoder=str(named)))
-
-
 def nonzero(path: Path) -> Path:
     """An encoder that TensorRT's parser refuses."""
     g = Graph()
@@ -148,12 +141,6 @@ def test_what_ends_a_build_is_no_fault_of_the_encoder(error: BaseException, mode
     with pytest.raises(type(error)):
         build_engine(model, model.with_name("model.engine"), build=BuildOptions(**SIZES), progress=enough)
     assert not list(model.parent.glob("*engine*"))
-
-
-def test_a_folder_that_cannot_be_written_ends_the_build(model: Path) -> None:
-    (model.parent / "model.encoder.engine").mkdir()
-    with pytest.raises(OutputError, match="model.encoder.engine"):
-        build(model)
 
 
 def constants(model: Path) -> tuple[Any, list[Any]]:
@@ -364,38 +351,6 @@ def test_what_only_sizes_come_from_goes(model: Path, tmp_path: Path) -> None:
         wanted = OnnxEncoder(*paths, taken).encode(feed)
         for name, found in run(made, feed, tmp_path).items():
             np.testing.assert_array_equal(found, wanted[name])
-
-
-def test_operators_of_onnx_runtime_in_both(model: Path, tmp_path: Path) -> None:
-    """What they become has names of its own in each: Optimum's optimizer writes both with the same operators."""
-    paths = model.with_name("encoder_model.onnx"), model.with_name("decoder_model.onnx")
-    bias = numpy_helper.from_array(np.linspace(-1, 1, WIDTH, dtype=np.float32), "gelu.bias")
-    for path in paths:
-        part = onnx.load(path)
-        name = "last_hidden_state" if path is paths[0] else "encoder_hidden_states"
-        ends = ["gelu.in", name] if path is paths[0] else [name, "gelu.out"]
-        for node in part.graph.node:
-            node.input[:] = [ends[1] if n == name and path is paths[1] else n for n in node.input]
-            node.output[:] = [ends[0] if n == name else n for n in node.output]
-        gelu = helper.make_node("BiasGelu", [ends[0], "gelu.bias"], [ends[1]], "gelu", domain="com.microsoft")
-        part.graph.node.insert(len(part.graph.node) if path is paths[0] else 0, gelu)
-        part.graph.initializer.append(bias)
-        part.opset_import.append(helper.make_opsetid("com.microsoft", 1))
-        onnx.save(part, path)
-    plan, taken = constants(model)
-    made = import_encoder(*paths, taken, plan.options).model
-    feed = {"input_features": heard(5, 5), "attention_mask": np.ones((1, 5), np.int64)}
-    wanted = OnnxEncoder(*paths, taken).encode(feed)
-    for name, found in run(made, feed, tmp_path).items():
-        np.testing.assert_allclose(found, wanted[name], atol=2e-5)
-
-
-def test_first_steps_that_read_more(model: Path) -> None:
-    plan, _ = constants(model)
-    for reads, words in (("input_ids", "on the text"), ("speaker", "on 'speaker'")):
-        first_step(model.with_name("decoder_model.onnx"), reads=reads)
-        with pytest.raises(UnsupportedModelError, match=f"the encoder's keys and values depend {words}"):
-            find_job(model, plan, BuildOptions(**SIZES))
 
 
 def test_weights_in_two_folders(model: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from sample_plans import sample_manifest, sample_plan
 
-from trt_kvcache.engine.manifest import Manifest, check_engine, load_manifest, manifest_path, save_manifest
+from trt_kvcache.engine.manifest import check_engine, load_manifest, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import identify
 
@@ -26,18 +26,21 @@ def change(engine: Path, edit: dict[str, object]) -> None:
     path.write_bytes(msgspec.json.encode(msgspec.json.decode(path.read_bytes()) | edit))
 
 
-def test_it_reads_what_was_written(engine: Path) -> None:
+def test_files_that_are_not_there(engine: Path, tmp_path: Path) -> None:
     wanted = sample_manifest(sample_plan(layers=2), identify(engine))
-    assert load_manifest(engine) == wanted
-    assert load_manifest(engine.with_name("model.engine.json")) == wanted
-    assert isinstance(load_manifest(str(engine)), Manifest)
+    for path in (engine, engine.with_name("model.engine.json"), str(engine)):
+        assert load_manifest(path) == wanted
     check_engine(wanted, engine)
-
-
-def test_a_missing_manifest(tmp_path: Path) -> None:
     (tmp_path / "x.engine").touch()
-    with pytest.raises(ManifestError, match="x.engine.json: no such file; an engine needs the manifest"):
-        load_manifest(tmp_path / "x.engine")
+    (tmp_path / "y.engine.json").mkdir()
+    for name, words in (
+        ("x.engine", "x.engine.json: no such file; an engine needs the manifest"),
+        ("z.engine", "z.engine: no such file; check the path"),
+        ("z.engine.json", "z.engine.json: no such file; check the path"),
+        ("y.engine", "cannot be read: Is a directory"),
+    ):
+        with pytest.raises(ManifestError, match=words):
+            load_manifest(tmp_path / name)
 
 
 def test_what_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,18 +51,6 @@ def test_what_is_no_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             load_manifest(path)
     with pytest.raises(ManifestError, match=r"m.onnx: a model without a manifest; .*'trt-kvcache plan' shows models"):
         load_manifest("m.onnx")
-
-
-def test_a_missing_engine(tmp_path: Path) -> None:
-    for name in ("x.engine", "x.engine.json"):
-        with pytest.raises(ManifestError, match=f"{name}: no such file; check the path"):
-            load_manifest(tmp_path / name)
-
-
-def test_an_unreadable_manifest(tmp_path: Path) -> None:
-    (tmp_path / "x.engine.json").mkdir()
-    with pytest.raises(ManifestError, match="cannot be read: Is a directory"):
-        load_manifest(tmp_path / "x.engine")
 
 
 def test_an_unknown_schema_is_named_before_anything_else_is_read(engine: Path) -> None:

@@ -194,25 +194,17 @@ def test_profiles_that_share_weights_anyway_stay() -> None:
         assert profiles(plan, build) == profiles(plan, replace(build, decode_weights="own"))
 
 
-def test_a_prefill_of_one_token_is_a_decode() -> None:
-    (only,) = make_profiles(PLAN, BuildOptions(max_chunk=1), resolve_limits(PLAN, BuildOptions(max_chunk=1)))
-    assert only.name == "decode"
-
-
-def test_a_fixed_update_length_gives_one_profile() -> None:
-    made = profiles(with_fixed("seq", 16), BuildOptions(max_batch=2))
-    assert list(made) == ["prefill"]
-    assert "input_ids" in made["prefill"].shapes
-    assert made["prefill"].shapes["input_ids"].max == (2, 16)
-    assert list(profiles(with_fixed("seq", 1), BuildOptions())) == ["decode"]
-
-
-def test_limits_default_to_the_model() -> None:
+def test_limits_and_profiles_follow_the_model() -> None:
+    """A fixed update length, or a prefill of one token, gives one profile."""
     limits = resolve_limits(with_fixed("batch", 3), BuildOptions())
     assert (limits.max_batch, limits.opt_batch, limits.max_chunk, limits.capacity) == (3, 3, 256, 256)
-    assert resolve_limits(with_fixed("seq", 4), BuildOptions()).max_chunk == 4
     large = replace(PLAN, caches=tuple(replace(c, capacity=4096) for c in PLAN.caches))
     assert resolve_limits(large, BuildOptions()).max_chunk == 512
+    made = profiles(with_fixed("seq", 16), BuildOptions(max_batch=2))
+    assert list(made) == ["prefill"]
+    assert made["prefill"].shapes["input_ids"].max == (2, 16)
+    assert list(profiles(with_fixed("seq", 1), BuildOptions())) == ["decode"]
+    assert list(profiles(PLAN, BuildOptions(max_chunk=1))) == ["decode"]
 
 
 @pytest.mark.parametrize(
