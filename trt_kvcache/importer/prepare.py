@@ -14,7 +14,6 @@ import onnx
 
 from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.merged import take_past_branch
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
@@ -61,8 +60,8 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         raise OptionError(f"--capacity is {capacity}; it must be at most {_MOST_TOKENS} tokens")
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
-    merged = take_past_branch(model.graph)
-    if merged.inlined:  # its weights were inside of branches
+    model, chosen = extensions.choose(model)
+    if chosen:  # its weights were inside of branches
         model, more = detach_weights(model)
         weights |= more
     model, functions = inline_functions(model)
@@ -78,11 +77,11 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
     bind_capacity(model.graph, capacity, fits=normalized.findings is not None)
-    findings = merged.add_to(normalized.findings)
-    if notes or finishes:
+    findings = normalized.findings
+    if notes:
         findings = findings if findings is not None else Findings({})
         findings = replace(findings, notes=(*notes, *findings.notes))
-    return Prepared(reference, infer_shapes(model), weights, (*merged.inlined, *inlined), findings, tuple(finishes))
+    return Prepared(reference, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
 
 
 def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], tuple[str, ...]]:

@@ -3,6 +3,7 @@
 To add a family: write a record below, and a module with a function for each station at which it has something to do.
 
     read(model)                 edits a file's model before it is checked            -> whether it did
+    choose(model)               takes one branch of a decoder, before inlining       -> Rewritten
     standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
     rewrite(model)              edits a decoder before recognition                   -> Rewritten
     note(model, folder)         looks at the planned model                           -> notes for the plan
@@ -28,7 +29,7 @@ import onnx
 
 from trt_kvcache.importer.graph import FLOATS
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.protos import elem_type_of, iter_scopes, shape_of
+from trt_kvcache.importer.protos import elem_type_of, iter_scopes, names_read, shape_of
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.check.engine import Engine as Session
@@ -37,6 +38,7 @@ __all__ = [
     "EXTENSIONS",
     "Extension",
     "Rewritten",
+    "choose",
     "for_cpu",
     "for_tensorrt",
     "load",
@@ -49,6 +51,8 @@ __all__ = [
 
 Test = Callable[[onnx.ModelProto], bool]
 Opener = Callable[[dict[str, Any]], "Session"]
+Finish = Callable[[CachePlan], CachePlan]
+"""Adds to a plan what the edited model does not say."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Rewritten:
     """
 
     model: onnx.ModelProto
-    finish: Callable[[CachePlan], CachePlan] | None = None
+    finish: Finish | None = None
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Extension:
 
     name: str
     read: Test | None = None
+    choose: Test | None = None
     standardize: Test | None = None
     rewrite: Test | None = None
     note: Test | None = None
@@ -121,7 +126,19 @@ def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...
     return model, said
 
 
-def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Callable[[CachePlan], CachePlan]]]:
+def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
+    """Take the branch of a decoder that decodes.
+
+    Args:
+        model: as read; large inline weights of the main graph are stand-ins. May be changed.
+
+    Returns:
+        The model, and what finishes its plan; nothing where no branch was taken.
+    """
+    return _rewritten("choose", model)
+
+
+def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
     """Edit a decoder before its caches are looked for.
 
     Args:
@@ -130,10 +147,15 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Callable[[Cac
     Returns:
         The model, and what finishes its plan.
     """
+    return _rewritten("rewrite", model)
+
+
+def _rewritten(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
     finishes = []
     for extension in EXTENSIONS:
-        if extension.rewrite is not None and extension.rewrite(model):
-            done: Rewritten = load(extension.name).rewrite(model)
+        applies = getattr(extension, station)
+        if applies is not None and applies(model):
+            done: Rewritten = getattr(load(extension.name), station)(model)
             model = done.model
             finishes += [done.finish] if done.finish is not None else []
     return model, finishes
@@ -184,6 +206,42 @@ def _stacks_caches(model: onnx.ModelProto) -> bool:
     return False
 
 
+_LISTED = {"Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split", "Slice", "Pad", "Concat", "ConstantOfShape"}
+
+
+def _breaks_rules(model: onnx.ModelProto) -> bool:
+    """A rule of ONNX or ONNX Runtime is broken that tools are known to break; see `tool_repairs`."""
+    imported = {entry.domain for owner in (model, *model.functions) for entry in owner.opset_import} | {""}
+    scalars: set[str] = set()
+    for scope in iter_scopes(model):
+        tensors = {t.name: t for t in scope.initializer} if isinstance(scope, onnx.GraphProto) else {}
+        constants = {n.output[0]: a.t for n in scope.node if n.op_type == "Constant" for a in n.attribute}
+        whole = {**tensors, **constants}.items()
+        scalars |= {name for name, t in whole if t.data_type == onnx.TensorProto.INT64 and not t.dims}
+        later = {name for node in scope.node for name in node.output}
+        if any(v.name in tensors and shape_of(v) != tuple(tensors[v.name].dims) for v in scope.value_info):
+            return True
+        for node in scope.node:
+            places = 0 if node.op_type in ("Concat", "ConstantOfShape") else 1
+            is_listed = node.op_type in _LISTED or node.op_type.startswith("Reduce")
+            if (
+                node.domain == "ai.onnx"
+                or node.domain not in imported
+                or (is_listed and not scalars.isdisjoint(node.input[places:]))
+                or not later.isdisjoint(names_read(node))
+                or any(str(name).startswith("InsertedPrecisionFreeCast_") for name in node.output)
+            ):
+                return True
+            later.difference_update(node.output)
+    return "ai.onnx" in imported
+
+
+def _chooses_branch(model: onnx.ModelProto) -> bool:
+    """An input decides between two branches."""
+    inputs = {value.name for value in model.graph.input}
+    return any(node.op_type == "If" and node.input[0] in inputs for node in model.graph.node)
+
+
 _ROUNDED = {"DynamicQuantizeLinear", "DynamicQuantizeMatMul"}
 _INTEGERS = {"ConvInteger", "DynamicQuantizeLSTM", "MatMulInteger", "MatMulIntegerToFloat", "QAttention", "QGemm"}
 _BLOCKS = {"TRT_FP4DynamicQuantize", "TRT_MXFP8DynamicQuantize", "TRT_MXFP8DequantizeLinear"}
@@ -222,6 +280,7 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
 
 
 EXTENSIONS = (
+    Extension("tool_repairs", read=_breaks_rules, choose=_chooses_branch),
     Extension(
         "quantizers",
         read=_by_quantizer,

@@ -2,7 +2,7 @@
 
     decoder_model.onnx              the first step alone: no past in, caches out
     decoder_with_past_model.onnx    every step: a past of no tokens makes it the first one
-    decoder_model_merged.onnx       both, chosen by an input; see `trt_kvcache.importer.merged`
+    decoder_model_merged.onnx       both, chosen by an input; see the extension `tool_repairs`
     decoder/model.onnx              mobius-onnx, beside encoder/model.onnx
     encoder_model.onnx, vision_encoder.onnx, audio..., embed_tokens.onnx, embedding.onnx
                                     what stands before the decoder

@@ -19,8 +19,8 @@ from trt_kvcache.files import is_text
 from trt_kvcache.given import given_path
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.checks import check_graph
+from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
-from trt_kvcache.importer.files.repairs import drop_defaults, list_scalars, make_strict, rename_casts
 from trt_kvcache.importer.files.save import save_model
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
 from trt_kvcache.importer.roles.config import load_patterns
@@ -95,10 +95,8 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     if not is_text(path):
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto = _parse(path)
-    make_strict(proto)
-    is_edited = list_scalars(proto) | extensions.read(proto)
+    is_edited = extensions.read(proto)
     check_graph(proto, str(path))
-    rename_casts(proto.graph)
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
     if not first_step:
         check_takes_past(proto.graph, path)

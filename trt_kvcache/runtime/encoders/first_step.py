@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions.encoders.outputs import HIDDEN, IDS, MASK, cut_to
+from trt_kvcache.importer.extensions.encoders.outputs import HIDDEN, IDS, MASK, cut_to, take_first_branch
 from trt_kvcache.importer.files.source import load_source
-from trt_kvcache.importer.merged import take_first_branch
 from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu, run_on_cpu
 
 __all__ = ["BY_HAND", "FirstStep"]

@@ -31,6 +31,7 @@ from trt_kvcache.importer.extensions.encoders.outputs import (
     find_later,
     find_parts,
     part_outputs,
+    take_first_branch,
 )
 from trt_kvcache.importer.files.source import SourceModel, load_source
 from trt_kvcache.importer.graph import (
@@ -41,7 +42,6 @@ from trt_kvcache.importer.graph import (
     export_inferred,
     fold_identities,
 )
-from trt_kvcache.importer.merged import take_first_branch
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.fused.contrib import lower_contrib

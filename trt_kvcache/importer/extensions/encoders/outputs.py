@@ -15,6 +15,7 @@ import onnx
 from onnx import TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions.tool_repairs.merged import take_first_branch as take_first_branch
 from trt_kvcache.importer.plan import Stack, TensorRole
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
 
@@ -28,6 +29,7 @@ __all__ = [
     "find_parts",
     "part_outputs",
     "present_names",
+    "take_first_branch",
 ]
 
 HIDDEN, IDS, MASK = "encoder_hidden_states", "input_ids", "encoder_attention_mask"

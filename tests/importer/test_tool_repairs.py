@@ -1,4 +1,4 @@
-"""What ONNX forbids and tools write: nodes in any order, no import of ONNX Runtime's own domain, scalars for lists."""
+"""Repairs of what tools write and ONNX forbids: nodes in any order, a missing import, scalars for lists."""
 
 from __future__ import annotations
 

@@ -11,13 +11,15 @@ The branch with a past is the one that reads inputs of rank 4, as caches are, wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import onnx
 
-from trt_kvcache.importer.normalize.findings import Findings
-from trt_kvcache.importer.plan import InterfaceChange, OriginalRole, OriginalTensor
+from trt_kvcache.importer.extensions import Rewritten
+from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import captured_names, dtype_name, elem_type_of, shape_of
 from trt_kvcache.importer.simplify import splice_body
 
@@ -26,35 +28,13 @@ _CACHE_RANK = 4
 _FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
 
 
-@dataclass(frozen=True)
-class Merged:
-    """What taking one branch did to the interface.
-
-    Attributes:
-        inlined: the control flow that is gone, for the plan.
-        changes: inputs and outputs that disappear.
-        tensors: those inputs and outputs, as they were.
-    """
-
-    inlined: tuple[str, ...] = ()
-    changes: tuple[InterfaceChange, ...] = ()
-    tensors: tuple[OriginalTensor, ...] = ()
-
-    def add_to(self, findings: Findings | None) -> Findings | None:
-        """What normalization found, with this before it."""
-        if not self.inlined:
-            return findings
-        findings = findings if findings is not None else Findings({})
-        original = (*findings.original, *self.tensors) if findings.original else ()
-        return replace(findings, changes=(*self.changes, *findings.changes), original=original)
-
-
-def take_past_branch(graph: onnx.GraphProto) -> Merged:
-    """Replace the branches of a merged export by the one with a past. `graph` is changed."""
+def choose(model: onnx.ModelProto) -> Rewritten:
+    """Replace the branches of a merged export by the one with a past. `model` is changed."""
+    graph = model.graph
     inputs = {v.name: v for v in graph.input}
     chosen = _choices(graph)
     if not chosen:
-        return Merged()
+        return Rewritten(model)
     inlined, other = _take(graph, chosen)
     read = captured_names(graph)
     changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
@@ -68,7 +48,15 @@ def take_past_branch(graph: onnx.GraphProto) -> Merged:
     tensors += [_tensor(v, "output", OriginalRole.OTHER) for v in empty]
     _keep(graph.input, {*chosen, *dead})
     _keep(graph.output, {v.name for v in empty})
-    return Merged(tuple(inlined), tuple(changes), tuple(tensors))
+    return Rewritten(model, partial(_finish, inlined, changes, tensors))
+
+
+def _finish(
+    inlined: Sequence[str], changes: Sequence[InterfaceChange], tensors: Sequence[OriginalTensor], plan: CachePlan
+) -> CachePlan:
+    """The plan with the inputs and outputs that only the other branch has."""
+    original = (*plan.original, *tensors) if plan.original else ()
+    return replace(plan, inlined=(*inlined, *plan.inlined), changes=(*changes, *plan.changes), original=original)
 
 
 def take_first_branch(graph: onnx.GraphProto) -> None:

@@ -1,0 +1,66 @@
+"""Defaults of inputs: an initializer of the same name.
+
+Old exporters list weights so, which stay constants. As constants, positions or a past would be the same in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from onnx import GraphProto, TensorProto, TensorShapeProto
+
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, shape_of
+from trt_kvcache.importer.roles.config import NamePattern, shipped_patterns
+
+__all__ = ["drop_defaults"]
+
+_BROUGHT = {"TensorScatter": (0, 2), "Attention": (4, 5, 6)}
+"""Inputs of operators that no default can stand for: a cache, where it is written, how much of it is valid."""
+
+
+def drop_defaults(graph: GraphProto, named: Iterable[NamePattern] = ()) -> bool:
+    """Let, in place, whatever a step brings have no default.
+
+    That are inputs with an open dimension, or a name that has a role, or that are a cache, its indices or its lengths.
+
+    Args:
+        graph: edited.
+        named: the caller's own names of roles, beside the shipped ones.
+
+    Returns:
+        Whether anything was changed.
+    """
+    patterns = (*named, *shipped_patterns())
+    brought = {
+        name
+        for node in graph.node
+        for place, name in enumerate(node.input)
+        if node.domain in DEFAULT_DOMAINS and place in _BROUGHT.get(node.op_type, ())
+    }
+    inputs = {value.name: shape_of(value) for value in graph.input}
+    given = {
+        tensor.name
+        for tensor in graph.initializer
+        if tensor.name in inputs
+        and (
+            tensor.name in brought
+            or any(not isinstance(dim, int) for dim in inputs[tensor.name] or ())
+            or any(pattern.matches(tensor.name, "input") for pattern in patterns)
+        )
+    }
+    kept = [tensor for tensor in graph.initializer if tensor.name not in given]
+    if given:
+        del graph.initializer[:]
+        graph.initializer.extend(kept)
+    return _shape_constants(graph, kept) or bool(given)
+
+
+def _shape_constants(graph: GraphProto, kept: Iterable[TensorProto]) -> bool:
+    """Let inputs that are listed without a shape have that of their default: what reads them asks for one."""
+    shapes = {tensor.name: tensor.dims for tensor in kept}
+    bare = [value for value in graph.input if value.name in shapes and shape_of(value) is None]
+    for value in bare:
+        shape = value.type.tensor_type.shape
+        shape.SetInParent()  # of no axes, too
+        shape.dim.extend(TensorShapeProto.Dimension(dim_value=size) for size in shapes[value.name])
+    return bool(bare)
