@@ -24,7 +24,7 @@ Builders = dict[str, Callable[[], onnx.ModelProto]]
 FAMILIES = (
     "stored_exports", "concat_graphs", "apart_graphs", "grouped_graphs", "merged_graphs", "latent_graphs",
     "rope_graphs", "slope_graphs", "cut_graphs", "foreign_tools", "stacked_graphs", "new_row_graphs", "block_graphs",
-    "canonical_models", "hybrids", "speech_graphs", "scan_graphs", "originals", "cases", "onnx_cases",
+    "rounded_graphs", "canonical_models", "hybrids", "speech_graphs", "scan_graphs", "originals", "cases", "onnx_cases",
     "mutated_exports",
 )  # fmt: skip
 

@@ -9,16 +9,14 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from concat_decode import run
 from concat_graphs import Decoder, make_decoder
-from importer.normalize.test_rounded import FP8, INT8, OPSET, modelopt, rounds
 from onnx import ModelProto, helper, numpy_helper
+from rounded_graphs import FP8, INT8, OPSET, modelopt, rounds
 
 from trt_kvcache import PlanOptions
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
-from trt_kvcache.verify.rounded import rounding_steps, unrounded
 
 COARSE = Decoder(heads=8, kv_heads=4, size=16, layers=3, after=rounds(INT8, 1 / 4), opset=OPSET)
 """One of its steps counts, and some of its numbers lie between two."""
@@ -48,43 +46,6 @@ def verify(folder: Path, model: ModelProto, factor: float = 1.0) -> VerifyReport
         wrong.graph.node.insert(list(wrong.graph.node).index(node), more)
         node.input[0] = name
     return verify_import(ImportedModel(both.source, both.plan, wrong), VerifyOptions())
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("kind", [INT8, FP8])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_both_sides_round_alike(tmp_path: Path, kind: Any, dtype: Any) -> None:
-    both = imported(tmp_path, coarse(kind, dtype))
-    steps = rounding_steps(both.source.proto)
-    assert len(steps) > 3
-    assert rounding_steps(both.model) == steps
-
-
-def test_nothing_is_left_but_limits() -> None:
-    """Steps of a size that nothing reaches the limits of, against a model that does not round."""
-    feeds = {
-        "input_ids": np.arange(6)[None], "position_ids": np.arange(6)[None],
-        **{f"past_key_values.0.{kind}": np.zeros((1, 2, 0, 4), np.float32) for kind in ("key", "value")},
-    }  # fmt: skip
-    plain, all_hooks = Decoder(opset=OPSET), dict.fromkeys(("scores", "weights", "keys", "values"), rounds(INT8, 1.0))
-    rounded = make_decoder(replace(plain, **all_hooks))
-    free = unrounded(rounded)
-    assert not {n.op_type for n in free.graph.node} & {"QuantizeLinear", "DequantizeLinear"}
-    onnx.checker.check_model(free, full_check=True)
-    wanted, got = run(make_decoder(plain), feeds), run(free, feeds)
-    np.testing.assert_allclose(got["logits"], wanted["logits"], rtol=1e-5, atol=1e-6)
-    assert not np.allclose(run(rounded, feeds)["logits"], wanted["logits"], atol=1e-2)
-
-
-def test_what_is_beyond_the_limits_is_cut() -> None:
-    fine = make_decoder(Decoder(keys=rounds(INT8, 1 / 512), opset=OPSET))
-    feeds = {
-        "input_ids": np.arange(6)[None], "position_ids": np.arange(6)[None],
-        **{f"past_key_values.0.{kind}": np.zeros((1, 2, 0, 4), np.float32) for kind in ("key", "value")},
-    }  # fmt: skip
-    wanted, free = run(fine, feeds)["logits"], run(make_decoder(Decoder(opset=OPSET)), feeds)["logits"]
-    np.testing.assert_allclose(run(unrounded(fine), feeds)["logits"], wanted, atol=2e-2)
-    assert np.abs(free - wanted).max() > 0.05
 
 
 @pytest.mark.few(1)
