@@ -19,7 +19,6 @@ from trt_kvcache.importer.plan import CachePlan, UpdateMode
 from trt_kvcache.runtime.runner import Array, StepBatch
 
 VOCAB = 97
-POISON = 12345.0
 
 
 def plan(kinds: Sequence[tuple[str, int]], *, per_row: bool = True) -> CachePlan:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runtime.engines import drain
 from runtime.hash_runner import HashRunner, continued
 from safetensors.numpy import load_file, save_file
 
@@ -34,10 +35,7 @@ def session(runner: HashRunner) -> DecodeSession:
 def follow(session: DecodeSession, slot: int, count: int = 5) -> list[int]:
     """Tokens after what the slot holds; the last one chosen waits to be written."""
     session.add((), GenerationConfig(max_new_tokens=count), slot=slot, keep=True)
-    tokens = []
-    while slot in session.running:
-        tokens += [event.token for event in session.step()]
-    return tokens
+    return drain(session)[slot]
 
 
 def start(session: DecodeSession, prompt: list[int], written: int | None = None) -> int:

@@ -25,62 +25,38 @@ from trt_kvcache.runtime.session import DecodeSession
     ("settings", "message"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens is 0; supported: at least 1"),
-        ({"max_new_tokens": None}, "max_new_tokens is None; supported: a whole number"),
-        ({"max_new_tokens": 3.0}, "max_new_tokens is 3.0"),
-        ({"max_new_tokens": True}, "max_new_tokens is True"),
         ({"min_new_tokens": -1}, "min_new_tokens is -1"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens is 9, above max_new_tokens 8"),
         ({"do_sample": 1}, "do_sample is 1; supported: True or False"),
         ({"do_sample": True, "temperature": 0.0}, "for the most probable token leave do_sample off"),
-        ({"do_sample": True, "temperature": math.inf}, "temperature is inf"),
-        ({"do_sample": True, "temperature": math.nan}, "temperature is nan"),
-        ({"do_sample": True, "top_k": -1}, "top_k is -1"),
         ({"do_sample": True, "top_p": 0.0}, "top_p is 0.0; supported: above 0 and at most 1"),
-        ({"do_sample": True, "top_p": 1.1}, "top_p is 1.1"),
         ({"do_sample": True, "min_p": -0.1}, "min_p is -0.1"),
         ({"temperature": 0.7}, r"temperature=0.7 has no effect without do_sample=True"),
         ({"top_k": 3, "top_p": 0.5}, r"top_k=3, top_p=0.5 has no effect"),
-        ({"min_p": 0.1}, r"min_p=0.1 has no effect"),
         ({"length_penalty": 2.0}, "length_penalty=2.0 has no effect without num_beams above 1"),
-        ({"early_stopping": True}, "early_stopping=True has no effect"),
         ({"early_stopping": "always"}, 'supported: True, False or "never"'),
         ({"repetition_penalty": 0.0}, "repetition_penalty is 0.0"),
-        ({"no_repeat_ngram_size": -2}, "no_repeat_ngram_size is -2"),
         ({"eos_token_id": -1}, "eos_token_id is -1"),
         ({"eos_token_id": [1, -1]}, r"eos_token_id is \(1, -1\)"),
-        ({"eos_token_id": "</s>"}, "eos_token_id is '</s>'"),
         ({"stop_strings": ["a", ""]}, "stop_strings is .*; supported: texts of at least one character"),
-        ({"stop_strings": 3}, "stop_strings is 3"),
         ({"seed": -1}, "seed is -1"),
-        ({"seed": 0.5}, "seed is 0.5"),
         ({"num_beams": 0}, "num_beams is 0"),
         ({"num_beams": 2, "do_sample": True}, "num_beams=2 cannot be combined with do_sample"),
-        ({"num_beams": 2, "stop_strings": "x"}, "num_beams=2 cannot be combined with stop_strings"),
         ({"num_beams": 2, "prompt_lookup_num_tokens": 3}, "cannot be combined with prompt_lookup_num_tokens"),
         ({"prompt_lookup_num_tokens": 0}, "prompt_lookup_num_tokens is 0"),
-        ({"max_matching_ngram_size": 0}, "max_matching_ngram_size is 0"),
         ({"min_length": -1}, "min_length is -1"),
-        ({"min_length": 1.5}, "min_length is 1.5"),
         ({"bad_words_ids": [5]}, r"bad_words_ids is \[5\]; supported: runs of token ids, such as \[\[5\], \[7, 8\]\]"),
-        ({"bad_words_ids": [[]]}, "supported: runs of at least one token id"),
         ({"bad_words_ids": [[-5]]}, "supported: runs of at least one token id"),
-        ({"suppress_tokens": 5}, "suppress_tokens is 5; supported: token ids"),
         ({"suppress_tokens": [-5]}, r"suppress_tokens is \(-5,\); supported: token ids, 0 or more"),
-        ({"begin_suppress_tokens": ["a"]}, "begin_suppress_tokens is"),
         ({"forced_bos_token_id": [1]}, r"forced_bos_token_id is \[1\]; supported: a token id, or None"),
         ({"forced_eos_token_id": -1}, "forced_eos_token_id is -1"),
         ({"forced_eos_token_id": [2, 3], "suppress_tokens": [1, 2, 3]}, r"forced_eos_token_id \[2, 3\] is among"),
-        ({"exponential_decay_length_penalty": 1.5}, "exponential_decay_length_penalty is 1.5"),
         ({"exponential_decay_length_penalty": (0.5, 1.5)}, "exponential_decay_length_penalty is"),
         ({"exponential_decay_length_penalty": (5, 0.0)}, "a factor above 0"),
         ({"logits_processor": 5}, "logits_processor is 5; supported: a function, or several"),
-        ({"logits_processor": None}, "logits_processor is None"),
         ({"renormalize_logits": True}, "renormalize_logits=True has no effect without num_beams above 1"),
         ({"sequence_bias": {(): 1.0}}, "sequence_bias of"),
-        ({"sequence_bias": {-1: 1.0}}, "sequence_bias of"),
         ({"sequence_bias": {1: math.inf}}, "sequence_bias of .* is inf"),
-        ({"sequence_bias": {1: math.nan}}, "sequence_bias of .* is nan"),
-        ({"sequence_bias": {"1": 1.0}}, "sequence_bias is"),
         ({"sequence_bias": [1, 2]}, "sequence_bias is"),
     ],
     ids=str,
@@ -149,83 +125,39 @@ def test_values_are_kept_as_they_were_given() -> None:
     assert hash(config) == hash(GenerationConfig(eos_token_id=(3, 5), stop_strings=("a", "b")))
 
 
-def test_one_or_several() -> None:
-    assert GenerationConfig(eos_token_id=0).eos_token_ids == (0,)
-    assert GenerationConfig().eos_token_ids == ()
-    assert GenerationConfig(stop_strings="ab").stops == ("ab",)
-
-
 def written(folder: Path, settings: object) -> Path:
     path = folder / "generation_config.json"
     path.write_text(json.dumps(settings), encoding="utf-8")
     return path
 
 
-def test_a_file_of_transformers(tmp_path: Path) -> None:
-    """As shipped with a chat model; every setting has an effect or is none of ours, so nothing is said."""
-    path = written(
-        tmp_path,
-        {
-            "_from_model_config": True,
-            "bos_token_id": 128000,
-            "do_sample": True,
-            "eos_token_id": [128001, 128009],
-            "pad_token_id": None,
-            "temperature": 0.6,
-            "top_p": 0.9,
-            "num_return_sequences": 1,
-            "suppress_tokens": [],
-            "sequence_bias": [[[7, 8], -2.5]],
-            "transformers_version": "5.23.0",
-        },
-    )
+CHAT = {
+    "_from_model_config": True, "bos_token_id": 128000, "do_sample": True, "eos_token_id": [128001, 128009],
+    "pad_token_id": None, "temperature": 0.6, "top_p": 0.9, "num_return_sequences": 1, "suppress_tokens": [],
+    "sequence_bias": [[[7, 8], -2.5]], "transformers_version": "5.23.0",
+}  # fmt: skip
+SPEECH: dict[str, Any] = {
+    "bad_words_ids": [[58100]], "begin_suppress_tokens": [220, 50257], "early_stopping": True,
+    "forced_bos_token_id": 0, "forced_eos_token_id": 2, "length_penalty": 2.0, "min_length": 56,
+    "no_repeat_ngram_size": 3, "num_beams": 4, "renormalize_logits": True, "suppress_tokens": [1, 7],
+}  # fmt: skip
+
+
+def test_files_of_transformers(tmp_path: Path) -> None:
+    """As shipped with chat models, and with BART, Marian and Whisper: nothing is said of settings that are not ours."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config = GenerationConfig.from_file(path, max_new_tokens=9, temperature=0.5)
-    assert config == GenerationConfig(
-        max_new_tokens=9,
-        do_sample=True,
-        temperature=0.5,
-        top_p=0.9,
-        top_k=50,
-        eos_token_id=[128001, 128009],
+        chat = GenerationConfig.from_file(written(tmp_path, CHAT), max_new_tokens=9, temperature=0.5)
+        speech = GenerationConfig.from_file(written(tmp_path, SPEECH))
+    assert chat == GenerationConfig(
+        max_new_tokens=9, do_sample=True, temperature=0.5, top_p=0.9, top_k=50, eos_token_id=[128001, 128009],
         sequence_bias={(7, 8): -2.5},
-    )
-
-
-def test_files_of_encoder_decoders(tmp_path: Path) -> None:
-    """As BART, Marian and Whisper have them."""
-    config = GenerationConfig.from_file(
-        written(
-            tmp_path,
-            {
-                "bad_words_ids": [[58100]],
-                "begin_suppress_tokens": [220, 50257],
-                "early_stopping": True,
-                "forced_bos_token_id": 0,
-                "forced_eos_token_id": 2,
-                "length_penalty": 2.0,
-                "min_length": 56,
-                "no_repeat_ngram_size": 3,
-                "num_beams": 4,
-                "renormalize_logits": True,
-                "suppress_tokens": [1, 7],
-            },
-        )
-    )
-    assert config == GenerationConfig(
-        bad_words_ids=((58100,),),
-        begin_suppress_tokens=(220, 50257),
-        early_stopping=True,
-        forced_bos_token_id=0,
-        forced_eos_token_id=2,
-        length_penalty=2.0,
-        min_length=56,
-        no_repeat_ngram_size=3,
-        num_beams=4,
-        renormalize_logits=True,
-        suppress_tokens=(1, 7),
-    )
+    )  # fmt: skip
+    assert speech == GenerationConfig(**SPEECH)
+    path = written(tmp_path, {"temperature": 0.9})  # counts once sampling is on
+    assert GenerationConfig.from_file(path, do_sample=True).temperature == 0.9
+    with pytest.raises(OptionError, match="temperature=0.5 has no effect"):
+        GenerationConfig.from_file(written(tmp_path, {}), temperature=0.5)
 
 
 def test_what_files_beside_a_model_say_of_its_tokens(tmp_path: Path) -> None:
@@ -264,28 +196,14 @@ def test_what_has_no_effect_is_said(settings: dict[str, Any], message: str, tmp_
     assert str(path) in str(said[0].message)
 
 
-def test_sampling_settings_of_a_greedy_file_count_once_sampling_is_on(tmp_path: Path) -> None:
-    path = written(tmp_path, {"temperature": 0.9})
-    assert GenerationConfig.from_file(path, do_sample=True).temperature == 0.9
-
-
-def test_a_change_that_has_no_effect_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="temperature=0.5 has no effect"):
-        GenerationConfig.from_file(written(tmp_path, {}), temperature=0.5)
-
-
 @pytest.mark.parametrize(
     "settings",
     [
         {"typical_p": 0.9},
-        {"eta_cutoff": 0.1},
         {"forced_decoder_ids": [[1, None], [2, 50359]]},
         {"num_beam_groups": 2},
         {"guidance_scale": 1.5},
-        {"encoder_no_repeat_ngram_size": 3},
-        {"encoder_repetition_penalty": 1.2},
         {"penalty_alpha": 0.6},
-        {"watermarking_config": {}},
     ],
     ids=str,
 )

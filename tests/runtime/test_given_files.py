@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from runtime.embedded_runner import TABLE, WIDTH, Alone, EmbeddedRunner, rows
+from runtime.engines import drain
 
 from trt_kvcache.errors import CacheFileError
 from trt_kvcache.runtime.generation.config import GenerationConfig
@@ -35,9 +36,7 @@ def test_what_waits_is_saved_with_its_embeddings(tmp_path: Path) -> None:
         new = session.cache.load(tmp_path / "slot")[slot]
         assert session.cache.tokens(new) == [4, 8, 8]
         session.add(config=GenerationConfig(max_new_tokens=5), slot=new)
-        found = []
-        while session.running:
-            found += [event.token for event in session.step()]
+        found = drain(session).popitem()[1]
     assert found == alone.continued(5)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runtime.engines import drain
 from runtime.hash_runner import VOCAB, HashRunner, continued
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
@@ -219,10 +220,7 @@ def test_nan_logits_end_one_sequence_and_its_row_is_cleaned() -> None:
         session.step()
     assert session.running == (good,)
     assert bad not in session.cache.slots
-    tokens = []
-    while session.running:
-        tokens += [e.token for e in session.step()]
-    assert tokens == continued(runner, [1], 6)
+    assert drain(session).popitem()[1] == continued(runner, [1], 6)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
@@ -279,10 +277,7 @@ def test_kept_slots_are_continued() -> None:
     held = session.cache.tokens(slot)
     assert held == [1, 2, 3, *continued(runner, [1, 2, 3], 4)]
     assert session.add([50, 51], config(4), slot=slot) == slot
-    tokens = []
-    while session.running:
-        tokens += [e.token for e in session.step()]
-    assert tokens == continued(runner, [*held, 50, 51], 4)
+    assert drain(session).popitem()[1] == continued(runner, [*held, 50, 51], 4)
     assert session.cache.slots == ()
 
 

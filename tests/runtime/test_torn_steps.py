@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from runtime.engines import drain
 from runtime.hash_runner import VOCAB, HashRunner, continued
 
 from trt_kvcache.errors import SessionError
@@ -27,12 +28,6 @@ PROMPTS = ([1, 2], [3, 4], [5])
 
 def config(count: int, **more: Any) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=count, **more)
-
-
-def finish(session: DecodeSession, tokens: dict[int, list[int | None]]) -> None:
-    while session.running:
-        for event in session.step():
-            tokens[event.sequence].append(event.token)
 
 
 class Breaks:
@@ -61,10 +56,10 @@ def test_an_interrupt_while_one_sequence_chooses_harms_no_other(place: int, call
     ]
     tokens: dict[int, list[int | None]] = {slot: [] for slot in slots}
     with pytest.raises(KeyboardInterrupt):
-        finish(session, tokens)
+        drain(session, tokens)
     with pytest.raises(SessionError, match="interrupted while it chose a token: KeyboardInterrupt"):
-        finish(session, tokens)
-    finish(session, tokens)
+        drain(session, tokens)
+    drain(session, tokens)
     for i, (slot, prompt) in enumerate(zip(slots, PROMPTS, strict=True)):
         assert tokens[slot] == continued(runner, prompt, 12 if i != place else call - 1)
     assert session.cache.slots == ()
@@ -123,7 +118,7 @@ def test_an_interrupt_at_any_line_of_the_loop_loses_and_changes_nothing(seed: in
         held = session.cache.tokens(slot)
         session.add([5], config(3), slot=slot)
         tokens[slot] = []
-        finish(session, tokens)
+        drain(session, tokens)
         assert tokens[slot] == continued(runner, [*held, 5], 3)
 
 
@@ -134,19 +129,19 @@ def test_what_was_not_chosen_yet_may_be_removed_or_forked() -> None:
     second, third = session.add([3, 4], config(12)), session.add([5], config(12))
     tokens: dict[int, list[int | None]] = {first: [], second: [], third: []}
     with pytest.raises(KeyboardInterrupt):
-        finish(session, tokens)
+        drain(session, tokens)
     session.remove(second)
     again = session.add([8, 9], config(6))  # in the row that is free now
     tokens[again] = []
     branch = session.cache.fork(third)
     with pytest.raises(SessionError, match="interrupted"):
-        finish(session, tokens)
-    finish(session, tokens)
+        drain(session, tokens)
+    drain(session, tokens)
     assert tokens[again] == continued(runner, [8, 9], 6)
     assert tokens[third] == continued(runner, [5], 12)
     assert tokens[second] == continued(runner, [3, 4], 1)
     tokens[session.add([7], config(4), slot=branch)] = []
-    finish(session, tokens)
+    drain(session, tokens)
     assert tokens[branch] == continued(runner, [5, *continued(runner, [5], 1), 7], 4)
 
 
@@ -172,7 +167,7 @@ def test_a_tokenizer_that_fails_ends_its_sequence_alone() -> None:
     failures = []
     while session.running:
         try:
-            finish(session, tokens)
+            drain(session, tokens)
         except SessionError as error:
             failures.append(str(error))
     for slot, want in zip(slots, chosen, strict=True):
@@ -195,13 +190,13 @@ def test_tokens_of_a_draft_that_were_right_are_told_before_the_failure() -> None
         slot = session.add(prompt, config(8, **more), keep=True)
         tokens: dict[int, list[int | None]] = {slot: []}
         with pytest.raises(SessionError, match="no rule for this"):
-            finish(session, tokens)
-        finish(session, tokens)
+            drain(session, tokens)
+        drain(session, tokens)
         assert tokens[slot] == want[: call - 1]
         assert session.cache.tokens(slot) == [*prompt, *want[: call - 1]]
         session.add([3], config(5), slot=slot)
         tokens[slot] = []
-        finish(session, tokens)
+        drain(session, tokens)
         assert tokens[slot] == continued(runner, [*prompt, *want[: call - 1], 3], 5)
 
 
@@ -235,11 +230,11 @@ def test_scores_that_wait_are_copies() -> None:
     second = session.add([3, 4], config(8))
     tokens: dict[int, list[int | None]] = {first: [], second: []}
     with pytest.raises(KeyboardInterrupt):
-        finish(session, tokens)
+        drain(session, tokens)
     buffer[...] = 0
     with pytest.raises(SessionError):
-        finish(session, tokens)
-    finish(session, tokens)
+        drain(session, tokens)
+    drain(session, tokens)
     assert tokens[second] == continued(runner, [3, 4], 8)
 
 
@@ -294,10 +289,10 @@ def test_what_a_step_calls_may_not_change_the_session(calls: str, act: Any, tmp_
     with pytest.raises(
         SessionError, match="in the middle of a step; .* a logits_processor or a tokenizer, must not change"
     ):
-        finish(session, tokens)
+        drain(session, tokens)
     while session.running:
         with suppress(SessionError):
-            finish(session, tokens)
+            drain(session, tokens)
     for slot, prompt in zip(slots[:2], ([1, 2], [3]), strict=True):
         want = continued(runner, prompt, 8)
         assert tokens[slot] == want[: len(tokens[slot])]
@@ -315,7 +310,7 @@ def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
     kept = session.add([1, 2], config(8, logits_processor=lambda tokens, scores: (left.close(), scores)[1]))
     other = session.add([3], config(8))
     tokens: dict[int, list[int | None]] = {kept: [], other: []}
-    finish(session, tokens)
+    drain(session, tokens)
     assert tokens == {kept: continued(runner, [1, 2], 8), other: continued(runner, [3], 8)}
     assert session.cache.slots == ()
 
