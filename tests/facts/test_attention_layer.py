@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 import tensorrt_rtx
 import trt
-from cases import BF16, BOOL, FLOAT, HALF, INT64, NO_KERNEL, decoder_attention
+from cases import BF16, BOOL, FLOAT, HALF, NO_KERNEL
 from graphs import Graph, attention_model
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 NOT_A_MULTIPLE = "CHECK(op->input_layouts().size() > idx) failed"
 
@@ -51,11 +50,6 @@ class TestSilentLosses:
         assert trt.build_parsed(parsed, {"M": (1, 8, 12)}).stage == "built"
 
 
-@pytest.mark.parametrize("opset", [23, 24, 25, 26, 27, 28])
-def test_opsets(opset: int) -> None:
-    assert trt.build(attention_model(opset=opset)).stage == "built"
-
-
 @pytest.mark.parametrize("outputs", [2, 3, 4])
 def test_surplus_outputs(outputs: int) -> None:
     outcome = trt.build(attention_model(outputs=outputs))
@@ -75,26 +69,9 @@ def test_softmax_precision(precision: int) -> None:
     assert (outcome.stage, "Setting softmax precision is not supported" in outcome.words) == ("parse", True)
 
 
-@pytest.mark.parametrize(
-    "attrs", [{"softcap": 0.0}, {"is_causal": 0}, {"scale": 0.3}, {"qk_matmul_output_mode": 1}], ids=str
-)
-def test_attributes_that_are_taken(attrs: dict[str, float]) -> None:
-    assert trt.build(attention_model(**attrs)).stage == "built"
-
-
 def test_unequal_head_sizes_even_decomposable() -> None:
     outcome = trt.build(attention_model(value_head_size=32), patch=trt.decomposable)
     assert (outcome.stage, "Key and Value must have the same shape" in outcome.words) == ("parse", True)
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (6, 3), (7, 1)])
-def test_head_counts(heads: int, kv_heads: int) -> None:
-    assert trt.build(attention_model(heads=heads, kv_heads=kv_heads)).stage == "built"
-
-
-@pytest.mark.parametrize("attrs", [{}, {"is_causal": 1}], ids=str)
-def test_3d_inputs(attrs: dict[str, int]) -> None:
-    assert trt.build(attention_model(rank=3, **attrs)).stage == "built"
 
 
 class TestKernels:
@@ -166,23 +143,8 @@ class TestKernels:
         if queries == "S":
             assert trt.build(model).stage == "built"
 
-    def test_double_is_built_as_float(self) -> None:
-        parsed = trt.parse(attention_model(dtype=TensorProto.DOUBLE))
-        assert parsed.network.get_input(0).dtype == tensorrt_rtx.DataType.FLOAT
-        trt.decomposable(parsed.network)
-        assert trt.build_parsed(parsed).stage == "built"
-
 
 class TestMasks:
-    @pytest.mark.parametrize("dtype", [BOOL, HALF])
-    @pytest.mark.parametrize(
-        "shape",
-        [("B", 1, "S", 16), ("B", 4, "S", 16), (1, 1, "S", 16), ("B", 1, 1, 16), ("B", "S", 16), ("S", 16), (16,)],
-        ids=str,
-    )
-    def test_shapes(self, shape: tuple[int | str, ...], dtype: int) -> None:
-        assert trt.build(attention_model(mask=shape, mask_dtype=dtype)).stage == "built"
-
     @pytest.mark.parametrize("shape", [("B", 1, "S", 12), ("S", 12), ("B", 2, "S", 16)], ids=str)
     def test_shapes_that_do_not_broadcast(self, shape: tuple[int | str, ...]) -> None:
         outcome = trt.build(attention_model(mask=shape))
@@ -193,46 +155,6 @@ class TestMasks:
         outcome = trt.build(attention_model(mask=("B", 1, "S", 16), mask_dtype=FLOAT), patch=patch)
         assert outcome.stage == "build"
         assert "element type (half) differs from input 1's element type (float)" in outcome.words
-
-    @pytest.mark.parametrize("dtype", [HALF, BF16, FLOAT])
-    def test_guard_after_attention(self, dtype: int) -> None:
-        """`Where` that zeroes fully masked rows builds behind a fused and behind a decomposed attention."""
-        model = attention_model(dtype=dtype, mask=("B", 1, "S", 16))
-        model.graph.node[0].output[0] = "unguarded"
-        zero = np.zeros((), helper.tensor_dtype_to_np_dtype(dtype))
-        model.graph.initializer.append(numpy_helper.from_array(zero, "zero"))
-        model.graph.input.append(helper.make_tensor_value_info("seen", BOOL, ["B", 1, "S", 1]))
-        model.graph.node.append(helper.make_node("Where", ["seen", "unguarded", "zero"], ["Y"]))
-        assert trt.build(model, patch=trt.decomposable if dtype == FLOAT else None).stage == "built"
-
-    @pytest.mark.parametrize("dtype", [HALF, BF16])
-    @pytest.mark.parametrize("queries", [1, "S"])
-    def test_computed_mask_and_span(self, dtype: int, queries: int | str) -> None:
-        """A mask made in the graph, over keys sliced to the length of an input, beside the cache: a fused kernel."""
-        graph = Graph()
-        graph.input("Q", dtype, ["B", 4, queries, 16])
-        graph.input("indices", INT64, ["B"])
-        lengths = graph.input("lengths", INT64, ["B"])
-        span = graph.input("span", INT64, ["L"])
-        size = graph.node("Shape", [span])
-        keys = []
-        for name in ("k", "v"):
-            graph.input(f"past_{name}", dtype, ["B", 2, 16, 16])
-            graph.input(f"new_{name}", dtype, ["B", 2, queries, 16])
-            graph.node("TensorScatter", [f"past_{name}", f"new_{name}", "indices"], f"present_{name}")
-            graph.output(f"present_{name}", dtype, ["B", 2, 16, 16])
-            keys.append(graph.node("Slice", [f"present_{name}", graph.constant([0]), size, graph.constant([2])]))
-        rows = graph.node("Unsqueeze", [lengths, graph.constant([1, 2, 3])])
-        mask = graph.node("Less", [graph.node("Unsqueeze", [span, graph.constant([0, 1, 2])]), rows])
-        if queries == "S":
-            step = graph.node("Unsqueeze", [graph.node("Shape", ["Q"], start=2, end=3), graph.constant([0, 1, 2])])
-            blank = graph.node("Expand", [graph.constant(True, np.bool_), graph.node("Concat", [
-                graph.constant([1]), graph.constant([1]), graph.node("Reshape", [step, graph.constant([1])]),
-                graph.constant([1])], axis=0)])  # fmt: skip
-            mask = graph.node("And", [mask, blank])
-        graph.node("Attention", ["Q", *keys, mask], "Y")
-        graph.output("Y", dtype, ["B", 4, queries, 16])
-        assert trt.build(graph.model(), {"L": (1, 8, 16)}).stage == "built"
 
 
 def test_trt_decomposable_attribute_is_not_onnx() -> None:
@@ -255,16 +177,6 @@ def test_trt_attention_is_lower_right() -> None:
     (attention,) = parsed.attentions()
     assert attention.causal_kind == tensorrt_rtx.CausalMaskKind.LOWER_RIGHT
     assert attention.key_value_lengths is not None
-
-
-def test_a_decoder_layer_parses_with_its_losses() -> None:
-    """The whole form of a decoder: caches updated, lengths dropped, causal mask in the wrong corner."""
-    parsed = trt.parse(decoder_attention(is_causal=1))
-    (attention,) = parsed.attentions()
-    assert len(parsed.updates()) == 2
-    assert attention.key_value_lengths is None
-    assert attention.causal_kind == tensorrt_rtx.CausalMaskKind.UPPER_LEFT
-    assert trt.build_parsed(parsed).stage == "built"
 
 
 def test_function_is_taken_for_the_operator_of_its_name() -> None:

@@ -16,18 +16,6 @@ from graphs import Graph, scatter_model
 from onnx import TensorProto
 
 
-def test_no_plugins() -> None:
-    assert not [name for name in dir(tensorrt_rtx.INetworkDefinition) if name.startswith("add_plugin")]
-    with pytest.raises(ModuleNotFoundError):
-        __import__("tensorrt_rtx.plugin")
-
-
-def test_cache_layer_attention_and_alias_query_exist() -> None:
-    for name in ("add_kv_cache_update", "add_attention_v2"):
-        assert hasattr(tensorrt_rtx.INetworkDefinition, name), name
-    assert hasattr(tensorrt_rtx.ICudaEngine, "get_aliased_input_tensor")
-
-
 def test_external_data_is_looked_up_beside_a_path_that_need_not_exist(tmp_path: Path) -> None:
     """A rewritten model is parsed from memory, its weights stay in the source's folder."""
     weights = np.arange(12, dtype=np.float16)
@@ -43,10 +31,6 @@ def test_external_data_is_looked_up_beside_a_path_that_need_not_exist(tmp_path: 
     assert trt.build(model, path=str(tmp_path / "does_not_exist.onnx")).stage == "built"
     elsewhere = trt.build(model, path=str(tmp_path / "other" / "does_not_exist.onnx"))
     assert elsewhere.stage == "parse"
-
-
-def test_builder_can_stream_the_engine() -> None:
-    assert hasattr(tensorrt_rtx.Builder, "build_serialized_network_to_stream")
 
 
 def test_compute_capabilities() -> None:

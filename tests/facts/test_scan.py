@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import harness
-import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
-import onnxruntime as ort
 import pytest
 import trt
-from graphs import Graph
-from onnx import TensorProto, helper
-from scan_graphs import HEADS, REPEATS, SIZE, STEPS, decoder, scan
+from onnx import TensorProto
+from scan_graphs import REPEATS, STEPS, decoder, scan
 
 from trt_kvcache import BuildError, BuildOptions, build_engine
 from trt_kvcache.importer.graph import Emitter, export_inferred
@@ -42,42 +38,6 @@ def test_no_repeat_and_a_fixed_length() -> None:
     assert trt.build(copied(scan("Tile of nothing")), STEPS).stage == "built"
     assert trt.build(scan("Tile", 4), STEPS).stage == "built"
     assert trt.build(scan("Tile"), STEPS | {"S": (4, 4, 4)}).stage == "built"
-
-
-@pytest.mark.parametrize("repeat", REPEATS)
-@pytest.mark.parametrize("length", [1, 5])
-def test_copies_are_the_same(repeat: str, length: int) -> None:
-    model = scan(repeat)
-    result = copied(model)
-    onnx.checker.check_model(result, full_check=True)
-    assert not {"Tile", "Expand"} & {node.op_type for node in result.graph.node}
-    rng = np.random.default_rng(0)
-    heads = model.graph.input[0].type.tensor_type.shape.dim[1].dim_value
-    feeds = {"state": rng.standard_normal((3, heads, SIZE, SIZE)), "x": rng.standard_normal((3, length, HEADS * SIZE))}
-    feeds = {name: value.astype(np.float32) for name, value in feeds.items()}
-    for before, after in zip(_run(model, feeds), _run(result, feeds), strict=True):
-        np.testing.assert_array_equal(after, before)
-
-
-def _run(model: onnx.ModelProto, feeds: dict[str, Any]) -> list[Any]:
-    session = ort.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    return list(session.run(None, feeds))
-
-
-def test_repeats_that_no_scan_depends_on_stay() -> None:
-    graph = Graph()
-    graph.input("x", TensorProto.FLOAT, ["B", "S", 4])
-    graph.node("Tile", ["x", graph.constant([1, 1, 2])], "y")
-    graph.output("y", TensorProto.FLOAT, ["B", "S", 8])
-    assert [node.op_type for node in copied(graph.model()).graph.node] == ["Tile"]
-
-
-def test_repeats_by_what_is_computed_stay() -> None:
-    model = scan("Tile")
-    tile = next(n for n in model.graph.node if n.op_type == "Tile")
-    model.graph.input.append(helper.make_tensor_value_info("counts", TensorProto.INT64, [5]))
-    tile.input[1] = "counts"
-    assert "Tile" in {node.op_type for node in copied(model).graph.node}
 
 
 @pytest.mark.parametrize("dtype", [TensorProto.FLOAT16, TensorProto.FLOAT])

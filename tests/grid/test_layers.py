@@ -42,14 +42,6 @@ def test_layers_of_different_geometry(tmp_path: Path) -> None:
     assert (len(plan.masks), len(plan.spans)) == (3, 1)
 
 
-def test_layers_of_different_heads(tmp_path: Path) -> None:
-    graph = Layers()
-    for i, (heads, kv_heads, size) in enumerate(((4, 2, 16), (8, 1, 32), (6, 3, 24))):
-        key, value = (graph.cache(f"{kind}{i}", kv_heads, size) for kind in "kv")
-        graph.attend(graph.query(f"query_{i}", heads, size), key, value, f"y{i}", is_causal=1)
-    assert {a.kind for a in check(graph.model(), tmp_path).plan.attention} == {AttentionKind.FUSED}
-
-
 @pytest.mark.parametrize("sequence_major", [False, True])
 def test_key_and_value_of_different_head_sizes(sequence_major: bool, tmp_path: Path) -> None:
     graph = Layers()
@@ -127,13 +119,6 @@ def test_one_cache_read_in_two_ways(dtype: int, span: bool, one_query: bool, tmp
         graph.attend(queries[i % len(queries)], key, value, f"y{i}", is_causal=1, **attrs)
     plan = check(graph.model(), tmp_path, options=PlanOptions(attention_span=span)).plan
     assert plan.attention[1].kind is AttentionKind.LOWERED
-
-
-def test_one_cache_as_key_and_value(tmp_path: Path) -> None:
-    graph = Layers()
-    present = graph.cache("kv")
-    graph.attend(graph.query(), present, present, "y", is_causal=1)
-    assert check(graph.model(), tmp_path).plan.caches[0].readers == ("node_y",)
 
 
 def test_one_cache_sequence_major_with_attentions_of_different_head_counts(tmp_path: Path) -> None:

@@ -7,43 +7,13 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from cases import BOOL, FLOAT, HALF, INT64
-from graphs import Dim, Graph
-from harness import Feeds, imported, random_feeds
-from layers import BATCH, CAPACITY, STARTS, STEP, Layers, check, feeds_of
-from onnx import TensorProto, helper
+from cases import BOOL, HALF
+from harness import imported
+from layers import CAPACITY, Layers, check, feeds_of
+from onnx import helper
 
 from trt_kvcache.errors import ModelError
-from trt_kvcache.importer.plan import AttentionKind, Fallback, PlanOptions, Role, Route
-
-
-@pytest.mark.parametrize("layout", ["bnsh", "bsnh", "bsd"])
-def test_attention_spelled_out(layout: str, tmp_path: Path) -> None:
-    """Attention in plain operators reads the caches in the model's own layout."""
-    graph = Graph()
-    indices = graph.input("write_indices", INT64, ["B"])
-    read = []
-    for name in ("k", "v"):
-        shape: list[Dim] = {"bnsh": ["B", 2, "", 16], "bsnh": ["B", "", 2, 16], "bsd": ["B", "", 32]}[layout]
-        axis = shape.index("")
-        past = graph.input(f"past_{name}", HALF, [CAPACITY if dim == "" else dim for dim in shape])
-        new = graph.input(f"new_{name}", HALF, ["S" if dim == "" else dim for dim in shape])
-        present = graph.node("TensorScatter", [past, new, indices], f"present_{name}", axis=axis)
-        graph.output(present, HALF, [CAPACITY if dim == "" else dim for dim in shape])
-        if layout == "bsd":
-            present = graph.node("Reshape", [present, graph.constant([0, 0, 2, 16])])
-        read.append(present if layout == "bnsh" else graph.node("Transpose", [present], perm=[0, 2, 1, 3]))
-    turned = graph.node("Transpose", [read[0]], perm=[0, 1, 3, 2])
-    scores = graph.node("MatMul", [graph.input("query", HALF, ["B", 2, "S", 16]), turned])
-    weights = graph.node("Softmax", [graph.node("Mul", [scores, graph.constant(0.1, np.float16)])])
-    graph.node("MatMul", [weights, read[1]], "y")
-    graph.output("y", HALF, ["B", 2, "S", 16])
-    model = graph.model()
-    feeds = random_feeds(model, {"B": BATCH, "S": STEP}, np.random.default_rng(3))
-    feeds["write_indices"] = STARTS
-    plan = check(model, tmp_path, feeds).plan
-    assert {c.route for c in plan.caches} == {Route.NATIVE}
-    assert {c.physical_shape for c in plan.caches} == {("B", 2, CAPACITY, 16)}
+from trt_kvcache.importer.plan import Fallback, PlanOptions, Route
 
 
 def test_lengths_computed_in_the_graph(tmp_path: Path) -> None:
@@ -63,18 +33,6 @@ def test_model_that_slices_its_own_keys(tmp_path: Path) -> None:
     bounds = [graph.constant([x]) for x in (0, 12, 2)]
     key, value = (graph.node("Slice", [graph.cache(name), *bounds]) for name in "kv")
     graph.attend(graph.query(), key, value, "y", is_causal=1)
-    check(graph.model(), tmp_path)
-
-
-def test_keys_repeated_for_every_query_head(tmp_path: Path) -> None:
-    """Grouped heads spelled out, as some exporters do."""
-    graph = Layers()
-    repeated = []
-    for name in "kv":
-        lifted = graph.node("Unsqueeze", [graph.cache(name), graph.constant([2])])
-        tiled = graph.node("Expand", [lifted, graph.constant([1, 1, 2, 1, 1])])
-        repeated.append(graph.node("Reshape", [tiled, graph.constant([0, 4, CAPACITY, 16])]))
-    graph.attend(graph.query(), *repeated, "y", is_causal=1)
     check(graph.model(), tmp_path)
 
 
@@ -104,27 +62,6 @@ def test_circular_chunks_under_attention(fallback: Fallback, tmp_path: Path) -> 
     contract = fallback is Fallback.AUTO
     assert {c.route for c in plan.caches} == {Route.NATIVE if contract else Route.FUNCTIONAL}
     assert all((c.contract is not None) == contract for c in plan.caches)
-
-
-def test_quantized_cache(tmp_path: Path) -> None:
-    """An int8 cache is copied, and dequantized before attention."""
-    graph = Layers(TensorProto.INT8)
-    scale = graph.constant(0.02, np.float32)
-    key, value = (graph.node("DequantizeLinear", [graph.cache(name), scale]) for name in "kv")
-    query = graph.input("query", FLOAT, ["B", 4, "S", 16])
-    graph.node("Attention", [query, key, value, "", "", "", "valid"], "y", is_causal=1)
-    graph.output("y", FLOAT, ["B", 4, "S", 16])
-    model = graph.model()
-    feeds = feeds_of_int8(model)
-    plan = check(model, tmp_path, feeds).plan
-    assert {c.route for c in plan.caches} == {Route.FUNCTIONAL}
-    assert any("not updated in place" in warning for warning in plan.warnings)
-
-
-def feeds_of_int8(model: onnx.ModelProto) -> Feeds:
-    feeds = random_feeds(model, {"B": BATCH, "S": STEP}, np.random.default_rng(7))
-    feeds["write_indices"], feeds["valid"] = STARTS, STARTS + STEP
-    return feeds
 
 
 def test_cache_inside_the_graph_under_attention(tmp_path: Path) -> None:
@@ -166,23 +103,6 @@ def test_past_read_before_its_update(tmp_path: Path) -> None:
     assert {c.route for c in check(graph.model(), tmp_path).plan.caches} == {Route.FUNCTIONAL}
 
 
-def test_only_keys_are_cached(tmp_path: Path) -> None:
-    graph = Layers()
-    key = graph.cache("k")
-    graph.attend(graph.query(), key, graph.input("value", HALF, ["B", 2, CAPACITY, 16]), "y", is_causal=1)
-    check(graph.model(), tmp_path)
-
-
-def test_cache_cast_before_attention(tmp_path: Path) -> None:
-    """A half cache under float attention."""
-    graph = Layers()
-    key, value = (graph.node("Cast", [graph.cache(name)], to=FLOAT) for name in "kv")
-    query = graph.input("query", FLOAT, ["B", 4, "S", 16])
-    graph.node("Attention", [query, key, value, "", "", "", "valid"], "y", is_causal=1)
-    graph.output("y", FLOAT, ["B", 4, "S", 16])
-    assert check(graph.model(), tmp_path).plan.attention[0].kind is AttentionKind.DECOMPOSED
-
-
 def _function(graph: Layers) -> onnx.ModelProto:
     graph.input("past_k", HALF, ["B", 2, CAPACITY, 16])
     graph.input("new_k", HALF, ["B", 2, "S", 16])
@@ -220,15 +140,3 @@ def test_update_in_a_branch_is_named(tmp_path: Path) -> None:
     """A branch that an input decides cannot be inlined."""
     with pytest.raises(ModelError, match="If"):
         imported(_branch(Layers()), tmp_path)
-
-
-def test_every_input_of_a_decoder_has_a_role(tmp_path: Path) -> None:
-    """What profiles and runtimes fill in: caches, indices, lengths and the span are found from the graph."""
-    graph = Layers()
-    graph.attend(graph.query(), graph.cache("k"), graph.cache("v"), "y", is_causal=1)
-    plan = imported(graph.model(), tmp_path).plan
-    found = {t.name: t.role for t in plan.tensors if t.io == "input"}
-    assert found["write_indices"] is Role.WRITE_INDICES
-    assert found["valid"] is Role.VALID_LENGTHS
-    assert {name for name, role in found.items() if role is Role.CACHE} == {"past_k", "past_v"}
-    assert [name for name, role in found.items() if role is Role.SPAN] == [s.name for s in plan.spans]

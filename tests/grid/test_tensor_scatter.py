@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from graphs import scatter_model
-from harness import Feeds, build, imported, random_array, run, run_rewritten
+from harness import Feeds, build, imported, random_array, run_rewritten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto
@@ -19,7 +19,7 @@ from reference import tensor_scatter
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target
+from trt_kvcache.importer.plan import Fallback, PlanOptions, Route
 
 CAPACITY = 6
 STEPS = 3
@@ -160,28 +160,6 @@ def test_dtypes_that_the_target_cannot_hold(dtype: str, mode: str, tmp_path: Pat
     assert f"is {dtype.lower()}, which this target cannot hold" in message
     assert "it can hold float, float16, bfloat16" in message
     assert "export the cache as" in message
-
-
-PLUGIN = [c for c in CASES if c.dtype not in NATIVE or (c.mode == "circular" and c.indices and c.dynamic)]
-
-
-@pytest.mark.parametrize("case", PLUGIN, ids=str)
-def test_the_plugin_is_tensor_scatter(case: Case, tmp_path: Path) -> None:
-    """For full TensorRT: the plugin's nodes, by their definition in ONNX, beside ONNX Runtime's own TensorScatter."""
-    model = model_of(case)
-    result = imported(model, tmp_path, PlanOptions(target=Target.TENSORRT))
-    assert result.plan.caches[0].route is (Route.FUNCTIONAL if case.dtype == "BOOL" else Route.PLUGIN)
-    rng = np.random.default_rng(list(str(case).encode()))
-    dtype = TensorProto.DataType.Value(case.dtype)
-    past = random_array(rng, dtype, case.shape, scale=100.0)
-    for _ in range(STEPS):
-        feeds: Feeds = {"past": past, "update": random_array(rng, dtype, case.update_shape)}
-        if case.indices:
-            feeds["write_indices"] = start_positions(case, result, rng)
-        (expected,) = run(model, feeds).values()
-        (got,) = run_rewritten(result, feeds).values()
-        np.testing.assert_array_equal(got, expected)
-        past = expected
 
 
 def test_every_dtype_of_the_operator_is_covered() -> None:

@@ -15,14 +15,12 @@ from graphs import scatter_model
 from harness import imported
 from real_bindings import NEWEST, ask
 
-from trt_kvcache.engine.backend import Backend, check_build_options
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.network import check_network
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.protocol import Job
 from trt_kvcache.engine.worker import _with_refusals
-from trt_kvcache.errors import BackendError, BuildError, OptionError
-from trt_kvcache.importer import import_model
+from trt_kvcache.errors import BackendError, BuildError
 from trt_kvcache.importer.plan import CachePlan, Fallback, PlanOptions, Route, Target
 from trt_kvcache.plugins.compile import nvrtc_version
 
@@ -173,22 +171,6 @@ def test_plugin_layers_are_found_in_the_network(tmp_path: Path) -> None:
             BuildError, match="no layer of the cache-update plugin for past -> present.*not update them in"
         ):
             check_network(Network(plan, layers), plan, TRT)
-
-
-def test_a_pair_is_two_caches_of_one_layer(tmp_path: Path) -> None:
-    plan = import_model(circular_decoder(tmp_path), PlanOptions(target=Target.TENSORRT)).plan
-    key, value = plan.caches
-    assert key.route is value.route is Route.PLUGIN
-    pair = Layer("plugin", [key.past, value.past, "k", "v"], [key.present, value.present])
-    check_network(Network(plan, [pair]), plan, TRT)
-    swapped = Layer("plugin", [value.past, key.past, "k", "v"], [key.present, value.present])
-    with pytest.raises(BuildError, match="no layer of the cache-update plugin"):
-        check_network(Network(plan, [swapped]), plan, TRT)
-
-
-def test_rtx_has_no_aliases_to_declare() -> None:
-    with pytest.raises(OptionError, match="--declare-aliases has no use here: .* has no plugins"):
-        check_build_options(Backend(Target.TENSORRT_RTX, "1.7.1"), BuildOptions(declare_aliases=True))
 
 
 def test_plans_for_rtx_have_no_plugin(tmp_path: Path) -> None:

@@ -15,16 +15,14 @@ from numpy.typing import NDArray
 from trt_kvcache.plugins.choice import (
     CANDIDATES,
     CHOICE_DTYPES,
-    blocks_per_row,
     choice_source,
     compile_choice,
     ordered,
     read_keys,
     read_scores,
-    sets_per_row,
 )
 from trt_kvcache.plugins.compile import compile_source
-from trt_kvcache.plugins.spec import BLOCK_BYTES, THREADS
+from trt_kvcache.plugins.spec import THREADS
 from trt_kvcache.runtime.generation.greedy import best
 
 BITS = {"float16": np.uint16, "bfloat16": np.uint16, "float32": np.uint32}
@@ -148,22 +146,6 @@ def test_candidates_are_the_highest_scores(host: HostChoice, dtype: str) -> None
                 tokens, _ = read_keys(keys[place][1:], dtype)
                 assert set(tokens.tolist()) <= set(wanted.tolist())
     assert complete > 100
-
-
-@pytest.mark.parametrize("dtype", CHOICE_DTYPES)
-def test_numbers_in_the_order_of_scores(dtype: str) -> None:
-    scores = some_logits(np.random.default_rng(2), dtype, (5, 4000)).reshape(-1)
-    order, values = ordered(scores), scores.astype(np.float32)
-    np.testing.assert_array_equal(read_scores(order, dtype), values)
-    known = ~np.isnan(values)
-    assert (order[~known] == order.max()).all()
-    np.testing.assert_array_equal(np.argsort(order[known], kind="stable"), np.argsort(values[known], kind="stable"))
-
-
-def test_blocks_cover_a_row() -> None:
-    assert [blocks_per_row(vocab, 2) for vocab in (1, BLOCK_BYTES // 2, BLOCK_BYTES // 2 + 1)] == [1, 1, 2]
-    assert blocks_per_row(128_256, 2) == 32
-    assert [sets_per_row(vocab, 2) for vocab in (1, 32_000, 128_256)] == [32, 256, 1024]
 
 
 @pytest.mark.few(1)

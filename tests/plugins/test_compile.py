@@ -14,7 +14,7 @@ from needs import needs_nvrtc
 from trt_kvcache.errors import BackendError, OptionError
 from trt_kvcache.importer.plan import UpdateForm, UpdateMode
 from trt_kvcache.plugins import compile as compiling
-from trt_kvcache.plugins.compile import CompiledKernel, compile_kernel, nvrtc_version, supported_archs
+from trt_kvcache.plugins.compile import compile_kernel, nvrtc_version
 from trt_kvcache.plugins.spec import KernelConfig, Quantization
 
 ARCHS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
@@ -51,10 +51,6 @@ def test_one_kernel_compiles_without_local_memory(arch: str) -> None:
 def test_every_kernel_compiles_without_local_memory(arch: str) -> None:
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(check, KERNELS, [arch] * len(KERNELS)))
-
-
-def test_every_kernel_has_its_name() -> None:
-    assert len({config.name for config in KERNELS}) == len(KERNELS) == 56
 
 
 @pytest.mark.parametrize(
@@ -141,11 +137,6 @@ def test_a_damaged_file_is_compiled_again(folder: Path, damage: str) -> None:
     assert compile_kernel(PLAIN, "sm_80") == again, "the file is whole again"
 
 
-def test_a_folder_that_cannot_be_written_is_no_error(folder: Path) -> None:
-    folder.write_text("a file where the folder should be")
-    assert compile_kernel(PLAIN, "sm_80").code
-
-
 def test_an_unknown_architecture_is_refused() -> None:
     with pytest.raises(OptionError, match=r"architecture 'sm_12': NVRTC .* knows .*sm_90"):
         compile_kernel(PLAIN, "sm_12")
@@ -166,37 +157,6 @@ def test_code_that_the_driver_is_too_old_for_is_refused() -> None:
         compile_kernel(PLAIN, "sm_80", ptx=True, driver=(major - 1, 9))
     assert compile_kernel(PLAIN, "sm_80", ptx=True, driver=(major, minor)).code
     assert compile_kernel(PLAIN, "sm_80", driver=(major, 0)).code
-
-
-def test_ptx_has_no_resource_use() -> None:
-    with pytest.raises(OptionError, match="compile a cubin"):
-        _ = compile_kernel(PLAIN, "sm_80", ptx=True).resources
-
-
-def test_a_compiler_that_says_nothing_is_reported() -> None:
-    silent = CompiledKernel(PLAIN.name, "sm_80", (13, 0), False, b"", "")
-    with pytest.raises(BackendError, match="gave no account of kernel"):
-        _ = silent.resources
-
-
-@pytest.mark.parametrize(
-    ("registers", "arch", "occupancy"),
-    [(32, "sm_90", 1.0), (64, "sm_90", 0.5), (72, "sm_90", 0.4375), (32, "sm_86", 1.0), (64, "sm_86", 32 / 48)],
-)
-def test_occupancy_follows_registers(registers: int, arch: str, occupancy: float) -> None:
-    log = f"0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed {registers} registers"
-    assert CompiledKernel("k", arch, (13, 0), False, b"", log).resources.occupancy == pytest.approx(occupancy)
-
-
-def test_an_architecture_whose_limits_are_unknown_has_no_occupancy() -> None:
-    log = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads\nUsed 32 registers"
-    assert CompiledKernel("k", "sm_999", (13, 0), False, b"", log).resources.occupancy is None
-
-
-def test_all_supported_architectures_are_listed_in_order() -> None:
-    numbers = [int(arch[3:]) for arch in supported_archs()]
-    assert numbers == sorted(numbers)
-    assert set(ARCHS) <= set(supported_archs())
 
 
 def test_without_nvrtc_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -121,13 +121,6 @@ def test_rows_of_four_bits_must_end_on_a_byte(tmp_path: Path) -> None:
         imported(model, tmp_path, FULL)
 
 
-@pytest.mark.parametrize("options", [PlanOptions(), PlanOptions(target=Target.TENSORRT, fallback=Fallback.FUNCTIONAL)])
-def test_no_plugin_where_none_is_wanted(options: PlanOptions, tmp_path: Path) -> None:
-    result = imported(scatter_model(mode="circular"), tmp_path, options)
-    assert operators_of(result) == []
-    assert not result.model.functions
-
-
 # K and V of a layer in one node.
 
 LAYOUTS = {"bnsh": (2, 6, 4), "bsnh": (6, 2, 4), "bsd": (6, 8)}
@@ -169,18 +162,6 @@ def test_a_layer_is_one_node(layout: str, tmp_path: Path) -> None:
                 np.testing.assert_array_equal(got[name], value)
             else:
                 np.testing.assert_allclose(got[name], value, rtol=2e-3, atol=2e-3)
-
-
-def test_a_value_that_depends_on_the_present_key_is_a_node_of_its_own(tmp_path: Path) -> None:
-    model = decoder_attention(head_size=4, mode="circular", capacity=CAPACITY)
-    scatter = next(n for n in model.graph.node if "present_value" in n.output)
-    model.graph.node.insert(1, helper.make_node("ReduceMax", ["present_key"], ["peak"], keepdims=0, name="peak"))
-    model.graph.node.insert(2, helper.make_node("Mul", ["new_value", "peak"], ["scaled_value"], name="mul"))
-    scatter.input[1] = "scaled_value"
-    result = imported(model, tmp_path, FULL)
-    assert operators_of(result) == ["KVCacheUpdateCircular"] * 2
-    feeds = layer_feeds("bnsh", np.random.default_rng(0), 3)
-    np.testing.assert_array_equal(run_rewritten(result, feeds)["present_value"], run(model, feeds)["present_value"])
 
 
 def test_different_write_indices_are_two_nodes(tmp_path: Path) -> None:
@@ -355,11 +336,6 @@ def test_packed_updates(indices: bool, mode: str | None, integer: int, tmp_path:
     for b, t in [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5), (1, 6)]:
         expected[b, :, ((first[b] if indices else 0) + t - lengths[b]) % 16] = feeds["update"][t]
     np.testing.assert_array_equal(run_rewritten(result, feeds)["present"], expected)
-
-
-def test_packed_quantized(tmp_path: Path) -> None:
-    result = imported(quantized_model(2, packed=True), tmp_path, FULL)
-    assert operators_of(result) == ["KVCacheUpdatePackedQuantized"]
 
 
 def test_packed_circular_needs_the_plugin(tmp_path: Path) -> None:

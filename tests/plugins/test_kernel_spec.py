@@ -29,28 +29,6 @@ def test_arguments_come_in_tensorrts_order() -> None:
     assert [part.split()[-1] for part in signature.split(", ")] == [*args.inputs, *args.scalars, *args.outputs]
 
 
-def test_the_smallest_kernel_has_no_optional_arguments() -> None:
-    args = arguments(KernelConfig(16))
-    assert args.inputs == ("cache_0", "update_0", "write_indices")
-    assert args.scalars == ("batch", "heads", "capacity", "length", "row_bytes_0", "index_bytes")
-    assert args.outputs == ("present_0",)
-
-
-def test_scalars_say_what_is_no_part_of_the_source() -> None:
-    by_tensor, by_head = (Quantization("float16", "int8", per_head) for per_head in (False, True))
-    one = KernelConfig(8, PACKED, length_type="int32", quantization=by_tensor)
-    other = KernelConfig(8, PACKED, index_type="int32", length_type="int64", quantization=by_head)
-    assert kernel_source(one) == kernel_source(other)
-    shapes = Shapes(2, 4, 128, 9, (64,))
-    assert launch_params(one, shapes).scalars == (2, 4, 128, 9, 64, 8, 4, 0)
-    assert launch_params(other, shapes).scalars == (2, 4, 128, 9, 64, 4, 8, 1)
-
-
-@pytest.mark.parametrize(("bits", "row"), [(4, 32), (8, 64), (16, 128), (32, 256), (64, 512), (128, 1024)])
-def test_rows_are_counted_in_bytes(bits: int, row: int) -> None:
-    assert launch_params(KernelConfig(bits), Shapes(1, 1, 1, 1, (64,))).scalars[4] == row
-
-
 def test_the_grid_follows_the_update_not_the_capacity() -> None:
     config = KernelConfig(16, caches=2)
     one, long = (launch_params(config, Shapes(2, 8, s, 1, (128, 128))).grid for s in (256, 131072))
@@ -58,17 +36,6 @@ def test_the_grid_follows_the_update_not_the_capacity() -> None:
     many = launch_params(config, Shapes(2, 8, 131072, 1000, (128, 128))).grid
     assert many == 2 * 2 * 8 * (1000 * 256 // 8192 + 1)
     assert launch_params(config, Shapes(2, 8, 1024, 1, (128, 128)), copies=True).grid == 2 * 2 * 8 * (32 + 1)
-
-
-def test_the_grid_of_packed_updates_follows_the_tokens_not_the_batch() -> None:
-    config = KernelConfig(16, PACKED, length_type="int32")
-    few, many = (launch_params(config, Shapes(b, 8, 256, 64, (128,))).grid for b in (1, 64))
-    assert few == many == 2 * (64 * 256 // 2048 + 1)
-
-
-def test_the_grid_is_never_empty() -> None:
-    for config in (KernelConfig(16), KernelConfig(16, PACKED, length_type="int32")):
-        assert launch_params(config, Shapes(1, 1, 16, 0, (8,))).grid >= 1
 
 
 @pytest.mark.parametrize(
