@@ -18,13 +18,13 @@ from graphs import Dim, Graph
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
-from trt_kvcache.importer.normalize.interface import Interface
 
 HEADS, SIZE, CAPACITY = 2, 4, 16
 BNSD: tuple[Dim, ...] = ("B", HEADS, CAPACITY, SIZE)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from onnx import TensorProto
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError, UnsupportedModelError
+from trt_kvcache.importer.interface import Known, find_roles, open_axes
+from trt_kvcache.importer.interface.config import example, load_patterns, shipped_patterns
 from trt_kvcache.importer.plan import Role, TensorRole
-from trt_kvcache.importer.roles import GraphFacts, find_roles
-from trt_kvcache.importer.roles.config import example, load_patterns, shipped_patterns
 
 B, S = "batch", "sequence_len"
 HIDDEN, HEADS, SIZE, CAPACITY, VOCAB, POSITIONS = 32, 2, 8, 16, 100, 64
@@ -34,7 +34,7 @@ class Decoder(Graph):
     def __init__(self, batch: Dim = B, sequence: Dim = S) -> None:
         super().__init__()
         self.batch, self.sequence = batch, sequence
-        self.facts: dict[str, set[str]] = {"write_indices": set(), "valid_lengths": set(), "masks": set()}
+        self.indices = ""
 
     def weight(self, *shape: int) -> str:
         return self.constant(np.zeros(shape), np.float32)
@@ -80,9 +80,7 @@ class Decoder(Graph):
         else:
             self.node("Identity", [x], "hidden_out")
             self.output("hidden_out", FLOAT, [self.batch, self.sequence, HIDDEN])
-        self.facts["write_indices"].add(indices)
-        self.facts["valid_lengths"].update([lengths] if lengths else [])
-        self.facts["masks"].update([mask] if mask else [])
+        self.indices = indices
         return self
 
     def roles(
@@ -106,13 +104,15 @@ class Decoder(Graph):
             for values in (node.input, node.output):
                 values[:] = [names.get(name, name) for name in values]
         pasts = [f"{kind}_cache.0" for kind in ("key", "value")]
-        facts = GraphFacts(
+        updates = [n.input[1] for n in model.graph.node if n.op_type == "TensorScatter"]
+        known = Known(
             caches={names[past]: names[f"updated_{past}"] for past in pasts},
             sequence_axis={names[past]: 1 for past in pasts},
+            write_indices=frozenset([names.get(self.indices, self.indices)]),
             update_lengths=update_lengths,
-            **{k: frozenset(names.get(n, n) for n in values) for k, values in self.facts.items()},
+            updates=dict.fromkeys(updates, ("batch", "sequence", "?")),
         )
-        found = find_roles(model, facts, config)
+        found = [open_axes(role) for role in find_roles(model, known, config)]
         assert [t.name for t in found if t.io == "input"] == [info.name for info in model.graph.input]
         return {original[t.name]: t for t in found}
 
@@ -163,180 +163,187 @@ def test_misleading_names_do_not_mislead() -> None:
     assert summary(mobius().roles(rename=lambda name: swapped.get(name, name))) == MOBIUS_ROLES
 
 
+def _squeezed(d: Decoder) -> Decoder:
+    flat = d.node("Squeeze", [d.node("Cast", [d.input("start", INT32, [B, 1])], to=INT64), d.constant([1])])
+    indices = d.node("Mod", [flat, d.constant(CAPACITY)])
+    lengths = d.node("Expand", [d.input("length", INT64, [1]), d.node("Shape", [indices])])
+    return d.finish(d.embed(d.ids()), indices=indices, lengths=lengths)
+
+
+def _steps(d: Decoder, ids: str, start: str) -> str:
+    """Positions of the tokens of a step that begins at `start`."""
+    size = d.node("Gather", [d.node("Shape", [ids]), d.constant(1)])
+    steps = d.node("Range", [d.constant(0), size, d.constant(1)])
+    return d.node("Add", [d.node("Unsqueeze", [start, d.constant([1])]), steps])
+
+
+def _from_write_index(d: Decoder) -> Decoder:
+    ids, indices = d.ids(), d.input("past_length", INT64, [B])
+    size = d.node("Gather", [d.node("Shape", [ids]), d.constant(1)])
+    return d.finish(d.embed(ids), _steps(d, ids, indices), indices, d.node("Add", [indices, size]))
+
+
+def _from_length(d: Decoder) -> Decoder:
+    lengths = d.input("total", INT64, [B])
+    return d.finish(d.embed(d.ids()), indices=d.node("Sub", [lengths, d.constant(1)]), lengths=lengths)
+
+
+def _from_positions(d: Decoder) -> Decoder:
+    positions = d.ids("where")
+    return d.finish(d.embed(d.ids()), positions, d.node("Gather", [positions, d.constant(0)], axis=1))
+
+
+def _one_index(d: Decoder) -> Decoder:
+    index = d.input("at", INT64, [B])
+    return d.finish(d.embed(d.ids()), d.node("Unsqueeze", [index, d.constant([1])]), index)
+
+
+def _offset_index(d: Decoder) -> Decoder:
+    """One more than the write index is not a write index; feeding it as one would be wrong by one row."""
+    return d.finish(d.embed(d.ids()), indices=d.node("Sub", [d.input("x", INT64, [B]), d.constant(1)]))
+
+
+def _turned(d: Decoder, ids: str, *angles: str) -> Decoder:
+    hidden = d.embed(ids)
+    query = d.node("MatMul", [hidden, d.weight(HIDDEN, HEADS * SIZE)])
+    turned = d.node("RotaryEmbedding", [query, *angles], num_heads=HEADS)
+    extra = d.node("MatMul", [turned, d.weight(HEADS * SIZE, HIDDEN)])
+    return d.finish(d.node("Add", [hidden, extra]), positions="")
+
+
+def _computed_angles(d: Decoder) -> Decoder:
+    ids, where = d.ids(), d.input("where", INT64, [B, S])
+    column = d.node("Unsqueeze", [d.node("Cast", [where], to=FLOAT), d.constant([2])])
+    angles = d.node("MatMul", [column, d.weight(1, SIZE // 2)])
+    return _turned(d, ids, d.node("Cos", [angles]), d.node("Sin", [angles]))
+
+
+def _rotary_input(d: Decoder) -> Decoder:
+    where = d.input("where", INT64, [B, S])
+    return _turned(d, d.ids(), *(d.weight(POSITIONS, SIZE // 2) for _ in range(2)), where)
+
+
+def _learned(d: Decoder, where: str, *, rows: int = POSITIONS) -> Decoder:
+    hidden = d.node("Add", [d.embed(d.ids("b")), d.embed(where, rows=rows)])
+    return d.finish(hidden, positions="")
+
+
+def _learned_start(d: Decoder) -> Decoder:
+    ids = d.ids()
+    positions = _steps(d, ids, d.input("start", INT64, [B]))
+    return d.finish(d.node("Add", [d.embed(ids), d.embed(positions, rows=POSITIONS)]), "")
+
+
+def _rotary_start(d: Decoder) -> Decoder:
+    ids = d.ids()
+    positions = _steps(d, ids, d.input("start", INT64, [B]))
+    return d.finish(d.embed(ids), positions)
+
+
+def _per_layer(d: Decoder) -> Decoder:
+    ids = d.ids()
+    wide = d.node("MatMul", [d.embed(ids, columns=4 * HIDDEN), d.weight(4 * HIDDEN, HIDDEN)])
+    return d.finish(d.node("Add", [d.embed(ids), wide]))
+
+
+def _block(d: Decoder) -> Decoder:
+    d.finish(d.input("x", FLOAT, [B, S, HIDDEN]), d.ids("p"), logits=False)
+    d.node("MatMul", ["hidden_out", d.weight(HIDDEN, HIDDEN)], "projected")
+    d.output("projected", FLOAT, [B, S, HIDDEN])
+    return d
+
+
+def _capped(d: Decoder) -> Decoder:
+    d.finish(d.embed(d.ids()))
+    capped = d.node("Tanh", [d.node("Div", ["logits", d.constant(30.0, np.float32)])])
+    d.node("Cast", [d.node("Mul", [capped, d.constant(30.0, np.float32)])], "scores", to=FLOAT)
+    d.outputs = [o for o in d.outputs if o.name != "logits"]
+    d.output("scores", FLOAT, [B, S, VOCAB])
+    d.node("Identity", [d.nodes[-5].input[0]], "states")
+    d.output("states", FLOAT, [B, S, HIDDEN])
+    return d
+
+
+def _padding(d: Decoder, batch: Dim = B) -> Decoder:
+    padding = d.node("Cast", [d.input("m", INT64, [batch, "k"])], to=FLOAT)
+    inverse = d.node("Sub", [d.constant(1.0, np.float32), padding])
+    bias = d.node("Mul", [inverse, d.constant(-1e9, np.float32)])
+    return d.finish(d.embed(d.ids()), mask=d.node("Unsqueeze", [bias, d.constant([1, 2])]))
+
+
+def _compared(d: Decoder, *, rotary: bool) -> Decoder:
+    """Positions that are compared with keys are no mask."""
+    where = d.ids("where")
+    mask = d.node("GreaterOrEqual", [d.node("Unsqueeze", [where, d.constant([1, 3])]), d.constant(np.arange(CAPACITY))])
+    return d.finish(d.embed(d.ids()), where if rotary else "", mask=mask)
+
+
+def _counted(d: Decoder) -> Decoder:
+    lengths = d.node("ReduceSum", [d.input("m", INT64, [B, "k"]), d.constant([1])], keepdims=0)
+    return d.finish(d.embed(d.ids()), lengths=lengths)
+
+
+def _names_alone(d: Decoder) -> Decoder:
+    d.input("attention_mask", INT64, [B, "past + new"])
+    d.input("whatever", INT64, ["n"])
+    return d.finish(d.embed(d.ids()))
+
+
+Found = tuple[Role, tuple[str, ...]]
+PLACES = (Role.POSITIONS, ("batch", "sequence"))
+TOKENS = (Role.TOKENS, ("batch", "sequence"))
+GRAPHS: dict[str, tuple[Callable[[Decoder], Decoder], dict[str, Found]]] = {
+    "indices and lengths through simple operators": (
+        _squeezed, {"start": (Role.WRITE_INDICES, ("batch", "")), "length": (Role.VALID_LENGTHS, ("",))}),
+    "lengths and positions from the write index": (
+        _from_write_index, {"past_length": (Role.WRITE_INDICES, ("batch",))}),
+    "write index from the length": (_from_length, {"total": (Role.VALID_LENGTHS, ("batch",))}),
+    "write index from the positions": (_from_positions, {"where": PLACES}),
+    "one input as write index and position": (_one_index, {"at": (Role.WRITE_INDICES, ("batch",))}),
+    "an index with an offset": (_offset_index, {"x": (Role.OTHER, ("batch",))}),
+    "rotary angles in the graph": (_computed_angles, {"where": PLACES, "input_ids": TOKENS}),
+    "positions of RotaryEmbedding": (_rotary_input, {"where": PLACES}),
+    "learned positions as wide as the tokens": (
+        lambda d: _learned(d, d.input("a", INT64, [S])), {"a": (Role.POSITIONS, ("sequence",)), "b": TOKENS}),
+    "learned positions with an offset": (
+        lambda d: _learned(d, d.node("Add", [d.input("a", INT64, [B, S]), d.constant(2)])), {"a": PLACES, "b": TOKENS}),
+    "a start of learned positions": (_learned_start, {"start": (Role.OTHER, ("batch",))}),
+    "a start of rotary positions": (_rotary_start, {"start": (Role.OTHER, ("batch",))}),
+    "a small table is none of positions": (
+        lambda d: _learned(d, d.input("kinds", INT64, [B, S]), rows=2), {"kinds": (Role.OTHER, ("batch", "sequence"))}),
+    "embeddings for each layer": (_per_layer, {"input_ids": TOKENS}),
+    "embeddings instead of tokens": (
+        lambda d: d.finish(d.input("x", FLOAT, [B, S, HIDDEN])), {"x": (Role.TOKENS, ("batch", "sequence", ""))}),
+    "a block without logits": (
+        _block, {"p": PLACES, "x": (Role.OTHER, ("batch", "sequence", "")),
+                 "projected": (Role.OTHER, ("batch", "sequence", "")),
+                 "hidden_out": (Role.OTHER, ("batch", "sequence", ""))}),
+    "capped logits beside hidden states": (
+        _capped, {"scores": (Role.LOGITS, ("batch", "sequence", "")),
+                  "states": (Role.OTHER, ("batch", "sequence", ""))}),
+    "a padding mask that becomes a bias": (_padding, {"m": (Role.MASK, ("batch", "keys"))}),
+    "a padding mask of a nameless batch": (lambda d: _padding(d, ""), {"m": (Role.MASK, ("batch", "keys"))}),
+    "positions compared with keys": (lambda d: _compared(d, rotary=True), {"where": PLACES}),
+    "what is only compared with keys": (
+        lambda d: _compared(d, rotary=False), {"where": (Role.OTHER, ("batch", "sequence"))}),
+    "lengths counted from a padding mask": (_counted, {"m": (Role.MASK, ("batch", "keys"))}),
+    "names, where the graph says nothing": (
+        _names_alone, {"attention_mask": (Role.MASK, ("batch", "keys")), "whatever": (Role.OTHER, ("?",))}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_the_graph_says_roles_and_axes(name: str) -> None:
+    build, wanted = GRAPHS[name]
+    found = summary(build(Decoder()).roles())
+    assert {tensor: found[tensor] for tensor in wanted} == wanted
+
+
 def test_anonymous_and_fixed_sizes() -> None:
     decoder = Decoder(batch="", sequence=1)
     for info in (roles := decoder.finish(decoder.embed(decoder.ids())).roles()):
         assert roles[info].axes[0] == "batch"
         assert set(roles[info].axes[1:]) <= {""}
-
-
-def test_indices_and_lengths_through_simple_operators() -> None:
-    decoder = Decoder()
-    hidden = decoder.embed(decoder.ids())
-    start = decoder.input("start", INT32, [B, 1])
-    flat = decoder.node("Squeeze", [decoder.node("Cast", [start], to=INT64), decoder.constant([1])])
-    indices = decoder.node("Mod", [flat, decoder.constant(CAPACITY)])
-    length = decoder.input("length", INT64, [1])
-    lengths = decoder.node("Expand", [length, decoder.node("Shape", [indices])])
-    roles = decoder.finish(hidden, indices=indices, lengths=lengths).roles()
-    assert roles["start"].role is Role.WRITE_INDICES
-    assert roles["start"].axes == ("batch", "")
-    assert roles["length"].role is Role.VALID_LENGTHS
-
-
-def test_lengths_and_positions_computed_from_the_write_index() -> None:
-    decoder = Decoder()
-    ids = decoder.ids()
-    indices = decoder.input("past_length", INT64, [B])
-    size = decoder.node("Gather", [decoder.node("Shape", [ids]), decoder.constant(1)])
-    lengths = decoder.node("Add", [indices, size])
-    steps = decoder.node("Range", [decoder.constant(0), size, decoder.constant(1)])
-    positions = decoder.node("Add", [decoder.node("Unsqueeze", [indices, decoder.constant([1])]), steps])
-    roles = decoder.finish(decoder.embed(ids), positions, indices, lengths).roles()
-    assert roles["past_length"].role is Role.WRITE_INDICES
-
-
-def test_write_index_computed_from_the_length() -> None:
-    decoder = Decoder()
-    lengths = decoder.input("total", INT64, [B])
-    indices = decoder.node("Sub", [lengths, decoder.constant(1)])
-    roles = decoder.finish(decoder.embed(decoder.ids()), indices=indices, lengths=lengths).roles()
-    assert roles["total"].role is Role.VALID_LENGTHS
-
-
-def test_write_index_taken_from_the_positions() -> None:
-    decoder = Decoder()
-    positions = decoder.ids("where")
-    indices = decoder.node("Gather", [positions, decoder.constant(0)], axis=1)
-    roles = decoder.finish(decoder.embed(decoder.ids()), positions, indices).roles()
-    assert roles["where"].role is Role.POSITIONS
-
-
-def test_one_input_as_write_index_and_position_is_a_write_index() -> None:
-    decoder = Decoder(sequence=1)
-    index = decoder.input("at", INT64, [B])
-    positions = decoder.node("Unsqueeze", [index, decoder.constant([1])])
-    assert decoder.finish(decoder.embed(decoder.ids()), positions, index).roles()["at"].role is Role.WRITE_INDICES
-
-
-def test_an_input_with_an_offset_gets_no_role() -> None:
-    """One more than the write index is not a write index; feeding it as one would be wrong by one row."""
-    decoder = Decoder()
-    indices = decoder.node("Sub", [decoder.input("x", INT64, [B]), decoder.constant(1)])
-    role = decoder.finish(decoder.embed(decoder.ids()), indices=indices).roles()["x"]
-    assert role.role is Role.OTHER
-    assert role.found_by == "graph: takes part in: write_indices of TensorScatter"
-    assert role.axes == ("batch",)
-
-
-def test_rotary_angles_computed_in_the_graph() -> None:
-    decoder = Decoder()
-    ids = decoder.ids()
-    where = decoder.input("where", INT64, [B, S])
-    column = decoder.node("Unsqueeze", [decoder.node("Cast", [where], to=FLOAT), decoder.constant([2])])
-    angles = decoder.node("MatMul", [column, decoder.weight(1, SIZE // 2)])
-    hidden = decoder.embed(ids)
-    query = decoder.node("MatMul", [hidden, decoder.weight(HIDDEN, HEADS * SIZE)])
-    cos, sin = decoder.node("Cos", [angles]), decoder.node("Sin", [angles])
-    turned = decoder.node("RotaryEmbedding", [query, cos, sin], num_heads=HEADS)
-    extra = decoder.node("MatMul", [turned, decoder.weight(HEADS * SIZE, HIDDEN)])
-    roles = decoder.finish(decoder.node("Add", [hidden, extra]), positions="").roles()
-    assert roles["where"].role is Role.POSITIONS
-    assert roles["input_ids"].role is Role.TOKENS
-
-
-def test_position_input_of_rotary_embedding() -> None:
-    decoder = Decoder()
-    where = decoder.input("where", INT64, [B, S])
-    hidden = decoder.embed(decoder.ids())
-    query = decoder.node("MatMul", [hidden, decoder.weight(HIDDEN, HEADS * SIZE)])
-    tables = [decoder.weight(POSITIONS, SIZE // 2) for _ in range(2)]
-    turned = decoder.node("RotaryEmbedding", [query, *tables, where], num_heads=HEADS)
-    extra = decoder.node("MatMul", [turned, decoder.weight(HEADS * SIZE, HIDDEN)])
-    roles = decoder.finish(decoder.node("Add", [hidden, extra]), positions="").roles()
-    assert roles["where"].role is Role.POSITIONS
-
-
-def test_learned_positions_as_wide_as_the_tokens() -> None:
-    decoder = Decoder()
-    where = decoder.input("a", INT64, [S])
-    hidden = decoder.node("Add", [decoder.embed(decoder.ids("b")), decoder.embed(where, rows=POSITIONS)])
-    roles = decoder.finish(hidden, positions="").roles()
-    assert roles["a"].role is Role.POSITIONS
-    assert roles["a"].axes == ("sequence",)
-    assert roles["b"].role is Role.TOKENS
-
-
-def test_learned_positions_with_a_constant_offset() -> None:
-    decoder = Decoder()
-    shifted = decoder.node("Add", [decoder.input("a", INT64, [B, S]), decoder.constant(2)])
-    hidden = decoder.node("Add", [decoder.embed(decoder.ids("b")), decoder.embed(shifted, rows=POSITIONS)])
-    assert decoder.finish(hidden, positions="").roles()["a"].role is Role.POSITIONS
-
-
-@pytest.mark.parametrize("rotary", [True, False])
-def test_a_start_that_steps_are_added_to_is_no_position(rotary: bool) -> None:
-    decoder = Decoder()
-    ids = decoder.ids()
-    size = decoder.node("Gather", [decoder.node("Shape", [ids]), decoder.constant(1)])
-    steps = decoder.node("Range", [decoder.constant(0), size, decoder.constant(1)])
-    column = decoder.node("Unsqueeze", [decoder.input("start", INT64, [B]), decoder.constant([1])])
-    positions = decoder.node("Add", [column, steps])
-    hidden = decoder.embed(ids)
-    if not rotary:
-        hidden = decoder.node("Add", [hidden, decoder.embed(positions, rows=POSITIONS)])
-    role = decoder.finish(hidden, positions if rotary else "").roles()["start"]
-    assert role.role is Role.OTHER
-    assert "positions" in role.found_by
-
-
-def test_a_small_table_is_no_table_of_positions() -> None:
-    decoder = Decoder()
-    kinds = decoder.input("kinds", INT64, [B, S])
-    hidden = decoder.node("Add", [decoder.embed(decoder.ids()), decoder.embed(kinds, rows=2)])
-    assert decoder.finish(hidden).roles()["kinds"].role is Role.OTHER
-
-
-def test_per_layer_embeddings_leave_the_tokens_alone() -> None:
-    decoder = Decoder()
-    ids = decoder.ids()
-    wide = decoder.node("MatMul", [decoder.embed(ids, columns=4 * HIDDEN), decoder.weight(4 * HIDDEN, HIDDEN)])
-    roles = decoder.finish(decoder.node("Add", [decoder.embed(ids), wide])).roles()
-    assert roles["input_ids"].role is Role.TOKENS
-
-
-def test_embeddings_instead_of_tokens() -> None:
-    decoder = Decoder()
-    roles = decoder.finish(decoder.input("x", FLOAT, [B, S, HIDDEN])).roles()
-    assert roles["x"].role is Role.TOKENS
-    assert roles["x"].axes == ("batch", "sequence", "")
-
-
-def test_a_block_without_logits_has_no_logits() -> None:
-    decoder = Decoder()
-    decoder.finish(decoder.input("x", FLOAT, [B, S, HIDDEN]), decoder.ids("p"), logits=False)
-    decoder.node("MatMul", ["hidden_out", decoder.weight(HIDDEN, HIDDEN)], "projected")
-    decoder.output("projected", FLOAT, [B, S, HIDDEN])
-    roles = decoder.roles()
-    assert roles["p"].role is Role.POSITIONS
-    assert roles["projected"].role is Role.OTHER
-    assert roles["hidden_out"].role is Role.OTHER
-    assert roles["hidden_out"].axes == ("batch", "sequence", "")
-    assert roles["x"].role is Role.OTHER
-
-
-def test_capped_and_cast_logits_beside_hidden_states() -> None:
-    decoder = Decoder()
-    decoder.finish(decoder.embed(decoder.ids()))
-    capped = decoder.node("Tanh", [decoder.node("Div", ["logits", decoder.constant(30.0, np.float32)])])
-    decoder.node("Cast", [decoder.node("Mul", [capped, decoder.constant(30.0, np.float32)])], "scores", to=FLOAT)
-    decoder.outputs = [o for o in decoder.outputs if o.name != "logits"]
-    decoder.output("scores", FLOAT, [B, S, VOCAB])
-    decoder.node("Identity", [decoder.nodes[-5].input[0]], "states")
-    decoder.output("states", FLOAT, [B, S, HIDDEN])
-    roles = decoder.roles()
-    assert roles["scores"].role is Role.LOGITS
-    assert roles["states"].role is Role.OTHER
 
 
 @pytest.mark.parametrize(
@@ -376,37 +383,6 @@ def test_a_mask_whose_axes_are_in_no_known_order_is_named(shape: tuple[Dim, ...]
     made = decoder.finish(hidden, mask=decoder.input("m", BOOL, shape))
     with pytest.raises(UnsupportedModelError, match=rf"the mask 'm' \[.*\] has axes {found}; supported are \[batch,"):
         made.roles()
-
-
-@pytest.mark.parametrize("batch", [B, ""])
-def test_padding_mask_that_is_turned_into_a_bias(batch: str) -> None:
-    decoder = Decoder()
-    ids = decoder.ids()
-    padding = decoder.node("Cast", [decoder.input("m", INT64, [batch, "k"])], to=FLOAT)
-    inverse = decoder.node("Sub", [decoder.constant(1.0, np.float32), padding])
-    bias = decoder.node("Mul", [inverse, decoder.constant(-1e9, np.float32)])
-    mask = decoder.node("Unsqueeze", [bias, decoder.constant([1, 2])])
-    role = decoder.finish(decoder.embed(ids), mask=mask).roles()["m"]
-    assert (role.role, role.axes) == (Role.MASK, ("batch", "keys"))
-
-
-@pytest.mark.parametrize(("rotary", "role"), [(True, Role.POSITIONS), (False, Role.OTHER)])
-def test_positions_compared_with_keys_are_no_mask(rotary: bool, role: Role) -> None:
-    decoder = Decoder()
-    where = decoder.ids("where")
-    column = decoder.node("Unsqueeze", [where, decoder.constant([1, 3])])
-    keys = decoder.constant(np.arange(CAPACITY))
-    mask = decoder.node("GreaterOrEqual", [column, keys])
-    roles = decoder.finish(decoder.embed(decoder.ids()), where if rotary else "", mask=mask).roles()
-    assert roles["where"].role is role
-
-
-def test_lengths_counted_from_a_padding_mask() -> None:
-    decoder = Decoder()
-    padding = decoder.input("m", INT64, [B, "k"])
-    lengths = decoder.node("ReduceSum", [padding, decoder.constant([1])], keepdims=0)
-    role = decoder.finish(decoder.embed(decoder.ids()), lengths=lengths).roles()["m"]
-    assert (role.role, role.axes) == (Role.MASK, ("batch", "keys"))
 
 
 def test_packed_tokens() -> None:
@@ -489,17 +465,6 @@ def test_two_embedding_inputs_are_ambiguous() -> None:
 
 
 # --- names
-
-
-def test_names_decide_where_the_graph_says_nothing() -> None:
-    decoder = Decoder()
-    decoder.input("attention_mask", INT64, [B, "past + new"])
-    decoder.input("whatever", INT64, ["n"])
-    roles = decoder.finish(decoder.embed(decoder.ids())).roles()
-    assert roles["attention_mask"].role is Role.MASK
-    assert roles["attention_mask"].found_by.startswith("config: ")
-    assert roles["attention_mask"].axes == ("batch", "keys")
-    assert (roles["whatever"].role, roles["whatever"].axes) == (Role.OTHER, ("?",))
 
 
 def test_the_user_is_not_argued_with(tmp_path: Path) -> None:

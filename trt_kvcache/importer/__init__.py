@@ -5,7 +5,7 @@ Nothing here imports TensorRT.
     load_source     read the file, check it                           files
     prepare         fixed capacity, flat, shapes known, caches and    prepare, merged, simplify, normalize
                     attention in their canonical form
-    analyze         -> CachePlan                                      analyze, planning, roles, plan
+    analyze         -> CachePlan                                      analyze, planning, interface, plan
     rewrite_graph   edit the graph as the plan says                   rewrite
     check_rewrite   compare the rewritten model with the original     check
     patch_network   set what only TensorRT's parsed network has       patch

@@ -10,6 +10,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
+from trt_kvcache.importer.interface import Known, find_roles, kept_roles, open_axes
 from trt_kvcache.importer.normalize.evidence.independence import check_batch, check_exported
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.idioms.states import find_states
@@ -19,7 +20,6 @@ from trt_kvcache.importer.plan import (
     Dim,
     InterfaceChange,
     LogitsSpan,
-    OriginalRole,
     PlanOptions,
     Role,
     Route,
@@ -33,12 +33,10 @@ from trt_kvcache.importer.plan import (
 from trt_kvcache.importer.planning.attention import analyze_attention, relaxable_mask
 from trt_kvcache.importer.planning.attention_facts import read_attention
 from trt_kvcache.importer.planning.caches import analyze_caches
-from trt_kvcache.importer.planning.cross_attention import find_cross_attention
 from trt_kvcache.importer.planning.experts import EXPERTS
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.planning.logits_span import change_of, plan_logits, role_of, with_span
 from trt_kvcache.importer.protos import all_nodes
-from trt_kvcache.importer.roles import GraphFacts, find_roles
 
 
 def analyze(
@@ -77,8 +75,12 @@ def analyze(
     if findings is not None:
         caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)
-    states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
-    roles = find_roles(model, _facts(graph, caches, states, findings), options.config)
+    if findings is not None and findings.original:
+        states, roles = findings.states, kept_roles(findings.roles, model)
+    else:
+        states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
+        roles = find_roles(model, _known(caches, states), options.config)
+    roles = tuple(open_axes(role) for role in roles)
     longest = options.capacity or max((c.capacity for c in caches), default=0)
     if findings is None or not findings.original:
         check_exported(model, roles, longest)
@@ -190,30 +192,14 @@ def _input_behind(graph: gs.Graph, tensor: gs.Tensor, ops: tuple[str, ...] = _VI
     return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
 
 
-def _facts(
-    graph: gs.Graph, caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...], findings: Findings | None
-) -> GraphFacts:
-    original = () if findings is None else findings.original
-    carried = {name for c in caches for name in (c.past, c.present)} | {s.past for s in states}
-    cross = find_cross_attention(graph, carried)
-    lengths: set[str] = set()
-    masks: set[str] = set()
-    for node in graph.nodes:
-        if is_op(node, "Attention") and node.name not in cross.nodes:
-            facts = read_attention(graph, node)
-            lengths |= {facts.lengths.name} if facts.lengths is not None else set()
-            masks |= {facts.mask.name} if facts.mask is not None else set()
-    return GraphFacts(
+def _known(caches: tuple[CacheUpdate, ...], states: tuple[StateUpdate, ...]) -> Known:
+    return Known(
         caches={c.past: c.present for c in caches if c.carried},
+        states={s.past: s.present for s in states},
+        sequence_axis={c.past: c.sequence_axis for c in caches},
         write_indices=frozenset(c.write_indices for c in caches if c.write_indices is not None),
         update_lengths=frozenset(c.update_lengths for c in caches if c.update_lengths is not None),
-        valid_lengths=frozenset(lengths),
-        masks=frozenset(masks),
-        sequence_axis={c.past: c.sequence_axis for c in caches},
         updates={c.update: _update_axes(c) for c in caches},
-        states={s.past: s.present for s in states},
-        constants=cross.constants,
-        tokens=frozenset(t.name for t in original if t.role is OriginalRole.TOKENS),
     )
 
 

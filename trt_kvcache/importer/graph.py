@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ from onnx_graphsurgeon.importers.onnx_importer import OnnxImporter
 from onnx_graphsurgeon.logger import G_LOGGER
 
 from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.protos import FLOATS as FLOATS
 
 # Every bfloat16 or float8 tensor makes graphsurgeon warn that numpy lacks the type; the type is kept all the same.
 G_LOGGER.severity = G_LOGGER.ERROR
@@ -23,10 +24,6 @@ BOOL = int(onnx.TensorProto.BOOL)
 FLOAT = int(onnx.TensorProto.FLOAT)
 INT32 = int(onnx.TensorProto.INT32)
 INT64 = int(onnx.TensorProto.INT64)
-FLOATS = frozenset(
-    (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE)
-)
-"""Types that attention may have."""
 SINKS, SLOPES = 7, 8
 """Inputs of an Attention behind those that ONNX's has: one number for each query head (or one for all). Only the
 importer makes such nodes, and none is left in a rewritten model: see `normalize.sinks` and `normalize.slopes`."""
@@ -82,6 +79,28 @@ def consumers(tensor: gs.Tensor) -> list[gs.Node]:
 def contains(tensors: Sequence[gs.Tensor], tensor: gs.Tensor) -> bool:
     """Whether `tensor` itself (not one that compares equal) is in `tensors`."""
     return any(t is tensor for t in tensors)
+
+
+def inputs_behind(graph: gs.Graph) -> dict[str, frozenset[str]]:
+    """The graph inputs behind each tensor, by name; those of which only the shape is read do not count.
+
+    The nodes must be in topological order, as ONNX demands.
+    """
+    found = {str(t.name): frozenset([str(t.name)]) for t in graph.inputs}
+    for node in graph.nodes:
+        names = () if is_op(node, "Shape", "Size") else _reads(node)
+        behind = frozenset[str]().union(*(found.get(name, frozenset()) for name in names))
+        found.update((str(t.name), behind) for t in node.outputs)
+    return found
+
+
+def _reads(node: gs.Node) -> Iterator[str]:
+    """Names of what a node reads, in its nested graphs too."""
+    yield from (str(t.name) for t in node.inputs)
+    for body in (value for value in node.attrs.values() if isinstance(value, gs.Graph)):
+        for inner in body.nodes:
+            yield from _reads(inner)
+        yield from (str(t.name) for t in body.outputs)
 
 
 def made_of_constants(tensor: gs.Tensor) -> bool:

@@ -16,6 +16,12 @@ Shape = tuple[int | str, ...]
 DEFAULT_DOMAINS = ("", "ai.onnx")
 """Both spellings of the ONNX operators' own domain."""
 
+FLOATS = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE))
+"""Element types that activations may have."""
+
+INTEGERS = frozenset((TensorProto.INT64, TensorProto.INT32))
+"""Element types that token ids, positions and lengths may have."""
+
 _SUB_BYTE_BITS = {"INT4": 4, "UINT4": 4, "FLOAT4E2M1": 4, "INT2": 2, "UINT2": 2}
 
 

@@ -16,11 +16,11 @@ from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.verify import verify_import
 

@@ -17,8 +17,8 @@ from onnx import TensorProto
 
 from trt_kvcache import DecodeSession, GenerationConfig, PlanOptions, plan_model, verify_model
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.importer.roles.mrope import place_positions
 from trt_kvcache.verify import verify_import
 
 PLANES = 3

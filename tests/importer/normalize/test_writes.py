@@ -24,10 +24,10 @@ from graphs import Graph
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.prepare import detach_weights, fix_digit_dims, infer_shapes
 from trt_kvcache.importer.simplify import name_nodes, raise_opset
 

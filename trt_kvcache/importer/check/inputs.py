@@ -12,9 +12,9 @@ import numpy.typing as npt
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.check.dtypes import numpy_dtype
 from trt_kvcache.importer.check.lengths import Step
+from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
-from trt_kvcache.importer.roles.mrope import place_positions
 
 Array = npt.NDArray[Any]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 
 from onnx import GraphProto, TensorProto, TensorShapeProto
 
+from trt_kvcache.importer.interface.config import NamePattern, shipped_patterns
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, shape_of
-from trt_kvcache.importer.roles.config import NamePattern, shipped_patterns
 
 __all__ = ["drop_defaults"]
 

@@ -22,8 +22,8 @@ from trt_kvcache.importer.files.checks import check_graph
 from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.save import save_model
+from trt_kvcache.importer.interface.config import load_patterns
 from trt_kvcache.importer.protos import byte_size, cut_squares, is_op, iter_scopes, iter_tensors, may_be_bias
-from trt_kvcache.importer.roles.config import load_patterns
 
 __all__ = ["SourceModel", "load_source", "save_model", "take_readable"]
 

@@ -5,7 +5,7 @@
     Einsum -> MatMul, Mul                               einsum
     Softmax in five operators                           softmax
     what is read and proven, in which order             exported
-    what the inputs are, samples of a step              interface, evidence: samples, probe (blueprint), sizes
+    samples of a step                                   evidence: samples, probe (blueprint), sizes
     constants in disguise                               evidence: fixed
     caches in the type that they are kept in            idioms: narrow
     caches along other axes                             idioms: relayout
@@ -22,7 +22,7 @@
     state that is no cache                              idioms: states
     what was found                                      findings
     the canonical form                                  canonical, readers, residual (tables, counted),
-                                                        trim, changes
+                                                        trim
     rows that do not depend on each other               evidence: independence (batch_axis)
     windows as circular buffers                         extensions: ring_windows
 
@@ -42,13 +42,14 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
+from trt_kvcache.importer.interface.changes import find_changes
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.apart import refuse_apart
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import settle_heads
 from trt_kvcache.importer.normalize.attention.rounded import check_presents, round_new_rows
 from trt_kvcache.importer.normalize.attention.square_masks import SINGLY
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.changes import find_changes
 from trt_kvcache.importer.normalize.counted import NOTE
 from trt_kvcache.importer.normalize.evidence.independence import check_independence
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -61,7 +62,6 @@ from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
 from trt_kvcache.importer.normalize.idioms.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presents, relay_caches, say_layouts
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.readers import check_readers
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.tables import check_tables
@@ -164,9 +164,9 @@ def _rewrite(
         *(() if rings is None else rings.notes),
     )
     notes += (SINGLY,) if exported.singly else ()
-    return Normalized(
-        model, Findings(canonical.idioms, changes, tensors, notes=notes, longest={} if rings is None else rings.longest)
-    )
+    roles = (*interface.roles, *canonical.added)
+    longest = {} if rings is None else rings.longest
+    return Normalized(model, Findings(canonical.idioms, changes, tensors, roles, interface.states, notes, longest))
 
 
 def _own_masks(cores: Sequence[Core]) -> list[str]:

@@ -13,13 +13,13 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import dims
+from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
-from trt_kvcache.importer.roles.mrope import place_positions
 
 _OTHER_ROWS = 3  # of a padding mask beyond the capacity, and of counters: nothing says what they are from now on
 

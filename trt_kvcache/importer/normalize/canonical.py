@@ -25,7 +25,7 @@ from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, dims, elem_type, 
 from trt_kvcache.importer.normalize.attention.bias import emit_bias
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
-from trt_kvcache.importer.plan import Dim
+from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS, Rounding
 
 _INT64 = int(onnx.TensorProto.INT64)
@@ -40,6 +40,9 @@ class Canonical:
         tokens: the graph input ``[B, S, ...]`` of the new tokens: its shape gives B and S.
         batch: the batch dimension, as caches have it.
         capacity: tokens per sequence.
+
+    Attributes:
+        added: roles of the inputs that were added.
     """
 
     def __init__(self, graph: gs.Graph, tokens: gs.Tensor, batch: int | str, capacity: int) -> None:
@@ -50,18 +53,19 @@ class Canonical:
         self.capacity = capacity
         self.idioms: dict[str, str] = {}
         self.known: dict[str, tuple[int, tuple[Dim, ...]]] = {}  # types that shape inference may not find
+        self.added: list[TensorRole] = []
         self.opset = 24
         self._taken = set(graph.tensors())
 
     @property
     def write_indices(self) -> gs.Variable:
         """int64 ``[B]``: the row that the first new token of each sequence goes to."""
-        return self._input("write_indices")
+        return self._input("write_indices", Role.WRITE_INDICES)
 
     @property
     def lengths(self) -> gs.Variable:
         """int64 ``[B]``: rows that hold tokens after this step."""
-        return self._input("nonpad_kv_seqlen")
+        return self._input("nonpad_kv_seqlen", Role.VALID_LENGTHS)
 
     def positions(self) -> gs.Variable:
         """int64 ``[B, S]``: position of each new token."""
@@ -224,7 +228,7 @@ class Canonical:
             tensor = self.emit.op("Reshape", [tensor, self.emit.ints([0, 0, int(shape[2]) // size, size])], "heads")
         return self.emit.op("Transpose", [tensor], "heads_major", perm=[0, 2, 1, 3])
 
-    def _input(self, name: str) -> gs.Variable:
+    def _input(self, name: str, role: Role) -> gs.Variable:
         def make() -> gs.Variable:
             free = name
             while free in self._taken:
@@ -232,6 +236,7 @@ class Canonical:
             self._taken.add(free)
             tensor = gs.Variable(free, dtype=np.int64, shape=[self.batch])
             self.graph.inputs.append(tensor)
+            self.added.append(TensorRole(free, "input", role, "int64", (self.batch,), "added", ("batch",)))
             return tensor
 
         made: gs.Variable = self.emit.once(("input", name), make)

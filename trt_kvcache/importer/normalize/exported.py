@@ -19,6 +19,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
 from trt_kvcache.importer.normalize.attention.merged_heads import split_heads, turn_keys
 from trt_kvcache.importer.normalize.attention.rounded import round_first
@@ -43,7 +44,6 @@ from trt_kvcache.importer.normalize.idioms.kept import find_kept, find_short_mas
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows
 from trt_kvcache.importer.normalize.idioms.states import find_states, resized
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.softmax import join_softmax
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 

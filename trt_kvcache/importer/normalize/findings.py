@@ -11,7 +11,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.evidence.samples import Sample
-from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate
+from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate, TensorRole
 from trt_kvcache.importer.planning.rounding import Rounding
 
 Array = npt.NDArray[Any]
@@ -130,12 +130,16 @@ class Findings:
 
     Attributes:
         idioms: by name of the cache input.
+        original: inputs and outputs as exported; empty: the model was canonical already.
+        roles: the same, and those of the inputs that normalization added, for the canonical model.
+        states: state that is no cache.
         longest: the most tokens of one update, of caches that became circular.
     """
 
     idioms: dict[str, str]
     changes: tuple[InterfaceChange, ...] = ()
     original: tuple[OriginalTensor, ...] = ()
+    roles: tuple[TensorRole, ...] = ()
     states: tuple[StateUpdate, ...] = ()
     notes: tuple[str, ...] = ()
     longest: dict[str, int] = field(default_factory=dict)

@@ -23,13 +23,13 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, made_of_constants, replace_uses
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import count_per_row
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.tables import gather_rows, shifted_positions
 from trt_kvcache.importer.plan import OriginalRole
 

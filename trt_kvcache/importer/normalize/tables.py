@@ -19,12 +19,12 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, replace_uses
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.interface import Interface
 
 _LOOKUPS = {  # operator: places of index and table
     "Gather": (1, 0), "GatherND": (1, 0), "GatherElements": (1, 0), "RotaryEmbedding": (3, 1),

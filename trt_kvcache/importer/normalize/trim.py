@@ -12,7 +12,7 @@ from __future__ import annotations
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT64, Emitter, consumers, contains, is_op, producer, replace_uses
-from trt_kvcache.importer.normalize.interface import Interface
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.views import static_layout, trace_back
 from trt_kvcache.importer.plan import OriginalRole
 

@@ -12,7 +12,6 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import (
-    FLOATS,
     SINKS,
     SLOPES,
     contains,
@@ -23,6 +22,7 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS, Rounding, read_rounding
+from trt_kvcache.importer.protos import FLOATS
 
 
 @dataclass(frozen=True)

@@ -20,9 +20,8 @@ from math import prod
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, small_constant
+from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, inputs_behind, is_op, small_constant
 from trt_kvcache.importer.plan import InterfaceChange, LogitPositions, LogitsSpan, PlanOptions, Role, TensorRole
-from trt_kvcache.importer.planning.cross_attention import inputs_behind
 
 __all__ = ["change_of", "plan_logits", "role_of", "with_span"]
 

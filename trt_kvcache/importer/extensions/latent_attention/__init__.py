@@ -23,11 +23,11 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.latent_attention.absorbed import Absorbed, find_absorbed, note
 from trt_kvcache.importer.extensions.latent_attention.computed import Computed, find_computed
 from trt_kvcache.importer.extensions.latent_attention.rotary import Positioned
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.search import find_cores
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import LatentAttention
 
 __all__ = ["ComputedAttention", "Positioned", "find_attention"]

@@ -24,6 +24,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import is_op, producer
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias, find_bias, find_slopes
 from trt_kvcache.importer.normalize.attention.mask_values import (
     MaskKind,
@@ -35,7 +36,6 @@ from trt_kvcache.importer.normalize.attention.mask_values import (
 )
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility, Write
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole
 
 Array = npt.NDArray[Any]

@@ -20,6 +20,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
 from trt_kvcache.importer.normalize.attention.guards import unguarded
 from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse, is_low
@@ -29,7 +30,6 @@ from trt_kvcache.importer.normalize.attention.rounded import masked_already, rea
 from trt_kvcache.importer.normalize.attention.sinks import Sinks, drops_sink, joined, peeled, read_sinks
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.views import is_float_cast
 from trt_kvcache.importer.planning.rounding import Rounding
 

@@ -19,6 +19,8 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.normalize.cancelled import canonical_step
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import draw
@@ -26,10 +28,8 @@ from trt_kvcache.importer.normalize.evidence.batch_axis import BATCHES, check_ba
 from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole, Role, TensorRole
 from trt_kvcache.importer.protos import elem_type_of, shape_of
-from trt_kvcache.importer.roles.mrope import place_positions
 
 # Integers that other operators take are sizes, such as how much of a table of positions is cut out.
 _LOOKUPS = ("Gather", "GatherND", "GatherElements", "RotaryEmbedding")

@@ -12,11 +12,11 @@ import numpy.typing as npt
 import onnx
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.plan import OriginalRole, OriginalTensor
-from trt_kvcache.importer.roles.mrope import place_positions
 
 Array = npt.NDArray[Any]
 

@@ -35,6 +35,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, contains, dims, elem_type, input_or_none
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.canonical import Canonical
@@ -56,7 +57,6 @@ from trt_kvcache.importer.normalize.fused.held import (
     width,
 )
 from trt_kvcache.importer.normalize.fused.rotary import rotate
-from trt_kvcache.importer.normalize.interface import Interface
 
 _PASTS, _PRESENTS = (3, 4), (1, 2)
 _SEQLENS, _TOTAL, _COS, _SIN, _POSITIONS, _BIAS = 5, 6, 7, 8, 9, 10

@@ -26,6 +26,7 @@ from trt_kvcache.importer.graph import (
     is_op,
     producer,
 )
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.mask_values import MaskUse
 from trt_kvcache.importer.normalize.attention.masks import check_bias, classify
 from trt_kvcache.importer.normalize.attention.sinks import Sinks
@@ -33,7 +34,6 @@ from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Visibility
 from trt_kvcache.importer.normalize.fused.contrib import become
-from trt_kvcache.importer.normalize.interface import Interface
 
 PROJECTED = "projected"
 """What emitted names begin with around ONNX Runtime's Attention."""

@@ -29,6 +29,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter, dims, input_or_none, is_op
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
@@ -47,7 +48,6 @@ from trt_kvcache.importer.normalize.fused.held import (
     state_cache_shape,
     visibility,
 )
-from trt_kvcache.importer.normalize.interface import Interface
 
 _MASK, _PASTS, _LENGTHS, _PRESENTS, _SCORES = 3, (4, 5), 6, (1, 2), 3
 

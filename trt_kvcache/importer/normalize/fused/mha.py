@@ -30,6 +30,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter, dims, input_or_none
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -49,7 +50,6 @@ from trt_kvcache.importer.normalize.fused.held import (
     visibility,
     was_attention,
 )
-from trt_kvcache.importer.normalize.interface import Interface
 
 _BIAS, _PADDING, _SCORE_BIAS, _PASTS, _SHARED, _BEAMS = 3, 4, 5, (6, 7), 8, 9
 _PRESENTS, _SCORES = (1, 2), 3

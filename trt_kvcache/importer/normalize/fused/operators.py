@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.fused.gqa import gqa_caches, is_gqa, prove_gqa
 from trt_kvcache.importer.normalize.fused.held import HeldCache, Rewrite
 from trt_kvcache.importer.normalize.fused.in_op import in_op_caches, is_in_op, prove_in_op
 from trt_kvcache.importer.normalize.fused.mha import is_mha, mha_caches, prove_mha
-from trt_kvcache.importer.normalize.interface import Interface
 
 _Find = Callable[[gs.Graph, gs.Node], list[HeldCache]]
 _Prove = Callable[[gs.Graph, gs.Node, Sequence[HeldCache], Interface, Samples], Rewrite]

@@ -21,10 +21,10 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import consumers, is_op
+from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.candidate import Candidate, Geometry
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.interface import Interface
 from trt_kvcache.importer.normalize.views import static_layout
 from trt_kvcache.importer.plan import OriginalRole
 

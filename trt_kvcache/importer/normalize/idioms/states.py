@@ -26,10 +26,9 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, dims, dtype_name, elem_type, is_op, producer
+from trt_kvcache.importer.graph import consumers, dims, dtype_name, elem_type, inputs_behind, is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.plan import Dim, StateUpdate
-from trt_kvcache.importer.planning.cross_attention import inputs_behind
 
 __all__ = ["find_states", "resized"]
 

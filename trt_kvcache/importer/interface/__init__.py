@@ -3,7 +3,7 @@
 Caches are facts of the graph. For everything else, in this order:
 
 1. the user's own name patterns (``--config``): what is said outright is not argued with;
-2. the graph, where the evidence is clear (`trt_kvcache.importer.roles.structure`);
+2. the graph, where the evidence is clear (`trt_kvcache.importer.interface.evidence`);
 3. the shipped name patterns (``configs/*.yaml``), also to decide between roles for which the graph speaks equally.
 
 What several roles claim with equal right, and a role that several tensors claim where a decode loop has only one, is an
@@ -12,20 +12,24 @@ error: a guess would feed wrong values to a model that then answers nonsense wit
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from onnx import ModelProto, ValueInfoProto
 
 from trt_kvcache.errors import AmbiguousRoleError, OptionError
+from trt_kvcache.importer.interface.axes import name_axes, open_axes
+from trt_kvcache.importer.interface.config import NamePattern, example, load_patterns, shipped_patterns
+from trt_kvcache.importer.interface.cross_attention import find_cross_attention
+from trt_kvcache.importer.interface.evidence import Evidence, GraphIndex, Known, collect_evidence
 from trt_kvcache.importer.plan import Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
-from trt_kvcache.importer.roles.axes import name_axes
-from trt_kvcache.importer.roles.config import NamePattern, example, load_patterns, shipped_patterns
-from trt_kvcache.importer.roles.structure import Evidence, GraphFacts, GraphIndex, Strength, collect_evidence
 
-__all__ = ["GraphFacts", "find_roles"]
+__all__ = ["Known", "find_roles", "kept_roles", "open_axes"]
 
 _SINGLE = (Role.TOKENS, Role.LOGITS)
+_MARKS = "/.:_-"
+"""What ends a prefix of names."""
 
 
 @dataclass(frozen=True)
@@ -35,50 +39,73 @@ class _Finding:
     by_user: bool = False
 
 
-_MARKS = "/.:_-"
-"""What ends a prefix of names."""
-
-
-def find_roles(model: ModelProto, facts: GraphFacts, config: str | None = None) -> tuple[TensorRole, ...]:
+def find_roles(
+    model: ModelProto, known: Known, config: str | None = None, *, tokens: str | None = None
+) -> tuple[TensorRole, ...]:
     """Find the role of every graph input and output, inputs first, in the order of the graph.
 
     Args:
-        model: prepared: inlined, with shapes inferred; external data need not be there.
-        facts: what the analysis of cache updates and attention knows.
+        model: inlined, with shapes inferred; external data need not be there.
+        known: its caches and states.
         config: a YAML file with name patterns. It decides for the names that it matches, whatever the graph says; only
             caches it cannot name, nor take away.
+        tokens: the input that brings the new tokens, if neither the graph nor a name says it.
+
+    Returns:
+        Roles with the axes of fixed sizes named, too; see `open_axes`.
 
     Raises:
         AmbiguousRoleError: a tensor fits several roles equally well, or several tensors fit a role that only one can
             play; the message lists the candidates.
         OptionError: the config is unreadable, contradicts itself, or names a cache.
+        UnsupportedModelError: the axes of positions or of a mask are in no order that is known.
     """
     index = GraphIndex(model)
     user = load_patterns(config) if config is not None else ()
-    static = [shape[axis] for past, axis in facts.sequence_axis.items() if (shape := index.shape(past)) is not None]
-    capacity = max((dim for dim in static if isinstance(dim, int)), default=None)
-    evidence = collect_evidence(index, facts, capacity)
+    carried = {*known.caches, *known.caches.values(), *known.states}
+    attentions, constants = find_cross_attention(index, carried)
+    evidence = collect_evidence(index, known, attentions)
 
     tensors = [(info, "input") for info in index.inputs.values()] + [(info, "output") for info in model.graph.output]
-    prefix = _prefix([*facts.caches, *facts.caches.values()])
+    prefix = _prefix([*known.caches, *known.caches.values()])
     named = [
         _match(info.name, io, shipped_patterns()) or _match(info.name.removeprefix(prefix), io, shipped_patterns())
         for info, io in tensors
     ]
     findings = [
-        _decide(info.name, io, facts, evidence.get(info.name, []), user, shipped)
+        _carried(info.name, io, known, constants, _match(info.name, io, user))
+        or _decide(info.name, io, evidence.get(info.name, []), shipped)
         for (info, io), shipped in zip(tensors, named, strict=True)
     ]
+    if tokens is not None:
+        guessed = _Finding(Role.TOKENS, "graph: the only input of embeddings")
+        findings = [guessed if pair[0].name == tokens else f for pair, f in zip(tensors, findings, strict=True)]
     findings = _settle_single_roles(tensors, findings, named)
     roles = [
-        TensorRole(info.name, io, finding.role, _dtype(info), shape_of(info) or (), finding.found_by, ())
+        TensorRole(
+            info.name, io, finding.role, dtype_name(elem_type_of(info)), shape_of(info) or (), finding.found_by, ()
+        )
         for (info, io), finding in zip(tensors, findings, strict=True)
     ]
-    return name_axes(roles, index, facts)
+    return name_axes(roles, index, known)
 
 
-def _dtype(info: ValueInfoProto) -> str:
-    return dtype_name(elem_type_of(info))
+def kept_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRole, ...]:
+    """Roles that were found before an edit, and those of the inputs that it added, for the model after it.
+
+    Args:
+        roles: of the inputs and outputs before, and of those that were added; others may be among them.
+        model: after the edit, with shapes inferred.
+    """
+    found = {(r.io, r.name): r for r in roles}
+    kept = []
+    for io, values in (("input", model.graph.input), ("output", model.graph.output)):
+        for value in values:
+            role, shape = found[io, value.name], shape_of(value) or ()
+            same = role.role is not Role.CACHE and len(role.axes) == len(shape)
+            axes = role.axes if same else ("batch", *["?"] * len(shape))[: len(shape)]
+            kept.append(replace(role, dtype=dtype_name(elem_type_of(value)), shape=shape, axes=axes))
+    return tuple(kept)
 
 
 def _prefix(caches: list[str]) -> str:
@@ -92,42 +119,39 @@ def _prefix(caches: list[str]) -> str:
     return first[: max(first.rfind(mark, 0, length) for mark in _MARKS) + 1]
 
 
-def _decide(
-    name: str,
-    io: str,
-    facts: GraphFacts,
-    evidence: list[Evidence],
-    user: tuple[NamePattern, ...],
-    shipped: NamePattern | None,
-) -> _Finding:
-    """The role of one tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
-    is_cache = name in (facts.caches if io == "input" else facts.caches.values())
-    is_state = name in (facts.states if io == "input" else facts.states.values())
-    if named := _match(name, io, user):
-        if is_cache or is_state:
-            what = "a cache" if is_cache else "state that each step replaces"
-            raise OptionError(
-                f"{named.source}: gives the role '{named.role.value}' to '{name}', which is {what}; narrow the pattern"
-            )
+def _carried(name: str, io: str, known: Known, constants: frozenset[str], named: NamePattern | None) -> _Finding | None:
+    """The role that the user, or a cache, a state or cross-attention gives; None: none of them does."""
+    is_cache = name in (known.caches if io == "input" else known.caches.values())
+    is_state = name in (known.states if io == "input" else known.states.values())
+    if named is not None and (is_cache or is_state):
+        what = "a cache" if is_cache else "state that each step replaces"
+        raise OptionError(
+            f"{named.source}: gives the role '{named.role.value}' to '{name}', which is {what}; narrow the pattern"
+        )
+    if named is not None:
         return _Finding(named.role, f"config: {named.source}", by_user=True)
     if is_cache:
         return _Finding(Role.CACHE, "graph: updated by a cache update" if io == "input" else "graph: an updated cache")
     if is_state:
         return _Finding(Role.STATE, "graph: replaced by every step" if io == "input" else "graph: what replaces state")
-    if io == "input" and name in facts.constants:
+    if io == "input" and name in constants:
         return _Finding(Role.CONSTANT, "graph: cross-attention reads it")
-    fitting = [e for e in evidence if (e.role is Role.LOGITS) == (io == "output")]
-    best = _strongest(fitting)
-    if len(best) == 1 and best[0].strength > Strength.HINT:
-        return _Finding(best[0].role, f"graph: {best[0].reason}")
-    if len(best) > 1 and best[0].strength > Strength.HINT and (shipped is None or shipped.role not in _roles(best)):
+    return None
+
+
+def _decide(name: str, io: str, evidence: list[Evidence], shipped: NamePattern | None) -> _Finding:
+    """The role of one other tensor, on its own; `shipped`: the pattern of the project's own that its name matches."""
+    best = _strongest([e for e in evidence if (e.role is Role.LOGITS) == (io == "output")])
+    if len(best) > 1 and (shipped is None or shipped.role not in [e.role for e in best]):
         raise AmbiguousRoleError(
             f"{io} '{name}' could be {_list([f'{e.role.value} ({e.reason})' for e in best])}; "
             f"say which with --config, a YAML file such as: {example(best[0].role, name)}"
         )
+    if len(best) == 1:
+        return _Finding(best[0].role, f"graph: {best[0].reason}")
     if shipped is not None:
         return _Finding(shipped.role, f"config: {shipped.source}")
-    return _Finding(Role.OTHER, "graph: " + (best[0].reason if best else "nothing gives it a part in decoding"))
+    return _Finding(Role.OTHER, "graph: nothing gives it a part in decoding")
 
 
 def _match(name: str, io: str, patterns: tuple[NamePattern, ...]) -> NamePattern | None:
@@ -152,20 +176,13 @@ def _strongest(evidence: list[Evidence]) -> list[Evidence]:
     An input that is a write index and a position unchanged is a write index: both say where the row's next token goes,
     and the cache update is the narrower use.
     """
-    if not evidence:
-        return []
-    strength = max(e.strength for e in evidence)
+    exact = [piece for piece in evidence if piece.exact]
     best: dict[Role, Evidence] = {}
-    for piece in evidence:
-        if piece.strength == strength:
-            best.setdefault(piece.role, piece)
+    for piece in exact or evidence:
+        best.setdefault(piece.role, piece)
     if Role.WRITE_INDICES in best:
         best.pop(Role.POSITIONS, None)
     return list(best.values())
-
-
-def _roles(evidence: list[Evidence]) -> list[Role]:
-    return [e.role for e in evidence]
 
 
 def _settle_single_roles(

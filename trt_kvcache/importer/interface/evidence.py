@@ -10,65 +10,56 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from enum import IntEnum
 
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
+from onnx import GraphProto, ModelProto, NodeProto
 
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.importer.protos import attribute_graphs, elem_type_of, is_op, nested_scopes, shape_of
+from trt_kvcache.importer.protos import (
+    FLOATS,
+    INTEGERS,
+    Shape,
+    attribute_graphs,
+    elem_type_of,
+    is_op,
+    names_read,
+    nested_scopes,
+    shape_of,
+)
 
 
 @dataclass(frozen=True)
-class GraphFacts:
-    """What the analysis of cache updates and attention knows, as tensor names.
+class Known:
+    """What is known of caches and states before roles are looked for, as tensor names.
 
     Attributes:
         caches: past -> present, graph inputs and outputs.
+        states: past -> present of state that is no cache, graph inputs and outputs.
+        sequence_axis: past -> axis of its sequence, never negative.
         write_indices: used as TensorScatter's write indices.
         update_lengths: cumulative lengths ``[B + 1]`` of packed updates.
-        valid_lengths: used as Attention's nonpad_kv_seqlen.
-        masks: used as Attention's attn_mask.
-        sequence_axis: past -> axis of its sequence, never negative.
         updates: written into a cache -> what each of its axes is, as in `TensorRole.axes`.
-        states: past -> present of state that is no cache, graph inputs and outputs.
-        constants: graph inputs that are given once per sequence: what cross-attention reads.
-        tokens: the graph inputs that bring the new tokens in the model as exported, where it was another one.
     """
 
     caches: dict[str, str]
-    write_indices: frozenset[str]
-    update_lengths: frozenset[str]
-    valid_lengths: frozenset[str]
-    masks: frozenset[str]
-    sequence_axis: dict[str, int]
-    updates: dict[str, tuple[str, ...]] = field(default_factory=dict)
     states: dict[str, str] = field(default_factory=dict)
-    constants: frozenset[str] = frozenset()
-    tokens: frozenset[str] = frozenset()
-
-
-class Strength(IntEnum):
-    """How much a piece of evidence says."""
-
-    HINT = 1
-    """The values of that role are computed from the input, among others or with an offset."""
-    LIKELY = 2
-    """The input belongs to that role, but its values are changed on the way or its use fits only by its form."""
-    EXACT = 3
-    """The values arrive unchanged where the role's meaning is defined."""
+    sequence_axis: dict[str, int] = field(default_factory=dict)
+    write_indices: frozenset[str] = frozenset()
+    update_lengths: frozenset[str] = frozenset()
+    updates: dict[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """One reason to give an input or output a role."""
+    """One reason to give an input or output a role.
+
+    Attributes:
+        exact: the values arrive unchanged where the role's meaning is defined.
+    """
 
     role: Role
-    strength: Strength
+    exact: bool
     reason: str
 
-
-_INTEGERS = {TensorProto.INT64, TensorProto.INT32}
-_FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
 
 # The first input's values pass unchanged; the other inputs are shapes, axes and bounds.
 _PRESERVING = {
@@ -76,42 +67,36 @@ _PRESERVING = {
 }  # fmt: skip
 _ORDERING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
 _PRODUCTS = {"MatMul", "Gemm", "MatMulNBits", "MatMulInteger", "MatMulBnb4", "FusedMatMul"}
+_CAPPING = {*_PRESERVING, "Mul", "Div", "Add", "Tanh", "Slice", "Gather", "LogSoftmax"}
 
 Follow = Callable[[NodeProto], Iterable[tuple[str, bool]]]
 """For a node on the way back: the inputs to go on with, and whether their values come through unchanged."""
 
 
 class GraphIndex:
-    """Lookups in a model whose graph is read many times."""
+    """Lookups in a model whose graph is read many times; nodes in bodies of control flow count."""
 
     def __init__(self, model: ModelProto) -> None:
-        graph = model.graph
-        self.nodes = [node for scope in nested_scopes(graph) for node in scope.node]
-        self.constants = {
-            tensor.name: tensor
-            for scope in nested_scopes(graph)
-            if isinstance(scope, GraphProto)
-            for tensor in scope.initializer
-        }
+        self.graph = graph = model.graph
+        scopes = list(nested_scopes(graph))
+        self.nodes = [node for scope in scopes for node in scope.node]
+        self.constants = {t.name: t for scope in scopes if isinstance(scope, GraphProto) for t in scope.initializer}
         self.inputs = {info.name: info for info in graph.input if info.name not in self.constants}
-        self.outputs = {info.name: info for info in graph.output}
         self.infos = {info.name: info for info in (*graph.value_info, *graph.input, *graph.output)}
         self.producers = {name: node for node in self.nodes for name in node.output if name}
-        self.readers: dict[str, list[tuple[NodeProto, int]]] = {}
-        for node in self.nodes:
-            for i, name in enumerate(node.input):
-                self.readers.setdefault(name, []).append((node, i))
+        self.readers: dict[str, list[NodeProto]] = {}
         self._fixed: set[str] = set(self.constants)
         self._valueless: set[str] = set(self.constants)
         for node in self.nodes:
+            for name in node.input:
+                self.readers.setdefault(name, []).append(node)
             self._classify(node)
 
     def _classify(self, node: NodeProto) -> None:
-        names = [name for name in node.input if name]
         has_body = any(True for attribute in node.attribute for _ in attribute_graphs(attribute))
-        if not has_body and all(name in self._fixed for name in names):
+        if not has_body and all(name in self._fixed for name in node.input if name):
             self._fixed.update(node.output)
-        if is_op(node, "Shape") or is_op(node, "Size") or (not has_body and all(n in self._valueless for n in names)):
+        if is_op(node, "Shape") or is_op(node, "Size") or (not has_body and all(map(self.is_valueless, node.input))):
             self._valueless.update(node.output)
 
     def is_fixed(self, name: str) -> bool:
@@ -122,7 +107,7 @@ class GraphIndex:
         """Whether no input's values reach the tensor: constants, and what is computed from shapes, such as a Range."""
         return not name or name in self._valueless
 
-    def shape(self, name: str) -> tuple[int | str, ...] | None:
+    def shape(self, name: str) -> Shape | None:
         """The shape of a tensor as far as it is known."""
         if name in self.constants:
             return tuple(int(dim) for dim in self.constants[name].dims)
@@ -130,9 +115,7 @@ class GraphIndex:
 
     def elem_type(self, name: str) -> int:
         """The element type, ``UNDEFINED`` where unknown."""
-        if name in self.constants:
-            return int(self.constants[name].data_type)
-        return elem_type_of(self.infos.get(name))
+        return int(self.constants[name].data_type) if name in self.constants else elem_type_of(self.infos.get(name))
 
     def weight(self, name: str) -> str | None:
         """The initializer that a tensor is, or is made of by reordering, casting or dequantizing it."""
@@ -162,11 +145,11 @@ class GraphIndex:
 
     def follow_values(self, node: NodeProto) -> Iterator[tuple[str, bool]]:
         """Step back over any operator. Modulo, minimum and maximum with a constant count as unchanged: a bound."""
-        first_only = node.op_type in _PRESERVING
+        if node.op_type in _PRESERVING:
+            yield node.input[0], True
+            return
         bounded = node.op_type in {"Mod", "Min", "Max"} and sum(not self.is_fixed(name) for name in node.input) == 1
-        for name in node.input[:1] if first_only else node.input:
-            yield name, first_only or bounded
-        yield from ((name, False) for name in _outer_reads(node))
+        yield from ((name, bounded) for name in names_read(node))
 
     def follow_positions(self, node: NodeProto) -> Iterator[tuple[str, bool]]:
         """Step back as `follow_values`, over a constant offset, table lookups and products with frequencies as well."""
@@ -192,15 +175,6 @@ class GraphIndex:
         return self.is_fixed(name) and shape is not None and all(dim == 1 for dim in shape)
 
 
-def _outer_reads(node: NodeProto) -> Iterator[str]:
-    """The tensors that the bodies of a control-flow node read, their own included."""
-    for attribute in node.attribute:
-        for body in attribute_graphs(attribute):
-            for scope in nested_scopes(body):
-                yield from (name for inner in scope.node for name in inner.input)
-            yield from (info.name for info in body.output)
-
-
 @dataclass(frozen=True)
 class _Table:
     """A lookup ``table[index]`` with a constant 2-D float table."""
@@ -211,95 +185,106 @@ class _Table:
     rotary: bool
 
 
-def collect_evidence(index: GraphIndex, facts: GraphFacts, capacity: int | None) -> dict[str, list[Evidence]]:
+def collect_evidence(index: GraphIndex, known: Known, cross: frozenset[str]) -> dict[str, list[Evidence]]:
     """Everything that the graph says, by name of the graph input or output. Caches are left to the caller.
 
     Args:
-        index: of the prepared model.
-        facts: what is known of its caches and attention.
-        capacity: rows of the longest cache, if they are static.
+        index: of the model.
+        known: its caches and states.
+        cross: first outputs of the Attention nodes that attend beside the text.
     """
     found: dict[str, list[Evidence]] = {}
 
-    def add(name: str, role: Role, strength: Strength, reason: str) -> None:
-        if name not in (facts.caches.keys() | facts.states.keys()) and _fits(index.infos[name], role):
-            found.setdefault(name, []).append(Evidence(role, strength, reason))
+    def add(name: str, role: Role, exact: bool, reason: str) -> None:
+        if name not in known.caches and name not in known.states and _fits(index, name, role):
+            found.setdefault(name, []).append(Evidence(role, exact, reason))
 
-    def add_sources(tensor: str, role: Role, follow: Follow, changed: Strength, reason: str) -> None:
+    def add_sources(tensor: str, role: Role, follow: Follow, reason: str, *, changed: bool = False) -> None:
         for name, unchanged in index.sources(tensor, follow).items():
-            strength = Strength.EXACT if unchanged else changed
-            add(name, role, strength, reason if unchanged else f"takes part in: {reason}")
+            if unchanged:
+                add(name, role, True, reason)
+            elif changed:
+                add(name, role, False, f"takes part in: {reason}")
 
+    attentions = [n for n in index.nodes if is_op(n, "Attention") and n.output[0] not in cross]
+    masks = sorted({name for node in attentions for name in node.input[3:4]})
+    lengths = sorted({name for node in attentions for name in node.input[6:7]})
     for names, role, reason in (
-        (facts.write_indices, Role.WRITE_INDICES, "write_indices of TensorScatter"),
-        (facts.valid_lengths, Role.VALID_LENGTHS, "nonpad_kv_seqlen of Attention"),
-        (facts.update_lengths, Role.UPDATE_LENGTHS, "lengths of a packed update"),
+        (sorted(known.write_indices), Role.WRITE_INDICES, "write_indices of TensorScatter"),
+        (lengths, Role.VALID_LENGTHS, "nonpad_kv_seqlen of Attention"),
+        (sorted(known.update_lengths), Role.UPDATE_LENGTHS, "lengths of a packed update"),
     ):
-        for tensor in sorted(names):
-            add_sources(tensor, role, index.follow_values, Strength.HINT, reason)
-    for tensor in sorted(facts.masks):
-        add_sources(tensor, Role.MASK, index.follow_mask, Strength.LIKELY, "attn_mask of Attention")
-    for tensor in sorted(facts.valid_lengths):
+        for tensor in names:
+            add_sources(tensor, role, index.follow_values, reason)
+    for tensor in masks:
+        add_sources(tensor, Role.MASK, index.follow_mask, "attn_mask of Attention", changed=True)
+    for tensor in lengths:
         for name in index.sources(tensor, index.follow_values):
-            add(name, Role.MASK, Strength.LIKELY, "valid lengths are counted from it")
+            add(name, Role.MASK, False, "valid lengths are counted from it")
 
-    width, hidden = _add_logits(index, facts, add)
+    width, hidden = _add_logits(index, known, add)
     tables = _tables(index)
     tokens = _token_tables(tables, width, hidden)
+    capacity = max((rows for rows in _capacities(index, known)), default=0)
     for table in tables:
         if table in tokens:
             size = f"the embedding table [{table.rows}, {table.columns}]"
-            add_sources(table.index, Role.TOKENS, index.follow_values, Strength.LIKELY, f"index into {size}")
-        elif capacity is None or table.rows >= capacity:
-            reason = f"index into a table of {table.rows} positions"
+            add_sources(table.index, Role.TOKENS, index.follow_values, f"index into {size}", changed=True)
+        elif table.rows >= capacity:
             for name, unchanged in index.sources(table.index, index.follow_positions).items():
-                add(name, Role.POSITIONS, Strength.LIKELY if unchanged else Strength.HINT, reason)
+                if unchanged:
+                    add(name, Role.POSITIONS, False, f"index into a table of {table.rows} positions")
     for tensor in _rotary_angles(index):
-        add_sources(tensor, Role.POSITIONS, index.follow_positions, Strength.HINT, "positions of the rotary embedding")
+        add_sources(tensor, Role.POSITIONS, index.follow_positions, "positions of the rotary embedding")
     if hidden is not None and not tokens:
-        for name, info in index.inputs.items():
-            shape = shape_of(info)
-            if shape is not None and len(shape) in (2, 3) and shape[-1] == hidden and elem_type_of(info) in _FLOATS:
-                add(name, Role.TOKENS, Strength.LIKELY, f"embeddings of width {hidden}, and no token ids")
-    for name in facts.tokens & index.inputs.keys():
-        if all(e.role is not Role.TOKENS for e in found.get(name, ())):  # what says so may be gone, such as shapes
-            add(name, Role.TOKENS, Strength.EXACT, "brings the new tokens of the model as exported")
+        for name in index.inputs:
+            shape = index.shape(name)
+            if shape is not None and len(shape) in (2, 3) and shape[-1] == hidden and index.elem_type(name) in FLOATS:
+                add(name, Role.TOKENS, False, f"embeddings of width {hidden}, and no token ids")
     return found
 
 
-def _fits(info: ValueInfoProto, role: Role) -> bool:
+def _capacities(index: GraphIndex, known: Known) -> Iterator[int]:
+    """Rows of the caches whose length is fixed."""
+    for past, axis in known.sequence_axis.items():
+        rows = (index.shape(past) or ("?",) * (axis + 1))[axis]
+        if isinstance(rows, int):
+            yield rows
+
+
+def _fits(index: GraphIndex, name: str, role: Role) -> bool:
     """Whether dtype and rank are such that the tensor can play the role at all."""
-    shape, elem_type = shape_of(info), elem_type_of(info)
+    shape, is_float = shape_of(index.infos[name]), index.elem_type(name) in FLOATS
     if shape is None:
         return False
     if role is Role.MASK:
         return len(shape) >= 2
+    if role is Role.LOGITS or (role is Role.TOKENS and is_float):
+        return is_float and len(shape) in (2, 3)
+    if index.elem_type(name) not in INTEGERS:
+        return False
     if role is Role.TOKENS:
-        return len(shape) in (1, 2) if elem_type in _INTEGERS else elem_type in _FLOATS and len(shape) in (2, 3)
-    if role is Role.LOGITS:
-        return elem_type in _FLOATS and len(shape) in (2, 3)
-    if role is Role.POSITIONS:
-        return elem_type in _INTEGERS and len(shape) <= 3
-    per_row = len(shape) <= 1 or (len(shape) == 2 and 1 in shape)
-    return elem_type in _INTEGERS and per_row
+        return len(shape) in (1, 2)
+    return len(shape) <= (3 if role is Role.POSITIONS else 1) or (len(shape) == 2 and 1 in shape)
 
 
 def _add_logits(
-    index: GraphIndex, facts: GraphFacts, add: Callable[[str, Role, Strength, str], None]
+    index: GraphIndex, known: Known, add: Callable[[str, Role, bool, str], None]
 ) -> tuple[int | None, int | None]:
     """Find outputs made by a product with a weight that widens; returns vocabulary and hidden size of the widest."""
-    widest: tuple[int, int] | None = None
-    presents = set(facts.caches.values())
-    found: list[tuple[int, str]] = []
-    for name in index.outputs:
-        if name in presents or not (made := _widening_product(index, name)):
-            continue
-        found.append((made[0], name))
-        widest = max(widest or made, made)
-    for size, name in found:
-        if widest is not None and size == widest[0]:
-            add(name, Role.LOGITS, Strength.LIKELY, f"made by a product that widens {widest[1]} to {size}")
-    return widest or (None, None)
+    presents = set(known.caches.values())
+    found = [
+        (made, value.name)
+        for value in index.graph.output
+        if value.name not in presents and (made := _widening_product(index, value.name))
+    ]
+    if not found:
+        return None, None
+    width, hidden = max(made for made, _ in found)
+    for made, name in found:
+        if made[0] == width:
+            add(name, Role.LOGITS, False, f"made by a product that widens {hidden} to {width}")
+    return width, hidden
 
 
 def _widening_product(index: GraphIndex, output: str) -> tuple[int, int] | None:
@@ -307,7 +292,6 @@ def _widening_product(index: GraphIndex, output: str) -> tuple[int, int] | None:
     shape, name = index.shape(output), output
     if not shape or not isinstance(shape[-1], int):
         return None
-    capping = {*_PRESERVING, "Mul", "Div", "Add", "Tanh", "Slice", "Gather", "LogSoftmax"}
     while (node := index.producers.get(name)) is not None:
         if node.op_type in _PRODUCTS:
             before = index.shape(node.input[0])
@@ -316,7 +300,7 @@ def _widening_product(index: GraphIndex, output: str) -> tuple[int, int] | None:
                 return None
             return shape[-1], before[-1]
         values = [operand for operand in node.input if not index.is_valueless(operand)]
-        if node.op_type not in capping or len(values) != 1:
+        if node.op_type not in _CAPPING or len(values) != 1:
             return None
         name = values[0]
     return None
@@ -331,7 +315,7 @@ def _tables(index: GraphIndex) -> list[_Table]:
             continue
         weight = index.weight(node.input[0])
         shape = index.shape(node.input[0]) or (index.shape(weight) if weight else None)
-        is_float = weight is not None and index.elem_type(node.output[0]) in {*_FLOATS, TensorProto.UNDEFINED}
+        is_float = weight is not None and index.elem_type(node.output[0]) in {*FLOATS, 0}
         if is_float and shape is not None and len(shape) == 2 and all(isinstance(dim, int) for dim in shape):
             tables.append(_Table(node.input[1], int(shape[0]), int(shape[1]), node.output[0] in rotary))
     return tables
@@ -355,12 +339,9 @@ def _rotary_angles(index: GraphIndex) -> list[str]:
     """The tensors that hold rotary positions or angles: of RotaryEmbedding in either domain, and of Cos and Sin."""
     found: dict[str, None] = {}
     for node in index.nodes:
-        if node.op_type == "RotaryEmbedding":
-            inputs = node.input[1:4]  # cos, sin, positions; in the com.microsoft domain positions come first
-        elif is_op(node, "Cos") or is_op(node, "Sin"):
-            inputs = node.input[:1]
-        else:
-            continue
+        # cos, sin, positions; in the com.microsoft domain positions come first
+        rotary, angles = node.op_type == "RotaryEmbedding", is_op(node, "Cos") or is_op(node, "Sin")
+        inputs = node.input[1:4] if rotary else node.input[:1] if angles else ()
         found.update(dict.fromkeys(name for name in inputs if not index.is_valueless(name)))
     return list(found)
 

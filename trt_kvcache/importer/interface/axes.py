@@ -1,4 +1,4 @@
-"""What each dynamic size of the graph inputs and outputs is: batch, tokens of this step, keys, and so on."""
+"""What each size of the graph inputs and outputs is: batch, tokens of this step, keys, and so on."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import replace
 from itertools import product
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.interface.evidence import GraphIndex, Known
+from trt_kvcache.importer.interface.mrope import axes_of_planes
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
 from trt_kvcache.importer.protos import Shape, is_op
-from trt_kvcache.importer.roles.mrope import axes_of_planes
-from trt_kvcache.importer.roles.structure import GraphFacts, GraphIndex
 
 _UNKNOWN = "?"
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Dropout", "Tanh", "Clip")
 _FIRST = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "LogSoftmax")
 
 
-def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts) -> tuple[TensorRole, ...]:
-    """Fill in `TensorRole.axes`.
+def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> tuple[TensorRole, ...]:
+    """Fill in `TensorRole.axes`, of fixed sizes too.
 
     A size that the model gives a symbol means the same wherever the symbol stands; what each symbol means comes from
     the tensors whose layout is known by their role. Those layouts also name the sizes that have no symbol.
 
     Raises:
-        UnsupportedModelError: the axes of positions are in no order that is known here.
+        UnsupportedModelError: the axes of positions or of a mask are in no order that is known here.
     """
     roles = [_with_all_logits(role, roles, index) for role in roles]
     batches = {r.shape[0] for r in roles if r.role is Role.CACHE and r.shape}
@@ -36,60 +36,54 @@ def name_axes(roles: Sequence[TensorRole], index: GraphIndex, facts: GraphFacts)
             if isinstance(dim, str) and dim != "?" and meaning != _UNKNOWN:
                 symbols.setdefault(dim, meaning)
 
-    layouts = [_layout(role, facts, {}, batches) for role in roles]
+    layouts = [_layout(role, index, known, {}, batches) for role in roles]
     order = (Role.CACHE, Role.UPDATE_LENGTHS, Role.WRITE_INDICES, Role.VALID_LENGTHS, Role.TOKENS)
     for io, wanted in product(("input", "output"), order):  # an output may hold new rows only, in another layout
         for role, layout in zip(roles, layouts, strict=True):
             if (role.io, role.role) == (io, wanted):
                 learn(role.shape, layout)
-    for node in index.nodes:
-        if is_op(node, "TensorScatter") and node.input[0] in facts.sequence_axis:
-            shape = index.shape(node.input[1])
-            axis = facts.sequence_axis[node.input[0]]
-            learn(shape, ["batch", *(["?"] * (axis - 1)), "sequence"])
-    for name, meanings in facts.updates.items():
+    for name, meanings in known.updates.items():
         learn(index.shape(name), meanings)
     # The rest may be laid out in more than one way; the symbols known so far say which.
     for role in roles:
-        learn(role.shape, _layout(role, facts, symbols, batches))
-    named = [replace(role, axes=_axes(role, _layout(role, facts, symbols, batches), symbols)) for role in roles]
-    for role in named:
-        _check_positions(role)
-        _check_mask(role)
+        learn(role.shape, _layout(role, index, known, symbols, batches))
+    named = []
+    for role in roles:
+        dims = zip(role.shape, _layout(role, index, known, symbols, batches), strict=True)
+        named.append(replace(role, axes=tuple(m if isinstance(d, int) else symbols.get(d, m) for d, m in dims)))
+        _check_order(named[-1])
     return tuple(named)
 
 
-def _check_positions(role: TensorRole) -> None:
-    """Refuse positions whose axes are not one of the batch at most, before one of the tokens.
+def open_axes(role: TensorRole) -> TensorRole:
+    """The same, with the axes of fixed sizes left empty."""
+    # Of positions with several planes, not even a fixed size says which axis is the batch.
+    kept = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
+    dims = zip(role.shape, role.axes, strict=True)
+    return replace(role, axes=tuple("" if isinstance(d, int) and (a not in kept or d == 1) else a for d, a in dims))
+
+
+def _check_order(role: TensorRole) -> None:
+    """Refuse positions and masks whose axes are in another order than those that steps are filled in.
 
     Raises:
         UnsupportedModelError: naming them.
     """
-    if role.role is not Role.POSITIONS or len(role.axes) < 2:
+    axes = open_axes(role).axes
+    if role.role is Role.POSITIONS and len(axes) > 1:
+        rows, last = axes[:-1], axes[-1]
+        known = last in ("", "sequence", "tokens") and rows.count("batch") < 2 and {*rows} <= {"", _UNKNOWN, "batch"}
+        wrong = "" if known and len(axes) < 4 else "[length], [batch, length] and [planes, batch, length]"
+    elif role.role is Role.MASK:  # a symbol of the batch after the first axis, or of the tokens beside the queries
+        known = "batch" not in axes[1:] and "sequence" not in axes[:-2]
+        wrong = "" if known else "[batch, heads, length, keys], and fewer of these in this order"
+    else:
         return
-    rows, last = role.axes[:-1], role.axes[-1]
-    known = (last in ("", "sequence", "tokens"), rows.count("batch") < 2, {*rows} <= {"", _UNKNOWN, "batch"})
-    if not all(known) or len(role.axes) > 3:
+    if wrong:
+        found = ", ".join(axis or "fixed" for axis in axes)
         raise UnsupportedModelError(
-            f"the positions '{role.name}' {list(role.shape)} have axes {', '.join(a or 'fixed' for a in role.axes)}; "
-            "supported are [length], [batch, length] and [planes, batch, length]: export them so"
-        )
-
-
-def _check_mask(role: TensorRole) -> None:
-    """Refuse masks with a symbol of the batch behind the first axis, or one of the tokens elsewhere than of queries.
-
-    Raises:
-        UnsupportedModelError: naming them.
-    """
-    if role.role is not Role.MASK:
-        return
-    tokens = [place - len(role.axes) for place, axis in enumerate(role.axes) if axis == "sequence"]
-    if "batch" in role.axes[1:] or any(place not in (-1, -2) for place in tokens):
-        found = ", ".join(axis or "fixed" for axis in role.axes)
-        raise UnsupportedModelError(
-            f"the mask '{role.name}' {list(role.shape)} has axes {found}; supported "
-            "are [batch, heads, length, keys], and fewer of these in this order: export it so"
+            f"the {role.role.value} '{role.name}' {list(role.shape)} has axes {found}; supported are {wrong}: export "
+            "it so"
         )
 
 
@@ -148,50 +142,36 @@ def _every_token(index: GraphIndex, logits: str, tokens: str) -> bool:
     return False
 
 
-def _axes(role: TensorRole, layout: Sequence[str], symbols: dict[str, str]) -> tuple[str, ...]:
-    # Of positions with several planes, not even a fixed size says which axis is the batch.
-    kept = ("batch",) if role.role is Role.POSITIONS and len(role.shape) == 3 else ()
-    return tuple(
-        (meaning if meaning in kept and dim != 1 else "") if isinstance(dim, int) else symbols.get(dim, meaning)
-        for dim, meaning in zip(role.shape, layout, strict=True)
-    )
-
-
-def _layout(role: TensorRole, facts: GraphFacts, symbols: dict[str, str], batches: Collection[Dim]) -> list[str]:
+def _layout(
+    role: TensorRole, index: GraphIndex, known: Known, symbols: dict[str, str], batches: Collection[Dim]
+) -> list[str]:
     """What each axis of a tensor is by its role, ``"?"`` where that says nothing."""
     rank = len(role.shape)
-    packed = bool(facts.update_lengths)
+    packed = bool(known.update_lengths)
     first = symbols.get(str(role.shape[0])) if rank else None
     row = first or ("tokens" if packed else "sequence")
-    known: list[str]
+    found: list[str]
     match role.role:
-        case Role.OTHER if role.name in facts.updates:
-            known = list(facts.updates[role.name])
+        case Role.OTHER if role.name in known.updates:
+            found = list(known.updates[role.name])
         case Role.CACHE | Role.STATE | Role.WRITE_INDICES | Role.VALID_LENGTHS:
-            known = ["batch"]
+            found = ["batch"]
         case Role.CONSTANT:
-            known = ["batch", *["encoder"] * (rank - 1)]
+            found = ["batch", *["encoder"] * (rank - 1)]
         case Role.UPDATE_LENGTHS:
-            known = ["batch+1"]
-        case Role.TOKENS | Role.POSITIONS | Role.LOGITS:
-            indexed = rank if "int" in role.dtype else rank - 1
-            if role.role is Role.POSITIONS and rank == 3:
-                known = list(axes_of_planes(role.name, role.shape, batches))
-            elif role.role is Role.LOGITS:  # of all tokens of the step, or of the last one: only a symbol tells
-                known = [first or ("tokens" if packed and rank == 2 else "batch")]
-            else:
-                known = [row] if indexed == 1 else ["batch", "sequence"]
+            found = ["batch+1"]
+        case Role.LOGITS:  # of all tokens of the step, or of the last one: only a symbol tells
+            found = [first or ("tokens" if packed and rank == 2 else "batch")]
+        case Role.POSITIONS if rank == 3:
+            found = list(axes_of_planes(role.name, role.shape, batches))
+        case Role.TOKENS | Role.POSITIONS:
+            found = [row] if (rank if "int" in role.dtype else rank - 1) == 1 else ["batch", "sequence"]
+        case Role.MASK if rank == 2:  # Attention's own broadcasts from the right; one that is computed on starts with B
+            is_own = any(is_op(n, "Attention") and role.name in n.input[3:4] for n in index.readers.get(role.name, ()))
+            found = [first or ("sequence" if is_own else "batch"), "keys"]
         case Role.MASK:
-            known = _mask_layout(role, facts, first)
+            found = ["batch", *(["?"] * (rank - 3))] if rank > 3 else [first or "?"]
+            found += ["sequence", "keys"]
         case _:
-            known = []
-    return (known + [_UNKNOWN] * rank)[:rank]
-
-
-def _mask_layout(role: TensorRole, facts: GraphFacts, first: str | None) -> list[str]:
-    """Attention's own mask broadcasts to ``[B, N, S, keys]`` from the right; one that is computed on starts with B."""
-    rank = len(role.shape)
-    if rank == 2:
-        direct = role.name in facts.masks
-        return [first or ("sequence" if direct else "batch"), "keys"]
-    return ["batch", *(["?"] * (rank - 3)), "sequence", "keys"] if rank > 3 else [first or "?", "sequence", "keys"]
+            found = []
+    return (found + [_UNKNOWN] * rank)[:rank]

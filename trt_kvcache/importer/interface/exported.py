@@ -1,0 +1,249 @@
+"""What the inputs and outputs of a model as exported are: tokens, positions, lengths, masks, caches and the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import onnx
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import NoCapacityError, OptionError, UnsupportedModelError
+from trt_kvcache.importer.interface import Known, find_roles
+from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
+
+_FLOATS = ("float", "float16", "bfloat16", "double")
+_INTEGERS = ("int64", "int32")
+_SAME = {Role.STATE: OriginalRole.STATE, Role.TOKENS: OriginalRole.TOKENS, Role.LOGITS: OriginalRole.LOGITS}
+_AXES = {"encoder": "?", "keys": "?"}
+
+
+class Found(Protocol):
+    """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.idioms.writes.Candidate`."""
+
+    @property
+    def past(self) -> gs.Tensor:
+        """The graph input."""
+        ...
+
+    @property
+    def present(self) -> gs.Tensor:
+        """The graph output."""
+        ...
+
+    @property
+    def axis(self) -> int | None:
+        """The sequence axis, if known."""
+        ...
+
+    @property
+    def growing(self) -> bool:
+        """Whether present has more rows than past."""
+        ...
+
+    @property
+    def positions(self) -> tuple[str, ...]:
+        """Names of the graph inputs that say where rows go."""
+        ...
+
+
+class Interface:
+    """The inputs and outputs of a model as exported.
+
+    Attributes:
+        tokens: name of the input that brings the new tokens.
+        roles: of all inputs and outputs, as `find_roles` has them.
+        tensors: the same in the terms of a model as exported.
+        states: the model's state that is no cache.
+
+    Args:
+        model: flat, with shapes inferred.
+        found: its caches.
+        config: the user's name patterns.
+        states: its state that is no cache.
+        kept: rows, at most, of caches that are cut to the newest ones, by name of past or present.
+
+    Raises:
+        UnsupportedModelError: no input brings new tokens.
+        AmbiguousRoleError, OptionError: see `find_roles`.
+    """
+
+    def __init__(
+        self,
+        model: onnx.ModelProto,
+        found: Sequence[Found],
+        config: str | None,
+        states: Sequence[StateUpdate] = (),
+        kept: Mapping[str, int] | None = None,
+    ) -> None:
+        self.states = tuple(states)
+        self._found = {f.past.name: f for f in found}
+        self._presents = {f.present.name: f for f in found}
+        self._counted = {name for f in found for name in f.positions}
+        known = Known(
+            caches={f.past.name: f.present.name for f in found},
+            states={s.past: s.present for s in states},
+            sequence_axis={f.past.name: f.axis for f in found if f.axis is not None},
+        )
+        self.roles = find_roles(model, known, config)
+        if sum(r.role is Role.TOKENS for r in self.roles) != 1:
+            self.roles = find_roles(model, known, config, tokens=self._embeddings())
+        self.tokens = next(r.name for r in self.roles if r.role is Role.TOKENS)
+        self._inputs = {r.name: r for r in self.roles if r.io == "input"}
+        tensors = []
+        for role in self.roles:
+            original = self._role(role)
+            axes = self._axes(role, original)
+            rows = (kept or {}).get(role.name)
+            tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
+            if original is OriginalRole.MASK and role.role is not Role.MASK:
+                mask = ("batch", *["?"] * (len(axes) - 3), "sequence", "keys")[-len(axes) :]
+                named = tuple(m if a == "?" else a for a, m in zip(role.axes, mask, strict=True))
+                self._inputs[role.name] = replace(
+                    role, role=Role.MASK, found_by="graph: a mask by its shape", axes=named
+                )
+        self.tensors = tuple(tensors)
+        self.roles = (*self._inputs.values(), *(r for r in self.roles if r.io == "output"))
+        self.inputs = {t.name: t for t in tensors if t.io == "input"}
+
+    def of(self, *roles: OriginalRole) -> list[OriginalTensor]:
+        """The inputs with one of these roles."""
+        return [t for t in self.inputs.values() if t.role in roles]
+
+    def capacity(self, given: int | None) -> int:
+        """The capacity: of fixed caches, or as given.
+
+        Raises:
+            NoCapacityError: caches grow or have a symbolic length, and none is given.
+            OptionError: it contradicts a fixed one.
+        """
+        if self.room is not None:
+            whole = self.room + (self._new_tokens() or 1)
+            if given not in (None, whole):
+                raise OptionError(
+                    f"--capacity is {given}, but the model has {self.room} rows of a past beside the new ones, {whole} "
+                    "in all: leave the option out, or export with another length"
+                )
+            return whole
+        fixed = {
+            int(t.shape[axis])
+            for t in self.of(OriginalRole.FIXED_CACHE)
+            if (axis := t.axes.index("capacity") if "capacity" in t.axes else None) is not None
+            and isinstance(t.shape[axis], int)
+        }
+        if given is not None and not (fixed and fixed != {given}):
+            return given
+        if given is not None:
+            raise OptionError(
+                f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
+                "leave the option out, or export with a symbolic length"
+            )
+        growing = self.of(OriginalRole.GROWING_CACHE)
+        if growing or not fixed:
+            name = (growing or self.of(OriginalRole.FIXED_CACHE))[0].name
+            raise NoCapacityError(
+                f"the cache '{name}' {'is as long as the text' if growing else 'has a symbolic length'}, and TensorRT "
+                "needs a fixed one: pass --capacity N, the most tokens that a sequence may have"
+            )
+        return max(fixed)
+
+    @property
+    def room(self) -> int | None:
+        """Rows of a past that always has as many, of which a mask hides those that hold nothing; None: it grows.
+
+        Raises:
+            UnsupportedModelError: caches have it otherwise.
+        """
+        growing = self.of(OriginalRole.GROWING_CACHE)
+        found = {t.room for t in growing}
+        if len(found) > 1 or (found > {None} and self.of(OriginalRole.FIXED_CACHE)):
+            shown = ", ".join(f"'{t.name}' {list(t.shape)}" for t in growing[:4])
+            raise UnsupportedModelError(
+                f"some caches have another fixed length, or none ({shown}); supported are new rows behind pasts that "
+                "all grow, or that all have one fixed length"
+            )
+        return found.pop() if found else None
+
+    def _embeddings(self) -> str:
+        """The only input that may hold embeddings of the new tokens."""
+        inputs = [r for r in self.roles if r.io == "input"]
+        others = [r for r in inputs if r.role not in (Role.CACHE, Role.STATE) and r.name not in self._counted]
+        found = [r.name for r in others if r.dtype in _FLOATS and len(r.shape) == 3]
+        if len(found) != 1:
+            raise UnsupportedModelError(
+                f"nothing says which input brings the new tokens (inputs: {', '.join(r.name for r in inputs)}); name "
+                "it with --config, a YAML file such as: roles: {tokens: input_ids}"
+            )
+        return found[0]
+
+    def _role(self, role: TensorRole) -> OriginalRole:
+        name, shape, axes = role.name, role.shape, role.axes
+        cache = (self._found if role.io == "input" else self._presents).get(name)
+        if cache is not None:
+            return OriginalRole.GROWING_CACHE if cache.growing else OriginalRole.FIXED_CACHE
+        if role.role in _SAME:
+            return _SAME[role.role]
+        if role.io == "output":
+            return OriginalRole.OTHER
+        if name in self._counted or (role.role is Role.POSITIONS and role.dtype in _INTEGERS):
+            batch = self._inputs[self.tokens].shape[0]
+            per_row = len(shape) == 0 or (len(shape) == 1 and shape[0] in (1, batch) and "sequence" not in axes)
+            return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
+        is_mask = role.dtype == "bool" or _is_over_queries(role) or self._is_over_room(shape)
+        if role.role is Role.MASK or (len(shape) == 4 and is_mask):
+            if shape and shape[-1] in self._lengths_of_constants():
+                return OriginalRole.CONSTANT
+            return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
+        return OriginalRole.CONSTANT if role.dtype in _FLOATS else OriginalRole.OTHER
+
+    def _new_tokens(self) -> int | None:
+        tokens = self._inputs[self.tokens].shape
+        return tokens[1] if len(tokens) > 1 and isinstance(tokens[1], int) else None
+
+    def _is_over_room(self, shape: Sequence[Dim]) -> bool:
+        """Whether a shape is that of a mask over a past that always has as many rows, and so many new tokens."""
+        length = self._new_tokens()
+        if length is None or len(shape) != 4 or shape[1:3] != (1, length):
+            return False
+        lengths = {self._inputs[n].shape[f.axis] for n, f in self._found.items() if f.growing and f.axis}
+        return any(isinstance(room, int) and shape[3] == room + length for room in lengths)
+
+    def _lengths_of_constants(self) -> set[str]:
+        """Symbols of what is only read, such as the length of an encoder's output: its masks are no masks of tokens."""
+        own = [r for r in self._inputs.values() if r.role in (Role.CACHE, Role.TOKENS)]
+        floats = [r for r in self._inputs.values() if r not in own and r.role is not Role.STATE and r.dtype in _FLOATS]
+        lengths = {d for r in floats if not _is_over_queries(r) for d in r.shape if isinstance(d, str)}
+        return lengths - {d for r in own for d in r.shape} - {"?"}
+
+    def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
+        """Axes in the terms of `OriginalTensor`."""
+        fixed = any(not f.growing for f in self._found.values())
+        axes = [
+            "" if isinstance(d, int) and a in ("?", *_AXES) else _AXES.get(a, a)
+            for d, a in zip(role.shape, role.axes, strict=True)
+        ]
+        match original:
+            case OriginalRole.GROWING_CACHE | OriginalRole.FIXED_CACHE:
+                cache = self._found.get(role.name) or self._presents[role.name]
+                if cache.axis is not None and cache.axis < len(axes):
+                    axes[cache.axis] = "past" if cache.growing else "capacity"
+            case OriginalRole.LOGITS:
+                axes[:2] = ["batch", "sequence"][: len(axes)]
+            case OriginalRole.POSITIONS if len(axes) < 3:
+                axes = ["batch", "sequence"][-len(axes) :]
+            case OriginalRole.PAST_LENGTH:
+                axes = ["batch" for _ in axes]
+            case OriginalRole.PADDING_MASK:
+                axes = ["batch", "capacity" if fixed and self._is_capacity(role.shape[1]) else "total"]
+            case OriginalRole.MASK:
+                axes = ["batch", "", "sequence", "capacity" if fixed else "total"][-len(axes) :]
+        return tuple(axes)
+
+    def _is_capacity(self, dim: Dim) -> bool:
+        return dim in {self._inputs[n].shape[f.axis] for n, f in self._found.items() if f.axis is not None}
+
+
+def _is_over_queries(role: TensorRole) -> bool:
+    """Whether a shape is that of a mask ``[B, 1, S, keys]``."""
+    return len(role.shape) == 4 and role.shape[1] == 1 and role.axes[2] == "sequence"
