@@ -12,10 +12,11 @@ import onnxruntime as ort
 from graphs import Graph
 from onnx import TensorProto, helper
 
+from trt_kvcache.importer.lower import CONTRIB
 from trt_kvcache.importer.normalize import normalize
-from trt_kvcache.importer.normalize.fused.contrib import CONTRIB
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.importer.prepare import bind_capacity
+from trt_kvcache.importer.simplify import simplify
 
 Array = np.ndarray[Any, Any]
 CAPACITY = 24
@@ -25,7 +26,8 @@ TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
 
 def normalized(model: onnx.ModelProto, capacity: int = CAPACITY) -> onnx.ModelProto:
     """The canonical form of a model, with the capacity in the shapes of its caches."""
-    result = normalize(model, {}, PlanOptions(capacity=capacity)).model
+    copy = onnx.ModelProto.FromString(model.SerializeToString())
+    result = normalize(simplify(copy)[0], {}, PlanOptions(capacity=capacity)).model
     bind_capacity(result.graph, capacity)
     onnx.checker.check_model(result, full_check=True)
     return result

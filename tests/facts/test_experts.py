@@ -10,14 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx_graphsurgeon as gs
 import pytest
 import tensorrt_rtx
 import trt
+from lowering import lowered
 from mixtures import Mixture
 
-from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
 from trt_kvcache.importer.quantized.signed import sign_weights
 
 TOKENS = 64
@@ -39,9 +37,7 @@ class Words(trt.Log):
 def build(case: Mixture, tokens: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is said of each kernel, and of memory, for steps of 1 to `tokens` tokens."""
     monkeypatch.setattr(trt, "Log", Words)
-    graph = gs.import_onnx(case.model())
-    lower_contrib(graph)
-    model: onnx.ModelProto = gs.export_onnx(graph.cleanup().toposort())
+    model = lowered(case.model())
     sign_weights(model, Path())
     parsed = trt.parse(model)
     assert parsed.ok, parsed.words

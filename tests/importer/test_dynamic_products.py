@@ -20,7 +20,7 @@ from trt_kvcache import BuildOptions, PlanOptions, build_engine
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
 from trt_kvcache.importer.extensions.quantizers.dynamic import NOTE, keep_weights_only, refuse_integers
-from trt_kvcache.importer.quantized.reinterpret import stand_in
+from trt_kvcache.importer.weights import stand_in
 from trt_kvcache.verify import verify_import
 
 Array = np.ndarray[Any, Any]

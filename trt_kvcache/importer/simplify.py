@@ -2,6 +2,7 @@
 
     function calls                            their bodies                 onnx.inliner
     opset 11 to 23                            opset 24                     onnx.version_converter
+    operators of ONNX Runtime                 their bodies                 lower
     what constants and known sizes make       constants                    onnx.shape_inference, ONNX Runtime
     If of a constant                          the branch that is taken     onnx.compose
     equal nodes                               one node
@@ -35,7 +36,7 @@ from onnx import (
 )
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.contrib_shapes import infer_shapes
+from trt_kvcache.importer.lower import lower
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     all_nodes,
@@ -244,7 +245,7 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
     taken: list[str] = []
     stated = list(model.graph.output)  # what they say is a promise to callers; inference would write over it
     for _ in range(_MOST_ROUNDS):
-        model = infer_shapes(model)
+        model = lower(onnx.shape_inference.infer_shapes(model, data_prop=True))
         graph = model.graph
         constants = _take_constants(graph)
         made = _known_sizes(model, constants)

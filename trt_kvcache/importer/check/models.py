@@ -17,7 +17,7 @@ from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole
 from trt_kvcache.importer.planning.index_limits import IndexLimits, index_limits
 from trt_kvcache.importer.protos import byte_size
-from trt_kvcache.importer.quantized.reinterpret import detached
+from trt_kvcache.importer.weights import detached
 
 _ROUNDS = 4
 _RANK = 3  # of what has a batch

@@ -265,10 +265,6 @@ def _multiplies_integers(model: onnx.ModelProto) -> bool:
     return bool(found & {"DequantizeLinear", *_ROUNDED, *_INTEGERS}) or any(op.startswith("QLinear") for op in found)
 
 
-def _holds_projections(model: onnx.ModelProto) -> bool:
-    return any(node.op_type == "Attention" and node.domain == "com.microsoft" for node in model.graph.node)
-
-
 def _rounds(model: onnx.ModelProto) -> bool:
     return "QuantizeLinear" in _operators(model)
 
@@ -289,6 +285,5 @@ EXTENSIONS = (
         for_tensorrt=_rounds,
         for_cpu=_only_on_tensorrt,
     ),
-    Extension("ort_attention", standardize=_holds_projections),
     Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),
 )

@@ -353,7 +353,7 @@ def _lookups_behind(index: GraphIndex, tensor: str) -> Iterator[str]:
     while stack:
         name = stack.pop()
         node = index.producers.get(name)
-        if node is None or name in seen:
+        if node is None or name in seen or index.is_valueless(name):
             continue
         seen.add(name)
         if is_op(node, "Gather"):

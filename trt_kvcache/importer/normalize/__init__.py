@@ -1,7 +1,5 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
-    com.microsoft operators -> standard ones            fused: contrib, rotary, nbits, zero_points,
-                                                        moe (expert_blocks)
     Einsum -> MatMul, Mul                               einsum
     Softmax in five operators                           softmax
     what is read and proven, in which order             exported
@@ -17,8 +15,7 @@
                                                         head_order), sinks, guards, rounded, masks
                                                         (mask_values, square_masks, bias)
     keys and values computed from caches                extensions: latent_attention
-    caches inside operators                             fused: operators (held), gqa, mha,
-                                                        in_op
+    caches inside operators                             idioms: attention_past
     state that is no cache                              idioms: states
     what was found                                      findings
     the canonical form                                  canonical, readers, residual (tables, counted),
@@ -39,7 +36,6 @@ from typing import TYPE_CHECKING
 import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.interface.changes import find_changes
@@ -55,9 +51,7 @@ from trt_kvcache.importer.normalize.evidence.independence import check_independe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
-from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, lower_contrib
-from trt_kvcache.importer.normalize.fused.operators import holds_cache
-from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
+from trt_kvcache.importer.normalize.idioms.attention_past import holds_cache, rewrite_held
 from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
 from trt_kvcache.importer.normalize.idioms.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presents, relay_caches, say_layouts
@@ -102,7 +96,7 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         OptionError: the capacity is missing or contradicts the model.
     """
     if any(node.op_type in _UPDATES for node in model.graph.node):
-        return _slide(_dequantized(model), options)
+        return _slide(model, options)
     graph = gs.import_onnx(model)
     fold_identities(graph)
     refuse_apart(graph)
@@ -125,8 +119,8 @@ def _rewrite(
     computed = exported.computed
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     canonical = Canonical(graph, tokens, exported.batch, exported.capacity)
-    for rewrite in exported.held:
-        rewrite(canonical)
+    for held in exported.held:
+        rewrite_held(canonical, held)
     for write in exported.writes:
         canonical.write(write)
     for core in exported.cores:
@@ -177,16 +171,6 @@ def _own_masks(cores: Sequence[Core]) -> list[str]:
         "trained with one, is in this mask only"
         for name in names
     ]
-
-
-def _dequantized(model: onnx.ModelProto) -> onnx.ModelProto:
-    """A canonical model with quantized weights, and what ONNX Runtime fused, as TensorRT takes them."""
-    if not any(node.op_type == "DequantizeLinear" or node.domain == CONTRIB for node in model.graph.node):
-        return model
-    graph = gs.import_onnx(infer_shapes(model))
-    shift_zero_points(graph)
-    lower_contrib(graph)
-    return _export(graph, model, 0)
 
 
 def _slide(model: onnx.ModelProto, options: PlanOptions) -> Normalized:

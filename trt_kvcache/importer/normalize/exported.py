@@ -16,7 +16,6 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
 from trt_kvcache.importer.interface.exported import Interface
@@ -33,12 +32,7 @@ from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.evidence.sizes import check_sizes
 from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
-from trt_kvcache.importer.normalize.fused.held import HeldCache, Rewrite
-from trt_kvcache.importer.normalize.fused.in_op import lower_presents
-from trt_kvcache.importer.normalize.fused.mha import lower_mha
-from trt_kvcache.importer.normalize.fused.operators import find_held, prove_held
-from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
+from trt_kvcache.importer.normalize.idioms.attention_past import HeldAttention, HeldCache, find_held, read_held
 from trt_kvcache.importer.normalize.idioms.joined import join_scattered
 from trt_kvcache.importer.normalize.idioms.kept import find_kept, find_short_masks, is_cut
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows
@@ -60,7 +54,7 @@ class Exported:
     Attributes:
         model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
         computed: the same attentions, where keys or values are computed from caches; None: caches are read as they are.
-        held: rewrites of the operators that hold caches.
+        held: operators that hold caches.
         batch: the batch dimension of the caches.
         capacity: tokens per sequence.
         singly: behind others, the model as exported takes tokens one by one only.
@@ -73,7 +67,7 @@ class Exported:
     writes: tuple[Write, ...]
     cores: tuple[Core, ...]
     computed: ComputedAttention | None
-    held: tuple[Rewrite, ...]
+    held: tuple[HeldAttention, ...]
     batch: Dim
     capacity: int
     singly: bool = False
@@ -116,9 +110,9 @@ def read_exported(
     check_sizes(candidates, samples)
     writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
     cores, computed = _attention(graph, writes, interface, samples, options)
-    rewrites = tuple(prove_held(graph, interface, samples))
+    attentions = read_held(graph, interface, samples)
     batch = batch_of(candidates[0].past if candidates else held[0].past)
-    return Exported(model, graph, interface, samples, writes, cores, computed, rewrites, batch, samples.capacity)
+    return Exported(model, graph, interface, samples, writes, cores, computed, attentions, batch, samples.capacity)
 
 
 def _attention(
@@ -146,12 +140,8 @@ def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto,
     lower_einsum(graph)
     graph.cleanup().toposort()
     if edited or any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
-        graph = gs.import_onnx(infer_shapes(gs.export_onnx(graph)))
+        graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
     join_softmax(graph)
-    lower_mha(graph)
-    lower_presents(graph)
-    shift_zero_points(graph)
-    lower_contrib(graph)
     turn_keys(graph)
     graph.cleanup().toposort()
     candidates = find_candidates(graph)
@@ -161,12 +151,8 @@ def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto,
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})
     part_from_rows(graph, find_candidates(graph))
-    model = export_inferred(graph.cleanup().toposort())
-    held = find_held(graph)
-    if held:  # they state the shapes of their caches
-        model = export_inferred(graph)
-        held = find_held(graph)
-    return graph, model, held
+    held = find_held(graph)  # which states the shapes of their caches
+    return graph, export_inferred(graph.cleanup().toposort()), held
 
 
 def _outputs(candidate: Candidate) -> list[gs.Tensor]:

@@ -19,7 +19,7 @@ from onnx import numpy_helper
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.flipped import Flipped, flip
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op
-from trt_kvcache.importer.quantized.reinterpret import raw_bytes
+from trt_kvcache.importer.weights import raw_bytes
 
 __all__ = ["sign_weights"]
 

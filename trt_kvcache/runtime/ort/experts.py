@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from onnx import ModelProto, NodeProto, TensorProto
 
-from trt_kvcache.importer.contrib_shapes import CONTRIB
+from trt_kvcache.importer.lower import CONTRIB
 from trt_kvcache.importer.protos import names_read
 
 __all__ = ["keep_experts"]

@@ -21,7 +21,6 @@ import onnx_graphsurgeon as gs
 from onnx import helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.contrib_shapes import infer_shapes
 from trt_kvcache.importer.extensions.encoders.outputs import (
     HIDDEN,
     IDS,
@@ -44,9 +43,6 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe
-from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
-from trt_kvcache.importer.normalize.fused.mha import lower_mha
-from trt_kvcache.importer.normalize.fused.zero_points import shift_zero_points
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
 from trt_kvcache.importer.planning.attention import analyze_attention
 from trt_kvcache.importer.prepare import (
@@ -125,7 +121,7 @@ def import_encoder(
         weights |= more
         sources.append(step)
         given |= {name: _STEP + output for name, output in later.items()}
-    graph = gs.import_onnx(infer_shapes(model))
+    graph = gs.import_onnx(onnx.shape_inference.infer_shapes(model, data_prop=True))
     _give(graph, [t for t in constants if t not in parts.masks], given)
     for tensor in graph.inputs:
         tensor.shape = [1, *(tensor.shape or [])[1:]]
@@ -169,11 +165,8 @@ def _standard(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
     model, _, notes = flatten(model)
-    graph = gs.import_onnx(infer_shapes(model))
+    graph = gs.import_onnx(model)
     fold_identities(graph)
-    lower_mha(graph)
-    shift_zero_points(graph)
-    lower_contrib(graph)
     model = export_inferred(graph.cleanup().toposort())
     drop_unused_outputs(model.graph)
     return model, weights, notes

@@ -19,8 +19,8 @@ from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper, shape
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.quantizers.modelopt import MX_DEQUANTIZE, is_block_operator
 from trt_kvcache.importer.protos import elem_type_of, is_op, opset_version
-from trt_kvcache.importer.quantized.reinterpret import reinterpret
 from trt_kvcache.importer.simplify import raise_opset
+from trt_kvcache.importer.weights import reinterpret
 
 _DOUBLED = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.int8)  # float4, by its bits
 _BIAS = 127  # of exponents

@@ -23,7 +23,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.protos import all_nodes, describe, dtype_name, is_op, nested_scopes
-from trt_kvcache.importer.quantized.reinterpret import is_stand_in
+from trt_kvcache.importer.weights import is_stand_in
 
 __all__ = ["note_roundings", "spell_biases", "spell_roundings"]
 

@@ -201,14 +201,14 @@ class Blueprint:
             types: of its inputs.
             values: of those that decide the shape of the output.
         """
-        if node.domain == "com.microsoft":
-            return _contrib_outputs(node, types)
         if node.op_type == "Range":
             values = {name: value.reshape(()) if value.size == 1 else value for name, value in values.items()}
         data = {name: numpy_helper.from_array(value) for name, value in values.items()}
         domain = "" if node.domain == "ai.onnx" else node.domain
         try:
             schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
+            if node.op_type == "Attention":
+                node = _without_own(node, schema)
             inferred: dict[str, onnx.TypeProto] = onnx.shape_inference.infer_node_outputs(
                 schema, node, dict(types), data
             )
@@ -287,16 +287,8 @@ def operands(node: onnx.NodeProto) -> list[str]:
     return list(node.input)[:1] if is_standard(node, "CastLike") else list(node.input)
 
 
-def _contrib_outputs(node: onnx.NodeProto, types: Mapping[str, onnx.TypeProto]) -> dict[str, onnx.TypeProto]:
-    """The first output of the attention operators of com.microsoft: ``[B, S, heads * head size]``."""
-    if node.op_type not in ("GroupQueryAttention", "MultiHeadAttention"):
-        return {}
-    query = types[node.input[0]].tensor_type
-    dims = [d.dim_value for d in query.shape.dim]
-    attributes = {a.name: a.i for a in node.attribute}
-    if len(dims) != 3:
-        return {}
-    if len(node.input) < 2 or not node.input[1]:  # packed
-        heads, kv_heads = attributes.get("num_heads", 1), attributes.get("kv_num_heads", attributes.get("num_heads", 1))
-        dims[2] = dims[2] * heads // (heads + 2 * kv_heads)
-    return {node.output[0]: onnx.helper.make_tensor_type_proto(query.elem_type, dims)}
+def _without_own(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.NodeProto:
+    """An Attention without the inputs and attributes that only the importer gives, see `lower.attention`."""
+    known = [a for a in node.attribute if a.name in schema.attributes]
+    inputs = node.input[: len(schema.inputs)]
+    return onnx.NodeProto(op_type=node.op_type, input=inputs, output=node.output, attribute=known)

@@ -46,8 +46,7 @@ _FLOAT, _FLOAT16, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, 
 _NARROWER: dict[int | None, set[int]] = {_FLOAT: {_FLOAT16, _BFLOAT16}, _FLOAT16: {_BFLOAT16}}
 # The inputs of the operators that write caches where these come in.
 _PASTS = {
-    "Concat": (0, 1), "ScatterND": (0,), "ScatterElements": (0,), "Attention": (4, 5), "GroupQueryAttention": (3, 4),
-    "MultiHeadAttention": (6, 7), "Where": (1, 2),
+    "Concat": (0, 1), "ScatterND": (0,), "ScatterElements": (0,), "Attention": (4, 5), "Where": (1, 2),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Operators on 4-bit and 8-bit weights against their lowered form, their signed form, and numpy."""
+"""Products with weights of 4 and 8 bits against their bodies, the same with signed weights, and numpy."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
-import onnxruntime as ort
 import pytest
 from builder import build_in_child
 from graphs import Graph
+from lowering import CONTRIB, lowered
+from lowering import run as run_all
 from mixtures import packed
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.fused.contrib import CONTRIB, lower_contrib
 from trt_kvcache.importer.quantized.signed import sign_weights
 
 Array = np.ndarray[Any, Any]
@@ -123,22 +121,36 @@ class Table:
         return graph.constant(numbers, ml_dtypes.uint4 if self.stored == UINT4 else ml_dtypes.int4)
 
 
+@dataclass(frozen=True)
+class Dequantized:
+    """A MatMul with a weight ``[K, N]`` in blocks of rows, as onnxruntime-genai writes it for TensorRT for RTX."""
+
+    bits: int = 4
+    zeros: bool = True
+    rank: int = 3
+    readers: int = 1
+    dtype: Any = np.float32
+
+    def make(self) -> tuple[onnx.ModelProto, dict[str, Array], Array]:
+        rng, top, k, n, block = np.random.default_rng(self.bits), 2**self.bits, 64, 24, 16
+        kind = ml_dtypes.uint4 if self.bits == 4 else np.uint8
+        numbers, zero = rng.integers(0, top, (k, n)), rng.integers(0, top, (k // block, n))
+        scales = (rng.uniform(0.005, 0.02, zero.shape) / top * 16).astype(self.dtype)
+        x = rng.standard_normal((2, 5, k)[3 - self.rank :]).astype(self.dtype)
+        graph, code = Graph(), helper.np_dtype_to_tensor_dtype(np.dtype(self.dtype))
+        graph.input("x", code, x.shape)
+        names = [graph.constant(numbers, kind), graph.constant(scales, self.dtype)]
+        names += [graph.constant(zero, kind)] if self.zeros else []
+        weight = graph.node("DequantizeLinear", names, axis=0, block_size=block)
+        graph.node("Sum", [graph.node("MatMul", ["x", weight]) for _ in range(self.readers)], "y")
+        graph.output("y", code, (*x.shape[:-1], n))
+        apart = numbers.reshape(-1, block, n) - (zero if self.zeros else 0 * zero)[:, None]
+        dense = (apart * scales.astype(float)[:, None]).reshape(k, n)
+        return graph.model(), {"x": x}, self.readers * (x.astype(float) @ dense)
+
+
 def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    result: Array = session.run(None, feeds)[0]
-    return result
-
-
-def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
-    graph = gs.import_onnx(model)
-    lower_contrib(graph)
-    result: onnx.ModelProto = gs.export_onnx(graph.cleanup())
-    assert all(node.domain in ("", "ai.onnx") for node in result.graph.node)
-    assert all(onnx.defs.has(node.op_type, 24, "") for node in result.graph.node)
-    return result
+    return run_all(model, feeds)[0]
 
 
 def close(got: Array, expected: Array, share: float) -> None:
@@ -167,6 +179,30 @@ TABLES = [
     Table(bits=8, width=48, block=16, rank=3, dtype=np.float16),
     Table(rank=1), Table(rank=3, zeros=True), Table(axis=-1), Table(UINT4, rank=1, zeros=True),
 ]  # fmt: skip
+
+
+DEQUANTIZED = [
+    *(Dequantized(bits, zeros) for bits in (4, 8) for zeros in (False, True)),
+    Dequantized(rank=2), Dequantized(readers=2), Dequantized(dtype=np.float16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", DEQUANTIZED, ids=str)
+def test_matmul_of_dequantized_blocks(case: Dequantized) -> None:
+    model, feeds, expected = case.make()
+    result = lowered(model)
+    for each in (model, result, signed(result)):
+        close(run(each, feeds), expected, 2e-6 if case.dtype == np.float32 else 4e-3)
+
+
+def test_a_weight_that_something_else_reads_keeps_its_zero_points() -> None:
+    model, feeds, expected = Dequantized().make()
+    weight = model.graph.node[0].output[0]
+    model.graph.output.append(helper.make_tensor_value_info(weight, TensorProto.FLOAT, [64, 24]))
+    result = lowered(model)
+    before, after = run_all(model, feeds), run_all(result, feeds)
+    close(after[0], expected, 2e-6)
+    np.testing.assert_array_equal(after[1], before[1])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -233,112 +269,6 @@ def test_weights_in_a_file_stay_there(tmp_path: Path) -> None:
     assert (tmp_path / "m.data").read_bytes() == before
 
 
-def refused(model: onnx.ModelProto) -> str:
-    with pytest.raises(UnsupportedModelError) as caught:
-        lower_contrib(gs.import_onnx(model))
-    message = str(caught.value)
-    assert message.startswith(f"{CONTRIB}::{model.graph.node[-1].op_type} 'node_y' ")
-    return message
-
-
-def test_other_weights_are_refused() -> None:
-    model, _, _ = Linear().make(bits=2)
-    assert "has weights of 2 bits; supported are 4 and 8" in refused(model)
-    model, _, _ = Linear().make(weight_prepacked=1)
-    assert "layout of one kind of GPU" in refused(model)
-    model, _, _ = Linear().make(K=128)
-    assert "has the weight 'constant_0' [24, 2, 16] as input 1 (768 bytes are no [24, 128]" in refused(model)
-    model, _, _ = Linear().make()
-    del model.graph.node[0].attribute[:]
-    assert "lacks one of K, N, block_size" in refused(model)
-
-
-def test_columns_in_another_order_are_refused() -> None:
-    model, _, _ = Linear().make()
-    model.graph.initializer.append(numpy_helper.from_array(np.zeros(64, np.int32), "order"))
-    model.graph.node[0].input.extend(["", "order"])
-    assert "g_idx" in refused(model)
-
-
-def test_weights_that_the_graph_computes_are_refused() -> None:
-    model, _, _ = Linear().make()
-    weight = model.graph.initializer[0]
-    model.graph.initializer.remove(weight)
-    model.graph.input.append(helper.make_tensor_value_info(weight.name, UINT8, weight.dims))
-    assert "has the uint8 'constant_0' as input 1; supported is a weight of the model, of uint8" in refused(model)
-
-
-@pytest.mark.parametrize(
-    "attrs", [{"bits": 2}, {"bits": 8}, {"gather_axis": 1}, {"quantize_axis": 0}, {"block_size": 16}], ids=str
-)
-def test_other_tables_are_refused(attrs: dict[str, int]) -> None:
-    supported = "supported are rows [V, H] of 4 bits, or 8 in uint8, in whole blocks and words of 32 bits"
-    assert supported in refused(Table().make(**attrs)[0])
-
-
-def test_zero_points_of_a_product_of_unknown_rank_are_refused() -> None:
-    model, _, _ = Linear(zeros="uint8").make()
-    model.graph.input[0].type.tensor_type.ClearField("shape")
-    assert "reads 'x', whose rank is not in the model" in refused(model)
-
-
-class TestSigned:
-    def test_8_bits_with_a_negative_scale_are_refused(self) -> None:
-        model, _, _ = Linear(bits=8).make()
-        with pytest.raises(UnsupportedModelError, match="8-bit weights .* with scales that are not positive.*is_symm"):
-            sign_weights(lowered(model), HERE)
-
-    @pytest.mark.parametrize("scale", [[0.5, -0.5], [0.5, 0.0], [0.5, 0.25]])
-    def test_signed_8_bits_as_nncf_writes_them(self, scale: list[float]) -> None:
-        g = Graph()
-        g.input("x", TensorProto.FLOAT, ["B", 2])
-        inputs = [g.constant([[1, -2], [3, -128]], np.int8), g.constant(scale, np.float32)]
-        g.node("MatMul", ["x", g.node("DequantizeLinear", inputs, axis=1)], "y")
-        g.output("y", TensorProto.FLOAT, ["B", 2])
-        model = g.model()
-        if min(scale) > 0:
-            assert sign_weights(model, HERE) == ()
-        else:
-            with pytest.raises(UnsupportedModelError, match="8-bit weights .* with scales that are not positive"):
-                sign_weights(model, HERE)
-
-    @pytest.mark.parametrize("zero", [7, 0, None])
-    def test_other_zero_points_are_refused(self, zero: int | None) -> None:
-        graph = Graph()
-        names = [graph.constant(np.arange(16), ml_dtypes.uint4), graph.constant(0.5, np.float32)]
-        names += [] if zero is None else [graph.constant(zero, ml_dtypes.uint4)]
-        graph.node("DequantizeLinear", names, "y")
-        graph.output("y", TensorProto.FLOAT, [16])
-        with pytest.raises(UnsupportedModelError, match="'node_y' has uint4 weights .* zero points other than 8"):
-            sign_weights(graph.model(), HERE)
-
-    def test_weights_that_others_read_stay(self) -> None:
-        graph = Graph()
-        weight = graph.constant(np.arange(16), np.uint8)
-        graph.node("DequantizeLinear", [weight, graph.constant(0.5, np.float32), graph.constant(128, np.uint8)], "y")
-        graph.node("Cast", [weight], "z", to=TensorProto.INT32)
-        graph.output("y", TensorProto.FLOAT, [16])
-        graph.output("z", TensorProto.INT32, [16])
-        model = graph.model()
-        assert sign_weights(model, HERE) == ()
-        assert model.graph.initializer[0].data_type == UINT8
-
-    @pytest.mark.parametrize("bits", [4, 8])
-    def test_typed_fields_are_read(self, bits: int) -> None:
-        kind, top = (UINT4, 16) if bits == 4 else (UINT8, 256)
-        numbers = np.arange(top)
-        graph = Graph()
-        scale, zero = graph.constant(0.5, np.float32), helper.make_tensor("zero", kind, [], [top // 2])
-        graph.initializers += [helper.make_tensor("w", kind, [top], numbers), zero]
-        assert not graph.initializers[-2].HasField("raw_data")
-        graph.node("DequantizeLinear", ["w", scale, "zero"], "y")
-        graph.output("y", TensorProto.FLOAT, [top])
-        model = graph.model()
-        assert sign_weights(model, HERE) == ()
-        assert [t.data_type for t in model.graph.initializer if t.name == "w"] == [INT4 if bits == 4 else INT8]
-        np.testing.assert_array_equal(run(model, {}), (numbers - top // 2) * 0.5)
-
-
 class TestTensorRT:
     @pytest.mark.few(8)
     @pytest.mark.parametrize(
@@ -349,10 +279,11 @@ class TestTensorRT:
             Linear(k=100, bias=True), Linear(bits=8, positive=True), Linear(bits=8, positive=True, zeros="uint8"),
             Table(bits=8, zeros=True),
             Table(), Table(zeros=True), Table(INT4), Table(UINT4, zeros=True, dtype=np.float16),
+            Dequantized(), Dequantized(8, dtype=np.float16),
         ],
         ids=str,
     )  # fmt: skip
-    def test_builds(self, case: Linear | Table) -> None:
+    def test_builds(self, case: Linear | Table | Dequantized) -> None:
         model = signed(lowered(case.make()[0]))
         assert build_in_child(model.SerializeToString(), [{}]).stage == "built"
 

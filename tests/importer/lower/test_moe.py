@@ -8,16 +8,14 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnx_graphsurgeon as gs
-import onnxruntime as ort
 import pytest
 from builder import build_in_child
+from lowering import lowered
+from lowering import run as run_all
 from mixtures import Array, Mixture
 from needs import ORT_VERSION
 from onnx import TensorProto, helper
 
-from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.fused.contrib import lower_contrib
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.quantized.signed import sign_weights
 
@@ -26,20 +24,7 @@ SHARES = {np.float32: 3e-6, np.float16: 6e-3}
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> Array:
-    options = ort.SessionOptions()
-    options.log_severity_level = 4
-    session = ort.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    result: Array = session.run(None, feeds)[0]
-    return result
-
-
-def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
-    graph = gs.import_onnx(model)
-    lower_contrib(graph)
-    result: onnx.ModelProto = gs.export_onnx(graph.cleanup().toposort())
-    onnx.checker.check_model(result, full_check=True)
-    assert all(node.domain in ("", "ai.onnx") for node in result.graph.node)
-    return result
+    return run_all(model, feeds)[0]
 
 
 def close(got: Array, expected: Array, share: float) -> None:
@@ -154,106 +139,15 @@ def test_weights_are_not_read() -> None:
             tensor.ClearField("raw_data")
             tensor.data_location = TensorProto.EXTERNAL
             tensor.external_data.add(key="location", value="gone")
-        graph = gs.import_onnx(model)
-        lower_contrib(graph)
-        kept = [t for t in gs.export_onnx(graph.cleanup()).graph.initializer if t.external_data]
+        kept = [t for t in lowered(model).graph.initializer if t.external_data]
         assert {t.external_data[0].value for t in kept} == {"gone"}
 
 
-def edited(case: Mixture, **replaced: tuple[int, ...]) -> onnx.ModelProto:
-    """The model with weights of other shapes, by the operator's names for them."""
-    model = case.model()
-    constants, _ = case.weights()
-    for name, shape in replaced.items():
-        index = [*constants].index(name)
-        tensor = model.graph.initializer[index]
-        tensor.CopyFrom(onnx.numpy_helper.from_array(np.zeros(shape, constants[name].dtype), tensor.name))
-    return model
-
-
-def extended(case: Mixture, index: int) -> onnx.ModelProto:
-    """The model with one more input, which is its first weight."""
-    model = case.model()
-    node = model.graph.node[0]
-    node.input.extend([""] * (index - len(node.input)) + [node.input[2]])
-    return model
-
-
-def without(case: Mixture, index: int) -> onnx.ModelProto:
-    """The model without an input of the node."""
-    model = case.model()
-    model.graph.node[0].input[index] = ""
-    return model
-
-
-def declared(case: Mixture, index: int, kind: int, shape: list[int | str]) -> onnx.ModelProto:
-    """The model with an input of another type or shape."""
-    model = case.model()
-    name = model.graph.input[index].name
-    model.graph.input[index].CopyFrom(helper.make_tensor_value_info(name, kind, shape))
-    return model
-
-
-def computed(case: Mixture) -> onnx.ModelProto:
-    """The model with weights that the graph computes."""
-    model = case.model()
-    node = model.graph.node[0]
-    model.graph.node.insert(0, helper.make_node("Neg", [node.input[2]], ["negated"]))
-    model.graph.node[1].input[2] = "negated"
-    return model
-
-
-FLOAT, FOUR = Mixture(), Mixture(bits=4)
-REFUSED = {
-    "use_sparse_mixer=1; supported is 0": FLOAT.model(use_sparse_mixer=1),
-    "quant_type='fp4'; supported is int: export with integers": FOUR.model(quant_type="fp4"),
-    "weights_prepacked=1; supported is -1 or 0: export for the CPU": FOUR.model(weights_prepacked=1),
-    "has foo=3; supported is no such attribute": FLOAT.model(foo=3),
-    "activation 'geglu' with swiglu_fusion=1; supported are relu, gelu": FLOAT.model(activation_type="geglu"),
-    "activation 'swiglu' with swiglu_fusion=0": FLOAT.model(swiglu_fusion=0),
-    "activation 'swiglu' with swiglu_fusion=2": FOUR.model(swiglu_fusion=2),
-    "activation 'silu' with swiglu_fusion=1": FOUR.model(activation_type="silu"),
-    "swiglu_limit=-1.0; supported are limits from 0": FLOAT.model(swiglu_limit=-1.0),
-    "chooses 7 of 6 experts": FLOAT.model(k=7),
-    "chooses 0 of 6 experts": FLOAT.model(k=0),
-    "experts of 2 bits": FOUR.model(expert_weight_bits=2),
-    "fc1, fc2, fc3: 4, 8, 4": FOUR.model(fc2_expert_weight_bits=8),
-    "has an input 6 .*such as fc3": extended(FLOAT, 6),
-    "has an input 8 .*such as fc3": extended(FOUR, 8),
-    "has an input 14 .*weights of the router": extended(FOUR, 14),
-    r"has fc2 .* \[6, 32, 32\], for 6 experts of 32 columns; supported is \[6, 64, 16\], .*prepacked=0": edited(
-        FOUR, fc2_experts_weights=(6, 32, 32)
-    ),
-    r"has fc1 .* \[6, 48, 64\]": edited(Mixture(hidden=48), fc1_experts_weights=(6, 48, 64)),
-    r"has fc1 .* \[6, 65, 64\].*supported is \[6, 64, 64\]": edited(FLOAT, fc1_experts_weights=(6, 65, 64)),
-    r"has scales1 .* \[6, 64\]": edited(FOUR, fc1_scales=(6, 64)),
-    r"has bias2 .* \[6, 32\]": edited(FLOAT, fc2_experts_bias=(6, 32)),
-    r"has zero_points2 .* \[6, 64, 2\]; supported is \[6, 64, 1\]": edited(
-        replace(FOUR, zeros=True), fc2_zero_points=(6, 64, 2)
-    ),
-    "lacks one of x, logits, fc1, scales1, fc2, scales2": without(FOUR, 3),
-    r"reads 'x' of float \[1, 1, 1, 64\]; supported are tokens": declared(FLOAT, 0, 1, [1, 1, 1, 64]),
-    r"reads 'x' of float16 .*of the type of 'constant_1'": declared(FOUR, 0, 10, ["T", 64]),
-    r"reads 'logits' of float \[1, 3, 6\]; supported are logits \[T, 6\]": declared(FLOAT, 1, 1, [1, 3, 6]),
-    r"reads 'logits' of float \['T', 7\]; supported are logits \[T, 6\]": declared(FLOAT, 1, 1, ["T", 7]),
-    "supported is a weight of the model": computed(FOUR),
-}
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_what_is_refused(message: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"com.microsoft::Q?MoE 'node_y' .*{message}"):
-        lowered(REFUSED[message])
-
-
-def test_attributes_that_change_nothing_are_taken() -> None:
-    for attributes in (
-        {"weights_prepacked": 0},
-        {"weights_prepacked": -1},
-        {"quant_type": "int"},
-        {"accuracy_level": 4},
-    ):
-        close(run(lowered(FOUR.model(**attributes)), FOUR.feeds(3)), FOUR.expected(FOUR.feeds(3)), 3e-6)
+@pytest.mark.parametrize("attrs", [{"weights_prepacked": 0}, {"quant_type": "int"}, {"accuracy_level": 4}], ids=str)
+def test_attributes_that_change_nothing(attrs: dict[str, Any]) -> None:
+    case = Mixture(bits=4)
+    feeds = case.feeds(3)
+    close(run(lowered(case.model(**attrs)), feeds), case.expected(feeds), 3e-6)
 
 
 BUILT = [

@@ -1,0 +1,292 @@
+"""Attention operators of ONNX Runtime, and of ONNX over heads side by side, become ONNX's Attention over heads apart.
+
+    com.microsoft::GroupQueryAttention(qkv, -, -, past_k, past_v, seqlens_k, total, cos, sin; do_rotary=1)
+        q, k, v   = Split(qkv), heads apart [B, N, S, D]
+        q, k      = RMSNormalization(q), RMSNormalization(k)            with q_norm_weight, k_norm_weight
+        q, k      = RotaryEmbedding(q, cos, sin, seqlens_k + 1 - S + arange(S)), the same of k
+        y, present_k, present_v = Attention(q, k, v, bias, past_k, past_v; is_causal=1, left_window_size=W - 1)
+
+    com.microsoft::MultiHeadAttention(q, k, v, bias, key_padding_mask, attention_bias, past_k, past_v)
+        q, k, v = q + bias[:N*D], k + bias[N*D:2*N*D], v + bias[2*N*D:], heads apart
+        y, present_k, present_v = Attention(q, k, v, mask, past_k, past_v)
+
+    com.microsoft::Attention(x, w, bias, mask, past [2, B, N, P, D], attention_bias)
+        q, k, v = Split(MatMul(x, w) + bias), and then as above with past[0] and past[1]; present = both stacked
+
+    Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
+        heads apart; without a past, presents are the keys and values
+
+Attention with a past is a cache idiom, see `normalize.idioms.attention_past`. It may have a private input and private
+attributes here, which that idiom reads: `SINKS`, ``operator`` (as exported) and ``ring`` (the buffer drops old rows).
+
+Measured on ONNX Runtime 1.31.1 (CPU). GroupQueryAttention: new rows go to ``seqlens_k + 1 - S``, per row of the batch,
+which is also the first position; a local window of W lets a query see itself and W - 1 keys before; the soft cap comes
+before bias and masks, and leaves the sinks alone; head_sink counts beside smooth_softmax=1, too, which does nothing
+then; with position_ids, a first prompt counts on from its first one and later steps take them as they are, so that only
+contiguous ones mean the same in both. The CPU kernel refuses q_norm_weight and k_norm_weight; their meaning is that of
+the operator's page. With sliding_window_cache, the buffers drop rows that left the window; the numbers are those of a
+linear cache. MultiHeadAttention: `unidirectional` counts the past, as ONNX's is_causal does; masks are added.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from onnx import TensorProto
+
+from trt_kvcache.importer.graph import SINKS
+from trt_kvcache.importer.lower.body import AGAIN, Call
+
+_WITHOUT = "export without it"
+_PAST = "export the model with past"
+
+
+def group_query_attention(call: Call) -> str:
+    """GroupQueryAttention with a past."""
+    heads, kv_heads = call.integer("num_heads"), call.integer("kv_num_heads")
+    packed = not call.has("key")
+    if heads < 1 or kv_heads < 1 or heads % kv_heads or packed == call.has("value"):
+        given = "packed" if packed else "apart"
+        call.refuse(f"has num_heads={heads}, kv_num_heads={kv_heads}, and queries, keys and values {given}", AGAIN)
+    _check_group_query(call, heads)
+    norm = f"RMSNormalization <axis = -1, epsilon = {call.number('qk_norm_epsilon', 1e-6)}>"
+    window = call.integer("local_window_size", -1)
+    attributes: dict[str, float] = {"is_causal": call.integer("causal", 1)}
+    attributes |= {name: call.number(name) for name in ("scale", "softcap") if call.number(name)}
+    attributes |= {"left_window_size": window - 1} if window > 0 else {}
+    if call.integer("smooth_softmax") == 1 and not call.has("sinks"):
+        call.constant("sinks", np.zeros(heads, np.float32))
+    return f"""
+        {_counted() if call.integer("do_rotary") and not call.has("positions") else ""}
+        {_unpacked(heads, kv_heads) if packed else _apart("query", heads)}
+        {"" if packed else _apart("key", kv_heads)}
+        {"" if packed else _apart("value", kv_heads)}
+        {call.when("query_norm", f"query = {norm} (query, query_norm)")}
+        {call.when("key_norm", f"key = {norm} (key, key_norm)")}
+        {_rotated(call, "query")}
+        {_rotated(call, "key")}
+        {_attend(call, "bias", attributes)}
+        {_merged()}
+    """
+
+
+def _check_group_query(call: Call, heads: int) -> None:
+    quantized = any(call.string(name, "NONE") not in ("NONE", "") for name in ("k_quant_type", "v_quant_type"))
+    if not call.has("past_key") or not call.has("past_value"):
+        call.refuse("has no past_key and past_value; supported are decoders that are given their caches", _PAST)
+    if call.has("sinks") and (not call.is_weight("sinks") or call.shape("sinks") != (heads,)):
+        what = f"has the sinks '{call.name('sinks')}' {list(call.shape('sinks') or ())}"
+        call.refuse(f"{what}; supported is a weight with one logit for each of its heads", _WITHOUT)
+    if quantized or call.has("key_scale") or call.has("value_scale"):
+        call.refuse("has quantized caches; supported are float caches", _WITHOUT)
+    if call.is_read("scores"):
+        call.refuse("gives its scores as an output (qk_output); supported is attention alone", _WITHOUT)
+    if not call.has("seqlens"):
+        call.refuse("has no seqlens_k; the operator demands it", AGAIN)
+    if call.integer("do_rotary") and not (call.has("cos") and call.has("sin")):
+        call.refuse("has do_rotary=1 and no cos_cache or sin_cache; the operator demands them", AGAIN)
+
+
+def _counted() -> str:
+    """Lines for the positions of the new tokens ``[B, S]``."""
+    return """
+        length = Shape <start = 1, end = 2> (query)
+        count = Squeeze (length, [0])
+        steps = Range (0, count, 1)
+        last = Cast <to = 7> (seqlens)
+        last = Reshape (last, [-1, 1])
+        first = Sub (last, length)
+        first = Add (first, [1])
+        positions = Add (first, steps)
+    """
+
+
+def _unpacked(heads: int, kv_heads: int) -> str:
+    """Lines for ``[B, S, (N + 2 * N_kv) * D]`` to queries, keys and values."""
+    return f"""
+        {_apart("query", heads + 2 * kv_heads)}
+        query, key, value = Split <axis = 1> (query, [{heads}, {kv_heads}, {kv_heads}])
+    """
+
+
+def _rotated(call: Call, name: str) -> str:
+    if not call.integer("do_rotary"):
+        return ""
+    attributes = f"interleaved = {call.integer('rotary_interleaved')}, rotary_embedding_dim = {2 * call.width('cos')}"
+    return f"{name} = RotaryEmbedding <{attributes}> ({name}, cos, sin, positions)"
+
+
+def multi_head_attention(call: Call) -> str:
+    """MultiHeadAttention, with and without a past."""
+    found = None
+    if call.has("shared") or call.has("beams"):
+        found = (
+            "takes past_sequence_length or cache_indirection (a shared buffer, beams); supported are pasts that grow"
+        )
+    elif call.is_read("scores"):
+        found = "gives its scores as an output (qk); supported is attention alone"
+    elif not call.has("key") or not call.has("value"):
+        found = "has packed inputs; supported are query, key and value apart"
+    if found is not None:
+        call.refuse(found, _WITHOUT)
+    heads = call.integer("num_heads")
+    ranks = [len(call.shape(name) or (0,) * 3) for name in ("query", "key", "value")]
+    if heads < 1 or ranks[0] != 3 or set(ranks) - {3, 4}:
+        shapes = [list(call.shape(name) or ()) for name in ("query", "key", "value")]
+        what = f"has num_heads={heads} and inputs {', '.join(map(str, shapes))}; supported are [B, S, N*D] and, for"
+        call.refuse(f"{what} keys and values, [B, N, S, D]", AGAIN)
+    return f"""
+        {_biased(call, heads, ranks)}
+        {_apart("query", heads)}
+        {_apart("key", heads) if ranks[1] == 3 else ""}
+        {_apart("value", heads) if ranks[2] == 3 else ""}
+        {_masked_attention(call)}
+    """
+
+
+def _biased(call: Call, heads: int, ranks: list[int]) -> str:
+    """Lines that add to queries, keys and values [B, S, N*D] their parts of a bias; to heads apart nothing is added."""
+    if not call.has("bias"):
+        return ""
+    size = (call.shape("past_key") or ("?",))[-1]
+    width = heads * size if isinstance(size, int) else call.width("query")
+    ends = [0, width, 2 * width, call.width("bias")]
+    lines = ""
+    for index, name in enumerate(("query", "key", "value")):
+        if ranks[index] == 3:
+            lines += f"""
+                part = Slice (bias, [{ends[index]}], [{ends[index + 1]}], [0])
+                {name} = Add ({name}, part)
+            """
+    return lines
+
+
+def attention(call: Call) -> str:
+    """ONNX Runtime's Attention, which projects its input itself and holds keys and values in one tensor."""
+    past, width = call.shape("past"), (call.shape("weight") or ("?",))[-1]
+    if call.integer("do_rotary"):
+        found, supported = "rotates queries and keys (do_rotary)", "rotary embedding outside of it"
+    elif call.integer("past_present_share_buffer") or call.has("shared"):
+        found, supported = "keeps its past in a shared buffer (past_present_share_buffer)", "pasts that grow"
+    elif past is not None and (len(past) != 5 or (isinstance(past[0], int) and past[0] != 2)):
+        found, supported = f"takes a past of the shape {list(past)}", "pasts [2, B, N, P, H]"
+    elif not isinstance(width, int):
+        found, supported = f"has weights '{call.name('weight')}' of unknown width", "weights with a shape"
+    else:
+        found = supported = ""
+    heads = call.integer("num_heads")
+    if found or heads < 1:
+        call.refuse(f"{found or 'has no num_heads'}; supported are {supported}", "export the model so")
+    widths = [int(n) for n in call.attributes.get("qkv_hidden_sizes", [])] or [int(width) // 3] * 3
+    stacked = ""
+    if call.is_read("present"):
+        stacked = """
+            present_key = Unsqueeze (present_key, [0])
+            present_value = Unsqueeze (present_value, [0])
+            present = Concat <axis = 0> (present_key, present_value)
+        """
+    return f"""
+        x = MatMul (x, weight)
+        {call.when("bias", "x = Add (x, bias)")}
+        query, key, value = Split <axis = -1> (x, {widths})
+        {_apart("query", heads)}
+        {_apart("key", heads)}
+        {_apart("value", heads)}
+        {call.when("past", "past_key = Gather (past, 0)")}
+        {call.when("past", "past_value = Gather (past, 1)")}
+        {_masked_attention(call)}
+        {stacked}
+    """
+
+
+def _masked_attention(call: Call) -> str:
+    """Lines for an attention with a padding mask ``[B, P + S]`` and numbers that are added to the scores."""
+    past = call.has("past_key") or call.has("past")
+    given = [name for name in ("present_key", "present_value", "present") if call.is_read(name)]
+    if given and not past:
+        what = f"gives a present '{call.output(given[0])}' and takes no past; supported are decoders that are given"
+        call.refuse(f"{what} their caches", _PAST)
+    mask, shape = "", call.shape("padding")
+    if call.has("padding") and (not past or shape is None or len(shape) != 2):
+        what = f"has a padding mask '{call.name('padding')}' {list(shape or ())} {'and' if past else 'and no'} past"
+        call.refuse(f"{what}; supported are masks [B, P + S] beside a past", "export the mask as attention_bias")
+    if call.has("padding"):
+        hidden = call.number("mask_filter_value", -10000.0)
+        mask = f"""
+            mask = Cast <to = {TensorProto.BOOL}> (padding)
+            mask = Unsqueeze (mask, [1, 2])
+            {call.when("score_bias", f"hidden = CastLike ({hidden}, score_bias)")}
+            {call.when("score_bias", "mask = Where (mask, score_bias, hidden)")}
+        """
+    elif call.has("score_bias"):
+        mask = "mask = Identity (score_bias)"
+    attributes: dict[str, float] = {"is_causal": call.integer("unidirectional")}
+    attributes |= {"scale": call.number("scale")} if call.number("scale") else {}
+    return f"""
+        {mask}
+        {_attend(call, "mask" if mask else "", attributes)}
+        {_merged()}
+    """
+
+
+def onnx_attention(call: Call) -> str | None:
+    """ONNX's Attention with a past or presents, over heads that lie side by side; None: it stays."""
+    past = call.has("past_key")
+    presents = call.is_read("present_key") or call.is_read("present_value")
+    merged = bool(call.integer("q_num_heads") or call.integer("kv_num_heads"))
+    if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
+        what = "gives its scores as an output (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
+        call.refuse(f"{what}; supported is attention alone, with windows that end with the query's own key", _WITHOUT)
+    if (past and not merged) or not (past or presents):
+        return None
+    heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")
+    if merged and min(heads, kv_heads) < 1:
+        call.refuse(f"has 3-D inputs, q_num_heads={heads} and kv_num_heads={kv_heads}; both are demanded", AGAIN)
+    apart = _apart("query", heads) + _apart("key", kv_heads) + _apart("value", kv_heads) if merged else ""
+    own = {n: v for n, v in call.attributes.items() if n not in ("q_num_heads", "kv_num_heads")}
+    if past:
+        attend = _attend(call, "mask", own)
+    else:
+        given = [f"{name} = {value!r}" for name, value in own.items()]
+        attend = f"""
+            present_key = Identity (key)
+            present_value = Identity (value)
+            y = Attention {_stated(given)} (query, key, value, mask, , , lengths)
+        """
+    return f"""
+        {apart}
+        {attend}
+        {_merged() if merged else ""}
+    """
+
+
+def _attend(call: Call, mask: str, attributes: dict[str, float]) -> str:
+    """The line of the attention. `mask` names what is added to the scores, or hides; empty: nothing does."""
+    given = [f"{name} = {value!r}" for name, value in attributes.items()]
+    if not (call.has("past_key") or call.has("past")):
+        return f"y = Attention {_stated(given)} (query, key, value, {mask})"
+    given += [f'operator = "{call.node.op_type}"'] if call.node.domain else []
+    given += ["ring = 1"] if call.integer("sliding_window_cache") else []
+    operands = f"query, key, value, {mask}, past_key, past_value"
+    if call.has("sinks"):
+        operands += ", " * (SINKS - 5) + "sinks"
+    return f"y, present_key, present_value = Attention {_stated(given)} ({operands})"
+
+
+def _stated(attributes: list[str]) -> str:
+    return f"<{', '.join(attributes)}>" if attributes else ""
+
+
+def _apart(name: str, heads: int) -> str:
+    """Lines for ``[B, S, N*D] -> [B, N, S, D]``."""
+    return f"""
+        {name} = Reshape ({name}, [0, 0, {heads}, -1])
+        {name} = Transpose <perm = [0, 2, 1, 3]> ({name})
+    """
+
+
+def _merged() -> str:
+    """Lines for ``[B, N, S, D] -> [B, S, N*D]`` of `y`."""
+    return """
+        y = Transpose <perm = [0, 2, 1, 3]> (y)
+        y = Reshape (y, [0, 0, -1])
+    """

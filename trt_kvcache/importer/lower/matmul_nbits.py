@@ -1,0 +1,239 @@
+"""Products with weights of 4 and 8 bits, and rows of tables of such: DequantizeLinear, weights and scales as they are.
+
+    MatMulNBits(a [.., K], b uint8, scales, zero_points, bias)
+        w = DequantizeLinear(uint4 [N, K], scales [N, K / block], zero point 8, axis=1, block_size=block)
+        y = MatMul(a, Transpose(w)) - MatMul(sums of a over each block, Transpose((zero_points - 8) * scales)) + bias
+
+    MatMul(x, DequantizeLinear(uint4 W [K, N], scales [K / block, N], zero_points, axis=0, block_size=block))
+        the same without Transpose: onnxruntime-genai writes it for TensorRT for RTX with ``is_symmetric=false``
+
+    GatherBlockQuantized(table uint8 [V, H / 2], or uint4 or int4 [V, H], ids, scales, zero_points)
+        words = Gather(int32 [V, H / 8], ids)      eight numbers of 4 bits each (four of 8), by integer division
+        y = (numbers - zero_points) * Gather(scales, ids)
+
+TensorRT's parser takes blocks of signed weights with a zero point of 0 only (measured on TensorRT for RTX 1.7.1: other
+zero points are "not supported", and uint4 initializers fail to import), and keeps their 4 bits in the engine. So
+weights get their middle as zero point here, `sign_weights` moves it to 0 for TensorRT, and what zero points add to that
+is a product of its own, as small as the scales. With 8 bits all is the same with uint8 and a middle of 128.
+
+A table is gathered as words, because DequantizeLinear before a Gather would dequantize all of it in every step.
+
+Weights, scales and zero points are never read: their bytes get another type and shape. `accuracy_level`, which lets
+ONNX Runtime round `a` to 8 bits, is left out: the product is exact. The order of bits, the meaning of absent zero
+points and the padding of their rows are measured on ONNX Runtime 1.31.1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from onnx import NodeProto, TensorProto, numpy_helper
+
+from trt_kvcache.importer.graph import NAME_PREFIX
+from trt_kvcache.importer.lower.body import AGAIN, Call, Tensors
+from trt_kvcache.importer.protos import is_op
+
+FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+NUMBERS: dict[int, int] = {4: TensorProto.UINT4, 8: TensorProto.UINT8}
+_UINT8, _UINT4, _INT4 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4
+_TABLES = (_UINT8, _UINT4, _INT4)
+_WORD = 32  # bits of an int32, as which tables are gathered
+_UNQUANTIZED = "export with another quantization, or unquantized"
+
+
+def matmul_nbits(call: Call) -> str:
+    """MatMul with a dequantized weight."""
+    bits = call.integer("bits", 4)
+    columns, rows, block = (call.integer(name) for name in ("K", "N", "block_size"))
+    if min(columns, rows, block) < 1 or not call.has("scales"):
+        call.refuse("lacks one of K, N, block_size, or an input; the operator demands them", AGAIN)
+    if bits not in NUMBERS:
+        call.refuse(f"has weights of {bits} bits; supported are {' and '.join(map(str, NUMBERS))}", _UNQUANTIZED)
+    if call.integer("weight_prepacked"):
+        what = "has its weight in the layout of one kind of GPU; supported is the layout of the operator's definition"
+        call.refuse(what, "export without prepacking (onnxruntime-genai: matmulnbits_weights_prepacked=0)")
+    if call.has("g_idx"):
+        what = "gives every column of its weight a group of its own choice (g_idx); supported are blocks in order"
+        call.refuse(what, "quantize without reordering activations (GPTQ: desc_act=false)")
+    blocks = -(-columns // block)
+    call.view("weight", "b", (rows, blocks * block), (_UINT8,), NUMBERS[bits])
+    call.view("scales", "scales", (rows, blocks), FLOATS)
+    call.constant("middle", middle(bits, (rows, blocks)))
+    filled = blocks * block - columns
+    return f"""
+        {f"a = Pad (a, [0, {filled}], , [-1])" if filled else ""}
+        weight = DequantizeLinear <axis = 1, block_size = {block}> (weight, scales, middle)
+        weight = Transpose <perm = [1, 0]> (weight)
+        y = MatMul (a, weight)
+        {_shift(call, bits, (rows, blocks), block)}
+        {call.when("bias", "y = Add (y, bias)")}
+    """
+
+
+def matmul(call: Call) -> str | None:
+    """MatMul with a weight ``[K, N]`` of unsigned numbers in blocks of rows; None: it stays."""
+    node = call.maker("weight")
+    if node is None or not is_op(node, "DequantizeLinear"):
+        return None
+    for local, name in zip(("numbers", "scales", "zero_points"), node.input, strict=False):
+        call.bind(local, name)
+    attributes = {a.name: a.i for a in node.attribute}
+    axis, block = attributes.get("axis", 1), attributes.get("block_size", 0)
+    shape, scales = (call.shape(name) or () if call.is_weight(name) else () for name in ("numbers", "scales"))
+    bits = next((bits for bits, kind in NUMBERS.items() if kind == call.dtype("numbers")), 0)
+    done = call.has("zero_points") and call.name("zero_points").startswith(NAME_PREFIX)
+    if done or not bits or axis not in (0, -2) or block < 1 or len(shape) != 2 or len(scales) != 2:
+        return None
+    blocks, columns = map(int, scales)
+    if shape[0] != blocks * block or (call.has("zero_points") and not call.is_weight("zero_points")):
+        return None
+    call.constant("middle", middle(bits, (blocks, columns)))
+    return f"""
+        weight = DequantizeLinear <axis = 0, block_size = {block}> (numbers, scales, middle)
+        y = MatMul (a, weight)
+        {_shift(call, bits, (blocks, columns), block, axis=0)}
+    """
+
+
+def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int = 1) -> str:
+    """Lines that take off `y` what zero points other than the middle add; blocks lie along an axis of `shape`."""
+    if not call.has("zero_points") and axis:
+        return ""
+    zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
+    return f"""
+        {zero_points(call, "zero_points", bits, shape) if call.has("zero_points") else zeros}
+        shift = Mul (zero_points, scales)
+        {"shift = Transpose <perm = [1, 0]> (shift)" if axis else ""}
+        outer = Shape <end = -1> (a)
+        apart = Concat <axis = 0> (outer, [{shape[axis]}, {block}])
+        apart = Reshape (a, apart)
+        sums = ReduceSum <keepdims = 0> (apart, [-1])
+        less = MatMul (sums, shift)
+        y = Sub (y, less)
+    """
+
+
+def complete(node: NodeProto, tensors: Tensors) -> None:
+    """Let a Reshape of blocks, in place, copy the outer axes by zeros, once their number is known.
+
+    Args:
+        node: Reshape to ``Concat(Shape(x, end=-1), [blocks, block])``.
+        tensors: of the model.
+    """
+    joined = tensors.makers.get(node.input[1])
+    outer = tensors.makers.get(joined.input[0]) if joined is not None and is_op(joined, "Concat") else None
+    rank = len(tensors.shapes.get(node.input[0]) or ())
+    if joined is None or outer is None or not rank or not is_op(outer, "Shape") or outer.input[0] != node.input[0]:
+        return
+    ends = [a.i for a in outer.attribute]
+    inner = tensors.weights.get(joined.input[1])
+    if ends == [-1] and inner is not None and len(joined.input) == 2:
+        sizes = np.array([0] * (rank - 1) + numpy_helper.to_array(inner).tolist())
+        node.input[1] = tensors.constant(numpy_helper.from_array(sizes))
+
+
+def gather_block_quantized(call: Call) -> str:
+    """Rows of a table, dequantized: an embedding, which may share its bytes with a MatMulNBits."""
+    bits, block = call.integer("bits", 4), call.integer("block_size", 128)
+    axes = call.integer("gather_axis"), call.integer("quantize_axis", 1)
+    stored = call.weight("table", _TABLES)
+    rows, blocks = (*call.weight("scales", FLOATS).dims, 0, 0)[:2]
+    width, count = blocks * block, _WORD // bits if bits in NUMBERS else 0
+    packed = width * bits // 8 if stored.data_type == _UINT8 else width
+    plain = (bits == 4 or stored.data_type == _UINT8) and axes in ((0, 1), (0, -1)) and count and rows
+    if not plain or width % count or call.shape("table") != (rows, packed):
+        call.refuse(
+            f"has {bits} bits, axes {axes} and scales {[rows, blocks]} for blocks of {block}; supported are rows [V, "
+            f"H] of 4 bits, or 8 in uint8, in whole blocks and words of {_WORD} bits",
+            _UNQUANTIZED,
+        )
+    call.view("words", "table", (rows, width // count), _TABLES, TensorProto.INT32)
+    call.view("scales", "scales", (rows, blocks), FLOATS)
+    outer, base = [0] * len(call.known_shape("ids")), 2**bits
+    for name, number in (("zero", 0), ("lowest", -(2**31)), ("base", base), ("half", base // 2)):
+        call.constant(name, np.array(number, np.int32))
+    call.constant("powers", np.array([base**i for i in range(count)], np.int32))
+    call.constant("highest", np.array([0] * (count - 1) + [base // 2], np.int32))
+    # Division of numbers that are not negative alone: engines round quotients of negative ones differently.
+    lines = """
+        words = Gather (words, ids)
+        words = Unsqueeze (words, [-1])
+        negative = Less (words, zero)
+        lower = Sub (words, lowest)
+        lower = Where (negative, lower, words)
+        shifted = Div (lower, powers)
+        above = Div (shifted, base)
+        above = Mul (above, base)
+        numbers = Sub (shifted, above)
+        bit = Cast <to = 6> (negative)
+        bit = Mul (bit, highest)
+        numbers = Add (numbers, bit)
+    """
+    if stored.data_type == _INT4:  # two's complement
+        lines += """
+            above = Div (numbers, half)
+            above = Mul (above, base)
+            numbers = Sub (numbers, above)
+        """
+    zeros = ""
+    if call.has("zero_points"):
+        zeros = f"""
+            {zero_points(call, "zero_points", bits, (rows, blocks))}
+            zeros = Gather (zero_points, ids)
+            zeros = Unsqueeze (zeros, [-1])
+            numbers = Sub (numbers, zeros)
+        """
+    # A uint4 table without zero points starts at 0.
+    around = base // 2 if stored.data_type == _UINT8 or (stored.data_type == _UINT4 and zeros) else 0
+    return f"""
+        {lines}
+        numbers = CastLike (numbers, scales)
+        numbers = Reshape (numbers, {[*outer, blocks, block]})
+        middle = CastLike ({float(around)}, scales)
+        {"numbers = Sub (numbers, middle)" if around else ""}
+        {zeros}
+        factors = Gather (scales, ids)
+        factors = Unsqueeze (factors, [-1])
+        numbers = Mul (numbers, factors)
+        y = Reshape (numbers, {[*outer, blocks * block]})
+    """
+
+
+def zero_points(call: Call, name: str, bits: int, shape: tuple[int, ...], scales: str = "scales") -> str:
+    """Lines that give zero points of rows and blocks as floats: unsigned ones less the middle, signed ones as they are.
+
+    Args:
+        call: the node.
+        name: of its input, and of the result.
+        bits: of each number.
+        shape: of the numbers; in uint8, each row begins with a byte.
+        scales: what they are multiplied with, of which they get the type.
+    """
+    stored = call.dtype(name)
+    if stored not in _TABLES:
+        call.view(name, name, shape, FLOATS)
+        return f"""
+            middle = CastLike ({float(2 ** (bits - 1))}, {name})
+            {name} = Sub ({name}, middle)
+        """
+    width = shape[-1]
+    padded = -(-width * bits // 8) * 8 // bits if stored == _UINT8 else width
+    call.view(name, name, (*shape[:-1], padded), (stored,), NUMBERS[bits] if stored == _UINT8 else None)
+    call.constant("middle_number", middle(bits, ()))
+    around = ", middle_number" if stored != _INT4 else ""
+    cut = f"{name} = Slice ({name}, [0], [{width}], [{len(shape) - 1}])"
+    return f"""
+        one = CastLike (1.0, {scales})
+        {name} = DequantizeLinear ({name}, one{around})
+        {cut if padded != width else ""}
+    """
+
+
+def middle(bits: int, shape: tuple[int, ...]) -> TensorProto:
+    """Zero points in the middle of what so many bits hold."""
+    count = math.prod(shape)
+    data = bytearray([0x88 if bits == 4 else 0x80]) * -(-count * bits // 8)
+    if count * bits % 8:
+        data[-1] &= 0x0F
+    return TensorProto(data_type=NUMBERS[bits], dims=shape, raw_data=bytes(data))

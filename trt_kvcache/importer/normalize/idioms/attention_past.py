@@ -1,0 +1,158 @@
+"""Attention that holds its cache: past_key and past_value in, present_key and present_value out.
+
+    y, present_k, present_v = Attention(q, k, v, mask, past_k, past_v; is_causal=1)
+    becomes
+    present_k = TensorScatter(past_k, k [B, N, S, D], write_indices), the same of v
+    y         = Attention(q [B, Hq, S, D], present_k, present_v, -, -, -, nonpad_kv_seqlen; is_causal=1)
+
+ONNX Runtime's GroupQueryAttention, MultiHeadAttention and Attention became such operators before, see
+`lower.attention`, which says in private attributes what they were.
+
+With a past, `is_causal` counts it: query i sees key j where ``j <= P + i``. Measured on ONNX Runtime 1.31.1, opsets 23
+to 26: so does its kernel, which also agrees with ONNX on masks beside is_causal and on the soft cap (before the mask).
+A window (`left_window_size`, opset 25) counts the keys before the query's own; ONNX Runtime does not know it yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import onnx_graphsurgeon as gs
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.graph import SINKS, consumers, contains, dims, input_or_none, is_op
+from trt_kvcache.importer.interface.exported import Interface
+from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse
+from trt_kvcache.importer.normalize.attention.masks import check_bias, classify
+from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.evidence.samples import Samples
+from trt_kvcache.importer.normalize.findings import Visibility
+
+_MASK, _PASTS, _PRESENTS = 3, (4, 5), (1, 2)
+
+
+@dataclass(frozen=True, eq=False)
+class HeldCache:
+    """A cache ``[B, N, L, D]`` that an operator takes and gives back.
+
+    Attributes:
+        past: the graph input.
+        present: the graph output.
+        growing: past holds as many rows as there are tokens, present more; else both are one buffer.
+        idiom: the operator as exported, for the plan.
+        axis: the sequence axis.
+        positions: names of the graph inputs that say where the rows go: none.
+    """
+
+    past: gs.Tensor
+    present: gs.Tensor
+    growing: bool
+    idiom: str
+    axis: int | None = 2
+    positions: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class HeldAttention:
+    """An Attention with its caches, and the keys that its queries see."""
+
+    node: gs.Node
+    caches: tuple[HeldCache, ...]
+    seen: Visibility
+
+
+def holds_cache(graph: gs.Graph) -> bool:
+    """Whether some operator of the graph holds a cache."""
+    return any(map(_is_held, graph.nodes))
+
+
+def find_held(graph: gs.Graph) -> list[HeldCache]:
+    """The caches inside operators, in graph order: of each operator keys, then values.
+
+    Head counts and sizes that exporters leave as symbols are written into the shapes of the caches.
+
+    Raises:
+        UnsupportedModelError: a cache is no input or output of the graph, or several operators read it.
+    """
+    return [cache for node in graph.nodes if _is_held(node) for cache in _caches(graph, node)]
+
+
+def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[HeldAttention, ...]:
+    """Guess which keys the queries of each operator that holds a cache see.
+
+    Raises:
+        UnsupportedModelError: a mask is none of the templates.
+    """
+    found = []
+    for node in (n for n in graph.nodes if _is_held(n)):
+        left, right = (int(node.attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
+        seen = Visibility(
+            causal=bool(node.attrs.get("is_causal", 0)) or right == 0, window=left + 1 if left >= 0 else None
+        )
+        mask = input_or_none(node, _MASK)
+        if mask is not None:
+            uses = [MaskUse(mask, MaskKind.ADDED)]
+            sinks = input_or_none(node, SINKS) is not None
+            masked = classify(node.name, uses, seen.causal, graph, interface, samples, sinks=sinks)
+            windows = [w for w in (seen.window, masked.window) if w is not None]
+            seen = check_bias(node.name, replace(masked, window=min(windows, default=None), bounded=True))
+        found.append(HeldAttention(node, tuple(_caches(graph, node)), seen))
+    return tuple(found)
+
+
+def rewrite_held(canonical: Canonical, held: HeldAttention) -> None:
+    """Put TensorScatter and Attention in the place of an operator."""
+    node, output = held.node, held.node.outputs[0]
+    query, key, value = node.inputs[:3]
+    sinks = input_or_none(node, SINKS)
+    node.outputs.clear()
+    for cache, update in zip(held.caches, (key, value), strict=True):
+        canonical.scatter(cache.past, update, cache.present, 2, "linear", cache.idiom)
+    size = (dims(query) or ("?",))[-1]
+    scale = node.attrs.get("scale")
+    scale = float(scale) if scale is not None else float(size) ** -0.5
+    keys, values = (cache.present for cache in held.caches)
+    softcap, precision = float(node.attrs.get("softcap", 0.0)), int(node.attrs.get("softmax_precision", 0))
+    canonical.attention(output, query, keys, values, held.seen, scale, softcap, node.name, sinks)
+    if precision:
+        output.inputs[0].attrs["softmax_precision"] = precision
+    node.inputs.clear()
+
+
+def _is_held(node: gs.Node) -> bool:
+    return is_op(node, "Attention") and any(input_or_none(node, index) is not None for index in _PASTS)
+
+
+def _caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
+    idiom = str(node.attrs.get("operator", node.op))
+    found = []
+    for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
+        past = input_or_none(node, index)
+        present = node.outputs[output] if output < len(node.outputs) else gs.Variable.empty()
+        if past is None or not contains(graph.inputs, past) or not contains(graph.outputs, present):
+            shown = f"'{past.name if past is not None else ''}' -> '{present.name}'"
+            raise UnsupportedModelError(
+                f"the cache {shown} of {idiom} '{node.name}' is no input and output of the model; supported are caches "
+                "that the caller gives and takes back: export the model with past and present"
+            )
+        others = [n for n in consumers(past) if n is not node and not is_op(n, "Shape")]
+        if others or sum(t is past for t in node.inputs) > 1:
+            reader = f"{others[0].op} '{others[0].name}'" if others else f"{idiom} '{node.name}' twice"
+            raise UnsupportedModelError(
+                f"the cache '{past.name}' of {idiom} '{node.name}' is read by {reader}; supported are caches that one "
+                "operator alone updates and reads"
+            )
+        _state_shape(past, update)
+        _state_shape(present, update)
+        before, after = (dims(past) or ())[2:3], (dims(present) or ())[2:3]
+        grows = (not before or before != after or before == ("?",)) and not node.attrs.get("ring", 0)
+        found.append(HeldCache(past, present, grows, idiom))
+    return found
+
+
+def _state_shape(cache: gs.Tensor, update: gs.Tensor) -> None:
+    """Write number and size of heads into a cache's shape where the exporter left symbols."""
+    known, new = list(dims(cache) or ("?",) * 4), dims(update) or ("?",) * 4
+    for axis in (1, 3) if len(known) == len(new) == 4 else ():
+        known[axis] = known[axis] if isinstance(known[axis], int) else new[axis]
+    cache.shape = [None if dim == "?" else dim for dim in known]
