@@ -193,13 +193,11 @@ class _Built:
 def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     from trt_kvcache.importer.extensions import for_tensorrt
     from trt_kvcache.importer.protos import byte_size, iter_tensors
-    from trt_kvcache.importer.quantized.signed import sign_weights
 
     folder = sources[0].path.parent
     paths = dict.fromkeys(path for source in sources for path in (source.path, *source.external_files))
     files = {path: os.path.relpath(path, folder) for path in paths}
-    for_tensorrt(model, folder)
-    flipped = sign_weights(model, folder)
+    flipped = for_tensorrt(model, folder)
     weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(model))
     return _Part(sources[0].path, files, [model], flipped, weights)
 

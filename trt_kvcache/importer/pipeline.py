@@ -17,7 +17,6 @@ from trt_kvcache.importer.files.source import SourceModel, load_source, save_mod
 from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
-from trt_kvcache.importer.quantized.signed import sign_weights
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
@@ -110,8 +109,7 @@ def rewrite_model(
         OutputError: `output` cannot be written.
     """
     imported = import_model(model, options)
-    extensions.for_tensorrt(imported.model, imported.source.path.parent)
-    flipped = sign_weights(imported.model, imported.source.path.parent)
+    flipped = extensions.for_tensorrt(imported.model, imported.source.path.parent)
     if imported.model is not imported.source.proto:
         record_plan(imported.model, imported.plan)
     save_model(imported.model, output, imported.source, flipped)

@@ -17,7 +17,7 @@ from lowering import run as run_all
 from mixtures import packed
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer.quantized.signed import sign_weights
+from trt_kvcache.importer.extensions import for_tensorrt as sign_weights
 
 Array = np.ndarray[Any, Any]
 UINT8, UINT4, INT4, INT8 = TensorProto.UINT8, TensorProto.UINT4, TensorProto.INT4, TensorProto.INT8

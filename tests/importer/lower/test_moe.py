@@ -16,8 +16,8 @@ from mixtures import Array, Mixture
 from needs import ORT_VERSION
 from onnx import TensorProto, helper
 
+from trt_kvcache.importer.extensions import for_tensorrt as sign_weights
 from trt_kvcache.importer.planning.experts import exact_experts
-from trt_kvcache.importer.quantized.signed import sign_weights
 
 LENGTHS = (1, 2, 3, 7, 40)
 SHARES = {np.float32: 3e-6, np.float16: 6e-3}

@@ -7,7 +7,7 @@ To add a family: write a record below, and a module with a function for each sta
     standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
     rewrite(model)              edits a decoder before recognition                   -> Rewritten
     note(model, folder)         looks at the planned model                           -> notes for the plan
-    for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it
+    for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it         -> weights to flip in files
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
     open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
 
@@ -33,6 +33,7 @@ from trt_kvcache.importer.protos import elem_type_of, iter_scopes, names_read, s
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.check.engine import Engine as Session
+    from trt_kvcache.importer.files.flipped import Flipped
 
 __all__ = [
     "EXTENSIONS",
@@ -166,10 +167,16 @@ def notes(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
     return tuple(note for function in _at("note", model) for note in function(model, folder))
 
 
-def for_tensorrt(model: onnx.ModelProto, folder: Path) -> None:
-    """Edit, in place, a rewritten model before TensorRT reads it; its external data lie in `folder`."""
-    for function in _at("for_tensorrt", model):
-        function(model, folder)
+def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
+    """Edit, in place, a rewritten model before TensorRT reads it; its external data lie in `folder`.
+
+    Returns:
+        Weights in files whose bits are still to be flipped.
+
+    Raises:
+        UnsupportedModelError: TensorRT does not take quantized weights as they are, and nothing can change that.
+    """
+    return tuple(flipped for function in _at("for_tensorrt", model) for flipped in function(model, folder) or ())
 
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
@@ -275,6 +282,13 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
     )
 
 
+_SIGNS = {onnx.TensorProto.UINT4, onnx.TensorProto.UINT8, onnx.TensorProto.INT8}
+
+
+def _holds_integers(model: onnx.ModelProto) -> bool:
+    return any(t.data_type in _SIGNS for t in model.graph.initializer) and "DequantizeLinear" in _operators(model)
+
+
 EXTENSIONS = (
     Extension("tool_repairs", read=_breaks_rules, choose=_chooses_branch),
     Extension(
@@ -285,5 +299,6 @@ EXTENSIONS = (
         for_tensorrt=_rounds,
         for_cpu=_only_on_tensorrt,
     ),
+    Extension("signed_weights", for_tensorrt=_holds_integers),
     Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),
 )

@@ -13,8 +13,8 @@
 
 TensorRT's parser takes blocks of signed weights with a zero point of 0 only (measured on TensorRT for RTX 1.7.1: other
 zero points are "not supported", and uint4 initializers fail to import), and keeps their 4 bits in the engine. So
-weights get their middle as zero point here, `sign_weights` moves it to 0 for TensorRT, and what zero points add to that
-is a product of its own, as small as the scales. With 8 bits all is the same with uint8 and a middle of 128.
+weights get their middle as zero point here, `signed_weights` moves it to 0 for TensorRT, and what zero points add to
+that is a product of its own, as small as the scales. With 8 bits all is the same with uint8 and a middle of 128.
 
 A table is gathered as words, because DequantizeLinear before a Gather would dequantize all of it in every step.
 

@@ -21,7 +21,7 @@ from trt_kvcache.importer.files.flipped import Flipped, flip
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op
 from trt_kvcache.importer.weights import raw_bytes
 
-__all__ = ["sign_weights"]
+__all__ = ["for_tensorrt"]
 
 _SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest bits in a byte
     onnx.TensorProto.UINT4: (onnx.TensorProto.INT4, 8, 0x88),
@@ -29,7 +29,7 @@ _SIGNED: dict[int, tuple[int, int, int]] = {  # signed, the middle, the highest 
 }
 
 
-def sign_weights(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
+def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
     """Make unsigned weights signed, in place, that nothing but DequantizeLinear reads.
 
     Args:

@@ -1,1 +1,0 @@
-"""Quantized weights and products, in the form that TensorRT and ONNX Runtime take."""
