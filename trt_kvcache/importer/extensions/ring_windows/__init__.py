@@ -18,7 +18,8 @@ position of the first new token and S new ones:
 A row of a model with lengths of its own has w + S valid tokens, or none: then its queries see nothing. They cannot say
 less: rows may be gone that the first queries of such a step saw.
 
-Memory and step time stop growing with the text. A cache that some attention sees whole stays linear.
+Memory and step time stop growing with the text. A cache that some attention sees whole stays linear. A model that
+reads the length of a cache elsewhere, or computes its lengths or write indices, is refused by the check.
 """
 
 from __future__ import annotations
@@ -42,7 +43,6 @@ from trt_kvcache.importer.graph import (
     dims,
     input_or_none,
     is_op,
-    small_constant,
 )
 from trt_kvcache.importer.planning.attention_facts import is_used
 
@@ -95,22 +95,6 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
     for pair in _find(graph):
         rows = pair.window + chunk - 1
         names = [str(update.inputs[0].name) for update in (pair.keys, pair.values)]
-        if computed := _computed(graph, pair):
-            notes.append(
-                f"caches '{names[0]}' and '{names[1]}' stay linear: '{computed.name}' is computed in the graph, and "
-                "what a ring shows follows from write indices and lengths as a caller gives them"
-            )
-            continue
-        if view := _stated(pair, capacity):
-            notes.append(
-                f"caches '{names[0]}' and '{names[1]}' stay linear: Reshape '{view.name}' states how long they are"
-            )
-            continue
-        if reader := _length_reader(pair):
-            notes.append(
-                f"caches '{names[0]}' and '{names[1]}' stay linear: Shape '{reader.name}' reads how long they are"
-            )
-            continue
         if rows >= capacity:
             notes.append(
                 f"caches '{names[0]}' and '{names[1]}' stay linear: a window of {pair.window} and updates of up to "
@@ -129,40 +113,6 @@ def make_circular(graph: gs.Graph, emit: Emitter, capacity: int, chunk: int, *, 
     elif not notes:
         notes.append("no cache became circular: no attention sees a window only")
     return Rings(longest, tuple(notes))
-
-
-def _computed(graph: gs.Graph, pair: _Windowed) -> gs.Tensor | None:
-    """What says where rows go or how many hold tokens, and is no input, so that nothing says how both are related."""
-    given = [pair.keys.inputs[2], pair.values.inputs[2], *(node.inputs[6] for node in pair.readers)]
-    return next((tensor for tensor in given if not contains(graph.inputs, tensor)), None)
-
-
-def _stated(pair: _Windowed, capacity: int) -> gs.Node | None:
-    """A Reshape of one of the caches to a shape that holds their length, which is to become shorter, or may hold it."""
-    pending = [node for update in (pair.keys, pair.values) for node in consumers(update.outputs[0])]
-    while pending:
-        node = pending.pop()
-        if is_op(node, "Reshape"):
-            shape = small_constant(node.inputs[1])
-            if shape is None or any(size > 0 and size % capacity == 0 for size in shape):
-                return node
-        if is_op(node, *_VIEWS):
-            pending += consumers(node.outputs[0])
-    return None
-
-
-def _length_reader(pair: _Windowed) -> gs.Node | None:
-    """A Shape node that takes the sequence axis of one of the caches, which is to become shorter."""
-    for update in (pair.keys, pair.values):
-        axis = int(update.attrs.get("axis", -2)) % len(dims(update.inputs[0]) or (0,) * 4)
-        for node in [n for t in (update.inputs[0], update.outputs[0]) for n in consumers(t) if is_op(n, "Shape")]:
-            if int(node.attrs.get("start", 0)) <= axis < int(node.attrs.get("end", axis + 1)):
-                taken = [
-                    small_constant(n.inputs[1]) if is_op(n, "Gather") else None for n in consumers(node.outputs[0])
-                ]
-                if any(indices is None or axis in indices.reshape(-1) for indices in taken):
-                    return node
-    return None
 
 
 def _all_rows(graph: gs.Graph, capacity: int) -> int:

@@ -23,12 +23,10 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility
 
 _BOOL = int(onnx.TensorProto.BOOL)
-_LENGTHS = (1, 2, 5)
-_FARTHEST = 8192
 
 
 def check_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibility:
-    """What the canonical attention has to show, so that it goes on behind the end as the original does.
+    """Guess what the canonical attention has to show, so that it goes on after the end as the original does.
 
     Args:
         masks: of one attention over a circular cache.
@@ -42,12 +40,7 @@ def check_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibi
         UnsupportedModelError: it does not, and not every row is visible there either.
     """
     assert masks.write is not None
-    if visibility.bias is not None or visibility.slopes is not None:
-        raise UnsupportedModelError(
-            f"'{masks.node}' adds a position bias to the scores of the circular cache '{masks.write.past.name}', whose "
-            "rows are not in the order of their positions behind its end; supported are such caches without a bias"
-        )
-    steps = [step for step in _behind_the_end(samples) if step.length <= samples.capacity]
+    steps = [step for step in samples.wrapped if step.past >= samples.capacity >= step.length]
     seen = [(step, masks.visible(step)) for step in steps]
     if all(bool(np.all(rows == _counted(step, visibility))) for step, rows in seen):
         return visibility
@@ -79,13 +72,6 @@ def emit_by_position(emit: Emitter, positions: gs.Variable, rows: int) -> gs.Var
 
     made: gs.Variable = emit.once(("ring", positions.name, rows), make)
     return made
-
-
-def _behind_the_end(samples: Samples) -> list[Sample]:
-    rows = samples.capacity
-    pasts = {rows, rows + 1, 2 * rows - 1, 2 * rows, 3 * rows + 5, max(_FARTHEST, rows) + 3}
-    more = [samples.step(1, past, length, wrapped=True) for past in sorted(pasts) for length in _LENGTHS]
-    return [step for step in (*samples.wrapped, *more) if step.past >= rows]
 
 
 def _counted(step: Sample, visibility: Visibility) -> np.ndarray:
