@@ -99,9 +99,12 @@ BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "data outside": (damaged(refer_outside), "lie outside the model's folder ('../model.onnx.data'); move the file"),
     "data linked outside": (damaged(move_data_out), "lie outside the model's folder ('model.onnx.data' is a link to"),
     "opset": (of(scatter_model(opset=23)), "imports opset 23; export it again with opset 24 or newer"),
-    "axis 0": (of(scatter_model(axis=0)), "has axis 0 on a cache of rank 4 (shape [B, 2, 16, 8]); legal are -3 to 3"),
+    "axis 0": (
+        of(scatter_model(axis=0)),
+        "'node_present' breaks a rule of ONNX: axis 0 is out of range",
+    ),
     "mode": (of(scatter_model(mode="ring")), "has mode 'ring'; ONNX defines 'linear' and 'circular'"),
-    "update shape": (of(wide_update()), "they differ on axis 1; they may differ only on the sequence axis 2"),
+    "update shape": (of(wide_update()), "breaks a rule of ONNX: Dimension mismatch in unification between 3 and 2"),
     "long update": (of(scatter_model(length=17)), "writes an update of 17 tokens into a cache of 16"),
     "no capacity": (of(scatter_model(("B", 2, "L", 8))), "pass --capacity N"),
     "sequence": (

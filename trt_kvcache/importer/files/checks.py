@@ -8,21 +8,19 @@ Rules of TensorScatter: https://onnx.ai/onnx/operators/onnx__TensorScatter.html
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from typing import Any
 
-import numpy.typing as npt
 import onnx
 import onnx.inliner
 from google.protobuf.message import Message
-from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, numpy_helper
+from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.files.element_types import check_element_types
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
-    Shape,
     attribute_graphs,
     byte_size,
     describe,
@@ -53,6 +51,10 @@ _ONNX_ERRORS = (
 )
 
 
+_RULE = re.compile(r"\(op_type:(\w+)(?:, node name: ([^)]*))?\): \[\w+\] (.+?)(?= \(op_type:|$)")
+"""In the words of ONNX's shape inference: operator, node, rule."""
+
+
 def check_graph(model: ModelProto, source: str) -> None:
     """Check a model that may lack its external data.
 
@@ -63,7 +65,6 @@ def check_graph(model: ModelProto, source: str) -> None:
     Raises:
         InvalidModelError: a rule is broken; the message names the node.
     """
-    _check_text(model, source)
     _check_are_tensors(model.graph, source)
     _check_types(model, source)
     _check_opset(model, source)
@@ -74,14 +75,15 @@ def check_graph(model: ModelProto, source: str) -> None:
     except _ONNX_ERRORS as error:
         raise InvalidModelError(f"{source}: not valid ONNX: {_one_line(error)}; export the model again") from None
     try:
-        inferred = onnx.shape_inference.infer_shapes(onnx.inliner.inline_local_functions(skeleton), data_prop=True)
+        flat = onnx.inliner.inline_local_functions(skeleton)
+        inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
+        check_element_types(inferred.graph, opset_version(inferred), source)
+        _check_scatters(inferred.graph, {}, source)
+        onnx.shape_inference.infer_shapes(_without_stated_shapes(flat), strict_mode=True, data_prop=True)
     except _ONNX_ERRORS as error:
-        raise InvalidModelError(
-            f"{source}: shape inference fails: {_one_line(error)}; export the model again"
-        ) from None
-    _check_moves(inferred.graph, source)
-    _check_scatters(inferred.graph, {}, source)
-    check_element_types(inferred.graph, opset_version(inferred), source)
+        said = next((m for m in _RULE.findall(_one_line(error)) if not m[2].startswith("Inference")), None)
+        what = f"{said[0]} '{said[1]}' breaks a rule of ONNX: {said[2]}" if said else _one_line(error)
+        raise InvalidModelError(f"{source}: {what}; export the model again") from None
 
 
 def _check_opset(model: ModelProto, source: str) -> None:
@@ -179,6 +181,15 @@ def _set_foreign_ops_apart(skeleton: ModelProto) -> None:
             owner.opset_import.add(domain=_FOREIGN_DOMAIN, version=1)
 
 
+def _without_stated_shapes(model: ModelProto) -> ModelProto:
+    """The same, with shapes inside of it for operators of other domains alone: exporters state some wrongly."""
+    stated = {info.name: info for info in model.graph.value_info}
+    foreign = [name for node in model.graph.node if node.domain not in DEFAULT_DOMAINS for name in node.output]
+    del model.graph.value_info[:]
+    model.graph.value_info.extend(stated[name] for name in foreign if name in stated)
+    return model
+
+
 def _without_external_data(skeleton: ModelProto) -> ModelProto:
     """A copy whose external tensors are empty: the checker would look for their files in the working directory."""
     copy = ModelProto()
@@ -192,7 +203,7 @@ def _without_external_data(skeleton: ModelProto) -> ModelProto:
     return copy
 
 
-def _check_text(message: Message, source: str) -> None:
+def check_text(message: Message, source: str) -> None:
     """Refuse names that are not UTF-8, which protobuf hands out as bytes, or that would break a line of text."""
     # Looking at a tensor's other fields would copy its data.
     wanted = ("name", "doc_string", "external_data") if isinstance(message, TensorProto) else None
@@ -202,7 +213,7 @@ def _check_text(message: Message, source: str) -> None:
         values = value if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) else (value,)
         if field.cpp_type == field.CPPTYPE_MESSAGE:
             for child in values:
-                _check_text(child, source)
+                check_text(child, source)
         elif field.type == field.TYPE_STRING and any(isinstance(text, bytes) for text in values):
             bad = next(text for text in values if isinstance(text, bytes))
             raise InvalidModelError(f"{source}: a {field.name} in it is not text: {bad[:40]!r}; export the model again")
@@ -251,62 +262,9 @@ def _is_elem_type(attribute: AttributeProto) -> bool:
     return bool(attribute.ref_attr_name) or attribute.i in types
 
 
-def _check_moves(graph: GraphProto, source: str) -> None:
-    """Refuse a Transpose or Slice whose constant operands are none, which ONNX's checker lets pass.
-
-        Transpose(x [B, N, P, H]; perm=[0, -1, 1, 3])        Slice(x, starts [0], ends [4], axes [])
-
-    No engine runs them, and a cache that is followed through one would get a wrong axis. Bodies of control flow are not
-    looked at.
-    """
-    infos = {value.name: value for value in (*graph.value_info, *graph.output, *graph.input)}
-    ranks = {name: len(shape) for name, value in infos.items() if (shape := shape_of(value)) is not None}
-    ranks |= {tensor.name: len(tensor.dims) for tensor in graph.initializer}
-    known = _constants(graph)
-    for node in graph.node:
-        rank = ranks.get(node.input[0]) if node.input else None
-        wrong = ""
-        if is_op(node, "Transpose"):
-            wrong = _wrong_perm(node, rank)
-        elif is_op(node, "Slice"):
-            wrong = _wrong_bounds(node, rank, known)
-        if wrong:
-            of = "" if rank is None else f" of '{node.input[0]}', which has {rank} axes,"
-            raise InvalidModelError(f"{source}: {describe(node)}{of} has {wrong}; export the model again")
-
-
-def _constants(graph: GraphProto) -> dict[str, npt.NDArray[Any]]:
-    """Integer constants by name."""
-    found = {tensor.name: tensor for tensor in graph.initializer}
-    for node in graph.node:
-        if is_op(node, "Constant"):
-            found.update((node.output[0], a.t) for a in node.attribute if a.name == "value")
-    integers = {n: t for n, t in found.items() if t.data_type in (TensorProto.INT64, TensorProto.INT32)}
-    return {n: numpy_helper.to_array(t) for n, t in integers.items() if t.data_location != TensorProto.EXTERNAL}
-
-
-def _wrong_perm(node: NodeProto, rank: int | None) -> str:
-    perm = next((list(a.ints) for a in node.attribute if a.name == "perm"), [])
-    is_legal = sorted(perm) == list(range(len(perm) if rank is None else rank))
-    return "" if not perm or is_legal else f"the perm {perm}, which is none"
-
-
-def _wrong_bounds(node: NodeProto, rank: int | None, known: Mapping[str, npt.NDArray[Any]]) -> str:
-    names = [name for name in node.input[1:5] if name]
-    bounds = [known[name] for name in names if name in known]
-    if any(numbers.ndim != 1 for numbers in bounds) or len({numbers.size for numbers in bounds}) > 1:
-        return f"operands of the shapes {', '.join(str(list(n.shape)) for n in bounds)}; they are one list of as many"
-    axes = known.get(node.input[3]) if len(node.input) > 3 else None
-    if axes is not None and rank is not None and any(not -rank <= axis < rank for axis in axes.tolist()):
-        return f"the axes {axes.tolist()}"
-    return ""
-
-
-def _check_scatters(graph: GraphProto, outer: dict[str, ValueInfoProto], source: str) -> None:
-    """Check every TensorScatter of a graph and of the bodies in it; `outer` are the values that it may read."""
-    infos = {**outer, **{info.name: info for info in (*graph.value_info, *graph.output, *graph.input)}}
-    for tensor in graph.initializer:
-        infos[tensor.name] = onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, list(tensor.dims))
+def _check_scatters(graph: GraphProto, infos: Mapping[str, ValueInfoProto], source: str) -> None:
+    """Refuse what ONNX's own inference does not see of a TensorScatter, in bodies of control flow, too."""
+    infos = {**infos, **{info.name: info for info in (*graph.value_info, *graph.output, *graph.input)}}
     for node in graph.node:
         if is_op(node, "TensorScatter"):
             _check_scatter(node, infos, f"{source}: {describe(node)}")
@@ -315,83 +273,21 @@ def _check_scatters(graph: GraphProto, outer: dict[str, ValueInfoProto], source:
                 _check_scatters(body, infos, source)
 
 
-def _check_scatter(node: NodeProto, infos: dict[str, ValueInfoProto], where: str) -> None:
-    """Check one TensorScatter as far as its shapes and dtypes are known."""
+def _check_scatter(node: NodeProto, infos: Mapping[str, ValueInfoProto], where: str) -> None:
     attributes = {attribute.name: attribute for attribute in node.attribute}
     mode = attributes["mode"].s.decode(errors="replace") if "mode" in attributes else "linear"
     axis = attributes["axis"].i if "axis" in attributes else -2
     if mode not in ("linear", "circular"):
         raise InvalidModelError(f"{where} has mode '{mode}'; ONNX defines 'linear' and 'circular'")
-    past, update, present = (infos.get(name) for name in (node.input[0], node.input[1], node.output[0]))
-    _check_same_type(past, update, where)
-    past_shape, update_shape = shape_of(past), shape_of(update)
-    known = past_shape if past_shape is not None else update_shape
-    if axis == 0 or (known is not None and not -len(known) < axis < len(known)):
-        rank = "" if known is None else f" on a cache of rank {len(known)} (shape {_show(known)})"
-        legal = "" if known is None else f" {-len(known) + 1} to {len(known) - 1} except 0"
-        raise InvalidModelError(f"{where} has axis {axis}{rank}; legal are{legal or ' all axes but 0, the batch'}")
-    if past_shape is not None and update_shape is not None:
-        _check_update_shape(past_shape, update_shape, axis, where)
-    present_shape = shape_of(present)
-    if past_shape is not None and present_shape is not None and not _may_be_equal(past_shape, present_shape):
-        raise InvalidModelError(
-            f"{where} makes a cache of shape {_show(present_shape)} from one of shape {_show(past_shape)}; "
-            "both must be equal"
-        )
-    if len(node.input) > 2 and node.input[2]:
-        _check_write_indices(infos.get(node.input[2]), known, where)
-
-
-def _check_same_type(past: ValueInfoProto | None, update: ValueInfoProto | None, where: str) -> None:
-    types = [elem_type_of(info) for info in (past, update)]
-    if TensorProto.UNDEFINED not in types and types[0] != types[1]:
-        raise InvalidModelError(
-            f"{where} writes a {dtype_name(types[1])} update into a {dtype_name(types[0])} cache; cast the update first"
-        )
-
-
-def _check_update_shape(past: Shape, update: Shape, axis: int, where: str) -> None:
-    axis %= len(past)
-    if len(past) != len(update):
-        raise InvalidModelError(
-            f"{where} writes an update of rank {len(update)} (shape {_show(update)}) into a cache of rank {len(past)} "
-            f"(shape {_show(past)}); both need one rank"
-        )
-    for i, (size, written) in enumerate(zip(past, update, strict=True)):
-        if i != axis and not _may_be_equal((size,), (written,)):
-            raise InvalidModelError(
-                f"{where} writes an update of shape {_show(update)} into a cache of shape {_show(past)}: they differ "
-                f"on axis {i}; they may differ only on the sequence axis {axis}"
-            )
+    past, update = (shape_of(infos.get(name)) for name in node.input[:2])
+    if past is None or update is None or not -min(len(past), len(update)) <= axis < min(len(past), len(update)):
+        return
     length, capacity = update[axis], past[axis]
     if isinstance(length, int) and isinstance(capacity, int) and length > capacity:
         raise InvalidModelError(
             f"{where} writes an update of {length} tokens into a cache of {capacity}; "
             "enlarge the cache or shorten the update"
         )
-
-
-def _check_write_indices(indices: ValueInfoProto | None, cache: Shape | None, where: str) -> None:
-    elem_type, shape = elem_type_of(indices), shape_of(indices)
-    if elem_type not in (TensorProto.UNDEFINED, TensorProto.INT64):
-        raise InvalidModelError(
-            f"{where} has {dtype_name(elem_type)} write_indices; ONNX defines int64: cast them first"
-        )
-    if shape is not None and (len(shape) != 1 or (cache is not None and not _may_be_equal(shape, cache[:1]))):
-        wanted = "[batch]" if cache is None else _show(cache[:1])
-        raise InvalidModelError(
-            f"{where} has write_indices of shape {_show(shape)}; one index per row is needed: {wanted}"
-        )
-
-
-def _may_be_equal(one: Shape, other: Shape) -> bool:
-    """Whether no two sizes that are known differ."""
-    sizes = zip(one, other, strict=False)
-    return len(one) == len(other) and all(a == b or isinstance(a, str) or isinstance(b, str) for a, b in sizes)
-
-
-def _show(shape: Shape) -> str:
-    return f"[{', '.join(map(str, shape))}]"
 
 
 def _one_line(error: Exception) -> str:

@@ -18,7 +18,7 @@ from trt_kvcache.errors import InvalidModelError
 from trt_kvcache.files import is_text
 from trt_kvcache.given import given_path
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.files.checks import check_graph
+from trt_kvcache.importer.files.checks import check_graph, check_text
 from trt_kvcache.importer.files.defaults import drop_defaults
 from trt_kvcache.importer.files.folder import check_takes_past, find_model
 from trt_kvcache.importer.files.save import save_model
@@ -95,6 +95,7 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
     if not is_text(path):
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
     proto = _parse(path)
+    check_text(proto, str(path))
     is_edited = extensions.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
