@@ -31,11 +31,10 @@ from mutations import Mutator
 
 from trt_kvcache.errors import TrtKvCacheError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.check.dtypes import tolerance
-from trt_kvcache.importer.check.lengths import Limits, Step
+from trt_kvcache.importer.check.schedule import Limits, Step
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.verify import VerifyOptions, decode, normalized, verify_import
-from trt_kvcache.verify.compare import difference
+from trt_kvcache.verify.compare import difference, tolerance
 from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.report import VerifyReport
 from trt_kvcache.verify.schedule import Episode

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.importer.check.caches import CacheTensor, first_contents
-from trt_kvcache.importer.check.lengths import Limits
+from trt_kvcache.importer.check.schedule import Limits
 from trt_kvcache.importer.plan import CacheUpdate, PhysicalLayout, Role, Route, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.importer.protos import iter_tensors
 from trt_kvcache.verify.compare import Comparison, difference

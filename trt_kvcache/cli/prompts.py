@@ -264,7 +264,7 @@ def read_arrays(file: Path) -> dict[str, Array]:
     Raises:
         OptionError: it cannot be read.
     """
-    from trt_kvcache.importer.check.inputs import load_inputs
+    from trt_kvcache.verify.inputs import load_inputs
 
     return load_inputs(str(file))
 

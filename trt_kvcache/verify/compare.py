@@ -8,14 +8,25 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.importer.check.caches import CacheTensor
-from trt_kvcache.importer.check.dtypes import tolerance
+from trt_kvcache.importer.check.caches import NUMPY, CacheTensor
 from trt_kvcache.verify.record import Written, chosen_rows, same_bits
 from trt_kvcache.verify.report import OutputDifference
 
 Array = npt.NDArray[Any]
 
 _BEYOND = float("inf")  # not comparable: worse than any number
+
+# Both sides compute in the same dtype, in a different order of operations. float16 rounds at 2**-11; a decoder's few
+# dozen roundings on the way to its logits stay an order of magnitude below these, a wrong mask is far above.
+# A float32 twin holds the constants of the bfloat16 model, such as attention scales, rounded at 2**-9. No cache is
+# float64, so that float64 outputs are made of float32 numbers, too.
+_TWIN_TOLERANCE = 1e-2
+_TOLERANCES = {"float16": 2e-2, "float": 1e-4, "double": 1e-4, "int8": 2e-2, "uint8": 2e-2}
+
+# Magnitudes of garbage, largest first: the original must hide it on ONNX Runtime, which computes masked scores too and
+# adds the lowest finite value to them.
+_GARBAGE = {"float16": (1e4, 1e3, 30.0, 1.0)}
+_WIDE_GARBAGE = (1e30, 1e9, 1e4, 1.0)
 
 
 @dataclass
@@ -144,3 +155,19 @@ def difference(original: Array, rewritten: Array) -> tuple[float, float]:
 def _number(value: float) -> float | None:
     """JSON has no infinity."""
     return value if np.isfinite(value) else None
+
+
+def tolerance(dtype: np.dtype[Any], *, twin: bool) -> float:
+    """Largest difference allowed, as a share of the output's scale; 0 for integers other than quantized values."""
+    if twin and dtype.kind == "f":
+        return max(_TWIN_TOLERANCE, _TOLERANCES.get(dtype.name, 0.0))
+    name = {"float32": "float", "float64": "double"}.get(dtype.name, dtype.name)
+    return _TOLERANCES.get(name, 0.0)
+
+
+def garbage_magnitudes(names: set[str]) -> tuple[float, ...]:
+    """Magnitudes to try, largest first, for caches of these dtypes; integer caches take any value."""
+    integers = [float(np.iinfo(NUMPY[name]).max) for name in names if "int" in name]
+    if len(integers) == len(names):
+        return (min(integers),)
+    return next((_GARBAGE[name] for name in names if name in _GARBAGE), _WIDE_GARBAGE)

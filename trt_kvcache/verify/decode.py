@@ -14,21 +14,30 @@ from onnx import ModelProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.check.caches import CacheTensor, find_caches, find_states, first_contents
-from trt_kvcache.importer.check.dtypes import garbage_magnitudes, tolerance
+from trt_kvcache.importer.check.caches import (
+    CacheTensor,
+    as_text,
+    find_caches,
+    find_states,
+    first_contents,
+    fixed_rows,
+    original_rows,
+    ring_window,
+)
 from trt_kvcache.importer.check.engine import Engine as Session
 from trt_kvcache.importer.check.engine import EngineError
-from trt_kvcache.importer.check.inputs import StepInputs, draw_constants, load_inputs
-from trt_kvcache.importer.check.lengths import Limits, Step, check_carries, read_limits
-from trt_kvcache.importer.check.rings import as_text, fixed_rows, original_rows, ring_window
-from trt_kvcache.importer.check.runnable import spelled_out, with_expanded_masks, with_norms_in_front
+from trt_kvcache.importer.check.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.check.runnable import with_expanded_masks, with_norms_in_front
+from trt_kvcache.importer.check.schedule import Limits, Step, read_limits
 from trt_kvcache.importer.extensions import opener_of
-from trt_kvcache.importer.plan import Role, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, Role, UpdateMode
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.verify.compare import Comparison, difference
+from trt_kvcache.verify.compare import Comparison, difference, garbage_magnitudes, tolerance
+from trt_kvcache.verify.inputs import check_given, load_inputs, positions_kept, rows_read, span_inputs
 from trt_kvcache.verify.memory import fit, give_back, needs, weigh
 from trt_kvcache.verify.record import Expected, Tape, Written, open_tape, written_rows
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport, VerifyStep
+from trt_kvcache.verify.runnable import spelled_out
 from trt_kvcache.verify.schedule import Episode, plan_schedule, schedule_notes, whole
 from trt_kvcache.verify.sessions import OrtSession, open_session
 
@@ -93,9 +102,15 @@ class Verification:
         self.rng = np.random.default_rng(verify.seed)
         self._drawn_from = self.rng.bit_generator.state
         constants = draw_constants(imported.plan, self.limits.batch, verify.seed, twin=twin)
-        given = constants | load_inputs(verify.inputs)
+        given = load_inputs(verify.inputs)
+        check_given(given, self.plan)
         self.inputs = StepInputs(
-            imported.plan, index_limits(rewritten, imported.plan), given, self.rng, twin=twin, rings=bool(self.texts)
+            imported.plan,
+            index_limits(rewritten, imported.plan),
+            constants | given,
+            self.rng,
+            twin=twin,
+            rings=bool(self.texts),
         )
         self.notes += spelled_out(imported.source.proto)
         self.kinds = _SPAN_KINDS if imported.plan.spans else ("",)
@@ -267,7 +282,7 @@ class Verification:
             rewritten, refusal = open_session(
                 self.models[1],
                 self.folders[1],
-                {**shared, **physical, **self.inputs.spans(first, "full")},
+                {**shared, **physical, **span_inputs(self.plan, first, "full")},
                 self.room,
                 reference=self.anywhere or ran.engine != OrtSession.engine,
             )
@@ -343,26 +358,26 @@ class Verification:
             # One span per step in turn; all of them in the last step, which must not depend on the span.
             last = number == len(steps) - 1
             kinds = self.kinds if last else (self.kinds[number % len(self.kinds)],)
-            spans = _distinct(self.inputs.spans(step, kind) for kind in kinds)
+            spans = _distinct(span_inputs(self.plan, step, kind) for kind in kinds)
             if self.plan.logits_span is not None and step.length > 1:
                 # Logits of all positions, in every run but one: of the last one, or of half of them.
-                spans.append(self.inputs.spans(step, kinds[0], (1, (step.length + 1) // 2)[number % 2]))
+                spans.append(span_inputs(self.plan, step, kinds[0], (1, (step.length + 1) // 2)[number % 2]))
             self.steps.append(
                 VerifyStep(
                     name,
                     step.length,
                     step.starts,
                     step.valid,
-                    tuple(rows for s in spans if (rows := self.inputs.rows(s)) is not None),
-                    tuple(kept for s in spans if (kept := self.inputs.kept(s)) is not None),
+                    tuple(rows for s in spans if (rows := rows_read(self.plan, s)) is not None),
+                    tuple(kept for s in spans if (kept := positions_kept(self.plan, s)) is not None),
                 )
             )
             found: Feeds = {}
             for span in spans:
                 found.clear()  # or the caches of the run before would lie in memory, too
                 found |= rewritten.run({**shared, **state, **span})
-                wanted = self._wanted(expected, self.inputs.kept(span))
-                self._compare(comparison, wanted, state, found, self.inputs.rows(span))
+                wanted = self._wanted(expected, positions_kept(self.plan, span))
+                self._compare(comparison, wanted, state, found, rows_read(self.plan, span))
             state |= {c.role.name: found[c.output] for c in self.caches if c.output is not None}
 
     def _compare(self, comparison: Comparison, expected: Expected, past: Feeds, found: Feeds, span: int | None) -> None:
@@ -437,3 +452,14 @@ class Verification:
 def _distinct(spans: Iterable[Feeds]) -> list[Feeds]:
     """Each once: near the end of a cache several kinds are the same."""
     return list({tuple(map(len, feeds.values())): feeds for feeds in spans}.values())
+
+
+def check_carries(plan: CachePlan) -> None:
+    """Refuses models without a cache that goes from step to step.
+
+    Raises:
+        OptionError: see above.
+    """
+    if not any(cache.carried for cache in plan.caches):
+        why = f"goes in and comes out as it is written ({plan.caches[0].reason})" if plan.caches else "is updated"
+        raise OptionError(f"no cache of the model {why}: there is no decode to verify")

@@ -10,12 +10,7 @@ from tempfile import TemporaryDirectory
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.check.runnable import (
-    check_runnable,
-    with_exact_products,
-    with_packed_function,
-    with_plugin_functions,
-)
+from trt_kvcache.importer.check.runnable import with_exact_products, with_packed_function, with_plugin_functions
 from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.verify.decode import Verification
@@ -23,6 +18,7 @@ from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.rounding import Side, judge_rounding
+from trt_kvcache.verify.runnable import check_runnable
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
 _DEFAULTS = VerifyOptions()

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from onnx import ModelProto, TensorProto
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.check.caches import CacheTensor, cache_bytes
+from trt_kvcache.importer.check.caches import CacheTensor, numpy_dtype
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors
 from trt_kvcache.machine import free_memory, memory
@@ -182,3 +182,8 @@ def give_back() -> None:
     if sys.platform == "linux":
         with suppress(AttributeError, OSError):  # of glibc alone
             ctypes.CDLL(None).malloc_trim(0)
+
+
+def cache_bytes(caches: Sequence[CacheTensor], batch: int, *, twin: bool) -> int:
+    """Bytes of one copy of all caches."""
+    return sum(math.prod(c.logical_shape(batch)) * numpy_dtype(c.role.dtype, twin=twin).itemsize for c in caches)

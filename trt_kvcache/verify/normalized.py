@@ -15,12 +15,11 @@ from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.check.caches import (
     CacheTensor,
 )
-from trt_kvcache.importer.check.dtypes import tolerance
 from trt_kvcache.importer.check.engine import Engine as Session
-from trt_kvcache.importer.check.lengths import Limits, Step
 from trt_kvcache.importer.check.original import OriginalInterface, OriginalSession
+from trt_kvcache.importer.check.schedule import Limits, Step
 from trt_kvcache.importer.plan import Role
-from trt_kvcache.verify.compare import Comparison
+from trt_kvcache.verify.compare import Comparison, tolerance
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.memory import weigh
 from trt_kvcache.verify.record import Expected, Written

@@ -126,6 +126,22 @@ def test_planted_faults_are_refused(source: str, fault: str, tmp_path: Path) -> 
         check(make(), tmp_path, options, FAULTS[fault])
 
 
+def test_equal_layers_share_no_verdict_if_their_caches_are_exchanged(tmp_path: Path) -> None:
+    """In the second layer new keys go into the cache of the values, and new values into that of the keys."""
+    from trt_kvcache.importer.check import models
+
+    onnx.save(make_decoder(Decoder(layers=2)), tmp_path / "model.onnx")
+    imported = import_model(tmp_path / "model.onnx", PLAN)
+    wrong = onnx.ModelProto()
+    wrong.CopyFrom(imported.model)
+    last = [n for n in wrong.graph.node if n.op_type == "TensorScatter"][-2:]
+    last[0].input[0], last[1].input[0] = last[1].input[0], last[0].input[0]
+    flat = pipeline.prepare(imported.source.proto, PLAN)
+    for model, answers in ((imported.model, {"equal"}), (wrong, {"equal", "different"})):
+        verdicts = models.check_models(flat.reference, model, imported.plan, flat.weights, tmp_path)
+        assert {v.answer for v in verdicts} == answers
+
+
 def test_the_message_names_query_and_key(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"after \d tokens, \d new, sequence 0: .* query \d of the step"):
         check(make_decoder(Decoder(window=5)), tmp_path, PLAN, open_mask)

@@ -8,9 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import mutation_masks
 import mutation_trials
 import numpy as np
+import onnx
 import pytest
+from concat_graphs import Decoder, make_decoder
+from mutation_cuts import CAPACITY as SHORT
+from mutation_cuts import Pair, exposed, trial
 from mutation_trials import VERIFY, judge, mutant
 from onnx import ModelProto, helper, numpy_helper
 from stored import MODELS, edited
@@ -41,6 +46,34 @@ def test_a_changed_decoder_is_refused_or_keeps_its_numbers(tmp_path: Path, sourc
         assert word in ("refused", "equal", "ill"), f"seed {seed}: {done}: {reason}"
         found[word] += 1
     assert found["refused"] + found["equal"]
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_masks_that_overflow(seed: int) -> None:
+    words = Counter(mutation_masks.trial(10 * seed + i)[0] for i in range(10))
+    assert set(words) <= {"equal", "refused"}, words
+    assert words["equal"] > 2
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    path = tmp_path_factory.mktemp("pair") / "model.onnx"
+    onnx.save(make_decoder(Decoder(layers=2)), path)
+    return Pair(path, PlanOptions(capacity=SHORT))
+
+
+def test_faults_of_a_rewritten_model(pair: Pair) -> None:
+    """Whatever the check takes has the same numbers."""
+    words = Counter(trial(pair, seed)[0] for seed in range(20))
+    assert not words["wrong"]
+    assert words["refused"]
+
+
+def test_faults_in_the_cutting(pair: Pair) -> None:
+    """What a wrong cut hides is found by the whole models; what the right one takes is right."""
+    found = Counter(exposed(pair, seed)[1] for seed in range(10))
+    assert not found["missed"]
+    assert found["whole models"]
 
 
 def test_other_numbers_are_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

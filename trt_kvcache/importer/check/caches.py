@@ -1,21 +1,39 @@
-"""Cache contents: first values, and the way between the model's layout and the rewritten model's."""
+"""Cache contents: first values, and the way between the model's layout and the rewritten model's.
+
+Where a window became a ring, the original holds a row for every token, and the rewritten model the newest ones.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 
-from trt_kvcache.importer.check.dtypes import numpy_dtype
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Role, TensorRole
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.plan import (
+    CachePlan,
+    CacheUpdate,
+    Dim,
+    OriginalRole,
+    PhysicalLayout,
+    Role,
+    TensorRole,
+    UpdateMode,
+)
 
 Array = npt.NDArray[Any]
 
 _BLOCK = 1 << 20  # random values; larger caches repeat them
+NUMPY = {
+    "float": np.float32, "float16": np.float16, "double": np.float64, "int8": np.int8, "uint8": np.uint8,
+    "int16": np.int16, "uint16": np.uint16, "int32": np.int32, "uint32": np.uint32, "int64": np.int64,
+    "uint64": np.uint64, "bool": np.bool_,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -105,11 +123,6 @@ def find_states(plan: CachePlan) -> tuple[CacheTensor, ...]:
     )
 
 
-def cache_bytes(caches: Sequence[CacheTensor], batch: int, *, twin: bool) -> int:
-    """Bytes of one copy of all caches."""
-    return sum(math.prod(c.logical_shape(batch)) * numpy_dtype(c.role.dtype, twin=twin).itemsize for c in caches)
-
-
 def first_contents(
     cache: CacheTensor, histories: Sequence[int], garbage: float, rng: np.random.Generator, *, twin: bool
 ) -> Array:
@@ -149,3 +162,97 @@ def _values(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generat
     else:
         block = draw(min(count, _BLOCK))
     return np.resize(block.astype(dtype), shape)
+
+
+def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
+    """Rows of the caches that have a fixed length among the inputs, by name of the past."""
+    found = {}
+    values = {value.name: value for value in inputs}
+    for cache in plan.caches:
+        value = values.get(cache.past)
+        dims = value.type.tensor_type.shape.dim if value is not None else ()
+        if len(dims) > cache.sequence_axis and dims[cache.sequence_axis].HasField("dim_value"):
+            found[cache.past] = dims[cache.sequence_axis].dim_value
+    return found
+
+
+def original_rows(update: CacheUpdate, plan: CachePlan, fixed: Mapping[str, int]) -> int | None:
+    """Rows of a cache in the original; None: it grows.
+
+    Args:
+        update: of the cache, as the plan has it.
+        plan: of the model.
+        fixed: what `fixed_rows` says of the original.
+    """
+    bound = plan.options.capacity or update.capacity
+    if not plan.original:
+        return fixed.get(update.past, bound)
+    tensor = next((t for t in plan.original if t.name == update.past and t.io == "input"), None)
+    if tensor is None or tensor.role is not OriginalRole.FIXED_CACHE:
+        return None
+    return size_of(tensor.shape[update.sequence_axis]) or bound
+
+
+def as_text(cache: CacheTensor, plan: CachePlan, fixed: Mapping[str, int], longest: int) -> CacheTensor:
+    """The cache with a row for every token, where it became a ring; else the cache itself.
+
+    Args:
+        cache: as the plan has it.
+        plan: of the model.
+        fixed: what `fixed_rows` says of the original.
+        longest: tokens of the longest text, for a cache that grows.
+    """
+    update = cache.update
+    if update is None or update.mode is not UpdateMode.CIRCULAR:
+        return cache
+    rows = original_rows(update, plan, fixed)
+    if rows == update.capacity:
+        return cache
+    rows = rows or longest
+    shape = list(update.logical_shape)
+    shape[update.sequence_axis] = rows
+    return replace(cache, update=replace(update, mode=UpdateMode.LINEAR, capacity=rows, logical_shape=tuple(shape)))
+
+
+def ring_window(
+    text: Array, cache: CacheTensor, ends: Sequence[int], garbage: float, rng: np.random.Generator, *, twin: bool
+) -> Array:
+    """The newest tokens of a text at their places in a ring, ``[B, ..., capacity, ...]``.
+
+    Args:
+        text: ``[B, ..., tokens, ...]``, in the axis order of the cache.
+        cache: the ring.
+        ends: tokens of each row of the batch.
+        garbage: magnitude of what lies in rows that no token goes to.
+        rng: of the garbage.
+        twin: bfloat16 is held as float32.
+    """
+    assert cache.update is not None
+    made: Array = first_contents(cache, (0,) * len(ends), garbage, rng, twin=twin).astype(text.dtype)
+    axis, capacity = cache.update.sequence_axis, cache.update.capacity
+    target, source = np.moveaxis(made, axis, 1), np.moveaxis(text, axis, 1)
+    for row, end in enumerate(ends):
+        tokens = np.arange(max(0, end - capacity), end)
+        target[row, tokens % capacity] = source[row, tokens]
+    return made
+
+
+def size_of(dim: Dim) -> int | None:
+    """The size of a dimension, also where an exporter wrote the number as a symbol; None where it is open."""
+    return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
+
+
+def numpy_dtype(name: str, *, twin: bool) -> np.dtype[Any]:
+    """The numpy dtype of an ONNX dtype name such as ``"float16"``; bfloat16 is float32 in a float32 twin.
+
+    Raises:
+        UnsupportedModelError: ONNX Runtime takes no such inputs.
+    """
+    if twin and name == "bfloat16":
+        return np.dtype(np.float32)
+    if name not in NUMPY:
+        raise UnsupportedModelError(
+            f"verification runs on ONNX Runtime, which computes nothing in {name}; it can run {', '.join(NUMPY)}, and "
+            "bfloat16 as float32: verify a float16 or float32 export of the same model"
+        )
+    return np.dtype(NUMPY[name])

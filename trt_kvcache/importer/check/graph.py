@@ -15,7 +15,7 @@ import onnx
 from onnx import TensorProto, numpy_helper
 from onnx.inliner import inline_local_functions
 
-from trt_kvcache.importer.protos import DEFAULT_DOMAINS, attribute_graphs, names_read
+from trt_kvcache.importer.protos import DEFAULT_DOMAINS, names_read
 
 _CONSTANTS = {"value_int": np.int64, "value_ints": np.int64, "value_float": np.float32, "value_floats": np.float32}
 _SMALL = 1 << 16  # bytes; the contents of larger constants are not compared, they are weights with a name
@@ -152,11 +152,6 @@ class Graph:
             elif name in stop or name in self.inputs:  # others are made within a body
                 fed[name] = None
         return [node for node in self.nodes if id(node) in keep], list(fed), sorted(used)
-
-
-def has_control_flow(nodes: Iterable[onnx.NodeProto]) -> bool:
-    """Some node has a body."""
-    return any(True for node in nodes for a in node.attribute for _ in attribute_graphs(a))
 
 
 def _without_identities(graph: onnx.GraphProto) -> Iterable[onnx.NodeProto]:

@@ -10,15 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.check.dtypes import numpy_dtype
-from trt_kvcache.importer.check.lengths import Step
+from trt_kvcache.importer.check.caches import numpy_dtype
+from trt_kvcache.importer.check.schedule import Step
 from trt_kvcache.importer.interface.mrope import place_positions
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, SpanInput, TensorRole, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 
 Array = npt.NDArray[Any]
 
-_DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
 _HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
 
 _ENCODER_TOKENS = 6  # that an encoder has read, in verification
@@ -52,19 +51,6 @@ class StepInputs:
         self._rings = rings
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
-        self._check_given()
-
-    def _check_given(self) -> None:
-        roles = {t.name: t.role for t in self._plan.tensors if t.io == "input"}
-        for name in self._given:
-            if name not in roles:
-                raise OptionError(
-                    f"values are given for '{name}', which is no input of the model; inputs are {', '.join(roles)}"
-                )
-            if roles[name] in _DRIVEN:
-                raise OptionError(
-                    f"values are given for '{name}' ({roles[name].value}), which verification sets itself"
-                )
 
     def shared(self, step: Step) -> dict[str, Array]:
         """The inputs that both models take, by name."""
@@ -73,27 +59,6 @@ class StepInputs:
             "batch+1": len(step.starts) + 1,
         }  # fmt: skip
         return {t.name: self._fill(t, step, sizes | {"keys": self._capacity(t.name)}) for t in self._inputs}
-
-    def spans(self, step: Step, kind: str, kept: int | None = None) -> dict[str, Array]:
-        """The rewritten model's span inputs.
-
-        Args:
-            step: the step.
-            kind: rows to read: ``"tight"``, ``"bucketed"`` (the next multiple of 16) or ``"full"``.
-            kept: number of last positions whose logits are computed; None: all.
-        """
-        made = {span.name: np.arange(_span(span, step, kind)) for span in self._plan.spans}
-        logits = self._plan.logits_span
-        return made if logits is None else made | {logits.name: np.arange(step.length if kept is None else kept)}
-
-    def rows(self, spans: Mapping[str, Array]) -> int | None:
-        """The most cache rows that attention reads with these spans; None where no input says."""
-        return max((len(spans[s.name]) for s in self._plan.spans), default=None)
-
-    def kept(self, spans: Mapping[str, Array]) -> int | None:
-        """The number of last positions whose logits these spans ask for; None where no input says."""
-        logits = self._plan.logits_span
-        return None if logits is None else len(spans[logits.name])
 
     def _fill(self, tensor: TensorRole, step: Step, sizes: Mapping[str, int]) -> Array:
         shape = tuple(
@@ -243,34 +208,3 @@ def arrange(values: Array, names: Sequence[str], shape: tuple[int, ...], axes: S
     values = values.transpose([left.index(n) for n in kept])
     spread = values.reshape([sizes[n] if n is not None else 1 for n in order])
     return np.ascontiguousarray(np.broadcast_to(spread, shape))
-
-
-def longest(span: SpanInput, step: Step) -> int:
-    """The fewest rows that the span may have in this step."""
-    return max(1, min(max(step.valid), span.capacity))
-
-
-def _span(span: SpanInput, step: Step, kind: str) -> int:
-    tight = longest(span, step)
-    return {"tight": tight, "bucketed": min(-(-tight // 16) * 16, span.capacity), "full": span.capacity}[kind]
-
-
-def load_inputs(path: str | None) -> dict[str, Array]:
-    """Values by name from an ``.npz`` file.
-
-    Raises:
-        OptionError: the file cannot be read as one.
-    """
-    if path is None:
-        return {}
-    try:
-        file = np.load(path, allow_pickle=False)
-        if isinstance(file, np.ndarray):
-            raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
-        with file:
-            return {name: file[name] for name in file.files}
-    except Exception as error:  # noqa: BLE001 - whatever zipfile, zlib and NumPy make of bytes that are none
-        said = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
-        if "pickle" in said:  # NumPy takes whatever it does not know for one, and says how to run it
-            said = "it is none, or holds Python objects"
-        raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None

@@ -26,11 +26,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.caches import find_caches, find_states
-from trt_kvcache.importer.check.dtypes import numpy_dtype
+from trt_kvcache.importer.check.caches import find_caches, find_states, numpy_dtype, size_of
 from trt_kvcache.importer.check.engine import Engine as Session
 from trt_kvcache.importer.check.inputs import arrange
-from trt_kvcache.importer.plan import CachePlan, Dim, OriginalRole, OriginalTensor, Role, UpdateMode
+from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -323,11 +322,6 @@ class OriginalSession:
             for rows, past in self._interface.groups(feeds)
         )
         return self._interface.outputs(feeds, ran)
-
-
-def size_of(dim: Dim) -> int | None:
-    """The size of a dimension, also where an exporter wrote the number as a symbol; None where it is open."""
-    return int(dim) if isinstance(dim, int) or dim.isdecimal() else None
 
 
 def _held(cache: Array, dtype: np.dtype[Any]) -> Array:

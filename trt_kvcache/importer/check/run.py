@@ -8,23 +8,37 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnx
-from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.check.caches import CacheTensor, find_caches, find_states, first_contents
-from trt_kvcache.importer.check.cut import Region
-from trt_kvcache.importer.check.dtypes import numpy_dtype
+from trt_kvcache.importer.check.caches import (
+    CacheTensor,
+    as_text,
+    find_caches,
+    find_states,
+    first_contents,
+    ring_window,
+)
+from trt_kvcache.importer.check.compare import (
+    FAR,
+    apart,
+    both,
+    cache_differs,
+    hidden,
+    joined,
+    last,
+    said,
+    take,
+    tolerances,
+)
 from trt_kvcache.importer.check.engine import Engine, EngineError, open_engine
 from trt_kvcache.importer.check.inputs import StepInputs, draw_constants
-from trt_kvcache.importer.check.lengths import Limits, Step, read_limits
 from trt_kvcache.importer.check.original import OriginalInterface
-from trt_kvcache.importer.check.protocol import Verdict
-from trt_kvcache.importer.check.rings import as_text, ring_window
-from trt_kvcache.importer.check.runnable import with_expanded_masks, with_norms_in_front
-from trt_kvcache.importer.check.sizes import UNKNOWN, Term
-from trt_kvcache.importer.check.steps import end_steps, plan_steps, rows_needed
+from trt_kvcache.importer.check.process import Verdict
+from trt_kvcache.importer.check.region import Region
+from trt_kvcache.importer.check.runnable import as_bytes, is_half, is_narrow, open_types, runnable
+from trt_kvcache.importer.check.schedule import Limits, Step, end_steps, plan_steps, read_limits, rows_needed
+from trt_kvcache.importer.check.shapes import UNKNOWN, Term
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
@@ -37,21 +51,10 @@ _GARBAGE = (1e4, 1e2, 1.0)
 both sides have to be equal even if the original reads it: it must not hide what the rewritten model alone reads."""
 _HALF_GARBAGE = (30.0, 1.0)
 """In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
-_TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
-"""Of numbers computed in float32: constants such as scales are as exact as the model's own type."""
-_EXPORTED_TOLERANCE = 2e-2  # of float16, whose roundings differ in their order
-_ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear", "Round")
-_ROUNDED_TOLERANCE = 5e-2  # a number close to the middle of two steps goes to either
-_FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten times as coarsely
 _BATCH = 2
 _TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
 _BYTES = 256 << 20  # of the caches of a step
 _LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
-_MOVED = (
-    TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E4M3FNUZ,
-    TensorProto.FLOAT8E5M2FNUZ, TensorProto.FLOAT4E2M1,
-)  # fmt: skip
-_NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 
 
 def run_region(
@@ -85,7 +88,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, th
     )
     longest = min(model_limits.length or 9, model_limits.longest)
     rows = rows_needed((k for k in region.integers if k < capacity), longest)
-    wide = _is_narrow(region)
+    wide = is_narrow(region.models)
 
     def make(plan: CachePlan, steps: Sequence[Step], *, wide: bool) -> _Run:
         return _Run(region, plan, limits, steps, seed, wide=wide)
@@ -103,7 +106,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, th
             yield last
     if at is plan:
         yield make(plan, plan_steps(model_limits, region.integers, capacity, thorough=thorough), wide=wide)
-    if wide and _is_half(region):
+    if wide and is_half(region.models):
         yield make(at, plan_steps(_limits(at), (), min(capacity, rows))[:6], wide=False)
 
 
@@ -120,18 +123,10 @@ class _Run:
     ) -> None:
         self.region, self.plan, self.seed = region, plan, seed
         self.compared = 0
-        kinds = _types(region.models[0]) | _types(region.models[1])
-        self.tolerance = max(_TOLERANCES.get(kind, 1e-4) for kind in kinds | {TensorProto.FLOAT})
-        self.exact = 1e-6 if not kinds & set(_NARROW) else self.tolerance  # of rows of caches
-        if kinds & set(_NARROW) and not wide:
-            self.tolerance = _EXPORTED_TOLERANCE
-        elif any(node.op_type in _ROUNDING for model in region.models for node in model.graph.node):
-            self.tolerance = self.exact = _ROUNDED_TOLERANCE
-        if not region.presents and not _caches(region, plan):
-            self.tolerance *= 4  # operators with weights, which round on their way
+        self.tolerance, self.exact = tolerances(region, wide=wide, caches=bool(_caches(region, plan)))
         attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
         self.scores = {name for node in attention for name in node.output[3:]}
-        self.models = tuple(_open_types(m, wide=wide) for m in (_runnable(region.models[0]), region.models[1]))
+        self.models = tuple(open_types(m, wide=wide) for m in (runnable(region.models[0]), region.models[1]))
         self.wide = wide
         self.needed = [{v.name for v in model.graph.input} for model in region.models]
         stacks = [s for s in plan.stacks if s.io == "input" and s.name in self.needed[0]]
@@ -168,7 +163,7 @@ class _Run:
             return ""
         if not self.engines:
             self._open()
-        for magnitude in _GARBAGE if self.wide or not _is_half(self.region) else _HALF_GARBAGE:
+        for magnitude in _GARBAGE if self.wide or not is_half(self.region.models) else _HALF_GARBAGE:
             self.garbage = magnitude
             why, step = self._first_difference()
             if self.changes_past and not self.settled:
@@ -190,7 +185,7 @@ class _Run:
         """True if the original itself lets garbage of this magnitude through."""
         shared = self._shared(step)
         full, clean = (self._original(step, shared, self._contents(step, g)) for g in (self.garbage, 0.0))
-        return any(_apart(clean[name], full[name], self.tolerance) is not None for name in self.region.joins)
+        return any(apart(clean[name], full[name], self.tolerance) is not None for name in self.region.joins)
 
     def _first_difference(self) -> tuple[str, Step]:
         self.compared = 0
@@ -311,7 +306,7 @@ class _Run:
         """The original's boundaries for some rows of the batch."""
         made: Feeds = {}
         for number, b in enumerate(self.region.boundaries):
-            made |= dict.fromkeys(b.names[0], _take(shared[f"boundary {number}"], b.shape, rows, batch))
+            made |= dict.fromkeys(b.names[0], take(shared[f"boundary {number}"], b.shape, rows, batch))
         return made
 
     def _second(self, step: Step, shared: Feeds, contents: Feeds, kept: int) -> Feeds:
@@ -334,7 +329,7 @@ class _Run:
             made[self.plan.logits_span.name] = np.arange(kept)
         for number, b in enumerate(self.region.boundaries):
             values = shared[f"boundary {number}"]
-            made |= dict.fromkeys(b.names[1], _last(values, b.shape, kept, step.length) if b.kept else values)
+            made |= dict.fromkeys(b.names[1], last(values, b.shape, kept, step.length) if b.kept else values)
         return made
 
     def _kept(self, step: Step) -> tuple[int, ...]:
@@ -346,7 +341,7 @@ class _Run:
     def _original(self, step: Step, shared: Feeds, contents: Feeds) -> Feeds:
         """The original's joins and presents."""
         ran = [(rows, self.engines[0].run(feeds)) for rows, feeds in self._feeds(step, shared, contents)]
-        made = {name: _joined([out[name] for _, out in ran], shape) for name, shape in self.region.joins.items()}
+        made = {name: joined([out[name] for _, out in ran], shape) for name, shape in self.region.joins.items()}
         if self.interface is None:
             return made | {name: ran[0][1][name] for name in self.region.presents}
         triples = [(rows, step.starts[rows.start], out) for rows, out in ran]
@@ -356,7 +351,7 @@ class _Run:
         return self.engines[1].run(self._second(step, shared, contents, kept))
 
     def _differ(self, step: Step, first: Feeds, second: Feeds, kept: int) -> str:
-        said = f"after {_said(step.starts)} tokens, {step.length} new"
+        at_step = f"after {said(step.starts)} tokens, {step.length} new"
         # Of rows with fewer tokens than the step an original without lengths says nothing.
         rows = [
             b
@@ -366,88 +361,46 @@ class _Run:
         for name, shape in self.region.joins.items():
             a, b = first[name], second[name]
             if name in self.region.kept:
-                a = _last(a, shape, kept, step.length)
+                a = last(a, shape, kept, step.length)
             if a.shape != b.shape:
-                return f"'{name}' has shape {list(a.shape)} {said}, and {list(b.shape)} in the rewritten model"
+                return f"'{name}' has shape {list(a.shape)} {at_step}, and {list(b.shape)} in the rewritten model"
             for row in rows:
-                x, y = (_take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
+                x, y = (take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
                 if name in self.scores:
-                    x, y = _hidden(x), _hidden(y)
-                at = _apart(x, y, self.tolerance * (10 if max(step.starts) > _FAR else 1))
+                    x, y = hidden(x), hidden(y)
+                at = apart(x, y, self.tolerance * (10 if max(step.starts) > FAR else 1))
                 if at is not None:
                     where = self._where(step, name, shape, row, at, kept)
-                    return f"'{name}' {said}, sequence {row}: {_both(x[at], y[at])}{where}"
+                    return f"'{name}' {at_step}, sequence {row}: {both(x[at], y[at])}{where}"
         for name in self.region.presents:
-            why = self._cache_differs(step, name, first[name], second[name], rows)
+            cache = self.by_output[name]
+            held = self.interface.kept.get(cache.role.name) if self.interface is not None else None
+            why, self.changes_past = cache_differs(cache, step, first[name], second[name], rows, held, self.exact)
             if why:
-                return f"the cache '{name}' {said}, {why}"
+                return f"the cache '{name}' {at_step}, {why}"
         return ""
 
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], kept: int) -> str:
         """The query at which the sides differ, and a key that only one side sees, in words."""
         axis = next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1), None)
-        said = (
+        words = (
             ""
             if axis is None
             else f"; query {at[axis] + (step.length - kept if name in self.region.kept else 0)} of the step"
         )
         if kept != step.length or max(step.starts) > 64:
-            return said
+            return words
         shared = self._shared(step)
         before: list[float] = []
         for token in (None, *range(max(step.starts))):
             contents = self._contents(step, self.garbage, token)
             ran = (self._original(step, shared, contents), self._rewritten(step, shared, contents, kept))
-            after = [float(_take(v[name], shape, slice(row, row + 1), len(step.starts))[at]) for v in ran]
+            after = [float(take(v[name], shape, slice(row, row + 1), len(step.starts))[at]) for v in ran]
             before = before or after
             moved = [abs(a - b) > 1e-7 for a, b in zip(before, after, strict=True)]
             if moved[0] != moved[1]:
-                return f"{said} sees key {token} in the {'original' if moved[0] else 'rewritten model'} alone"
-        return said
-
-    def _cache_differs(self, step: Step, name: str, first: Array, second: Array, rows: Sequence[int]) -> str:
-        cache = self.by_output[name]
-        update = cache.update
-        assert update is not None
-        try:
-            logical = cache.to_logical(second)
-        except ValueError:
-            return f"it has shape {list(second.shape)} in the rewritten model"
-        a, b = first, logical
-        axis = update.sequence_axis
-        a, b = (np.moveaxis(np.asarray(v, np.float64), axis, 1) for v in (a, b))
-        if a.shape[2:] != b.shape[2:] or len(a) != len(b):
-            return f"it has shape {list(first.shape)} in the original, {list(logical.shape)} in the rewritten model"
-        kept = self.interface.kept.get(cache.role.name) if self.interface is not None else None
-        for row in rows:
-            start = step.starts[row]
-            end = start + step.length
-            tokens = np.arange(max(0, end - b.shape[1], end - (kept or end)), end)
-            x, y = a[row, tokens % a.shape[1]], b[row, tokens % b.shape[1]]
-            at = _apart(x, y, self.exact)
-            if at is not None:
-                self.changes_past = bool(tokens[at[0]] < start)
-                return f"sequence {row}, token {tokens[at[0]]}: {_both(x[at], y[at])}"
-        return ""
-
-
-def as_bytes(plan: CachePlan) -> CachePlan:
-    """The plan with int8 in the place of types of caches that NumPy and ONNX Runtime have no numbers for.
-
-    Operators that only move rows do the same with any type.
-    """
-
-    def known(dtype: str) -> str:
-        try:
-            numpy_dtype(dtype, twin=True)
-        except UnsupportedModelError:
-            return "int8"
-        return dtype
-
-    tensors = tuple(replace(t, dtype=known(t.dtype)) for t in plan.tensors)
-    caches = tuple(replace(c, dtype=known(c.dtype)) for c in plan.caches)
-    original = tuple(replace(t, dtype=known(t.dtype)) for t in plan.original)
-    return replace(plan, tensors=tensors, caches=caches, original=original)
+                return f"{words} sees key {token} in the {'original' if moved[0] else 'rewritten model'} alone"
+        return words
 
 
 def _limits(plan: CachePlan) -> Limits:
@@ -487,123 +440,3 @@ def _shortened(plan: CachePlan, rows: int) -> CachePlan:
     tensors = tuple(replace(t, shape=of[t.name].physical_shape) if t.name in of else t for t in plan.tensors)
     spans = tuple(replace(s, capacity=rows) for s in plan.spans)
     return replace(plan, caches=caches, tensors=tensors, spans=spans, options=replace(plan.options, capacity=rows))
-
-
-def _is_narrow(region: Region) -> bool:
-    """True if text or caches are float16 or bfloat16: casts to these types round nothing that is not rounded anyway."""
-    fed = {v.type.tensor_type.elem_type for model in region.models for v in model.graph.input}
-    return bool(fed & set(_NARROW))
-
-
-def _is_half(region: Region) -> bool:
-    """True if the region computes in float16, which ONNX Runtime runs as exported; bfloat16 it does not."""
-    types = _types(region.models[0]) | _types(region.models[1])
-    return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types
-
-
-def _types(model: onnx.ModelProto) -> set[int]:
-    types = {v.type.tensor_type.elem_type for v in model.graph.input} | {t.data_type for t in model.graph.initializer}
-    return types | {a.i for node in model.graph.node for a in node.attribute if a.name == "to"}
-
-
-def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The original's part in operators that ONNX Runtime runs, with the same meaning."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    for node in made.graph.node:
-        kept = [a for a in node.attribute if a.name != "accuracy_level"]
-        if len(kept) != len(node.attribute):
-            del node.attribute[:]
-            node.attribute.extend(kept)
-    return with_expanded_masks(with_norms_in_front(made))
-
-
-def _open_types(model: onnx.ModelProto, *, wide: bool) -> onnx.ModelProto:
-    """The model with float32 in the place of float16 and bfloat16, so that rounding hides nothing.
-
-    Types that are only moved become int8, as in `as_bytes`, and so do those that QuantizeLinear writes around zero.
-    """
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    moved = [value for value in made.graph.input if value.type.tensor_type.elem_type in _MOVED]
-    for value in moved:
-        value.type.tensor_type.elem_type = TensorProto.INT8
-    if moved:
-        _quantize_to_bytes(made.graph)
-    if not wide:
-        return made
-    for value in made.graph.input:
-        if value.type.tensor_type.elem_type in _NARROW:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-    for tensor in made.graph.initializer:
-        _widen(tensor)
-    for node in made.graph.node:
-        for a in node.attribute:
-            if a.name in ("to", "dtype", "output_dtype", "softmax_precision", "stash_type") and a.i in _NARROW:
-                a.i = TensorProto.FLOAT
-            elif a.type == a.TENSOR:
-                _widen(a.t)
-    return made
-
-
-def _quantize_to_bytes(graph: onnx.GraphProto) -> None:
-    """Let QuantizeLinear write int8 around zero, where the caches that it writes to hold int8."""
-    points = {name for node in graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
-    for tensor in graph.initializer:
-        zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
-        if zero and tensor.data_type in _MOVED:
-            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
-    for node in graph.node:
-        for a in node.attribute:
-            if a.name == "output_dtype" and a.i in _MOVED:
-                a.i = TensorProto.INT8
-
-
-def _widen(tensor: TensorProto) -> None:
-    if tensor.data_type in _NARROW:
-        values = numpy_helper.to_array(tensor).astype(np.float32)
-        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
-
-
-def _take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
-    """Some rows of a batch; values without a batch axis stay whole."""
-    axis = next((i for i, t in enumerate(shape) if t.batch), None)
-    if axis is None:
-        return values
-    size = values.shape[axis] // batch
-    return values[(slice(None),) * axis + (slice(rows.start * size, rows.stop * size),)]
-
-
-def _last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array:
-    """The last positions of `length`, which the model may have fixed."""
-    axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
-    axis = axes[0]
-    return np.moveaxis(np.moveaxis(values, axis, 0)[-kept:], 0, axis)
-
-
-def _joined(parts: list[Array], shape: Sequence[Term]) -> Array:
-    axis = next((i for i, t in enumerate(shape) if t.batch), None)
-    return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
-
-
-def _hidden(scores: Array) -> Array:
-    """Scores with -inf where ONNX Runtime's Attention writes the lowest number of the type."""
-    return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
-
-
-def _apart(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
-    """The first place at which two arrays of one shape differ by more than a share of the first one's scale."""
-    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
-    finite = np.isfinite(x)
-    scale = float(np.abs(x[finite]).max(initial=0.0))
-    with np.errstate(invalid="ignore"):
-        far = ~((np.abs(x - y) <= tolerance * max(scale, 1e-3)) | (x == y) | (np.isnan(x) & np.isnan(y)))
-    return tuple(int(i) for i in np.argwhere(far)[0]) if far.any() else None
-
-
-def _both(original: float, rewritten: float) -> str:
-    return f"{original:.5g} in the original, {rewritten:.5g} in the rewritten model"
-
-
-def _said(starts: Sequence[int]) -> str:
-    return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

@@ -1,17 +1,20 @@
-"""Originals in a form that engines on the CPU run, with the same meaning.
+"""Models in operators and types that engines on the CPU run, with the same meaning.
 
 Each function returns a copy, or the model itself where there is nothing to do.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
-import onnxruntime as ort
-from onnx import ModelProto, NodeProto, TensorProto, helper
+import numpy as np
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.planning.experts import ROUNDING
+from trt_kvcache.importer.check.caches import numpy_dtype
+from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
 from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
 from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
@@ -19,29 +22,13 @@ from trt_kvcache.importer.rewrite.packed import add_packed_function
 from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
-_ACCURACY = "accuracy_level"
-_MENDED = (1, 32)  # ONNX Runtime, whose experts of float16 count from here on (measured with 1.31.1 and 1.32.0)
+ACCURACY = "accuracy_level"
+_MOVED = (
+    TensorProto.INT4, TensorProto.UINT4, TensorProto.FLOAT8E4M3FN, TensorProto.FLOAT8E5M2, TensorProto.FLOAT8E4M3FNUZ,
+    TensorProto.FLOAT8E5M2FNUZ, TensorProto.FLOAT4E2M1,
+)  # fmt: skip
+NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
-
-
-def check_runnable(rewritten: ModelProto) -> None:
-    """Refuses rewritten models with nodes that only TensorRT knows.
-
-    Raises:
-        UnsupportedModelError: see above.
-    """
-    defined = {(f.domain, f.name) for f in rewritten.functions}
-    nodes = [
-        n.name
-        for n in rewritten.graph.node
-        if (n.domain.startswith("trt") or n.op_type.startswith("TRT_")) and (n.domain, n.op_type) not in defined
-    ]
-    if nodes:
-        raise UnsupportedModelError(
-            f"verification runs on ONNX Runtime, which has no operator for {', '.join(nodes[:3])}"
-            f"{f' and {len(nodes) - 3} more' if len(nodes) > 3 else ''} (plugin nodes exist only in TensorRT); verify "
-            "the same model with another --fallback or --target, which differs in these nodes only"
-        )
 
 
 def with_plugin_functions(model: ModelProto) -> ModelProto:
@@ -85,48 +72,22 @@ def with_exact_products(model: ModelProto) -> ModelProto:
     MatMulNBits lets ONNX Runtime compute with activations of 8 bits (``accuracy_level=4``, which onnxruntime-genai sets
     for the CPU). That moves logits by percents of their scale, which would hide differences.
     """
-    if not any(_rounds(node) for scope in iter_scopes(model) for node in scope.node):
+    if not any(rounds(node) for scope in iter_scopes(model) for node in scope.node):
         return model
     copy = ModelProto()
     copy.CopyFrom(model)
     for scope in iter_scopes(copy):
         for node in scope.node:
-            if _rounds(node):
-                kept = [a for a in node.attribute if a.name != _ACCURACY]
+            if rounds(node):
+                kept = [a for a in node.attribute if a.name != ACCURACY]
                 del node.attribute[:]
                 node.attribute.extend(kept)
     return copy
 
 
-def spelled_out(original: ModelProto) -> list[str]:
-    """Notes for the reader of a report on the way in which the original ran."""
-    notes = []
-    if any(node.op_type == PACKED_OP for node in original.graph.node):
-        notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
-    if any(_rounds(node) for scope in iter_scopes(original) for node in scope.node):
-        notes.append(
-            f"MatMulNBits of the original ran without its {_ACCURACY}, by which ONNX Runtime would round activations "
-            "to 8 bits: neither the rewritten model nor an engine rounds them"
-        )
-    if any(node.op_type == "QMoE" for scope in iter_scopes(original) for node in scope.node):
-        notes.append(f"experts of the original (QMoE) ran with activations of float32: {ROUNDING}=fp32")
-    broken = tuple(int(part) for part in ort.__version__.split(".")[:2]) < _MENDED
-    if broken and any(_vanishes(node, scope) for scope in iter_scopes(original) for node in scope.node):
-        notes.append(
-            f"ONNX Runtime {ort.__version__} computes products of zero for experts (MoE) of float16 without "
-            "normalize_routing_weights: what they give cannot be compared here; 1.32 does it right"
-        )
-    return notes
-
-
-def _vanishes(node: NodeProto, scope: Scope) -> bool:
-    halves = {t.name for t in getattr(scope, "initializer", ()) if t.data_type == TensorProto.FLOAT16}
-    normalized = any(a.name == "normalize_routing_weights" and a.i == 1 for a in node.attribute)
-    return node.op_type == "MoE" and not normalized and node.input[2] in halves
-
-
-def _rounds(node: NodeProto) -> bool:
-    return node.op_type == "MatMulNBits" and any(a.name == _ACCURACY and a.i for a in node.attribute)
+def rounds(node: NodeProto) -> bool:
+    """True for a product that ONNX Runtime computes with activations of 8 bits."""
+    return node.op_type == "MatMulNBits" and any(a.name == ACCURACY and a.i for a in node.attribute)
 
 
 def with_expanded_masks(model: ModelProto) -> ModelProto:
@@ -224,3 +185,92 @@ def _norms(node: NodeProto, prefix: str) -> list[NodeProto]:
 def _set_nodes(scope: Scope, nodes: list[NodeProto]) -> None:
     del scope.node[:]
     scope.node.extend(nodes)
+
+
+def runnable(original: ModelProto) -> ModelProto:
+    """The original in operators that ONNX Runtime runs."""
+    return with_expanded_masks(with_norms_in_front(with_exact_products(original)))
+
+
+def as_bytes(plan: CachePlan) -> CachePlan:
+    """The plan with int8 in the place of types of caches that NumPy and ONNX Runtime have no numbers for.
+
+    Operators that only move rows do the same with any type.
+    """
+
+    def known(dtype: str) -> str:
+        try:
+            numpy_dtype(dtype, twin=True)
+        except UnsupportedModelError:
+            return "int8"
+        return dtype
+
+    tensors = tuple(replace(t, dtype=known(t.dtype)) for t in plan.tensors)
+    caches = tuple(replace(c, dtype=known(c.dtype)) for c in plan.caches)
+    original = tuple(replace(t, dtype=known(t.dtype)) for t in plan.original)
+    return replace(plan, tensors=tensors, caches=caches, original=original)
+
+
+def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
+    """The model with float32 in the place of float16 and bfloat16, so that rounding hides nothing.
+
+    Types that are only moved become int8, as in `as_bytes`, and so do those that QuantizeLinear writes around zero.
+    """
+    made = ModelProto()
+    made.CopyFrom(model)
+    moved = [value for value in made.graph.input if value.type.tensor_type.elem_type in _MOVED]
+    for value in moved:
+        value.type.tensor_type.elem_type = TensorProto.INT8
+    if moved:
+        _quantize_to_bytes(made.graph)
+    if not wide:
+        return made
+    for value in made.graph.input:
+        if value.type.tensor_type.elem_type in NARROW:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    for tensor in made.graph.initializer:
+        _widen(tensor)
+    for node in made.graph.node:
+        for a in node.attribute:
+            if a.name in ("to", "dtype", "output_dtype", "softmax_precision", "stash_type") and a.i in NARROW:
+                a.i = TensorProto.FLOAT
+            elif a.type == a.TENSOR:
+                _widen(a.t)
+    return made
+
+
+def _quantize_to_bytes(graph: GraphProto) -> None:
+    """Let QuantizeLinear write int8 around zero, where the caches that it writes to hold int8."""
+    points = {name for node in graph.node if is_op(node, "QuantizeLinear") for name in node.input[2:]}
+    for tensor in graph.initializer:
+        zero = tensor.name in points and not any(tensor.raw_data) and not any(tensor.int32_data)
+        if zero and tensor.data_type in _MOVED:
+            tensor.CopyFrom(numpy_helper.from_array(np.zeros(tensor.dims, np.int8), tensor.name))
+    for node in graph.node:
+        for a in node.attribute:
+            if a.name == "output_dtype" and a.i in _MOVED:
+                a.i = TensorProto.INT8
+
+
+def _widen(tensor: TensorProto) -> None:
+    if tensor.data_type in NARROW:
+        values = numpy_helper.to_array(tensor).astype(np.float32)
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+def is_narrow(models: Iterable[ModelProto]) -> bool:
+    """True if text or caches are float16 or bfloat16: casts to these types round nothing that is not rounded anyway."""
+    fed = {v.type.tensor_type.elem_type for model in models for v in model.graph.input}
+    return bool(fed & set(NARROW))
+
+
+def is_half(models: Iterable[ModelProto]) -> bool:
+    """True if the region computes in float16, which ONNX Runtime runs as exported; bfloat16 it does not."""
+    types = {kind for model in models for kind in types_of(model)}
+    return TensorProto.FLOAT16 in types and TensorProto.BFLOAT16 not in types
+
+
+def types_of(model: ModelProto) -> set[int]:
+    """Element types of inputs, constants and casts."""
+    types = {v.type.tensor_type.elem_type for v in model.graph.input} | {t.data_type for t in model.graph.initializer}
+    return types | {a.i for node in model.graph.node for a in node.attribute if a.name == "to"}

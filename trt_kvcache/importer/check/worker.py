@@ -18,7 +18,7 @@ import msgspec
 import onnx
 
 from trt_kvcache.errors import TrtKvCacheError
-from trt_kvcache.importer.check.protocol import Answer, Request
+from trt_kvcache.importer.check.process import Answer, Request
 from trt_kvcache.importer.planning.experts import exact_experts
 
 

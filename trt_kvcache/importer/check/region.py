@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeGuard
 
 import onnx
@@ -18,11 +18,10 @@ from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.check.caches import find_caches
-from trt_kvcache.importer.check.graph import Graph, digest_of
-from trt_kvcache.importer.check.rings import fixed_rows
+from trt_kvcache.importer.check.caches import find_caches, fixed_rows
+from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.runnable import with_packed_function, with_plugin_functions
-from trt_kvcache.importer.check.sizes import Kind, Kinds, Term
+from trt_kvcache.importer.check.shapes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, names_read
 
@@ -244,11 +243,11 @@ def find_regions(cut: Cut) -> list[Region]:
     for claim in claims:
         region = _region(cut, [claim], [], stops)
         guarded = any(node.op_type in ("IsNaN", "IsInf") for node in region.models[0].graph.node)
-        if guarded:
-            region = _region(cut, [claim], [], products)
+        if guarded:  # the numbers in the region itself choose the steps
+            region = replace(_region(cut, [claim], [], products), integers=region.integers)
         mine = [present_of[i] for i in _inputs(region.models[1]) if present_of.get(i) in left]
         if mine:
-            region = _region(cut, [claim], mine, products if guarded else stops)
+            region = replace(_region(cut, [claim], mine, products if guarded else stops), integers=region.integers)
             left = [p for p in left if p not in mine]
         regions.append(region)
     for present in left:
@@ -348,8 +347,8 @@ def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Map
     numbers: dict[str, str] = {}
     key = repr(
         [
-            _key(graph, cone, outputs, {n: d for d, names in f.items() for n in names}, weights, numbers, cut)
-            for graph, cone, f in zip(cut.sides, cones, fed, strict=True)
+            _key(graph, model, {n: d for d, names in f.items() for n in names}, weights, numbers, cut)
+            for graph, model, f in zip(cut.sides, models, fed, strict=True)
         ]
     )
     integers = sorted({v for graph, cone in zip(cut.sides, cones, strict=True) for v in _integers(graph, cone[2])})
@@ -421,47 +420,30 @@ def _named(tensor: TensorProto, name: str) -> TensorProto:
 
 def _key(
     graph: Graph,
-    cone: Cone,
-    outputs: Sequence[str],
+    model: onnx.ModelProto,
     boundaries: Mapping[str, str],
     weights: set[str],
     numbers: dict[str, str],
     cut: Cut,
-) -> object:
-    """The region without the names of its tensors; inputs by what they are, boundaries by number."""
-    nodes, _, used = cone
+) -> list[str]:
+    """How a side computes its outputs: boundaries, weights and caches by their number, other inputs by their name."""
     caches = {c.past: c for c in cut.plan.caches}
-    makes = {name: (node, i) for node in nodes for i, name in enumerate(node.output) if name}
-    facts: list[object] = []
-    of = {name: graph.constant_digest(name) for name in used if graph.constant_digest(name) not in weights} | {"": ""}
-    # From the outputs on, so that neither names nor the order of nodes count.
-    todo = list(reversed(outputs))
-    while todo:
-        name = todo[-1]
-        if name in of:
-            todo.pop()
-        elif name in makes:
-            node, place = makes[name]
-            missing = [n for n in (*node.input, *sorted(names_read(node))) if n not in of and graph.holds(n)]
-            if missing:
-                todo += reversed(missing)
-                continue
-            of[name] = digest_of(
-                (node.domain, node.op_type, graph.attributes(node), [of.get(n, n) for n in node.input], place)
-            )
-        elif name in graph.constants:
-            tensor, digest = graph.constants[name], graph.constant_digest(name)
-            of[name] = numbers.setdefault(digest, f"weight {len(numbers)} {tensor.data_type} {list(tensor.dims)}")
-        elif name in boundaries:
+    leaves: dict[str, str] = {}
+    for name in (n for node in model.graph.node for n in (*node.input, *sorted(names_read(node)))):
+        if name in boundaries:
             kind = cut.kinds[0].get(name) or cut.kinds[1].get(name)
-            of[name] = numbers.setdefault(boundaries[name], f"boundary {len(numbers)} {kind}")
+            leaves[name] = numbers.setdefault(boundaries[name], f"boundary {len(numbers)} {kind}")
         elif name in caches:
             c = caches[name]
-            of[name] = f"cache {len(facts)}"
-            facts.append((c.dtype, c.logical_shape, c.physical_shape, c.layout, c.mode, c.sequence_axis, c.capacity))
-        else:
-            of[name] = f"input {name}"
-    return [of[name] for name in outputs], facts
+            facts = (c.dtype, c.logical_shape, c.physical_shape, c.layout, c.mode, c.sequence_axis, c.capacity)
+            leaves[name] = numbers.setdefault(name, f"cache {len(numbers)} {facts}")
+        elif name in graph.constants and (digest := graph.constant_digest(name)) in weights:
+            tensor = graph.constants[name]
+            leaves[name] = numbers.setdefault(digest, f"weight {len(numbers)} {tensor.data_type} {list(tensor.dims)}")
+        elif name in graph.inputs:
+            leaves[name] = f"input {name}"
+    seen, _ = Graph(model).digests(leaves)
+    return [seen.get(value.name, value.name) for value in model.graph.output]
 
 
 def _common_weights(cut: Cut, cones: Sequence[Cone]) -> set[str]:

@@ -1,0 +1,129 @@
+"""Tolerances, and the first difference between what both sides of a region make."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from onnx import TensorProto
+
+from trt_kvcache.importer.check.caches import CacheTensor
+from trt_kvcache.importer.check.region import Region
+from trt_kvcache.importer.check.runnable import NARROW, types_of
+from trt_kvcache.importer.check.schedule import Step
+from trt_kvcache.importer.check.shapes import Term
+
+Array = npt.NDArray[Any]
+
+_TOLERANCES: dict[int, float] = {TensorProto.FLOAT: 1e-4, TensorProto.FLOAT16: 2e-3, TensorProto.BFLOAT16: 1.5e-2}
+"""Of numbers computed in float32: constants such as scales are as exact as the model's own type."""
+_EXPORTED_TOLERANCE = 2e-2  # of float16, whose roundings differ in their order
+_ROUNDING = ("QuantizeLinear", "DynamicQuantizeLinear", "Round")
+_ROUNDED_TOLERANCE = 5e-2  # a number close to the middle of two steps goes to either
+FAR = 512  # tokens; sums over more keys, and biases of far ones, round ten times as coarsely
+
+
+def tolerances(region: Region, *, wide: bool, caches: bool) -> tuple[float, float]:
+    """Largest differences as a share of the scale: of joins, and of rows of caches.
+
+    Args:
+        region: to compare.
+        wide: both sides compute in float32.
+        caches: the region reads caches.
+    """
+    kinds = types_of(region.models[0]) | types_of(region.models[1])
+    joins = max(_TOLERANCES.get(kind, 1e-4) for kind in kinds | {TensorProto.FLOAT})
+    rows = 1e-6 if not kinds & set(NARROW) else joins
+    if kinds & set(NARROW) and not wide:
+        joins = _EXPORTED_TOLERANCE
+    elif any(node.op_type in _ROUNDING for model in region.models for node in model.graph.node):
+        joins = rows = _ROUNDED_TOLERANCE
+    if not region.presents and not caches:
+        joins *= 4  # operators with weights, which round on their way
+    return joins, rows
+
+
+def cache_differs(
+    cache: CacheTensor, step: Step, first: Array, second: Array, rows: Sequence[int], kept: int | None, exact: float
+) -> tuple[str, bool]:
+    """The first difference of a cache in words, and True if it lies in a row that was there before the step.
+
+    Args:
+    cache: of both sides.
+    step: the step.
+    first: the original's output, in the layout of the plan.
+    second: the rewritten model's.
+    rows: of the batch, that count.
+    kept: rows, at most, that the original keeps.
+    exact: the tolerance.
+    """
+    update = cache.update
+    assert update is not None
+    try:
+        logical = cache.to_logical(second)
+    except ValueError:
+        return f"it has shape {list(second.shape)} in the rewritten model", False
+    a, b = first, logical
+    axis = update.sequence_axis
+    a, b = (np.moveaxis(np.asarray(v, np.float64), axis, 1) for v in (a, b))
+    if a.shape[2:] != b.shape[2:] or len(a) != len(b):
+        shapes = f"{list(first.shape)} in the original, {list(logical.shape)} in the rewritten model"
+        return f"it has shape {shapes}", False
+    for row in rows:
+        start = step.starts[row]
+        end = start + step.length
+        tokens = np.arange(max(0, end - b.shape[1], end - (kept or end)), end)
+        x, y = a[row, tokens % a.shape[1]], b[row, tokens % b.shape[1]]
+        at = apart(x, y, exact)
+        if at is not None:
+            return f"sequence {row}, token {tokens[at[0]]}: {both(x[at], y[at])}", bool(tokens[at[0]] < start)
+    return "", False
+
+
+def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array:
+    """Some rows of a batch; values without a batch axis stay whole."""
+    axis = next((i for i, t in enumerate(shape) if t.batch), None)
+    if axis is None:
+        return values
+    size = values.shape[axis] // batch
+    return values[(slice(None),) * axis + (slice(rows.start * size, rows.stop * size),)]
+
+
+def last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array:
+    """The last positions of `length`, which the model may have fixed."""
+    axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
+    axis = axes[0]
+    return np.moveaxis(np.moveaxis(values, axis, 0)[-kept:], 0, axis)
+
+
+def joined(parts: list[Array], shape: Sequence[Term]) -> Array:
+    """The parts of a batch as one."""
+    axis = next((i for i, t in enumerate(shape) if t.batch), None)
+    return parts[0] if axis is None or len(parts) == 1 else np.concatenate(parts, axis)
+
+
+def hidden(scores: Array) -> Array:
+    """Scores with -inf where ONNX Runtime's Attention writes the lowest number of the type."""
+    return np.where(scores <= np.finfo(scores.dtype).min, -np.inf, scores)
+
+
+def apart(a: Array, b: Array, tolerance: float) -> tuple[int, ...] | None:
+    """The first place at which two arrays of one shape differ by more than a share of the first one's scale."""
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    finite = np.isfinite(x)
+    scale = float(np.abs(x[finite]).max(initial=0.0))
+    with np.errstate(invalid="ignore"):
+        far = ~((np.abs(x - y) <= tolerance * max(scale, 1e-3)) | (x == y) | (np.isnan(x) & np.isnan(y)))
+    return tuple(int(i) for i in np.argwhere(far)[0]) if far.any() else None
+
+
+def both(original: float, rewritten: float) -> str:
+    """Two numbers in words."""
+    return f"{original:.5g} in the original, {rewritten:.5g} in the rewritten model"
+
+
+def said(starts: Sequence[int]) -> str:
+    """Tokens before a step, in words."""
+    return str(starts[0]) if len(set(starts)) == 1 else str(list(starts))

@@ -1,0 +1,83 @@
+"""Inputs that verification alone has: values that the caller gives, and spans."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer.check.schedule import Step
+from trt_kvcache.importer.plan import CachePlan, Role, SpanInput
+
+Array = npt.NDArray[Any]
+
+_DRIVEN = (Role.CACHE, Role.STATE, Role.SPAN, Role.WRITE_INDICES, Role.VALID_LENGTHS)
+
+
+def load_inputs(path: str | None) -> dict[str, Array]:
+    """Values by name from an ``.npz`` file.
+
+    Raises:
+        OptionError: the file cannot be read as one.
+    """
+    if path is None:
+        return {}
+    try:
+        file = np.load(path, allow_pickle=False)
+        if isinstance(file, np.ndarray):
+            raise TypeError("one array without a name, as in an .npy file; np.savez writes names")
+        with file:
+            return {name: file[name] for name in file.files}
+    except Exception as error:  # noqa: BLE001 - whatever zipfile, zlib and NumPy make of bytes that are none
+        said = (error.strerror if isinstance(error, OSError) else str(error)) or type(error).__name__
+        if "pickle" in said:  # NumPy takes whatever it does not know for one, and says how to run it
+            said = "it is none, or holds Python objects"
+        raise OptionError(f"{path}: cannot be read as an .npz file of arrays by name ({said})") from None
+
+
+def check_given(given: Mapping[str, Array], plan: CachePlan) -> None:
+    """Refuses values for what is no input, or what verification sets itself.
+
+    Raises:
+        OptionError: see above.
+    """
+    roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
+    for name in given:
+        if name not in roles:
+            raise OptionError(
+                f"values are given for '{name}', which is no input of the model; inputs are {', '.join(roles)}"
+            )
+        if roles[name] in _DRIVEN:
+            raise OptionError(f"values are given for '{name}' ({roles[name].value}), which verification sets itself")
+
+
+def span_inputs(plan: CachePlan, step: Step, kind: str, kept: int | None = None) -> dict[str, Array]:
+    """The rewritten model's span inputs.
+
+    Args:
+        plan: of the model.
+        step: the step.
+        kind: rows to read: ``"tight"``, ``"bucketed"`` (the next multiple of 16) or ``"full"``.
+        kept: number of last positions whose logits are computed; None: all.
+    """
+    made = {span.name: np.arange(_span(span, step, kind)) for span in plan.spans}
+    logits = plan.logits_span
+    return made if logits is None else made | {logits.name: np.arange(step.length if kept is None else kept)}
+
+
+def rows_read(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
+    """The most cache rows that attention reads with these spans; None where no input says."""
+    return max((len(spans[s.name]) for s in plan.spans), default=None)
+
+
+def positions_kept(plan: CachePlan, spans: Mapping[str, Array]) -> int | None:
+    """The number of last positions whose logits these spans ask for; None where no input says."""
+    return None if plan.logits_span is None else len(spans[plan.logits_span.name])
+
+
+def _span(span: SpanInput, step: Step, kind: str) -> int:
+    tight = max(1, min(max(step.valid), span.capacity))
+    return {"tight": tight, "bucketed": min(-(-tight // 16) * 16, span.capacity), "full": span.capacity}[kind]
