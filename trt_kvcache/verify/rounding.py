@@ -13,7 +13,7 @@ outputs:
 
 Rounding to 8 bits (QuantizeLinear, DequantizeLinear) does the same in any type: a sum that another order moves over the
 middle between two neighbours comes out a whole step away. Such a model, of float32 as well, must round in the same ways
-on both sides, and agree without (`trt_kvcache.verify.rounded`); its weights move by their rounding to its own type.
+on both sides, and agree without (the extension `quantizers`); its weights move by their rounding to its own type.
 
 A float32 model is computed in float64 likewise:
 
@@ -48,9 +48,9 @@ import numpy as np
 from onnx import ModelProto, NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import OptionError, OutputError, UnsupportedModelError
+from trt_kvcache.importer.extensions import unround
 from trt_kvcache.importer.protos import is_op, nested_scopes
 from trt_kvcache.verify.report import VerifyReport
-from trt_kvcache.verify.rounded import rounding_steps, unrounded
 from trt_kvcache.verify.twin import TwinFolder, numpy_name
 
 Side = tuple[ModelProto, Path]
@@ -77,8 +77,8 @@ def judge_rounding(
     Returns:
         `report` itself where it passed, or where rounding does not explain it.
     """
-    found, steps = _differences(report), rounding_steps(original[0])
-    if report.passed or found is None or steps != rounding_steps(rewritten[0]):
+    found, steps = _differences(report), unround(original[0])[1]
+    if report.passed or found is None or steps != unround(rewritten[0])[1]:
         return report
     kind = TensorProto.FLOAT16 if _is_half(original[0]) else TensorProto.FLOAT
     is_double = kind == TensorProto.FLOAT and not steps
@@ -89,7 +89,7 @@ def judge_rounding(
         with TemporaryDirectory(prefix="trt-kvcache-verify-") as name:
             twins = TwinFolder(Path(name), original[1], kind, wide=wide)
             left, right = ((computed_wide(model, twins), twins.folder) for model, _ in (original, rewritten))
-            exact = run((unrounded(left[0]), left[1]), (unrounded(right[0]), right[1]), is_double)
+            exact = run((unround(left[0])[0], left[1]), (unround(right[0])[0], right[1]), is_double)
             others = _narrow_and_wide(original, rewritten) if is_double else _as_is_and_moved(left, rewritten, kind)
             for sides in others if exact.passed else ():
                 moved = _differences(run(*sides, is_double))

@@ -9,6 +9,7 @@ To add a family: write a record below, and a module with a function for each sta
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it         -> weights to flip in files
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
+    unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
     open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
 
 `folder` is that of the external data. Three families have no record, since no cheap test tells: a build and a session
@@ -19,7 +20,8 @@ circular`` or where a model writes a circular cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -48,6 +50,7 @@ __all__ = [
     "read",
     "rewrite",
     "standardize",
+    "unround",
 ]
 
 Test = Callable[[onnx.ModelProto], bool]
@@ -87,6 +90,7 @@ class Extension:
     note: Test | None = None
     for_tensorrt: Test | None = None
     for_cpu: Test | None = None
+    unround: Test | None = None
     open_original: Callable[[CachePlan], bool] | None = None
 
 
@@ -187,6 +191,16 @@ def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
             model, more = load(extension.name).for_cpu(model)
             said += more
     return model, said
+
+
+def unround(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Counter[Hashable]]:
+    """The model without rounding what it computes to few bits, and how it is rounded, and by how many nodes."""
+    steps: Counter[Hashable] = Counter()
+    for extension in EXTENSIONS:
+        if extension.unround is not None and extension.unround(model):
+            model, more = load(extension.name).unround(model)
+            steps.update(more)
+    return model, steps
 
 
 def opener_of(plan: CachePlan, open_session: Opener) -> Opener:
@@ -298,6 +312,7 @@ EXTENSIONS = (
         note=_rounds,
         for_tensorrt=_rounds,
         for_cpu=_only_on_tensorrt,
+        unround=_rounds,
     ),
     Extension("signed_weights", for_tensorrt=_holds_integers),
     Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),

@@ -24,25 +24,23 @@ Step = tuple[float, float, int]
 """How a tensor is rounded: scale, zero point, element type."""
 
 
-def rounding_steps(model: ModelProto) -> Counter[Step]:
-    """How tensors that are no weights are rounded anywhere in the main graph of a model, and by how many nodes.
-
-    DequantizeLinear counts: several may read one QuantizeLinear, or each its own.
-    """
-    return Counter(step for step, _, dequantize in _pairs(model.graph) for _ in dequantize)
-
-
-def unrounded(model: ModelProto) -> ModelProto:
-    """The model without what `rounding_steps` lists: numbers are not rounded, but cut to the limits of their type.
+def unround(model: ModelProto) -> tuple[ModelProto, Counter[Step]]:
+    """The model without rounding to 8 bits of what it computes: numbers are cut to the limits of their type.
 
     Args:
-        model: of float32.
+        model: of float32, if it is to run.
+
+    Returns:
+        The model, a copy if anything was rounded, and how tensors that are no weights are rounded, and by how many
+        nodes. DequantizeLinear counts: several may read one QuantizeLinear, or each its own.
     """
-    if not rounding_steps(model):
-        return model
     copy = ModelProto()
     copy.CopyFrom(model)
-    for number, (step, quantize, dequantize) in enumerate(_pairs(copy.graph)):
+    pairs = _pairs(copy.graph)
+    steps = Counter(step for step, _, dequantize in pairs for _ in dequantize)
+    if not steps:
+        return model, steps
+    for number, (step, quantize, dequantize) in enumerate(pairs):
         scale, zero, kind = step
         limits = [f"trt_kvcache.verify/rounded/{number}/{end}" for end in ("lowest", "highest")]
         for name, limit in zip(limits, _LIMITS[kind], strict=True):
@@ -58,7 +56,7 @@ def unrounded(model: ModelProto) -> ModelProto:
     stated = [value for value in copy.graph.value_info if value.name not in clipped]
     del copy.graph.value_info[:]
     copy.graph.value_info.extend(stated)
-    return copy
+    return copy, steps
 
 
 def _pairs(graph: GraphProto) -> list[tuple[Step, NodeProto, list[NodeProto]]]:
