@@ -4,7 +4,6 @@ import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -21,7 +20,6 @@ from trt_kvcache.engine.inspect import (
     EngineView,
     inspect_engine,
     reconcile,
-    view_of,
 )
 from trt_kvcache.engine.manifest import FileIdentity, Manifest, ShapeRange, manifest_path, save_manifest
 from trt_kvcache.errors import ManifestError
@@ -101,37 +99,6 @@ def test_plugin_aliases_are_not_reported_by_tensorrt(manifest: Manifest) -> None
     caches = tuple(replace(cache, route=Route.PLUGIN) for cache in manifest.plan.caches)
     manifest = replace(manifest, plan=replace(manifest.plan, caches=caches))
     assert reconcile(manifest, replace(agreeing_view(manifest), aliases={})) == ()
-
-
-def test_view_of_reads_what_the_engine_says() -> None:
-    class Engine:
-        num_io_tensors = 2
-        num_optimization_profiles = 1
-        names = ("past", "present")
-
-        def get_tensor_name(self, index: int) -> str:
-            return self.names[index]
-
-        def get_tensor_mode(self, name: str) -> SimpleNamespace:
-            return SimpleNamespace(name="INPUT" if name == "past" else "OUTPUT")
-
-        def get_tensor_dtype(self, name: str) -> SimpleNamespace:
-            return SimpleNamespace(name="HALF")
-
-        def get_tensor_shape(self, name: str) -> tuple[int, ...]:
-            return (-1, 4)
-
-        def get_aliased_input_tensor(self, name: str) -> str | None:
-            return "past" if name == "present" else None
-
-        def get_tensor_profile_shape(self, name: str, profile: int) -> list[tuple[int, ...]]:
-            return [(1, 4), (2, 4), (3, 4)]
-
-    assert view_of(Engine()) == EngineView(
-        (EngineTensor("past", "input", "float16", (-1, 4)), EngineTensor("present", "output", "float16", (-1, 4))),
-        {"present": "past"},
-        ({"past": ShapeRange((1, 4), (2, 4), (3, 4))},),
-    )
 
 
 def test_without_a_gpu_says_why_the_engine_was_not_opened(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:

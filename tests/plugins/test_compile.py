@@ -82,19 +82,6 @@ def test_the_driver_cannot_round_other_than_the_host(target: str) -> None:
     assert ".ftz" not in text
 
 
-def test_ptx_is_for_the_architecture_and_has_the_entry_function() -> None:
-    made = compile_kernel(PLAIN, "sm_89", ptx=True)
-    assert f".entry {PLAIN.name}(".encode() in made.code
-    assert b".target sm_89" in made.code
-    assert not made.code.endswith(b"\0")
-
-
-def test_a_cubin_is_an_elf_file_with_the_entry_function() -> None:
-    made = compile_kernel(PLAIN, "sm_90")
-    assert made.code.startswith(b"\x7fELF")
-    assert PLAIN.name.encode() in made.code
-
-
 def test_a_second_request_comes_from_disk(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = compile_kernel(PLAIN, "sm_80")
     (kept,) = folder.iterdir()

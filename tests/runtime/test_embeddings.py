@@ -21,7 +21,6 @@ from trt_kvcache.errors import ModelError, OptionError, PromptError, SessionErro
 from trt_kvcache.importer.files.embedding import find_embeddings
 
 PROMPTS = ([5, 9, 3], list(range(10, 29)), [60], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [7, 7, 200, 7, 7, 200, 7, 7])
-DEVICES = ("cpu", "gpu")
 STORED = {
     "static": MODELS / "mobius" / "llama_static_f32" / "model.onnx",
     "planes": MODELS / "ort-genai" / "qwen3vl_cpu_fp32" / "model.onnx",
@@ -43,47 +42,20 @@ def image(rng: np.random.Generator, width: int, dtype: Any) -> tuple[list[int], 
     return ids, rng.standard_normal((12, width)).astype(dtype), places
 
 
-@pytest.mark.few(1)
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["planes", "half"])
-def test_images_against_a_full_recomputation(forms: dict[str, Forms], name: str, device: str) -> None:
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_images_in_float16_against_a_full_recomputation(forms: dict[str, Forms], device: str) -> None:
     """M-RoPE: rows of time, height and width, behind which text goes on; the original in ONNX Runtime, no cache."""
-    form = forms[name]
+    form = forms["half"]
     original = Recomputed(form.embeds)
     ids, patches, places = image(np.random.default_rng(4), form.table.shape[1], form.table.dtype)
     embeds = form.table[ids].copy()
     embeds[4:16] = patches
-    text = form.table[PROMPTS[3]]
-    counted = np.tile(np.arange(len(text)), (3, 1))
-    wanted = original.greedy(embeds, places, form.table, 16)
-    prompts = [ids, PROMPTS[3], ids]
-    given = [embeds, None, embeds]
+    plain = np.tile(np.arange(len(ids)), (3, 1))
+    wanted = [original.greedy(embeds, given, form.table, 16) for given in (places, plain)]
     with opened(form.embeds, device, embeddings=form.table) as session:
         config = GenerationConfig(max_new_tokens=16)
-        results = session.generate(prompts, config, inputs_embeds=given, positions=[places, None, None])
-        assert results[0].tokens == wanted
-        assert results[1].tokens == original.greedy(text, counted, form.table, 16)
-        plain = np.tile(np.arange(len(ids)), (3, 1))
-        assert results[2].tokens == original.greedy(embeds, plain, form.table, 16)
-        look = GenerationConfig(max_new_tokens=16, prompt_lookup_num_tokens=3)
-        again = session.generate([ids], look, inputs_embeds=[embeds], positions=[places])
-        assert again[0].tokens == wanted
-
-        slot = session.cache.acquire()  # scores of the whole prompt, then one token by hand behind a crop
-        session.update({slot: [*ids, 1]}, inputs_embeds={slot: [*embeds, embeds[0]]},
-                       positions={slot: np.concatenate([places, [[50]] * 3], axis=1)})  # fmt: skip
-        session.cache.crop(slot, 10)
-        found = session.update({slot: [11]})[slot][-1]
-        behind = np.concatenate([places[:, :10], np.full((3, 1), places[:, :10].max() + 1)], axis=1)
-        expected = original.logits(np.concatenate([embeds[:10], form.table[[11]]]), behind)
-        tolerance = 1e-4 if name == "planes" else 2e-2
-        np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
-        moved = original.logits(
-            np.concatenate([embeds[:10], form.table[[11]]]), np.concatenate([places[:, :10], [[10]] * 3], axis=1)
-        )
-        assert (
-            np.abs(moved - expected).max() > 2 * tolerance * np.abs(expected).max()
-        )  # where it stands makes a difference
+        results = session.generate([ids, ids], config, inputs_embeds=[embeds, embeds], positions=[places, None])
+        assert [result.tokens for result in results] == wanted
 
 
 def test_every_kind_of_embeddings(forms: dict[str, Forms], tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import numpy as np
@@ -14,7 +12,7 @@ from runtime.embedded_runner import TABLE, Alone, EmbeddedRunner, rows
 from runtime.hash_runner import VOCAB, HashRunner
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError
-from trt_kvcache.runtime.events import FinishReason, TokenEvent
+from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
@@ -142,34 +140,6 @@ def test_any_schedule(
         if len(alone.codes) < 60:
             alone.extend([TABLE[5, 0]])
             assert int(session.update({slot: [5]})[slot][0].argmax()) == alone.next()
-
-
-async def collected(events: AsyncIterator[TokenEvent]) -> list[TokenEvent]:
-    return [event async for event in events]
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-def test_whole_generations(beams: int) -> None:
-    """`generate`, `stream` and beam search take one of each for each prompt, and prompts that have none."""
-    prompts = [[1, 2, 3], [9], list(range(20))]
-    embeds = [rows([150, 3, 9]), None, rows(range(100, 120))]
-    places = [np.array([[0, 0, 4], [0, 1, 2], [0, 2, 2]]), None, np.arange(20)[::-1]]
-    runner = EmbeddedRunner(max_batch=3, max_chunk=4)
-    expected = []
-    for prompt, given_, place in zip(prompts, embeds, places, strict=True):
-        alone = Alone.of(runner)
-        numbers = TABLE[prompt, 0] if given_ is None else given_[:, 0]
-        alone.extend(numbers, None if place is None else np.broadcast_to(place, (3, len(prompt))).T.tolist())
-        expected.append(alone.continued(7))
-    with DecodeSession(runner, embeddings=TABLE) as session:
-        settings_ = config(7, num_beams=beams)
-        results = session.generate(prompts, settings_, inputs_embeds=embeds, positions=places)
-        streamed = list(session.stream(prompts, settings_, inputs_embeds=embeds, positions=places))
-        later = asyncio.run(collected(session.astream(prompts, settings_, inputs_embeds=embeds, positions=places)))
-    assert [r.tokens for r in results] == expected
-    assert [[e.token for e in streamed if e.sequence == i] for i in range(3)] == expected
-    assert [[e.token for e in later if e.sequence == i] for i in range(3)] == expected
-    assert [r.prompt for r in results] == prompts
 
 
 def test_rows_that_were_given_nothing_share_steps_with_the_others() -> None:

@@ -85,20 +85,6 @@ def test_its_contents_stay_and_nothing_is_added() -> None:
     assert memory.resident() == before[1]
 
 
-def test_it_ends_where_there_are_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def refuse(address: int, size: int) -> bool:
-        asked.append(address)
-        return False
-
-    monkeypatch.setattr(ours, "_collapse", refuse)
-    with huge_pages():
-        memory = Memory(40)
-        memory.bytes[:] = 1
-    assert len(asked) == 1
-
-
 def test_it_takes_no_longer_than_what_it_is_for(
     collapsed: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

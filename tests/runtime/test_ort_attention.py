@@ -122,7 +122,7 @@ def test_the_same_numbers(
                 assert np.isnan(held[:, count:]).all()
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", ["mobius/llama_static_f32", "mobius/llama_dynamic_f32", "optimum/llama",
                                   "ort-genai/llama_cpu_fp32", "ort-genai/llama_cpu_int4"])  # fmt: skip
 def test_what_exporters_write(name: str) -> None:

@@ -112,16 +112,6 @@ def test_streams_and_added_sequences_get_their_own_events() -> None:
         assert [e.token for e in events if e.sequence == i] == continued(runner, prompt, 8)
 
 
-def test_closing_a_stream_frees_its_slots() -> None:
-    with DecodeSession(HashRunner()) as session:
-        stream = session.stream([[1], [2]], config(20))
-        next(stream)
-        assert len(session.cache.slots) == 2
-        stream.close()  # type: ignore[attr-defined]
-        assert session.cache.slots == ()
-        assert session.running == ()
-
-
 def test_ctrl_c_in_a_step_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = HashRunner(KINDS[2])
     session = DecodeSession(runner)
@@ -266,19 +256,6 @@ def test_a_failed_update_is_undone() -> None:
     runner.fail = set()
     logits = session.update({slot: [4]})[slot]
     assert int(logits[0].argmax()) == continued(runner, [1, 2, 3, 4], 1)[0]
-
-
-def test_kept_slots_are_continued() -> None:
-    runner = HashRunner()
-    session = DecodeSession(runner)
-    slot = session.add([1, 2, 3], config(4), keep=True)
-    while session.running:
-        session.step()
-    held = session.cache.tokens(slot)
-    assert held == [1, 2, 3, *continued(runner, [1, 2, 3], 4)]
-    assert session.add([50, 51], config(4), slot=slot) == slot
-    assert drain(session).popitem()[1] == continued(runner, [*held, 50, 51], 4)
-    assert session.cache.slots == ()
 
 
 @pytest.mark.parametrize(
