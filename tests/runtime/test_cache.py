@@ -168,9 +168,13 @@ def test_move_and_compact(session: DecodeSession, runner: HashRunner) -> None:
 def test_save_and_load(session: DecodeSession, runner: HashRunner, tmp_path: Path) -> None:
     prompts = [[1, 2, 3], list(range(20))]
     slots = [start(session, prompt) for prompt in prompts]
+    slots.append(start(session, list(range(12)), written=12))
+    session.cache.crop(slots[2], 11)  # a circular cache may have wrapped
+    session.cache.slot(slots[2]).tokens.append(77)
+    prompts.append([*range(11), 77])
     session.cache.save(tmp_path / "cache.safetensors")
     expected = [follow(session, slot) for slot in slots]
-    fresh = DecodeSession(HashRunner([(c.mode.value, c.capacity) for c in session.plan.caches], max_batch=2))
+    fresh = DecodeSession(HashRunner([(c.mode.value, c.capacity) for c in session.plan.caches], max_batch=3))
     loaded = fresh.cache.load(tmp_path / "cache.safetensors")
     assert list(loaded) == slots
     for old, prompt, tokens in zip(slots, prompts, expected, strict=True):

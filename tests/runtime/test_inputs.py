@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -45,43 +46,39 @@ def value(
     return found
 
 
-def test_positions() -> None:
-    by_row = tensor("p", Role.POSITIONS, ("batch", "seq"), ("batch", "sequence"), "int32")
-    assert_array_equal(value(by_row), [[3, 4], [9, 10]])
-    packed = tensor("p", Role.POSITIONS, ("t",), ("tokens",))
-    assert_array_equal(value(packed), [3, 4, 9, 10])
-    kinds = tensor("p", Role.POSITIONS, (3, "batch", "seq"), ("", "batch", "sequence"))
-    assert_array_equal(value(kinds), [[[3, 4], [9, 10]]] * 3)
-    rows_first = tensor("p", Role.POSITIONS, ("batch", 3, "seq"), ("batch", "", "sequence"))
-    assert_array_equal(value(rows_first), [[[3, 4]] * 3, [[9, 10]] * 3])
-    fixed = tensor("p", Role.POSITIONS, (3, 2, "seq"), ("", "batch", "sequence"))
-    assert_array_equal(value(fixed), [[[3, 4], [9, 10]]] * 3)
+PLACES = np.array([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]])  # [R, planes, S]
+FIRST = PLACES.transpose(1, 0, 2)
+COUNTED = np.array([[3, 4], [9, 10]])
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "counted", "given"),
+    [(("batch", "seq"), ("batch", "sequence"), COUNTED, PLACES[:, 0]),
+     (("t",), ("tokens",), COUNTED.reshape(-1), PLACES[:, 0].reshape(-1)),
+     ((3, "batch", "seq"), ("", "batch", "sequence"), [COUNTED] * 3, FIRST),
+     (("batch", 3, "seq"), ("batch", "", "sequence"), [[row] * 3 for row in COUNTED], PLACES),
+     ((3, 2, "seq"), ("", "batch", "sequence"), [COUNTED] * 3, FIRST),
+     ((3, 1, "t"), ("", "", "tokens"), [[COUNTED.reshape(-1)]] * 3, FIRST.reshape(3, 1, 4))],
+    ids=str,
+)  # fmt: skip
+def test_positions(shape: Any, axes: tuple[str, ...], counted: Any, given: Any) -> None:
+    """Counted, or the caller's: in planes that differ, wherever the axis is; a model with one plane takes the first."""
+    role = tensor("p", Role.POSITIONS, shape, axes, "int32")
+    assert_array_equal(value(role), counted)
+    assert_array_equal(value(role, replace(STEP, positions=PLACES)), given)
+    if len(shape) == 3:
+        one_plane = replace(STEP, positions=PLACES[:, :1])
+        assert len(np.unique(np.moveaxis(value(role, one_plane), shape.index(3), 0), axis=0)) == 1
+    assert not StepInputs(plan(role)).uniform
+
+
+def test_positions_that_rows_share() -> None:
     shared = tensor("p", Role.POSITIONS, ("seq",), ("sequence",))
     assert_array_equal(value(shared), [3, 4])
     assert StepInputs(plan(shared)).uniform
-    assert not StepInputs(plan(by_row)).uniform
-
-
-def test_positions_of_the_callers() -> None:
-    """In planes that differ, wherever the model has the axis; a model with one plane takes the first."""
-    given = np.array([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]])  # [R, planes, S]
-    step = replace(STEP, positions=given)
-    planes_first = given.transpose(1, 0, 2)
-    kinds = tensor("p", Role.POSITIONS, (3, "batch", "seq"), ("", "batch", "sequence"))
-    assert_array_equal(value(kinds, step), planes_first)
-    rows_first = tensor("p", Role.POSITIONS, ("batch", 3, "seq"), ("batch", "", "sequence"))
-    assert_array_equal(value(rows_first, step), given)
-    packed = tensor("p", Role.POSITIONS, (3, 1, "t"), ("", "", "tokens"))
-    assert_array_equal(value(packed, step), planes_first.reshape(3, 1, 4))
     one_row = tensor("p", Role.POSITIONS, (3, 1, "seq"), ("", "", "sequence"))
-    alone = StepBatch(0, np.array([[5, 6]]), np.array([3]), positions=given[:1])
-    assert_array_equal(value(one_row, alone), planes_first[:, :1])
-    by_row = tensor("p", Role.POSITIONS, ("batch", "seq"), ("batch", "sequence"), "int32")
-    assert_array_equal(value(by_row, step), given[:, 0])
-    flat = tensor("p", Role.POSITIONS, ("t",), ("tokens",))
-    assert_array_equal(value(flat, step), given[:, 0].reshape(-1))
-    one_plane = replace(STEP, positions=given[:, :1])
-    assert_array_equal(value(kinds, one_plane), np.repeat(planes_first[:1], 3, axis=0))
+    alone = StepBatch(0, np.array([[5, 6]]), np.array([3]), positions=PLACES[:1])
+    assert_array_equal(value(one_row, alone), FIRST[:, :1])
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -13,29 +12,20 @@ import onnx
 import onnx_graphsurgeon as gs
 import pytest
 from decoders import DecoderConfig, write_decoder
-from runtime.engines import write_engine
-from runtime.fake_cuda import Machine
-from runtime.fake_tensorrt import fake_module
+from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.engine.manifest import load_manifest, manifest_path
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
 
 ALL = PlanOptions(logits=LogitPositions.ALL)
 
 
-@contextmanager
-def engine_of(path: Path, **options: Any) -> Iterator[TensorRTRunner]:
-    machine = Machine()
-    module = fake_module(machine, rtx=True, version="1.7.1.116")
-    runner = TensorRTRunner(path, bindings=Bindings(module, machine.bindings()), **options)
-    try:
-        yield runner
-    finally:
-        runner.close()
+def engine_of(path: Path, **options: Any) -> Any:
+    """An engine, opened for the length of a block."""
+    return closing(open_engine(path, **options))
 
 
 @pytest.fixture
@@ -59,11 +49,9 @@ def last_only(model: Path) -> Path:
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_scores_and_drafts_of_a_model_that_gives_the_last_ones_only(model: Path, device: str) -> None:
     few = last_only(model)
-    opened = OnnxRuntimeRunner(few, max_batch=3) if device == "cpu" else None
     prompts = [[3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5], [2, 7, 1, 8, 2, 7]]
     config = GenerationConfig(max_new_tokens=9, prompt_lookup_num_tokens=4, max_matching_ngram_size=1)
-    with nullcontext(opened) if opened else engine_of(write_engine(few)) as runner:
-        assert runner is not None
+    with closing(runner_on(device, few, max_batch=3)) as runner:
         assert runner.max_logits == 1
         session, other = DecodeSession(runner), DecodeSession(OnnxRuntimeRunner(model, max_batch=3))
         assert [r.tokens for r in session.generate(prompts, config)] == [

@@ -11,9 +11,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
-from runtime.engines import write_engine
+from runtime.engines import drain, open_engine, write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_tensorrt import fake_module
 
 from trt_kvcache.errors import BackendError, SessionError
 from trt_kvcache.plugins.choice import CHOICE_DTYPES
@@ -27,7 +26,7 @@ from trt_kvcache.runtime.trt import choice as trt_choice
 from trt_kvcache.runtime.trt.choice import DeviceChoice, open_choice
 from trt_kvcache.runtime.trt.cuda import Cuda
 from trt_kvcache.runtime.trt.io import StepBuffers
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10, 11, 12], [13]]
 PROMPT = np.array([1, 2, 3])
@@ -43,8 +42,7 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def opened(engine: Path, **machine: Any) -> tuple[TensorRTRunner, Machine]:
     gpu = Machine(**machine)
-    runner = TensorRTRunner(engine, bindings=Bindings(fake_module(gpu), gpu.bindings()))
-    return runner, gpu
+    return open_engine(engine, gpu), gpu
 
 
 def generated(runner: Any, configs: list[GenerationConfig] | GenerationConfig) -> list[list[int]]:
@@ -52,11 +50,7 @@ def generated(runner: Any, configs: list[GenerationConfig] | GenerationConfig) -
         if isinstance(configs, GenerationConfig):
             return [list(g.tokens) for g in session.generate(PROMPTS, configs)]
         slots = [session.add(prompt, config) for prompt, config in zip(PROMPTS, configs, strict=True)]
-        tokens: dict[int, list[int]] = {slot: [] for slot in slots}
-        while session.running:
-            for event in session.step():
-                if event.token is not None:
-                    tokens[event.sequence].append(event.token)
+        tokens = drain(session)
         return [tokens[slot] for slot in slots]
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from decoders import DecoderConfig, write_decoder
-from runtime.engines import write_engine
+from runtime.engines import open_engine, write_engine
 from runtime.fake_cuda import STREAM, BrokenRuleError, Machine
-from runtime.fake_tensorrt import MAGIC, AllocationStrategy, fake_module
+from runtime.fake_tensorrt import MAGIC, AllocationStrategy
 
 from trt_kvcache.runtime.runner import StepBatch
-from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
 BATCH = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
 
@@ -22,14 +22,13 @@ BATCH = StepBatch(0, np.ones((1, 1), np.int64), np.zeros(1, np.int64))
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig())
-    return write_engine(path, backend="tensorrt", version="11.4.0.106")
+    return write_engine(path, backend="tensorrt")
 
 
 @pytest.fixture
 def runner(engine: Path) -> Iterator[TensorRTRunner]:
     machine = Machine()
-    module = fake_module(machine, rtx=False, version="11.4.0.106")
-    runner = TensorRTRunner(engine, bindings=Bindings(module, machine.bindings()))
+    runner = open_engine(engine, machine, backend="tensorrt")
     runner.step(BATCH)
     yield runner
     machine.queue.clear()
