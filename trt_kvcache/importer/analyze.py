@@ -11,7 +11,6 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.graph import ONNX_DOMAINS, contains, dims, is_op, producer
 from trt_kvcache.importer.interface import Known, find_roles, kept_roles, open_axes
-from trt_kvcache.importer.normalize.evidence.independence import check_batch, check_exported
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.plan import (
@@ -81,10 +80,6 @@ def analyze(
         states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
         roles = find_roles(model, _known(caches, states), options.config)
     roles = tuple(open_axes(role) for role in roles)
-    longest = options.capacity or max((c.capacity for c in caches), default=0)
-    if findings is None or not findings.original:
-        check_exported(model, roles, longest)
-    check_batch(model, roles, longest)
     relaxed = _relaxed_masks(graph, options)
     logits, kept = plan_logits(graph, roles, options)
     plan = CachePlan(

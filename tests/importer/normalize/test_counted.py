@@ -122,7 +122,7 @@ def test_a_table_ends_where_its_offset_says(tmp_path: Path, name: str) -> None:
     index, offset = FOUND[name]
     rows = CAPACITY + offset
     rewritten(make_decoder(Decoder(positions="none", after=looked_up(index, rows))), tmp_path)
-    words = f"the model has {CAPACITY - 1} positions: .* at most --capacity {CAPACITY - 1}"
+    words = f"takes no more than {CAPACITY - 1} tokens: .* at most --capacity {CAPACITY - 1}"
     with pytest.raises(OptionError, match=words):
         rewritten(make_decoder(Decoder(positions="none", after=looked_up(index, rows - 1))), tmp_path)
     rewritten(make_decoder(Decoder(positions="none", after=looked_up(index, rows - 1))), tmp_path, CAPACITY - 1)

@@ -11,7 +11,7 @@ from concat_decode import check_decode, rewritten
 from concat_graphs import Build, Decoder, make_decoder
 from rope_graphs import ROWS, Rope
 
-from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.errors import UnsupportedModelError
 
 NEW: dict[str, dict[str, Any]] = {
     "slice": {},
@@ -102,7 +102,7 @@ def test_other_positions_are_refused(rope: dict[str, Any], tmp_path: Path) -> No
 
 
 def test_a_table_ends_before_the_capacity(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=f"give at most --capacity {ROWS}"):
+    with pytest.raises(UnsupportedModelError, match="from the length of the cache"):
         rewritten(_model(form="table"), tmp_path, capacity=ROWS + 1)
 
 

@@ -75,7 +75,8 @@ def by_sum_of_padding(g: Build, x: str) -> str:
 
 @pytest.mark.parametrize("after", [by_length, by_length_of_present, other_frequencies_in_long_texts, by_sum_of_padding])
 def test_a_length_that_reaches_the_logits_is_refused(tmp_path: Path, after: After) -> None:
-    with pytest.raises(UnsupportedModelError, match="from the length of the cache together with weights or tokens"):
+    words = "from the length of the cache together with weights or tokens|computes something else than what was"
+    with pytest.raises(UnsupportedModelError, match=words):
         rewritten(make_decoder(Decoder(mask="padding", after=after)), tmp_path)
 
 
@@ -173,7 +174,7 @@ def test_a_count_in_which_the_past_cancels_out_is_refused(tmp_path: Path, count:
     def after(g: Build, x: str) -> str:
         return g.node("Add", [x, g.node("Cast", [count(g)], to=TensorProto.FLOAT)])
 
-    with pytest.raises(UnsupportedModelError, match="such as the number of new tokens as the rows of the present"):
+    with pytest.raises(UnsupportedModelError, match="computes something else than what was recognized"):
         rewritten(make_decoder(Decoder(after=after)), tmp_path)
 
 
@@ -194,9 +195,9 @@ def _along_heads(g: Build, x: str) -> str:
     return g.node("Reshape", [turned, g.constant([0, 0, 16])])
 
 
-def test_positions_of_as_many_heads_as_rows_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch", ["batch", 2])
+def test_positions_of_as_many_heads_as_rows_are_refused(tmp_path: Path, batch: int | str) -> None:
     """A batch of two meets two heads: the factors of each row would be those of a head."""
-    check_decode(make_decoder(Decoder(after=_along_heads)), tmp_path)
-    with pytest.raises(UnsupportedModelError, match="from the length of the cache together with weights or tokens"):
-        rewritten(make_decoder(Decoder(after=_along_heads, batch=2)), tmp_path)
-    rewritten(make_decoder(Decoder(after=_along_heads, batch=3)), tmp_path)
+    words = "depends on the other sequences|could not be compared with the original"
+    with pytest.raises(UnsupportedModelError, match=words):
+        rewritten(make_decoder(Decoder(after=_along_heads, batch=batch)), tmp_path)

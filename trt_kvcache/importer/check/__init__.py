@@ -4,14 +4,16 @@ The check cuts every part that the two models compute differently out of the mod
 one. Both parts run in ONNX Runtime on random queries, keys and values, over steps that tell masks, windows and layouts
 apart.
 
-    graph      digests: tensors that are equal by construction
-    sizes      shapes in batch and new tokens
-    cut        regions between boundaries, caches and inputs on one end, joins and presents on the other
-    steps      lengths on both sides of every number, ends, wraps, ragged and idle rows
-    engine     ONNX Runtime, or ONNX's reference evaluator
-    run        both sides of a region, and where they differ first
-    models     both models in, verdicts out
-    process    all of this in a process with limits on memory and time (worker, protocol)
+    graph         digests: tensors that are equal by construction
+    shapes        shapes in batch and new tokens
+    region        between boundaries, caches and inputs on one end, joins and presents on the other
+    schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows
+    inputs        values of a step (caches), and how the original takes them (original)
+    runnable      both models in operators that ONNX Runtime runs (engine)
+    run, compare  both sides of a region, and where they differ first
+    independence  the rest of the model in two batches that share a sequence
+    models        both models in, verdicts out
+    process       all of this in a process with limits on memory and time (worker)
 
 Only a verdict of "equal" passes. The check does not see a model that is odd at one single length, away from every
 number in its graph. The thorough schedule (`verify --thorough`) also runs after every past up to 4,096.
@@ -24,7 +26,7 @@ from pathlib import Path
 
 import onnx
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer.check.process import CheckProcessError, check_in_process, start_process
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.rewritten import misfit
@@ -57,6 +59,7 @@ def check_rewrite(
         thorough: run steps after a past of every length, too.
 
     Raises:
+        OptionError: the capacity exceeds what the model takes.
         UnsupportedModelError: a part differs, could not be compared, or exceeds the limits.
     """
     if why := misfit(rewritten, plan):
@@ -76,6 +79,18 @@ def check_rewrite(
     if not wrong:
         return
     first = min(wrong, key=lambda v: v.answer != "different")
+    if first.answer == "ends":
+        longest = max(c.capacity for c in plan.caches)
+        raise OptionError(
+            f"--capacity is {longest}, but the model takes no more than {first.name} tokens: a table of positions ends "
+            f"there; give at most --capacity {first.name}"
+        )
+    if first.answer == "dependent":
+        raise UnsupportedModelError(
+            f"'{first.name}' of one sequence of a batch depends on the other sequences, as with rotary factors that "
+            "the longest sequence chooses (LongRoPE, dynamic NTK); supported are sequences that do not depend on each "
+            "other: export with a batch of 1, or take a capacity below the length at which the factors change"
+        )
     if first.answer == "different":
         raise UnsupportedModelError(
             f"around '{first.name}' the model computes something else than what was recognized there: {first.why}; "

@@ -10,6 +10,7 @@ import onnx
 from onnx import TensorProto, external_data_helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.check.independence import compare_batches
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Region, find_regions, prepare_cut
 from trt_kvcache.importer.check.run import run_region
@@ -50,9 +51,8 @@ def check_models(
     first: list[Verdict] = []
     for _ in range(_ROUNDS):
         try:
-            verdicts = [
-                _judge(region, plan, limits, weights, folder, done, thorough=thorough) for region in find_regions(cut)
-            ]
+            regions = find_regions(cut)
+            verdicts = [_judge(region, plan, limits, weights, folder, done, thorough=thorough) for region in regions]
         except UnsupportedModelError:
             if not first:
                 raise
@@ -60,7 +60,8 @@ def check_models(
         wrong = {v.name for v in verdicts if v.answer != "equal"}
         first = first or verdicts
         if not wrong:
-            return verdicts
+            outside = compare_batches(cut, regions, limits, lambda model: _loaded(model, weights, folder))
+            return verdicts if outside is None else [*verdicts, outside]
         # One name may stand for other contents in the rewritten graph, such as a view of a cache. What is further on
         # decides: the regions of joins that differ are joined with those that read them.
         inner = wrong - set(cut.original.outputs)
@@ -113,21 +114,25 @@ def load_weights(region: Region, weights: Mapping[str, TensorProto], folder: Pat
     size = sum(byte_size(t) or 0 for m in region.models for t in m.graph.initializer)
     if size > _WEIGHTS:
         return None
-    made = []
-    for model in region.models:
-        copy = onnx.ModelProto()
-        copy.CopyFrom(model)
-        for tensor in copy.graph.initializer:
-            held = detached(tensor, weights)
-            if held is not None:
-                name = tensor.name
-                tensor.CopyFrom(held)
-                tensor.name = name
-        copy, place = without_links(copy, folder)
-        for tensor in copy.graph.initializer:
-            if tensor.data_location == TensorProto.EXTERNAL:
-                external_data_helper.load_external_data_for_tensor(tensor, str(place))
-                tensor.data_location = TensorProto.DEFAULT
-                del tensor.external_data[:]
-        made.append(copy)
-    return replace(region, models=(made[0], made[1]))
+    return replace(
+        region, models=(_loaded(region.models[0], weights, folder), _loaded(region.models[1], weights, folder))
+    )
+
+
+def _loaded(model: onnx.ModelProto, weights: Mapping[str, TensorProto], folder: Path) -> onnx.ModelProto:
+    """A copy of the model with the data of its weights."""
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    for tensor in copy.graph.initializer:
+        held = detached(tensor, weights)
+        if held is not None:
+            name = tensor.name
+            tensor.CopyFrom(held)
+            tensor.name = name
+    copy, place = without_links(copy, folder)
+    for tensor in copy.graph.initializer:
+        if tensor.data_location == TensorProto.EXTERNAL:
+            external_data_helper.load_external_data_for_tensor(tensor, str(place))
+            tensor.data_location = TensorProto.DEFAULT
+            del tensor.external_data[:]
+    return copy

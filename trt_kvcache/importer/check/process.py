@@ -39,7 +39,9 @@ class Verdict:
 
     Attributes:
         name: the tensor or the cache that the region makes.
-        answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared) or ``"undecided"`` (it cannot run).
+        answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared) or ``"undecided"`` (it cannot run);
+            ``"dependent"``: a sequence of a batch changes it for another one; ``"ends"``: the model takes no more
+            tokens than `name` says.
         why: the reason in words; empty for most equal regions.
         steps: number of steps that were compared.
     """

@@ -20,7 +20,6 @@
     what was found                                      findings
     the canonical form                                  canonical, readers, residual (tables, counted),
                                                         trim
-    rows that do not depend on each other               evidence: independence (batch_axis)
     windows as circular buffers                         extensions: ring_windows
 
 Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
@@ -47,7 +46,6 @@ from trt_kvcache.importer.normalize.attention.rounded import check_presents, rou
 from trt_kvcache.importer.normalize.attention.square_masks import SINGLY
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import NOTE
-from trt_kvcache.importer.normalize.evidence.independence import check_independence
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
@@ -58,7 +56,6 @@ from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presen
 from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.readers import check_readers
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
-from trt_kvcache.importer.normalize.tables import check_tables
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
 
@@ -135,8 +132,6 @@ def _rewrite(
     graph.cleanup()
     ids = free_positions(graph, canonical, interface, samples)  # sorts the graph
     check_padding(graph, interface)
-    check_tables(graph, canonical, interface, samples, ids)
-    check_independence(graph, canonical, interface, samples, ids)
     lift_shapes(graph, canonical.emit)
     rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:

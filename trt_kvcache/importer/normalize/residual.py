@@ -24,11 +24,9 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, made_of_constants, replace_uses
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.cancelled import check_cancelled
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import count_per_row
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
-from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.tables import gather_rows, shifted_positions
 from trt_kvcache.importer.plan import OriginalRole
@@ -40,10 +38,6 @@ Array = npt.NDArray[Any]
 
 _FAR = 1 << 31  # no position
 _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
-_BROADCASTS = (
-    "Add", "Sub", "Mul", "Div", "Pow", "Mod", "Min", "Max", "Where", "And", "Or", "Xor", "Equal", "Less", "LessOrEqual",
-    "Greater", "GreaterOrEqual", "MatMul",
-)  # fmt: skip
 
 
 def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> set[int]:
@@ -73,7 +67,6 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
     queue += [n.outputs[0] for n in updates]
     seen: set[str] = set()
-    cancelled: list[str] = []
     ids: set[int] = set()
     while queue:
         tensor = queue.pop(0)
@@ -90,16 +83,15 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 if output.name in seen or output.is_empty():
                     continue
                 seen.add(output.name)
-                if _is_cancelled(output, pair, samples):
-                    cancelled.append(output.name)
-                elif counted := count_per_row(node, canonical, samples):
+                if _is_cancelled(output, pair):
+                    continue
+                if counted := count_per_row(node, canonical, samples):
                     ids |= counted
                 elif _may_look_up(node) and positioned().is_looked_up(node):
                     continue
                 elif _follow(graph, node, output, canonical, pair, samples, positioned):
                     queue.append(output)
     graph.cleanup().toposort()
-    check_cancelled(graph, canonical, interface, cancelled, samples)
     return ids
 
 
@@ -161,12 +153,8 @@ def _follow(
         after_all = [t for n in consumers(output) for t in n.outputs]
         if after_all and all(_offset(t, samples) is not None for t in after_all):
             return True
-        try:
-            _check_rows(graph, output, offset, samples)
-        except UnsupportedModelError:
-            if positioned().holds(output):  # what is made of them row by row may fit
-                return True
-            raise
+        if not _keeps_shapes(graph, output, offset, pair) and positioned().holds(output):
+            return True  # of positions per row, what is made of them row by row may fit
         replace_uses(output, _positions(output, offset, canonical, pair[0]))
         return False
     if gather_rows(graph, node, canonical, samples):
@@ -179,79 +167,23 @@ def _follow(
     return True
 
 
-def _check_rows(graph: gs.Graph, output: gs.Tensor, offset: int, samples: Samples) -> None:
-    """Refuse positions per row where they come out as another shape: their first axis is not that of the batch.
-
-    Raises:
-        UnsupportedModelError: naming the tensor.
-    """
-    for sample in (s for s in (*samples.plain, *samples.twins) if s.batch > 1):
-        value, layout = sample.probe.value(output.name), _layout(output, offset, sample)
-        if value is None or layout is None:
-            continue
-        shape = [1] * value.ndim
-        shape[0], shape[layout[1]] = sample.batch, sample.length
-        rows = sample.probe.given({output.name: np.broadcast_to(value.max(axis=0, keepdims=True), shape)})
-        for tensor in graph.outputs:
-            before, after = sample.probe.shape(tensor.name), rows.shape(tensor.name)
-            if before is not None and before != after:
-                becomes = "gets a shape that does not fit" if after is None else f"becomes {list(after)}"
-                raise UnsupportedModelError(
-                    f"'{output.name}' holds the positions of the new tokens; with positions of its own for each row of "
-                    f"the batch, '{tensor.name}' {becomes} instead of {list(before)}; supported are positions [1, S] "
-                    "and [B, S]"
-                )
-        if (node := _misplaced(output, sample, rows)) is not None:
-            raise UnsupportedModelError(
-                f"'{output.name}' holds the positions of the new tokens, which {node.op} '{node.name}' takes along "
-                f"another axis than that of the batch; both are {sample.batch} long, so that each row of the batch "
-                "would have those of another axis. Supported are positions [1, S] and [B, S] along the batch"
-            )
+def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, offset: int, pair: tuple[Sample, Sample]) -> bool:
+    """Whether all outputs keep their shapes with positions of its own for each row of the batch."""
+    sample = pair[0]
+    value, layout = sample.probe.value(output.name), _layout(output, offset, sample)
+    if value is None or layout is None:
+        return False
+    shape = [1] * value.ndim
+    shape[0], shape[layout[1]] = sample.batch, sample.length
+    rows = sample.probe.given({output.name: np.broadcast_to(value[:1], shape)})
+    shapes = [(sample.probe.shape(t.name), rows.shape(t.name)) for t in graph.outputs]
+    return all(before is None or before == after for before, after in shapes)
 
 
-def _misplaced(output: gs.Tensor, sample: Sample, rows: Probe) -> gs.Node | None:
-    """The operator in which positions per row meet an axis that is as long as the batch, and is another one.
-
-    Args:
-        output: the positions as exported, the same for all rows.
-        sample: a step.
-        rows: the same with positions of its own for each row.
-    """
-    pending, seen = [output], {output.name}
-    while pending:
-        tensor = pending.pop()
-        before, after = sample.probe.shape(tensor.name), rows.shape(tensor.name)
-        if before is None or after is None or len(before) != len(after) or before == after:
-            continue
-        axis = next(i for i, (one, other) in enumerate(zip(before, after, strict=True)) if one != other)
-        for node in consumers(tensor):
-            made = node.outputs[0]
-            whole = sample.probe.shape(made.name)
-            if whole != rows.shape(made.name):
-                pending += [made] if made.name not in seen else []
-                seen.add(made.name)
-            elif whole is not None and is_op(node, *_BROADCASTS) and len(whole) - len(before) + axis > 0:
-                return node
-    return None
-
-
-def _is_cancelled(output: gs.Tensor, pair: tuple[Sample, Sample], samples: Samples) -> bool:
+def _is_cancelled(output: gs.Tensor, pair: tuple[Sample, Sample]) -> bool:
     """Whether a tensor has the same value whatever the past."""
     before, after = (s.probe.value(output.name) for s in pair)
-    if before is None or after is None or not np.array_equal(before, after):
-        return False
-    return _constant(output, samples)
-
-
-def _constant(output: gs.Tensor, samples: Samples) -> bool:
-    """Whether all samples of one batch and update agree, whatever the past."""
-    by_size: dict[tuple[int, int], Array] = {}
-    for sample in (*samples.plain, *samples.twins):
-        value = sample.probe.value(output.name)
-        known = by_size.setdefault((sample.batch, sample.length), value) if value is not None else None
-        if value is None or known is None or not np.array_equal(known, value):
-            return False
-    return True
+    return before is not None and after is not None and np.array_equal(before, after)
 
 
 def _offset(output: gs.Tensor, samples: Samples) -> int | None:
@@ -264,8 +196,7 @@ def _offset(output: gs.Tensor, samples: Samples) -> int | None:
     if value is None or not value.size or value.dtype.kind not in "iuf" or not abs(float(value.flat[0])) < _FAR:
         return None
     offset = int(value.flat[0]) - first.past
-    looked_at = (first, *samples.plain, *samples.twins)
-    return offset if all(_layout(output, offset, sample) is not None for sample in looked_at) else None
+    return offset if all(_layout(output, offset, sample) is not None for sample in samples.twins) else None
 
 
 def _layout(output: gs.Tensor, offset: int, sample: Sample) -> tuple[int, int] | None:

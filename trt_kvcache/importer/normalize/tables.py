@@ -12,23 +12,15 @@ A constant beside P stays, where a table has other rows before that of the first
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, replace_uses
-from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.cancelled import canonical_step
+from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, replace_uses
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.evidence.blueprint import Array, Blueprint
-from trt_kvcache.importer.normalize.evidence.probe import Probe
+from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-
-_LOOKUPS = {  # operator: places of index and table
-    "Gather": (1, 0), "GatherND": (1, 0), "GatherElements": (1, 0), "RotaryEmbedding": (3, 1),
-}  # fmt: skip
 
 
 def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
@@ -42,22 +34,15 @@ def gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: S
 
     Returns:
         Whether it was done.
-
-    Raises:
-        OptionError: the capacity is more than the table's rows; a Slice beyond them gives fewer, where Gather fails.
     """
     if not is_op(node, "Slice", "Gather") or contains(graph.outputs, node.outputs[0]):
         return False
     table, rows = node.inputs[0], node.outputs[0]
-    looked_at = (*samples.plain, *samples.twins)
     taken = _gathered(node) if is_op(node, "Gather") else _sliced(node)
-    offset = taken(looked_at[0])
-    if offset is None or offset < 0 or any(taken(s) != offset for s in looked_at):
+    offset = taken(samples.twins[0])
+    if offset is None or offset < 0 or taken(samples.twins[1]) != offset:
         return False
-    held = (dims(table) or ("?",))[0]
-    if isinstance(held, int):
-        _check_rows(node, table, held, canonical.capacity + offset, canonical.capacity)
-    if not all(_added_per_row(graph, rows, s) for s in looked_at):
+    if not all(_added_per_row(graph, rows, s) for s in samples.twins):
         return False
     index = shifted_positions(canonical, offset)
     replace_uses(rows, canonical.emit.op("Gather", [table, index], "position_rows", axis=0))
@@ -123,68 +108,3 @@ def _added_per_row(graph: gs.Graph, rows: gs.Tensor, sample: Sample) -> bool:
         or (is_op(n, "Add") and sample.probe.shape(n.outputs[0].name) == sums)
         for n in consumers(rows)
     )
-
-
-def check_tables(
-    graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples, ids: Collection[int] = ()
-) -> None:
-    """Refuse tables that end before the caches do, where positions counted in the graph look them up.
-
-    What a lookup behind the end gives is not defined: ONNX Runtime fails, TensorRT does not say so. Looked at is the
-    last step that the caches have room for.
-
-    Args:
-        graph: canonical; dead nodes are gone.
-        canonical: of the graph.
-        interface: of the model as exported.
-        samples: of the model as exported.
-        ids: tokens that positions are counted with, where they are.
-
-    Raises:
-        OptionError: the capacity is more than a table's rows.
-    """
-    first = canonical.write_indices
-    if all(is_op(n, "TensorScatter", "Attention") for n in consumers(first)):
-        return
-    length = samples.fixed_length or 1
-    sample = samples.step(1, max(0, canonical.capacity - length), length)
-    starts = np.full(sample.batch, sample.past, np.int64)
-    step = canonical_step(graph, canonical, interface, Blueprint(gs.export_onnx(graph), {}), sample, starts)
-    shape = (sample.batch, sample.length)
-    for probe in [step.given({canonical.tokens.name: np.full(shape, i)}) for i in ids] or [step]:
-        _check_step(first, probe, canonical.capacity)
-
-
-def _check_step(first: gs.Tensor, probe: Probe, capacity: int) -> None:
-    pending, seen = [first], {first.name}
-    while pending:
-        tensor = pending.pop()
-        for node in consumers(tensor):
-            if is_op(node, "TensorScatter", "Attention"):
-                continue
-            if is_op(node, *_LOOKUPS):
-                _check_lookup(node, tensor, probe, capacity)
-            known = [t for t in node.outputs if t.name not in seen and probe.value(t.name) is not None]
-            seen.update(t.name for t in known)
-            pending += known
-
-
-def _check_lookup(node: gs.Node, index: gs.Tensor, probe: Probe, capacity: int) -> None:
-    place, table = _LOOKUPS[node.op]
-    value = probe.value(index.name)
-    if place >= len(node.inputs) or node.inputs[place] is not index or value is None or not value.size:
-        return
-    axis = int(node.attrs.get("axis", 0)) if is_op(node, "Gather", "GatherElements") else 0
-    shape = dims(node.inputs[table]) or ()
-    rows = shape[axis] if axis < len(shape) else "?"
-    if isinstance(rows, int):
-        _check_rows(node, node.inputs[table], rows, int(value.max()) + 1, capacity)
-
-
-def _check_rows(node: gs.Node, table: gs.Tensor, rows: int, needed: int, capacity: int) -> None:
-    if rows < needed:
-        most = capacity - (needed - rows)
-        raise OptionError(
-            f"--capacity is {capacity}, but the model has {most} positions: '{node.name}' takes rows of the table "
-            f"'{table.name}'; give at most --capacity {most}"
-        )

@@ -1,0 +1,320 @@
+"""Sequences of a batch that depend on each other are refused: a neighbour in a batch must not change a text.
+
+    long = ReduceMax(positions) > 4096                  one answer for the whole batch (LongRoPE, dynamic NTK)
+    cos  = Cos(positions * Where(long, long_factors, short_factors))
+
+Regions compare such operators with the original, row by row. Here everything outside of the regions of caches runs in
+two batches that have one sequence in common, and whatever belongs to that sequence has to be the same in both. Large
+weights are not read: random ones of rank 1 stand in for them, and the dependences stay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.check.caches import find_caches, find_states, first_contents
+from trt_kvcache.importer.check.engine import EngineError, OrtEngine
+from trt_kvcache.importer.check.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.check.process import Verdict
+from trt_kvcache.importer.check.region import Cut, Region
+from trt_kvcache.importer.check.runnable import open_types
+from trt_kvcache.importer.check.schedule import Step, read_limits
+from trt_kvcache.importer.check.shapes import UNKNOWN, Term
+from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.protos import is_op, names_read
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+Load = Callable[[onnx.ModelProto], onnx.ModelProto]
+
+_BATCH, _LENGTH = 3, 3  # of a step, if the model does not fix them
+_LARGEST = 1 << 18  # numbers in a constant that stands for itself
+_OF_ALL = ("DynamicQuantizeLinear", "QuantizeLinear", "Round")  # quantizers take one scale for all tokens of a step
+_ROUNDED = 5e-2
+
+
+def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, load: Load) -> Verdict | None:
+    """The verdict on what is computed outside of the regions of caches.
+
+    Args:
+        cut: both models.
+        regions: of `cut`.
+        limits: of token ids and positions.
+        load: gives a model the data of its weights.
+
+    Returns:
+        None if sequences do not depend on each other, as far as ONNX Runtime runs this part of the model.
+    """
+    steps = read_limits(cut.plan, _BATCH)
+    length = steps.length or min(_LENGTH, steps.longest - 1)
+    last = min((c.capacity for c in cut.plan.caches), default=0) - length
+    if steps.batch < 2 or length < 1 or last < 1:
+        return None
+    try:
+        outside = _Outside(cut, regions, steps.batch, length, load)
+        outside.run([0] * steps.batch, limits)
+        if most := outside.longest_past(last, limits):
+            return Verdict(str(most - 1 + length), "ends")
+        starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
+        for (own, other), row in product(starts, (0, steps.batch - 1)):
+            if name := outside.first_dependent(own, other, row, limits):
+                return Verdict(name, "dependent")
+    except (EngineError, OptionError, UnsupportedModelError):
+        return None  # nothing was changed here: what does not run, no region vouches for either
+    return None
+
+
+class _Outside:
+    """The rewritten model without what caches are read for; all of it if it has a fixed batch.
+
+    Exports of a fixed batch say nothing of rows that start at different places, so that regions cannot compare these.
+
+    Args:
+        cut: both models.
+        regions: of `cut`.
+        batch: sequences.
+        length: new tokens of each.
+        load: gives a model the data of its weights.
+    """
+
+    def __init__(self, cut: Cut, regions: Sequence[Region], batch: int, length: int, load: Load) -> None:
+        self._plan, self._batch, self._length = cut.plan, batch, length
+        graph = cut.rewritten
+        self._is_fixed = any(isinstance(c.logical_shape[0], int) for c in cut.plan.caches)
+        pasts = {c.past for c in cut.plan.caches}
+        stops, wanted = ({}, []) if self._is_fixed else _ends(cut, regions, pasts)
+        after = set() if self._is_fixed else graph.tainted(pasts, through=stops, shapes=False)
+        self._axes: dict[str, int] = {
+            name: axis
+            for name in dict.fromkeys([*wanted, *graph.outputs])
+            if name not in after and name in graph.makes and (axis := self._axis(_shape(cut, name))) is not None
+        }
+        if not self._axes:
+            raise EngineError("nothing is computed outside of the regions of caches")
+        nodes, self._fed, used = graph.cone(self._axes, stops)
+        nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, cut)
+        self._exact = not any(node.op_type in _OF_ALL for node in nodes)
+        self._stops = {name: stops[name] for name in self._fed if name in stops}
+        kinds = {name: graph.inputs[name].type.tensor_type.elem_type for name in self._fed if name not in stops}
+        inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]
+        outputs = [onnx.ValueInfoProto(name=name) for name in self._axes]
+        model = helper.make_model(
+            helper.make_graph(nodes, "outside", inputs, outputs, constants),
+            ir_version=min(graph.model.ir_version, 12),
+            opset_imports=list(graph.model.opset_import),
+        )
+        self._engine = OrtEngine(open_types(load(model), wide=True))
+
+    def _axis(self, shape: tuple[Term, ...] | None) -> int | None:
+        """The axis that sequences lie along, alone or as the outer one of several."""
+        if shape and self._is_fixed:  # shapes are numbers: the batch is first
+            return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
+        return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
+
+    def run(self, starts: Sequence[int], limits: IndexLimits) -> Feeds:
+        """What is computed outside of the regions of caches.
+
+        Raises:
+            EngineError: it does not run, as where a table of positions has ended.
+        """
+        return self._engine.run(self._feeds(starts, limits, 0))
+
+    def longest_past(self, last: int, limits: IndexLimits) -> int:
+        """One more than the most tokens, fewer than `last`, after which the model still runs; 0: it runs after `last`.
+
+        ONNX Runtime fails behind the end of a table; TensorRT gives any numbers there.
+        """
+        if self._runs_after(last, limits):
+            return 0
+        runs, fails = 0, last
+        while fails - runs > 1:
+            middle = (runs + fails) // 2
+            runs, fails = (middle, fails) if self._runs_after(middle, limits) else (runs, middle)
+        return fails
+
+    def _runs_after(self, past: int, limits: IndexLimits) -> bool:
+        try:
+            self.run([past] * self._batch, limits)
+        except EngineError:
+            return False
+        return True
+
+    def first_dependent(self, own: int, other: int, row: int, limits: IndexLimits) -> str:
+        """The first tensor in which a sequence is not the same beside others; empty: there is none.
+
+        Args:
+            own: tokens before the step, of the sequence, and in the first batch of all others.
+            other: the same of all others in the second batch.
+            row: of the sequence.
+            limits: of token ids and positions.
+        """
+        starts = [own] * self._batch, [own if b == row else other for b in range(self._batch)]
+        feeds = [self._feeds(s, limits, seed) for seed, s in enumerate(starts)]
+        alone, beside = (self._engine.run(given) for given in (feeds[0], self._with_row(feeds, row)))
+        for name, axis in self._axes.items():
+            a, b = (np.split(v, self._batch, axis)[row] for v in (alone[name], beside[name]))
+            both = tuple(slice(min(sizes)) for sizes in zip(a.shape, b.shape, strict=True))
+            if not self._same(a[both], b[both]):
+                return str(name)
+        return ""
+
+    def _same(self, a: Array, b: Array) -> bool:
+        if self._exact or a.dtype.kind != "f":
+            return np.array_equal(a, b, equal_nan=a.dtype.kind == "f")
+        return bool(np.all(np.abs(a - b) <= _ROUNDED * np.abs(a).max(initial=0)))
+
+    def _feeds(self, starts: Sequence[int], limits: IndexLimits, seed: int) -> Feeds:
+        step = Step(self._length, tuple(starts), tuple(s + self._length for s in starts))
+        rng = np.random.default_rng(seed)
+        constants = draw_constants(self._plan, self._batch, 0, twin=True)
+        inputs = StepInputs(self._plan, limits, constants, rng, twin=True, unknown=UNKNOWN)
+        made: Feeds = inputs.shared(step)
+        made |= {span.name: np.arange(span.capacity) for span in self._plan.spans}
+        if self._plan.logits_span is not None:
+            made[self._plan.logits_span.name] = np.arange(self._length)
+        for cache in (c for c in find_caches(self._plan) if c.role.name in self._fed):
+            made[cache.role.name] = cache.to_physical(first_contents(cache, starts, 1.0, rng, twin=True))
+        for state in find_states(self._plan):
+            made[state.role.name] = rng.standard_normal(state.logical_shape(self._batch), np.float32)
+        for name, shape in self._stops.items():
+            made[name] = rng.standard_normal([t.at(self._batch, self._length) for t in shape], np.float32)
+        return made
+
+    def _with_row(self, feeds: Sequence[Feeds], row: int) -> Feeds:
+        """The second batch, with one sequence of the first."""
+        inputs = [t for t in self._plan.tensors if t.io == "input"]
+        axes = {t.name: t.axes.index("batch") for t in inputs if "batch" in t.axes}
+        axes |= {t.name: 0 for t in inputs if t.name not in axes and self._is_fixed and t.shape[:1] == (self._batch,)}
+        axes |= {s.role.name: 0 for s in find_states(self._plan)}
+        made = {}
+        for name, first in feeds[0].items():
+            axis = self._axis(self._stops[name]) if name in self._stops else axes.get(name)
+            if axis is None or first.shape[axis] % self._batch:
+                made[name] = first
+                continue
+            rows = np.split(feeds[1][name], self._batch, axis)
+            rows[row] = np.split(first, self._batch, axis)[row]
+            made[name] = np.concatenate(rows, axis)
+        return made
+
+
+def _ends(cut: Cut, regions: Sequence[Region], pasts: set[str]) -> tuple[dict[str, tuple[Term, ...]], list[str]]:
+    """What the regions of caches make, with shapes, and what goes into them."""
+    graph = cut.rewritten
+    made: dict[str, tuple[Term, ...]] = {}
+    taken: list[str] = []
+    for region in regions:
+        if pasts & {v.name for v in region.models[1].graph.input}:
+            made |= region.joins
+            taken += [name for b in region.boundaries for name in b.names[1]]
+    after = graph.tainted(pasts, through=made, shapes=False)
+    for node in graph.nodes:  # of caches that were canonical before
+        if not after.isdisjoint(names_read(node)):
+            taken += [name for name in node.input if name and name not in after]
+            shape = _shape(cut, node.output[0]) if is_op(node, "Attention") else None
+            if shape is not None:
+                made[node.output[0]] = shape
+    return made, taken
+
+
+def _shape(cut: Cut, name: str) -> tuple[Term, ...] | None:
+    return next((k.shape for kinds in reversed(cut.kinds) if (k := kinds.get(name)) and k.shape is not None), None)
+
+
+def _light(
+    nodes: Sequence[NodeProto], constants: Mapping[str, TensorProto], cut: Cut
+) -> tuple[list[NodeProto], list[TensorProto]]:
+    """The same dependences without large constants.
+
+    Raises:
+        EngineError: an operator is not known, and reads a large constant.
+    """
+    shapes = {name: tuple(t.dims) for name, t in constants.items()}
+    large = {name for name, shape in shapes.items() if math.prod(shape) > _LARGEST}
+    drawn = {name: t for name, t in constants.items() if name not in large}
+    kept: list[NodeProto] = []
+    for node in nodes:
+        inputs = [name for name in node.input if name]
+        if large.isdisjoint(inputs):
+            kept.append(node)
+            if inputs and shapes.keys() >= set(inputs):
+                shapes |= {name: _fixed(cut, name) for name in node.output if name}
+                large |= {name for name in node.output if name and math.prod(shapes[name]) > _LARGEST}
+        elif shapes.keys() >= set(inputs):
+            for name in filter(None, node.output):
+                shapes[name] = _fixed(cut, name)
+                if math.prod(shapes[name]) > _LARGEST:
+                    large.add(name)
+                else:
+                    drawn[name] = _random(name, shapes[name])
+        else:
+            kept += _rank_one(node, shapes, large, drawn)
+    read = {name for node in kept for name in names_read(node)}
+    made = {name for node in kept for name in node.output}
+    return kept, [t for name, t in drawn.items() if name in read and name not in made]
+
+
+def _fixed(cut: Cut, name: str) -> tuple[int, ...]:
+    shape = _shape(cut, name)
+    if shape is None:
+        raise EngineError(f"the shape of the constant '{name}' is not known")
+    return tuple(t.factor for t in shape)
+
+
+def _rank_one(
+    node: NodeProto, shapes: Mapping[str, tuple[int, ...]], large: set[str], drawn: dict[str, TensorProto]
+) -> Iterator[NodeProto]:
+    """A product with a weight, or a lookup in a table, with ``u v^T`` in its place.
+
+    Raises:
+        EngineError: the operator is another one.
+    """
+    output = node.output[0]
+    names = [f"{output}:{part}" for part in ("u", "v", "inner", "product")]
+
+    def draw(*dims: tuple[int, ...]) -> None:
+        for name, shape in zip(names, dims, strict=False):
+            drawn[name] = _random(name, shape)
+
+    attributes = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    place = next(i for i, name in enumerate(node.input) if name in large)
+    weight = shapes.get(node.input[place], ())
+    lead: tuple[int, ...] = ()
+    if is_op(node, "Gather") and place == 0 and int(attributes.get("axis", 0)) == 0:
+        draw((weight[0], *[1] * (len(weight) - 1)), weight[1:])
+        yield helper.make_node("Gather", [names[0], node.input[1]], names[2:3], axis=0)
+        yield helper.make_node("Mul", [names[2], names[1]], [output])
+        return
+    if node.op_type == "MatMulNBits":
+        rows, columns, data, place = int(attributes["K"]), int(attributes["N"]), node.input[0], 1
+    elif node.op_type in ("MatMul", "Gemm") and place < 2 and len(weight) > 1:
+        turned = bool(attributes.get("transB" if place else "transA", 0))
+        rows, columns = reversed(weight[-2:]) if turned else weight[-2:]
+        lead, data = weight[:-2], node.input[1 - place]
+        if is_op(node, "Gemm") and attributes.get("transA" if place else "transB", 0):
+            yield helper.make_node("Transpose", [data], [f"{output}:data"], perm=[1, 0])
+            data = f"{output}:data"
+    else:
+        raise EngineError(f"{node.op_type} '{node.name}' reads a large constant")
+    draw((*lead, rows, 1), (*lead, 1, columns))
+    added = node.input[2] if is_op(node, "Gemm") and len(node.input) > 2 and node.input[2] else ""
+    product_ = names[3] if added else output
+    order = (data, names[0], names[1]) if place else (names[1], data, names[0])
+    yield helper.make_node("MatMul", [order[0], order[1]], names[2:3])
+    yield helper.make_node("MatMul", [names[2], order[2]] if place else [names[0], names[2]], [product_])
+    if added:
+        yield helper.make_node("Add", [product_, added], [output])
+
+
+def _random(name: str, shape: tuple[int, ...]) -> TensorProto:
+    seed = int.from_bytes(name.encode()[-8:], "little")
+    return numpy_helper.from_array(np.random.default_rng(seed).standard_normal(shape, np.float32), name)
