@@ -28,7 +28,7 @@ def lowered(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def run(model: onnx.ModelProto, feeds: dict[str, Array]) -> list[Array]:
-    """What ONNX Runtime computes, without optimization."""
+    """The outputs by ONNX Runtime, without optimization."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.intra_op_num_threads = 1

@@ -30,12 +30,12 @@ def stand_in(tensor: onnx.TensorProto) -> onnx.TensorProto:
 
 
 def is_stand_in(tensor: onnx.TensorProto) -> bool:
-    """Whether the data of a tensor are kept aside."""
+    """True if the data of a tensor are kept aside."""
     return any(e.key == "location" and e.value == STAND_IN for e in tensor.external_data)
 
 
 def detached(tensor: onnx.TensorProto, weights: Mapping[str, onnx.TensorProto]) -> onnx.TensorProto | None:
-    """What a stand-in, reinterpreted or not, stands for; None for any other tensor."""
+    """The tensor that a stand-in stands for, reinterpreted or not; None for any other tensor."""
     entries = {e.key: e.value for e in tensor.external_data}
     if entries.get("location") != STAND_IN:
         return None

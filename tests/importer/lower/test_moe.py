@@ -70,7 +70,7 @@ def test_mixture(case: Mixture, dtype: Any) -> None:
 
 @pytest.mark.parametrize("case", QUANTIZED, ids=str)
 def test_signed_weights(case: Mixture) -> None:
-    """What TensorRT gets: the middle at 0. Scales of 8 bits may be negative, as onnxruntime-genai's are."""
+    """As TensorRT gets them: the middle at 0. Scales of 8 bits may be negative, as onnxruntime-genai's are."""
     model = lowered(case.model())
     copy = onnx.ModelProto()
     copy.CopyFrom(model)

@@ -35,7 +35,7 @@ from trt_kvcache.importer.plan import PlanOptions, Route
 from trt_kvcache.verify import VerifyReport, verify_model
 
 HEADS, KV_HEADS, SIZE, WIDTH = 4, 2, 32, 48
-CHUNKS = [5, 1, 1, 4, 1, 3]  # of one sequence: ONNX Runtime takes chunks behind a past for one row only
+CHUNKS = [5, 1, 1, 4, 1, 3]  # of one sequence: ONNX Runtime takes chunks after a past for one row only
 
 
 def padding(graph: Graph, dtype: Any) -> str:
@@ -50,7 +50,7 @@ def padding(graph: Graph, dtype: Any) -> str:
 def compared(
     graph: Graph, compare: Callable[[Graph, str, str], str], added: Any = None, value: float | None = None
 ) -> str:
-    """What a comparison of positions of keys and queries shows; with `added`, a type, as numbers added to scores."""
+    """A mask by a comparison of positions of keys and queries; with `added`, a type, as numbers added to scores."""
     total = graph.node("Squeeze", [graph.node("Shape", ["attention_mask"], start=1)])
     new = graph.node("Squeeze", [graph.node("Shape", ["x"], start=1, end=2)])
     keys = graph.node("Range", [graph.constant(0), total, graph.constant(1)])
@@ -67,7 +67,7 @@ def before(graph: Graph, keys: str, queries: str) -> str:
 
 
 def near(graph: Graph, keys: str, queries: str) -> str:
-    """Keys of a window of three, and those behind the query, which are left to the operator."""
+    """Keys of a window of three, and those after the query, which are left to the operator."""
     return graph.node("Less", [graph.node("Sub", [queries, keys]), graph.constant(3)])
 
 

@@ -40,7 +40,7 @@ class UnknownShapeError(Exception):
 
 
 class Tensors:
-    """What is known of the tensors of a model, and the initializers that bodies add."""
+    """Facts about the tensors of a model, and the initializers that bodies add."""
 
     def __init__(self, model: ModelProto) -> None:
         graph = model.graph
@@ -89,11 +89,11 @@ class Call:
         self._outputs: dict[str, str] = dict.fromkeys(outputs, "") | dict(zip(outputs, node.output, strict=False))
 
     def has(self, name: str) -> bool:
-        """Whether the node gives this input."""
+        """True if the node gives this input."""
         return bool(self._names.get(name))
 
     def is_weight(self, name: str) -> bool:
-        """Whether an input is an initializer."""
+        """True if an input is an initializer."""
         return self._names[name] in self._tensors.weights
 
     def when(self, name: str, line: str) -> str:
@@ -101,7 +101,7 @@ class Call:
         return line if self.has(name) else ""
 
     def is_read(self, output: str) -> bool:
-        """Whether something reads this output."""
+        """True if something reads this output."""
         name = self.output(output)
         return bool(name) and name in self._tensors.read
 

@@ -106,31 +106,25 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
         shift = Mul (zero_points, scales)
         {"shift = Transpose <perm = [1, 0]> (shift)" if axis else ""}
         outer = Shape <end = -1> (a)
-        apart = Concat <axis = 0> (outer, [{shape[axis]}, {block}])
-        apart = Reshape (a, apart)
-        sums = ReduceSum <keepdims = 0> (apart, [-1])
+        sizes = Concat <axis = 0> (outer, [{shape[axis]}, {block}])
+        blocks = Reshape (a, sizes)
+        sums = ReduceSum <keepdims = 0> (blocks, [-1])
         less = MatMul (sums, shift)
         y = Sub (y, less)
     """
 
 
 def complete(node: NodeProto, tensors: Tensors) -> None:
-    """Let a Reshape of blocks, in place, copy the outer axes by zeros, once their number is known.
+    """Let the Reshape of `_shift`, in place, copy the outer axes by zeros, once their number is known.
 
     Args:
-        node: Reshape to ``Concat(Shape(x, end=-1), [blocks, block])``.
+        node: Reshape of a body.
         tensors: of the model.
     """
-    joined = tensors.makers.get(node.input[1])
-    outer = tensors.makers.get(joined.input[0]) if joined is not None and is_op(joined, "Concat") else None
-    rank = len(tensors.shapes.get(node.input[0]) or ())
-    if joined is None or outer is None or not rank or not is_op(outer, "Shape") or outer.input[0] != node.input[0]:
-        return
-    ends = [a.i for a in outer.attribute]
-    inner = tensors.weights.get(joined.input[1])
-    if ends == [-1] and inner is not None and len(joined.input) == 2:
-        sizes = np.array([0] * (rank - 1) + numpy_helper.to_array(inner).tolist())
-        node.input[1] = tensors.constant(numpy_helper.from_array(sizes))
+    joined, rank = tensors.makers.get(node.input[1]), len(tensors.shapes.get(node.input[0]) or ())
+    if rank and joined is not None and is_op(joined, "Concat"):
+        blocks = numpy_helper.to_array(tensors.weights[joined.input[1]]).tolist()
+        node.input[1] = tensors.constant(numpy_helper.from_array(np.array([0] * (rank - 1) + blocks)))
 
 
 def gather_block_quantized(call: Call) -> str:

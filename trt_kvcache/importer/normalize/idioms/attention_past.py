@@ -62,7 +62,7 @@ class HeldAttention:
 
 
 def holds_cache(graph: gs.Graph) -> bool:
-    """Whether some operator of the graph holds a cache."""
+    """True if an operator of the graph holds a cache."""
     return any(map(_is_held, graph.nodes))
 
 
