@@ -24,7 +24,8 @@ from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
-from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
+from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
+from trt_kvcache.importer.normalize.idioms.read_updates import read_update
 
 HEADS, SIZE, CAPACITY = 2, 4, 16
 BNSD: tuple[Dim, ...] = ("B", HEADS, CAPACITY, SIZE)
@@ -141,10 +142,10 @@ def _prove(graph: gs.Graph, model: onnx.ModelProto, capacity: int | None) -> tup
     found = find_candidates(graph)
     for candidate in found:
         if candidate.reason:
-            prove(graph, candidate, ())
+            raise candidate.refusal(candidate.reason)
     interface = Interface(model, found, None)
     samples = Samples(Blueprint(model, {}), interface, interface.capacity(capacity))
-    return tuple(prove(graph, candidate, samples.all) for candidate in found)
+    return tuple(read_update(candidate, samples) for candidate in found)
 
 
 def assert_same_update(

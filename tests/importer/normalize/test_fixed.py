@@ -20,7 +20,7 @@ from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.idioms.writes import find_candidates
+from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.plan import Target
 from trt_kvcache.verify import verify_import
 

@@ -15,7 +15,7 @@ from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.idioms.writes import find_candidates
+from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.plan import OriginalRole
 
 

@@ -20,7 +20,7 @@ _AXES = {"encoder": "?", "keys": "?"}
 
 
 class Found(Protocol):
-    """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.idioms.writes.Candidate`."""
+    """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.candidate.Candidate`."""
 
     @property
     def past(self) -> gs.Tensor:

@@ -2,14 +2,13 @@
 
     Einsum -> MatMul, Mul                               einsum
     Softmax in five operators                           softmax
-    what is read and proven, in which order             exported
+    what is read, in which order                        exported
     samples of a step                                   evidence: samples, probe (blueprint), sizes
     constants in disguise                               evidence: fixed
     caches in the type that they are kept in            idioms: narrow
     caches along other axes                             idioms: relayout
-    cache updates, found and proven                     idioms: writes (rows), concat (kept, new_rows, joined), scatter
-                                                        (columns, fronts), select; all of them: candidate, views,
-                                                        evidence: reach
+    cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
+                                                        read_updates; short_masks, new_rows, joined
     scores that are computed apart, which is refused    attention: apart
     attention over them                                 attention: search (cache_reads, merged_heads, grouped_heads,
                                                         head_order), sinks, guards, rounded, masks
@@ -22,7 +21,7 @@
                                                         trim
     windows as circular buffers                         extensions: ring_windows
 
-Finding and proving read the model as exported; only then is the graph edited. A model whose caches are canonical
+Finding reads the model as exported; only then is the graph edited. A model whose caches are canonical
 already, or that has none, goes through as it is.
 """
 
@@ -50,10 +49,10 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
 from trt_kvcache.importer.normalize.idioms.attention_past import holds_cache, rewrite_held
+from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
 from trt_kvcache.importer.normalize.idioms.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presents, relay_caches, say_layouts
-from trt_kvcache.importer.normalize.idioms.writes import find_candidates
 from trt_kvcache.importer.normalize.readers import check_readers
 from trt_kvcache.importer.normalize.residual import check_padding, free_positions
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes

@@ -1,18 +1,13 @@
-"""What the search for cache updates hands to the proof, and what the proofs of all idioms share."""
+"""A cache update as the search by structure sees it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, input_or_none, is_op, producer
-from trt_kvcache.importer.normalize.evidence.samples import Sample
-from trt_kvcache.importer.normalize.idioms.fronts import Front
-from trt_kvcache.importer.normalize.views import Layout, Shape, axis_order, is_view, shape_of, step_back
+from trt_kvcache.importer.graph import BOOL, INT32, INT64, contains, elem_type, is_op
 
 _ADVICE = (
     "export the model with Concat(past, new), or with index_copy, index_put or a slice at write position + 0 .. S - 1"
@@ -32,17 +27,14 @@ class Candidate:
         axis: the sequence axis of the cache, as far as it is known without shapes.
         growing: present has more rows than past.
         positions: integer graph inputs whose values decide which rows are written.
-        views: the nodes from past to the operand of `node`, in order.
-        after: the nodes from the output of `node` to present, in order.
-        updates: operands of `node` that may be the new rows.
-        index: tensors that decide which rows are written.
-        inner: the nodes between the operand and the output of `node`, `node` included, where these are several.
+        region: the nodes on paths from past to present, in order of execution.
+        views: those of them from past to what `node` reads, if only these are between.
+        updates: the tensors that come into the region from elsewhere: one, the new rows, if it is an update.
+        masks: other operands of products and choices in the region.
         kept: the newest rows that are left of a cache that grows, at most; None: all.
         rows_only: present holds the new rows only, in whatever layout.
-        front: the rows in use, where these are taken out, written into, and put back by `node`: `index` and `updates`
-            are those of the write into them, then those of `node`; `index` ends with what decides which rows they are.
         room: rows of a past that always has as many, whether they hold tokens or not; None: as many as hold tokens.
-        reason: why it cannot be proven, where the search already sees that; "" otherwise.
+        reason: why it cannot be done in place, if the search already sees that; "" otherwise.
         advice: what to do about `reason`.
     """
 
@@ -53,22 +45,26 @@ class Candidate:
     axis: int | None = None
     growing: bool = False
     positions: tuple[str, ...] = ()
+    region: tuple[gs.Node, ...] = ()
     views: tuple[gs.Node, ...] = ()
-    after: tuple[gs.Node, ...] = ()
     updates: tuple[gs.Tensor, ...] = ()
-    index: tuple[gs.Tensor, ...] = ()
-    inner: tuple[gs.Node, ...] = ()
+    masks: tuple[gs.Tensor, ...] = ()
     kept: int | None = None
     rows_only: bool = False
-    front: Front | None = None
     room: int | None = None
     reason: str = ""
     advice: str = ""
 
     @property
-    def operand(self) -> gs.Tensor:
-        """The past as `node` reads it."""
-        return self.views[-1].outputs[0] if self.views else self.past
+    def is_cut(self) -> bool:
+        """Whether rows may be cut off between past and present."""
+        return self.growing and any(is_op(node, "Slice") for node in self.region)
+
+    @property
+    def whole(self) -> gs.Tensor:
+        """Past and new rows together."""
+        assert self.node is not None
+        return self.node.outputs[0] if self.rows_only else self.present
 
     def refusal(self, why: str, advice: str = "") -> UnsupportedModelError:
         """The error that says what is wrong with this update."""
@@ -78,130 +74,6 @@ class Candidate:
             f"the update of the cache '{self.past.name}'{how} cannot be done in place: {why}. Supported are updates "
             f"that write the S new rows of a step behind the P rows that the cache holds; {advice}"
         )
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """The past in one sample.
-
-    Attributes:
-        step: the sample.
-        sizes: of the axes of the past.
-        layout: of the past as the writing node reads it.
-    """
-
-    step: Sample
-    sizes: Shape
-    layout: Layout
-
-    @property
-    def operand_shape(self) -> Shape:
-        """The shape of the past as the writing node reads it."""
-        return shape_of(self.layout, self.sizes)
-
-    def with_rows(self, axis: int) -> Shape:
-        """The sizes with S rows on the sequence axis: those of an update."""
-        return tuple(self.step.length if a == axis else size for a, size in enumerate(self.sizes))
-
-
-def richest(geometries: Sequence[Geometry]) -> Geometry:
-    """The sample in which the fewest axes have size 1, so that layouts are least ambiguous."""
-
-    def key(geometry: Geometry) -> tuple[int, int]:
-        ones = sum(size < 2 for size in (*geometry.sizes, geometry.step.length))
-        return (-ones, geometry.step.length)
-
-    return max(geometries, key=key)
-
-
-def nearest_update(
-    candidate: Candidate, update: gs.Tensor, layout: Layout, axis: int, geometries: Sequence[Geometry]
-) -> tuple[gs.Tensor, tuple[int, ...] | None]:
-    """The tensor nearest to the projection that holds the update with one axis for each of the cache's.
-
-    Args:
-        candidate: for messages.
-        update: the operand of the writing node.
-        layout: its layout in the richest of `geometries`.
-        axis: the sequence axis of the cache.
-        geometries: the samples.
-
-    Returns:
-        The tensor, and the permutation that brings it to the axis order of the cache; None: it has that order.
-    """
-    geometry = richest(geometries)
-    sizes = geometry.with_rows(axis)
-    found: tuple[gs.Tensor, tuple[int, ...]] | None = None
-    tensor, known = update, layout
-    while True:
-        order = axis_order(known, sizes)
-        if order is not None and _keeps_shape(tensor, order, axis, geometries, tensor is update):
-            found = (tensor, order)
-        node = producer(tensor)
-        if node is None or not (is_view(node) or is_op(node, "Expand")) or input_or_none(node, 0) is None:
-            break
-        before = step_back(node, known, sizes, geometry.step.probe)
-        if before is None:
-            break
-        tensor, known = node.inputs[0], before
-    if found is None:
-        raise candidate.refusal(f"the new rows in '{update.name}' do not have one axis for each axis of the cache")
-    tensor, order = found
-    perm = tuple(order.index(a) for a in range(len(order)))
-    _check_path(candidate, tensor, order, update, layout, axis, geometries)
-    return tensor, None if perm == tuple(range(len(perm))) else perm
-
-
-def _keeps_shape(
-    tensor: gs.Tensor, order: tuple[int, ...], axis: int, geometries: Sequence[Geometry], given: bool
-) -> bool:
-    """Whether a tensor has the shape that its layout says in every sample."""
-    for geometry in geometries:
-        sizes = geometry.with_rows(axis)
-        shape = geometry.step.probe.shape(tensor.name)
-        if shape != tuple(sizes[a] for a in order) and not (shape is None and given):
-            return False
-    return True
-
-
-def _check_path(
-    candidate: Candidate,
-    tensor: gs.Tensor,
-    order: tuple[int, ...],
-    update: gs.Tensor,
-    layout: Layout,
-    axis: int,
-    geometries: Sequence[Geometry],
-) -> None:
-    """Show by numbers that the chain from `tensor` to the operand `update` moves every element to its place."""
-    if tensor is update:
-        return
-    axes = [a for group in layout for a in group]
-    rest = [a for a in range(len(order)) if a not in axes]
-    for geometry in geometries:
-        sizes = geometry.with_rows(axis)
-        content = np.arange(int(np.prod(sizes)), dtype=np.float64).reshape(sizes)
-        moved = geometry.step.probe.given({tensor.name: content.transpose(order)}).value(update.name)
-        wanted = content.transpose((*axes, *rest)).reshape(-1)
-        if moved is None or not np.array_equal(moved.reshape(-1), wanted.astype(moved.dtype)):
-            raise candidate.refusal(f"the operators from '{tensor.name}' to '{update.name}' do not keep the new rows")
-
-
-@dataclass(frozen=True)
-class Proof:
-    """A proven update.
-
-    Attributes:
-        axis: the sequence axis of the cache.
-        update: the new rows.
-        perm: brings `update` to the axis order of the cache; None: it has that order.
-        circular: rows wrap around the capacity.
-    """
-
-    axis: int
-    update: gs.Tensor
-    perm: tuple[int, ...] | None
-    circular: bool = False
 
 
 def may_be_cache(graph: gs.Graph, tensor: gs.Tensor) -> bool:

@@ -30,14 +30,14 @@ from trt_kvcache.importer.normalize.einsum import lower_einsum
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.evidence.sizes import check_sizes
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.idioms.attention_past import HeldAttention, HeldCache, find_held, read_held
+from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.joined import join_scattered
-from trt_kvcache.importer.normalize.idioms.kept import find_kept, find_short_masks, is_cut
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows
+from trt_kvcache.importer.normalize.idioms.read_updates import find_kept, read_update
+from trt_kvcache.importer.normalize.idioms.short_masks import find_short_masks
 from trt_kvcache.importer.normalize.idioms.states import find_states, resized
-from trt_kvcache.importer.normalize.idioms.writes import find_candidates, prove
 from trt_kvcache.importer.normalize.softmax import join_softmax
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 
@@ -107,8 +107,7 @@ def read_exported(
         if exported is not None:
             hold_by_position(exported.graph, exported.samples)
         return None if exported is None else replace(exported, singly=True)
-    check_sizes(candidates, samples)
-    writes = tuple(prove(graph, candidate, samples.all) for candidate in candidates)
+    writes = tuple(read_update(candidate, samples) for candidate in candidates)
     cores, computed = _attention(graph, writes, interface, samples, options)
     attentions = read_held(graph, interface, samples)
     batch = batch_of(candidates[0].past if candidates else held[0].past)
@@ -188,7 +187,7 @@ def _sampled(
     interface = read({})
     capacity = interface.capacity(options.capacity)
     samples = Samples(blueprint, interface, capacity)
-    if not any(is_cut(candidate) for candidate in candidates):
+    if not any(candidate.is_cut for candidate in candidates):
         return candidates, interface, samples
     candidates = find_kept(candidates, samples)
     kept = {t.name: c.kept for c in candidates if c.kept is not None for t in (c.past, c.present)}

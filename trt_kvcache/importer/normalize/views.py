@@ -13,10 +13,8 @@ from collections.abc import Sequence
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import FLOATS, dims, elem_type, input_or_none, is_op, producer
-from trt_kvcache.importer.normalize.evidence.probe import Probe
 
 Layout = tuple[tuple[int, ...], ...]
-Shape = tuple[int, ...]
 
 _RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
 
@@ -49,19 +47,14 @@ def trace_back(tensor: gs.Tensor, *, cut: bool = False) -> tuple[gs.Tensor, tupl
     return tensor, tuple(reversed(nodes))
 
 
-def own_layout(rank: int) -> Layout:
-    """The layout of the cache itself."""
-    return tuple((axis,) for axis in range(rank))
-
-
 def permutation(node: gs.Node, rank: int) -> tuple[int, ...]:
     """The permutation of a Transpose."""
     return tuple(node.attrs.get("perm") or reversed(range(rank)))
 
 
 def static_layout(nodes: Sequence[gs.Node], rank: int) -> Layout | None:
-    """The layout behind `nodes` as far as it is known without shapes: None where an axis may be split or merged."""
-    layout = own_layout(rank)
+    """The layout after `nodes` as far as it is known without shapes: None where an axis may be split or merged."""
+    layout: Layout = tuple((axis,) for axis in range(rank))
     for node in nodes:
         if is_op(node, "Transpose"):
             layout = tuple(layout[axis] for axis in permutation(node, rank))
@@ -71,7 +64,7 @@ def static_layout(nodes: Sequence[gs.Node], rank: int) -> Layout | None:
 
 
 def cache_axis(past: gs.Tensor, nodes: Sequence[gs.Node], place: int) -> int | None:
-    """The axis of the cache that is axis `place` of the tensor behind `nodes`, as far as it is known without samples.
+    """The axis of the cache that is axis `place` of the tensor after `nodes`, as far as it is known without samples.
 
     Behind reshapes it is the one with the same name or size, if there is one only.
     """
@@ -82,99 +75,3 @@ def cache_axis(past: gs.Tensor, nodes: Sequence[gs.Node], place: int) -> int | N
     size = shape[place] if -len(shape) <= place < len(shape) else "?"
     same = [axis for axis, d in enumerate(dims(past) or ()) if d == size != "?"]
     return same[0] if len(same) == 1 else None
-
-
-def layout_after(nodes: Sequence[gs.Node], layout: Layout, sizes: Shape, probe: Probe) -> Layout | None:
-    """The layout behind `nodes`.
-
-    Args:
-        nodes: views, in order of execution.
-        layout: in front of them.
-        sizes: of the axes of the cache, in this sample.
-        probe: knows the shapes.
-
-    Returns:
-        None where an axis of the cache is split, or a shape is unknown.
-    """
-    known: Layout | None = layout
-    for node in nodes:
-        if known is not None:
-            known = step(node, known, sizes, probe)
-    return known
-
-
-def step(node: gs.Node, layout: Layout, sizes: Shape, probe: Probe) -> Layout | None:
-    """The layout behind one node."""
-    if is_op(node, "Transpose"):
-        return tuple(layout[axis] for axis in permutation(node, len(layout)))
-    if is_op(node, *_RESHAPES):
-        shape = probe.shape(node.outputs[0].name)
-        return None if shape is None else regroup(flat(layout), sizes, shape)
-    return layout
-
-
-def step_back(node: gs.Node, layout: Layout, sizes: Shape, probe: Probe) -> Layout | None:
-    """The layout in front of one node, which may also be an Expand that changes nothing in this sample."""
-    shape = probe.shape(node.inputs[0].name)
-    if is_op(node, "Transpose"):
-        before: list[tuple[int, ...]] = [()] * len(layout)
-        for position, axis in enumerate(permutation(node, len(layout))):
-            before[axis] = layout[position]
-        return tuple(before)
-    if is_op(node, *_RESHAPES):
-        return None if shape is None else regroup(flat(layout), sizes, shape)
-    if is_op(node, "Expand"):
-        return layout if shape == shape_of(layout, sizes) else None
-    return layout if is_view(node) else None
-
-
-def flat(layout: Layout) -> tuple[int, ...]:
-    """The axes of the cache in the order in which they lie in memory."""
-    return tuple(axis for group in layout for axis in group)
-
-
-def shape_of(layout: Layout, sizes: Shape) -> Shape:
-    """The shape of a tensor with this layout."""
-    shape = []
-    for group in layout:
-        size = 1
-        for axis in group:
-            size *= sizes[axis]
-        shape.append(size)
-    return tuple(shape)
-
-
-def regroup(axes: Sequence[int], sizes: Shape, shape: Shape) -> Layout | None:
-    """Share out `axes`, in order, among the axes of a tensor of this shape; None where one would have to be split."""
-    pending = list(axes)
-    groups: list[tuple[int, ...]] = []
-    for size in shape:
-        group: list[int] = []
-        product = 1
-        if size == 1:
-            group = [pending.pop(0)] if pending and sizes[pending[0]] == 1 else []
-        while product < size and pending:
-            group.append(pending.pop(0))
-            product *= sizes[group[-1]]
-        if product != size:
-            return None
-        groups.append(tuple(group))
-    if any(sizes[axis] != 1 for axis in pending):
-        return None
-    if pending and groups:
-        groups[-1] += tuple(pending)
-    return tuple(groups)
-
-
-def axis_order(layout: Layout, sizes: Shape) -> tuple[int, ...] | None:
-    """Which axis of the cache each axis of a tensor is; None unless each is one. Axes of size 1 may lie anywhere."""
-    if len(layout) != len(sizes):
-        return None
-    if all(len(group) == 1 for group in layout):
-        return flat(layout)
-    long = [[axis for axis in group if sizes[axis] != 1] for group in layout]
-    if any(len(group) > 1 for group in long):
-        return None
-    taken = {axis for group in long for axis in group}
-    rest = iter([axis for axis in range(len(sizes)) if axis not in taken])
-    return tuple(group[0] if group else next(rest) for group in long)

@@ -42,7 +42,7 @@ from trt_kvcache.importer.graph import (
     replace_uses,
     small_constant,
 )
-from trt_kvcache.importer.normalize.idioms.writes import find_candidates
+from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, Stack, StackPart
 from trt_kvcache.importer.protos import shape_of
 

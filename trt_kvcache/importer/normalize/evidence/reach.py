@@ -1,15 +1,14 @@
-"""What decides the values of a tensor: positions come from one input, data-dependent rows from tokens or masks."""
+"""What decides the values of a tensor: positions come from an input, data-dependent rows from tokens or masks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
-import onnx
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import elem_type, is_op, producer
+from trt_kvcache.importer.graph import BOOL, INT32, INT64, elem_type, is_op, producer
 
-_INTEGERS = {onnx.TensorProto.INT64, onnx.TensorProto.INT32}
 # Operators that look for something in their input, or sum it up: what they make of positions is no position.
 _SEARCHES = (
     "CumSum", "CumProd", "ReduceSum", "ReduceMean", "ReduceProd", "ReduceSumSquare", "ArgMax", "ArgMin", "NonZero",
@@ -21,7 +20,7 @@ _WEIGHT = 1 << 12  # elements; beyond it a floating-point constant is taken for 
 
 @dataclass(frozen=True, eq=False)
 class Reach:
-    """What decides the values (not the shape) of a tensor.
+    """What decides the values (not the shape) of tensors.
 
     Attributes:
         inputs: graph inputs whose values take part, by name.
@@ -38,16 +37,15 @@ class Reach:
     @property
     def positions(self) -> tuple[str, ...]:
         """The integer inputs."""
-        return tuple(name for name, tensor in self.inputs.items() if elem_type(tensor) in _INTEGERS)
+        return tuple(name for name, tensor in self.inputs.items() if elem_type(tensor) in (INT32, INT64))
 
     @property
     def computable(self) -> bool:
         """Whether neither weights nor floating-point inputs take part."""
-        floats = [t for t in self.inputs.values() if elem_type(t) not in _INTEGERS | {onnx.TensorProto.BOOL}]
-        return not self.weights and not floats
+        return not self.weights and all(elem_type(t) in (INT32, INT64, BOOL) for t in self.inputs.values())
 
     def data_dependent(self) -> str | None:
-        """Why the values depend on more than one position, in words; None: they do not."""
+        """Why the values are no positions, in words; None: they may be."""
         if self.weights:
             return "they are computed with the model's weights"
         if self.searches:
@@ -56,18 +54,16 @@ class Reach:
         others = [name for name in self.inputs if name not in self.positions]
         if others:
             return f"they are computed from the contents of '{', '.join(others)}'"
-        if len(self.inputs) > 1:
-            return f"two inputs take part in them, '{', '.join(self.inputs)}'"
-        return None
+        return f"two inputs take part in them, '{', '.join(self.inputs)}'" if len(self.inputs) > 1 else None
 
 
-def reach(tensor: gs.Tensor) -> Reach:
-    """What decides the values of `tensor`."""
+def deciding(*tensors: gs.Tensor) -> Reach:
+    """What decides the values of these tensors."""
     inputs: dict[str, gs.Tensor] = {}
     searches: list[gs.Node] = []
     weights = shapes = False
     fed: dict[int, bool] = {}  # by tensor: whether values of graph inputs take part
-    stack = [(tensor, False)]
+    stack = [(tensor, False) for tensor in tensors]
     while stack:
         current, ready = stack.pop()
         node = producer(current)
@@ -93,7 +89,4 @@ def reach(tensor: gs.Tensor) -> Reach:
 
 
 def _is_weight(constant: gs.Constant) -> bool:
-    size = 1
-    for dim in constant.shape:
-        size *= int(dim)
-    return size > _WEIGHT and elem_type(constant) not in _INTEGERS | {onnx.TensorProto.BOOL}
+    return prod(map(int, constant.shape)) > _WEIGHT and elem_type(constant) not in (INT32, INT64, BOOL)

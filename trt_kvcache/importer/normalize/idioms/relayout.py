@@ -25,7 +25,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate
-from trt_kvcache.importer.normalize.idioms.writes import find_candidates
+from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.views import permutation
 from trt_kvcache.importer.plan import Dim, OriginalTensor
 
