@@ -24,14 +24,7 @@ from trt_kvcache import (
     rewrite_model,
 )
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.extensions.quantizers.blocks_on_cpu import with_plain_blocks
-from trt_kvcache.importer.extensions.quantizers.modelopt import (
-    DOMAIN,
-    FP4_QUANTIZE,
-    MX_DEQUANTIZE,
-    MX_QUANTIZE,
-    is_block_operator,
-)
+from trt_kvcache.importer.extensions import for_cpu
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 
 DECODER = Decoder(heads=8, size=8, layers=1, opset=23)
@@ -59,9 +52,9 @@ def test_operators_and_weights_stay_as_they_are(tmp_path: Path, form: str) -> No
     model = decoder(form)
     result = rewritten(model, tmp_path)
     assert [c.route.value for c in result.plan.caches] == ["native"] * 2
-    operators = Counter(n.op_type for n in model.graph.node if is_block_operator(n))
+    operators = Counter(n.op_type for n in model.graph.node if n.domain == "trt")
     assert len(operators) == (1 if form == "nvfp4" else 2)
-    assert Counter(n.op_type for n in result.model.graph.node if is_block_operator(n)) == operators
+    assert Counter(n.op_type for n in result.model.graph.node if n.domain == "trt") == operators
     rewrite_model(tmp_path / "model.onnx", tmp_path / "out.onnx", OPTIONS)
     kept = {t.name: t.SerializeToString() for t in onnx.load(tmp_path / "out.onnx").graph.initializer}
     small = (TensorProto.FLOAT4E2M1, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)
@@ -80,7 +73,7 @@ def test_weights_are_exact_where_they_are_compared(form: str, dtype: Any) -> Non
         **{f"past_key_values.0.{kind}": np.zeros((1, 2, 0, 8), dtype) for kind in ("key", "value")},
     }  # fmt: skip
     wanted = run(decoder(form, dtype, plain=True), feeds)["logits"]
-    found = run(with_plain_blocks(decoder(form, dtype)), feeds)["logits"]
+    found = run(for_cpu(decoder(form, dtype))[0], feeds)["logits"]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6 if dtype is np.float32 else 1e-2)
     before = run(make_decoder(replace(DECODER, dtype=dtype)), feeds)["logits"]
     assert np.abs(before - wanted).max() > 0.02
@@ -111,21 +104,7 @@ def test_scales_that_are_read_elsewhere_are_refused() -> None:
     model.graph.node.append(helper.make_node("Cast", [scales], ["scales"], to=TensorProto.FLOAT))
     model.graph.output.append(helper.make_tensor_value_info("scales", TensorProto.FLOAT, None))
     with pytest.raises(UnsupportedModelError, match="'scales' is computed from the scales of numbers"):
-        with_plain_blocks(model)
-
-
-@pytest.mark.parametrize("op", [FP4_QUANTIZE, MX_QUANTIZE, MX_DEQUANTIZE])
-def test_what_they_read_may_have_no_known_type(op: str) -> None:
-    inputs, outputs = (["y", "y"], ["z"]) if op == MX_DEQUANTIZE else (["y"], ["z", "scales"])
-    nodes = [
-        helper.make_node("Unknown", ["x"], ["y"], domain="my"),
-        helper.make_node(op, inputs, outputs, domain=DOMAIN),
-    ]
-    value = helper.make_tensor_value_info("x", TensorProto.FLOAT, [2, 32])
-    opsets = [helper.make_opsetid(domain, 23 if not domain else 1) for domain in ("", "my", DOMAIN)]
-    model = helper.make_model(helper.make_graph(nodes, "g", [value], []), opset_imports=opsets)
-    inferred = {v.name: v.type.tensor_type.elem_type for v in onnx.shape_inference.infer_shapes(model).graph.value_info}
-    assert inferred["z"]
+        for_cpu(model)
 
 
 def test_the_cpu_does_not_run_them(tmp_path: Path) -> None:

@@ -3,9 +3,9 @@
 To add a family: write a record below, and a module with a function for each station at which it has something to do.
 
     read(model)                 edits a file's model before it is checked            -> whether it did
-    choose(model)               takes one branch of a decoder, before inlining       -> Rewritten
+    choose(model)               takes one branch of a decoder, before inlining       -> the model, Finish or None
     standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
-    rewrite(model)              edits a decoder before recognition                   -> Rewritten
+    rewrite(model)              edits a decoder before recognition                   -> the model, Finish or None
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it         -> weights to flip in files
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 __all__ = [
     "EXTENSIONS",
     "Extension",
-    "Rewritten",
     "choose",
     "for_cpu",
     "for_tensorrt",
@@ -57,19 +57,6 @@ Test = Callable[[onnx.ModelProto], bool]
 Opener = Callable[[dict[str, Any]], "Session"]
 Finish = Callable[[CachePlan], CachePlan]
 """Adds to a plan what the edited model does not say."""
-
-
-@dataclass(frozen=True)
-class Rewritten:
-    """A model that an extension has edited.
-
-    Attributes:
-        model: the model; the same object where nothing was to do.
-        finish: adds to the plan what the plan cannot know from the edited model; None: nothing.
-    """
-
-    model: onnx.ModelProto
-    finish: Finish | None = None
 
 
 @dataclass(frozen=True)
@@ -107,28 +94,25 @@ def _at(station: str, given: object) -> Iterator[Callable[..., Any]]:
             yield getattr(load(extension.name), station)
 
 
+def _edited(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Any]]:
+    """The model after every extension that applies at a station, one after the other, and what else these return."""
+    more = []
+    for extension in EXTENSIONS:
+        applies = getattr(extension, station)
+        if applies is not None and applies(model):
+            model, said = getattr(load(extension.name), station)(model)
+            more.append(said)
+    return model, more
+
+
 def read(model: onnx.ModelProto) -> bool:
-    """Edit, in place, a model as it was read; whether anything was done.
+    """Edit, in place, a model as it was read; whether it computes with other tensors than the file.
 
     Raises:
         ModelError: the model is of a family, but not as the family is supported; so below.
     """
     edited = [function(model) for function in _at("read", model)]
     return any(edited)
-
-
-def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """The model in operators that the importer knows, and notes for the plan.
-
-    Args:
-        model: without functions, of opset 13 at least; may be changed.
-    """
-    said: tuple[str, ...] = ()
-    for extension in EXTENSIONS:
-        if extension.standardize is not None and extension.standardize(model):
-            model, more = load(extension.name).standardize(model)
-            said += more
-    return model, said
 
 
 def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
@@ -140,7 +124,18 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
     Returns:
         The model, and what finishes its plan; nothing where no branch was taken.
     """
-    return _rewritten("choose", model)
+    model, finishes = _edited("choose", model)
+    return model, [finish for finish in finishes if finish is not None]
+
+
+def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
+    """The model in operators that the importer knows, and notes for the plan.
+
+    Args:
+        model: without functions, of opset 13 at least; may be changed.
+    """
+    model, notes = _edited("standardize", model)
+    return model, tuple(chain(*notes))
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
@@ -152,18 +147,8 @@ def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
     Returns:
         The model, and what finishes its plan.
     """
-    return _rewritten("rewrite", model)
-
-
-def _rewritten(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    finishes = []
-    for extension in EXTENSIONS:
-        applies = getattr(extension, station)
-        if applies is not None and applies(model):
-            done: Rewritten = getattr(load(extension.name), station)(model)
-            model = done.model
-            finishes += [done.finish] if done.finish is not None else []
-    return model, finishes
+    model, finishes = _edited("rewrite", model)
+    return model, [finish for finish in finishes if finish is not None]
 
 
 def notes(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
@@ -185,22 +170,14 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """The model in operators that ONNX Runtime runs, and notes on what it does not do there."""
-    said: list[str] = []
-    for extension in EXTENSIONS:
-        if extension.for_cpu is not None and extension.for_cpu(model):
-            model, more = load(extension.name).for_cpu(model)
-            said += more
-    return model, said
+    model, notes = _edited("for_cpu", model)
+    return model, [*chain(*notes)]
 
 
 def unround(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Counter[Hashable]]:
     """The model without rounding what it computes to few bits, and how it is rounded, and by how many nodes."""
-    steps: Counter[Hashable] = Counter()
-    for extension in EXTENSIONS:
-        if extension.unround is not None and extension.unround(model):
-            model, more = load(extension.name).unround(model)
-            steps.update(more)
-    return model, steps
+    model, steps = _edited("unround", model)
+    return model, sum(steps, Counter())
 
 
 def opener_of(plan: CachePlan, open_session: Opener) -> Opener:

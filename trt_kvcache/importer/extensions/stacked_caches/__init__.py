@@ -26,7 +26,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.extensions import Rewritten
+from trt_kvcache.importer.extensions import Finish
 from trt_kvcache.importer.extensions.stacked_caches.session import open_original as open_original
 from trt_kvcache.importer.graph import (
     FLOATS,
@@ -60,7 +60,7 @@ Split = dict[str, tuple[int, list[str]]]
 """Of tensors that were taken apart, by name: the axis, and the names of the places along it."""
 
 
-def rewrite(model: onnx.ModelProto) -> Rewritten:
+def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     """Take apart the inputs and outputs that hold several caches; see `trt_kvcache.importer.extensions`.
 
     Raises:
@@ -81,12 +81,12 @@ def rewrite(model: onnx.ModelProto) -> Rewritten:
         if held[0].name != name
     )
     if not stacks:
-        return Rewritten(model)
+        return model, None
     _check_places(stacks, [(c.past.name, c.present.name) for c in find_candidates(graph) if not c.reason])
     exported: onnx.ModelProto = gs.export_onnx(graph.toposort())
     del exported.graph.value_info[:]
     exported.ir_version = model.ir_version
-    return Rewritten(exported, partial(_finish, stacks))
+    return exported, partial(_finish, stacks)
 
 
 def _refined(old: StackPart, made: Split) -> Iterator[StackPart]:

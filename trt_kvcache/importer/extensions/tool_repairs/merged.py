@@ -18,7 +18,7 @@ from functools import partial
 import numpy as np
 import onnx
 
-from trt_kvcache.importer.extensions import Rewritten
+from trt_kvcache.importer.extensions import Finish
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
 from trt_kvcache.importer.protos import captured_names, dtype_name, elem_type_of, shape_of
 from trt_kvcache.importer.simplify import splice_body
@@ -28,13 +28,13 @@ _CACHE_RANK = 4
 _FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
 
 
-def choose(model: onnx.ModelProto) -> Rewritten:
+def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     """Replace the branches of a merged export by the one with a past. `model` is changed."""
     graph = model.graph
     inputs = {v.name: v for v in graph.input}
     chosen = _choices(graph)
     if not chosen:
-        return Rewritten(model)
+        return model, None
     inlined, other = _take(graph, chosen)
     read = captured_names(graph)
     changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
@@ -48,7 +48,7 @@ def choose(model: onnx.ModelProto) -> Rewritten:
     tensors += [_tensor(v, "output", OriginalRole.OTHER) for v in empty]
     _keep(graph.input, {*chosen, *dead})
     _keep(graph.output, {v.name for v in empty})
-    return Rewritten(model, partial(_finish, inlined, changes, tensors))
+    return model, partial(_finish, inlined, changes, tensors)
 
 
 def _finish(
