@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import onnx
 import pytest
 from graphs import Graph
 from onnx import TensorProto
 
+from trt_kvcache.importer.normalize.evidence import blueprint
 from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.probe import Probe
 
@@ -250,3 +253,33 @@ def test_the_same_small_values_share_what_follows(probe: Probe) -> None:
     shared = probe.shared({"length": np.array(4)})
     assert probe.shared({"length": np.array(4)}) is shared is not probe.shared({"length": np.array(5)})
     np.testing.assert_array_equal(shared.value("rows"), [0, 1, 2, 3])
+
+
+GROWING = {  # each makes more of what it gets
+    "doubled": lambda g, x: g.node("Concat", [x, x], axis=0),
+    "with each other": lambda g, x: g.node("Reshape", [
+        g.node("Mul", [g.node("Unsqueeze", [x, g.constant([0])]), g.node("Unsqueeze", [x, g.constant([1])])]),
+        g.constant([-1]),
+    ]),
+    "padded": lambda g, x: g.node("Pad", [x, g.constant([0, 1 << 40])]),
+    "repeated": lambda g, x: g.node("Tile", [x, g.constant([1 << 40])]),
+    "convolved": lambda g, x: g.node("Reshape", [g.node("ConvTranspose", [
+        *[g.node("Reshape", [g.node("Cast", [x], to=FLOAT), g.constant([1, 1, -1])])] * 2
+    ]), g.constant([-1])]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_what_would_take_all_memory_has_no_value(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(blueprint, "LARGEST", 1 << 20)
+    g = Graph()
+    x = g.node("Range", [g.constant(1), g.node("Squeeze", [g.node("Shape", [g.input("tokens", INT64, ["S"])])]),
+                         g.constant(1)])  # fmt: skip
+    for step in range(40):
+        x = g.node("Identity", [GROWING[name](g, x)], f"grown_{step}")
+    g.output(x, INT64, ["T"])
+    made = Probe(Blueprint(g.model(18), {}), {"tokens": (9,)}, {})
+    tracemalloc.start()
+    assert made.value("grown_39") is None
+    assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    tracemalloc.stop()

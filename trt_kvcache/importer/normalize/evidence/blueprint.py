@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import numpy as np
@@ -31,6 +32,10 @@ _SHAPED_BY: dict[str, tuple[int, ...]] = {
 }  # fmt: skip
 SIZES = ("Shape", "Size")  # know their inputs by their types
 _SMALL = 1 << 12  # bytes; larger values are not compared
+LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
+_GROWING = ("Pad", "OneHot", "Resize", "CenterCropPad")  # as large as values say, not as their inputs
+_SLOW = ("Conv", "ConvTranspose", "Einsum")  # no mask and no position is made of these
+_COUNTING = ("NonZero", "Compress", "Unique")  # give no more than they get
 _RANDOM = ("RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial")
 _SPREAD = ("Expand", "ConstantOfShape", "Tile", "Range")  # make much of little
 _READABLE = {  # masks kept as buffers, and rows counted over a capacity
@@ -174,10 +179,28 @@ class Blueprint:
         """
         if is_standard(node, "Dropout") and any(np.any(value) for value in inputs[2:]):
             return [None] * len(node.output)  # in training
+        if not self._is_bounded(node, inputs):
+            return [None] * len(node.output)
         form = self._form(node)
         if form not in self._operators:
             self._operators[form] = self._operator(node)
         return _run(node, self._operators[form], inputs)
+
+    def _is_bounded(self, node: onnx.NodeProto, inputs: Sequence[Array | None]) -> bool:
+        """Whether a foreign model's operator needs little memory and time: this runs in the caller's own process."""
+        known = {name: v for name, v in zip(operands(node), inputs, strict=False) if name and v is not None}
+        if is_standard(node, *_SLOW) or any(v.dtype.kind not in "biufcV" for v in known.values()):
+            return False
+        most = prod(max(v.size, 1) for v in known.values())
+        if (most <= LARGEST and not is_standard(node, *_GROWING)) or is_standard(node, *_COUNTING):
+            return True
+        make = onnx.helper.make_tensor_type_proto
+        types = {n: make(onnx.helper.np_dtype_to_tensor_dtype(v.dtype), v.shape) for n, v in known.items()}
+        places = _SHAPED_BY.get(node.op_type, ())
+        made = self.infer(node, types, {n: known[n] for i, n in enumerate(node.input) if i in places and n in known})
+        shapes = [[d.dim_value for d in made[n].tensor_type.shape.dim] if n in made else [LARGEST, 2]
+                  for n in node.output if n]  # fmt: skip
+        return all(prod(shape) <= LARGEST for shape in shapes)
 
     def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
         """The reference implementation of a node, with its attributes."""

@@ -22,7 +22,7 @@ from typing import TypeVar
 import numpy as np
 import onnx
 
-from trt_kvcache.importer.normalize.evidence.blueprint import SIZES, Array, Blueprint, Maker, content, is_small
+from trt_kvcache.importer.normalize.evidence.blueprint import LARGEST, SIZES, Array, Blueprint, Maker, content, is_small
 
 Shape = tuple[int, ...]
 _Type = bytes  # an onnx.TypeProto, serialized: hashable, and equal only where all of it is
@@ -31,7 +31,6 @@ _Made = TypeVar("_Made")
 
 COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
 FILLED = ("ScatterElements", "ScatterND")  # as large as their first input, whatever is written into it
-_LARGEST = 1 << 26  # elements of one value; beyond it nothing is computed
 _KEPT = 1 << 12  # results, at most, that all samples share
 _VALUE, _TYPE = True, False
 
@@ -164,7 +163,7 @@ class Probe:
         if maker.op == "Shape":
             bounds = {a.name: a.i for a in maker.node.attribute}
             return [np.asarray(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
-        return self._blueprint.evaluate(maker.node, inputs) if int(np.prod(shape)) <= _LARGEST else [None]
+        return self._blueprint.evaluate(maker.node, inputs) if int(np.prod(shape)) <= LARGEST else [None]
 
     def _find_type(self, name: str) -> Sequence[_Fact]:
         """Find out a type, or say what has to be known before."""
