@@ -4,48 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import onnx
-import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import NoCapacityError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.interface import Known, find_roles
 from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, StateUpdate, TensorRole
 
+if TYPE_CHECKING:
+    from trt_kvcache.importer.normalize.candidate import Candidate
+    from trt_kvcache.importer.normalize.idioms.attention_past import HeldCache
+
 _FLOATS = ("float", "float16", "bfloat16", "double")
 _INTEGERS = ("int64", "int32")
 _SAME = {Role.STATE: OriginalRole.STATE, Role.TOKENS: OriginalRole.TOKENS, Role.LOGITS: OriginalRole.LOGITS}
 _AXES = {"encoder": "?", "keys": "?"}
-
-
-class Found(Protocol):
-    """A cache as the search by structure sees it: `trt_kvcache.importer.normalize.candidate.Candidate`."""
-
-    @property
-    def past(self) -> gs.Tensor:
-        """The graph input."""
-        ...
-
-    @property
-    def present(self) -> gs.Tensor:
-        """The graph output."""
-        ...
-
-    @property
-    def axis(self) -> int | None:
-        """The sequence axis, if known."""
-        ...
-
-    @property
-    def growing(self) -> bool:
-        """Whether present has more rows than past."""
-        ...
-
-    @property
-    def positions(self) -> tuple[str, ...]:
-        """Names of the graph inputs that say where rows go."""
-        ...
 
 
 class Interface:
@@ -72,7 +46,7 @@ class Interface:
     def __init__(
         self,
         model: onnx.ModelProto,
-        found: Sequence[Found],
+        found: Sequence[Candidate | HeldCache],
         config: str | None,
         states: Sequence[StateUpdate] = (),
         kept: Mapping[str, int] | None = None,
@@ -126,19 +100,15 @@ class Interface:
                     "in all: leave the option out, or export with another length"
                 )
             return whole
-        fixed = {
-            int(t.shape[axis])
-            for t in self.of(OriginalRole.FIXED_CACHE)
-            if (axis := t.axes.index("capacity") if "capacity" in t.axes else None) is not None
-            and isinstance(t.shape[axis], int)
-        }
-        if given is not None and not (fixed and fixed != {given}):
-            return given
-        if given is not None:
+        caches = [t for t in self.of(OriginalRole.FIXED_CACHE) if "capacity" in t.axes]
+        fixed = {d for t in caches if isinstance(d := t.shape[t.axes.index("capacity")], int)}
+        if given is not None and fixed and fixed != {given}:
             raise OptionError(
                 f"--capacity is {given}, but the model fixes its cache length at {', '.join(map(str, sorted(fixed)))}: "
                 "leave the option out, or export with a symbolic length"
             )
+        if given is not None:
+            return given
         growing = self.of(OriginalRole.GROWING_CACHE)
         if growing or not fixed:
             name = (growing or self.of(OriginalRole.FIXED_CACHE))[0].name
@@ -190,10 +160,11 @@ class Interface:
             batch = self._inputs[self.tokens].shape[0]
             per_row = len(shape) == 0 or (len(shape) == 1 and shape[0] in (1, batch) and "sequence" not in axes)
             return OriginalRole.PAST_LENGTH if per_row else OriginalRole.POSITIONS
-        is_mask = role.dtype == "bool" or _is_over_queries(role) or self._is_over_room(shape)
+        if role.role is Role.CONSTANT:
+            return OriginalRole.CONSTANT if role.dtype in _FLOATS or len(shape) == 4 else OriginalRole.OTHER
+        over_queries = len(shape) == 4 and shape[1] == 1 and axes[2] == "sequence"
+        is_mask = role.dtype == "bool" or over_queries or self._is_over_room(shape)
         if role.role is Role.MASK or (len(shape) == 4 and is_mask):
-            if shape and shape[-1] in self._lengths_of_constants():
-                return OriginalRole.CONSTANT
             return OriginalRole.PADDING_MASK if len(shape) == 2 else OriginalRole.MASK
         return OriginalRole.CONSTANT if role.dtype in _FLOATS else OriginalRole.OTHER
 
@@ -208,13 +179,6 @@ class Interface:
             return False
         lengths = {self._inputs[n].shape[f.axis] for n, f in self._found.items() if f.growing and f.axis}
         return any(isinstance(room, int) and shape[3] == room + length for room in lengths)
-
-    def _lengths_of_constants(self) -> set[str]:
-        """Symbols of what is only read, such as the length of an encoder's output: its masks are no masks of tokens."""
-        own = [r for r in self._inputs.values() if r.role in (Role.CACHE, Role.TOKENS)]
-        floats = [r for r in self._inputs.values() if r not in own and r.role is not Role.STATE and r.dtype in _FLOATS]
-        lengths = {d for r in floats if not _is_over_queries(r) for d in r.shape if isinstance(d, str)}
-        return lengths - {d for r in own for d in r.shape} - {"?"}
 
     def _axes(self, role: TensorRole, original: OriginalRole) -> tuple[str, ...]:
         """Axes in the terms of `OriginalTensor`."""
@@ -242,8 +206,3 @@ class Interface:
 
     def _is_capacity(self, dim: Dim) -> bool:
         return dim in {self._inputs[n].shape[f.axis] for n, f in self._found.items() if f.axis is not None}
-
-
-def _is_over_queries(role: TensorRole) -> bool:
-    """Whether a shape is that of a mask ``[B, 1, S, keys]``."""
-    return len(role.shape) == 4 and role.shape[1] == 1 and role.axes[2] == "sequence"
