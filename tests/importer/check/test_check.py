@@ -274,6 +274,36 @@ def test_outputs_keep_the_shape_and_type_of_the_plan(dtype: str, last: int, tmp_
         check_rewrite(imported.source.proto, wrong, replace(imported.plan, tensors=tuple(tensors)), {}, tmp_path)
 
 
+def _deaf(graph: onnx.GraphProto) -> None:
+    """The logits of all positions, whatever the span."""
+    first = next(n for n in graph.node if n.op_type == "Max" and n.output[0].startswith("trt_kvcache/first"))
+    first.op_type = "Identity"
+    zero = first.input[1]
+    del first.input[:]
+    first.input.append(zero)
+
+
+def _untyped(graph: onnx.GraphProto) -> None:
+    """Positions as numbers of another type, which NumPy multiplies all the same."""
+    node(graph, "Cast").attribute[0].i = TensorProto.UINT16
+
+
+def _shapeless(graph: onnx.GraphProto) -> None:
+    """A size that ONNX does not know, and NumPy takes for -1."""
+    for tensor in graph.initializer:
+        if tensor.data_type == TensorProto.INT64 and list(tensor.dims) == [4]:
+            values = np.array(numpy_helper.to_array(tensor))
+            if values[2] == 2:
+                values[2] = -2
+                tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+
+
+@pytest.mark.parametrize("edit", [_deaf, _untyped, _shapeless])
+def test_faults_that_cut_mutants_found_are_refused(edit: Edit, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match="does not follow|computes something else|could not be compared"):
+        check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, edit)
+
+
 def test_garbage_of_its_own_is_refused(tmp_path: Path) -> None:
     """The original reads keys of rows without a token, and hides their values; the rewritten model reads both."""
 

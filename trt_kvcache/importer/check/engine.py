@@ -100,8 +100,14 @@ class ReferenceEngine:
         return dict(zip(self._evaluator.output_names, values, strict=True))
 
 
-def open_engine(model: onnx.ModelProto, trial: Mapping[str, Array] | None) -> Engine:
+def open_engine(model: onnx.ModelProto, trial: Mapping[str, Array] | None, *, strict: bool = False) -> Engine:
     """The first engine that runs the trial step.
+
+    Args:
+        model: to run.
+        trial: inputs of a step.
+        strict: ONNX's inference has to find nothing wrong with a model that ONNX Runtime refuses: NumPy takes operands
+            of two types, and any size below 0.
 
     Raises:
         EngineError: no engine runs it; the text is ONNX Runtime's.
@@ -114,9 +120,11 @@ def open_engine(model: onnx.ModelProto, trial: Mapping[str, Array] | None) -> En
         if not trial:
             raise
         try:
+            if strict:
+                onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True)
             evaluator = ReferenceEngine(model)
             evaluator.run(trial)
-        except EngineError:
+        except (EngineError, onnx.shape_inference.InferenceError):
             raise error from None
         return evaluator
     return engine

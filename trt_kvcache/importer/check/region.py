@@ -266,6 +266,9 @@ def _check_interface(cut: Cut, presents: set[str]) -> None:
     for name in rewritten.outputs:
         if name not in original.outputs:
             raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original has not")
+    span = cut.plan.logits_span
+    if span is not None and span.output not in cut.last_positions:
+        raise UnsupportedModelError(f"the rewritten model's output '{span.output}' does not follow '{span.name}'")
     for name in sorted(presents):
         if any(name not in graph.makes for graph in cut.sides):
             raise UnsupportedModelError(f"only one of both models makes the cache '{name}'")

@@ -234,7 +234,7 @@ class _Run:
                 continue
             try:
                 given = self._second(step, shared, self._contents(step, 0.0), step.length)
-                self.engines.append(open_engine(self.models[1], given))
+                self.engines.append(open_engine(self.models[1], given, strict=True))
             except EngineError as error:
                 raise EngineError(f"the rewritten part does not run: {error}") from None
             return
@@ -362,8 +362,9 @@ class _Run:
             a, b = first[name], second[name]
             if name in self.region.kept:
                 a = last(a, shape, kept, step.length)
-            if a.shape != b.shape:
-                return f"'{name}' has shape {list(a.shape)} {at_step}, and {list(b.shape)} in the rewritten model"
+            if a.shape != b.shape or a.dtype != b.dtype:
+                is_a, is_b = (f"{v.dtype} {list(v.shape)}" for v in (a, b))
+                return f"'{name}' is {is_a} {at_step}, and {is_b} in the rewritten model"
             for row in rows:
                 x, y = (take(v, shape, slice(row, row + 1), len(step.starts)) for v in (a, b))
                 if name in self.scores:
