@@ -58,12 +58,6 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-7])
 
 
-def move_data_out(path: Path) -> None:
-    data = data_file(path)
-    data.rename(path.parent.parent / data.name)
-    data.symlink_to(path.parent.parent / data.name)
-
-
 def refer_outside(path: Path) -> None:
     model = onnx.load(path, load_external_data=False)
     for tensor in model.graph.initializer:
@@ -71,12 +65,6 @@ def refer_outside(path: Path) -> None:
             if entry.key == "location":
                 entry.value = f"../{entry.value}"
     path.write_bytes(model.SerializeToString())
-
-
-def wide_update() -> onnx.ModelProto:
-    model = scatter_model()
-    model.graph.input[1].type.tensor_type.shape.dim[1].dim_value = 3
-    return model
 
 
 def of_another_kind(kind: str) -> onnx.ModelProto:
@@ -91,29 +79,19 @@ def of_another_kind(kind: str) -> onnx.ModelProto:
 BAD_MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
     "missing": (lambda folder: folder / "no.onnx", "no such file; give the path of an .onnx file"),
     "truncated": (damaged(truncate), "not an ONNX model, or truncated"),
-    "empty": (damaged(lambda p: p.write_bytes(b"")), "an empty file; export or copy the model again"),
-    "not ONNX": (damaged(lambda p: p.write_bytes(b"GGUF\x03\0\0\0")), "a GGUF file (llama.cpp); export the original"),
     "text": (damaged(lambda p: p.write_text("hello")), "text, not a binary ONNX model"),
     "data missing": (damaged(lambda p: data_file(p).unlink()), "model.onnx.data, which is missing; put that file into"),
-    "data truncated": (damaged(lambda p: truncate(data_file(p))), "it is truncated or belongs to another model"),
     "data outside": (damaged(refer_outside), "lie outside the model's folder ('../model.onnx.data'); move the file"),
-    "data linked outside": (damaged(move_data_out), "lie outside the model's folder ('model.onnx.data' is a link to"),
     "opset": (of(scatter_model(opset=23)), "imports opset 23; export it again with opset 24 or newer"),
     "axis 0": (
         of(scatter_model(axis=0)),
         "'node_present' breaks a rule of ONNX: axis 0 is out of range",
     ),
-    "mode": (of(scatter_model(mode="ring")), "has mode 'ring'; ONNX defines 'linear' and 'circular'"),
-    "update shape": (of(wide_update()), "breaks a rule of ONNX: Dimension mismatch in unification between 3 and 2"),
     "long update": (of(scatter_model(length=17)), "writes an update of 17 tokens into a cache of 16"),
     "no capacity": (of(scatter_model(("B", 2, "L", 8))), "pass --capacity N"),
     "sequence": (
         of(of_another_kind("sequence")),
         "is of type sequence; supported are inputs and outputs that are tensors",
-    ),
-    "optional": (
-        of(of_another_kind("optional")),
-        "is of type optional; supported are inputs and outputs that are tensors",
     ),
     "dtype": (of(scatter_model(dtype=TensorProto.COMPLEX64)), "complex64"),
 }
@@ -143,7 +121,7 @@ def test_functions_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
     assert listing(tmp_path) == before
 
 
-@pytest.mark.few(14)
+@pytest.mark.few(8)
 def test_commands_refuse(bad: tuple[Path, str], tmp_path: Path) -> None:
     path, said = bad
     made = ["out.onnx", "out.engine", "out.engine.json"]
