@@ -158,11 +158,6 @@ def test_found_by_says_what_showed_it() -> None:
     assert roles["key_cache.0"].shape == (B, CAPACITY, HEADS * SIZE)
 
 
-def test_misleading_names_do_not_mislead() -> None:
-    swapped = {"input_ids": "position_ids", "position_ids": "input_ids"}
-    assert summary(mobius().roles(rename=lambda name: swapped.get(name, name))) == MOBIUS_ROLES
-
-
 def _squeezed(d: Decoder) -> Decoder:
     flat = d.node("Squeeze", [d.node("Cast", [d.input("start", INT32, [B, 1])], to=INT64), d.constant([1])])
     indices = d.node("Mod", [flat, d.constant(CAPACITY)])
@@ -181,16 +176,6 @@ def _from_write_index(d: Decoder) -> Decoder:
     ids, indices = d.ids(), d.input("past_length", INT64, [B])
     size = d.node("Gather", [d.node("Shape", [ids]), d.constant(1)])
     return d.finish(d.embed(ids), _steps(d, ids, indices), indices, d.node("Add", [indices, size]))
-
-
-def _from_length(d: Decoder) -> Decoder:
-    lengths = d.input("total", INT64, [B])
-    return d.finish(d.embed(d.ids()), indices=d.node("Sub", [lengths, d.constant(1)]), lengths=lengths)
-
-
-def _from_positions(d: Decoder) -> Decoder:
-    positions = d.ids("where")
-    return d.finish(d.embed(d.ids()), positions, d.node("Gather", [positions, d.constant(0)], axis=1))
 
 
 def _one_index(d: Decoder) -> Decoder:
@@ -218,11 +203,6 @@ def _computed_angles(d: Decoder) -> Decoder:
     return _turned(d, ids, d.node("Cos", [angles]), d.node("Sin", [angles]))
 
 
-def _rotary_input(d: Decoder) -> Decoder:
-    where = d.input("where", INT64, [B, S])
-    return _turned(d, d.ids(), *(d.weight(POSITIONS, SIZE // 2) for _ in range(2)), where)
-
-
 def _learned(d: Decoder, where: str, *, rows: int = POSITIONS) -> Decoder:
     hidden = d.node("Add", [d.embed(d.ids("b")), d.embed(where, rows=rows)])
     return d.finish(hidden, positions="")
@@ -238,12 +218,6 @@ def _rotary_start(d: Decoder) -> Decoder:
     ids = d.ids()
     positions = _steps(d, ids, d.input("start", INT64, [B]))
     return d.finish(d.embed(ids), positions)
-
-
-def _per_layer(d: Decoder) -> Decoder:
-    ids = d.ids()
-    wide = d.node("MatMul", [d.embed(ids, columns=4 * HIDDEN), d.weight(4 * HIDDEN, HIDDEN)])
-    return d.finish(d.node("Add", [d.embed(ids), wide]))
 
 
 def _block(d: Decoder) -> Decoder:
@@ -297,12 +271,9 @@ GRAPHS: dict[str, tuple[Callable[[Decoder], Decoder], dict[str, Found]]] = {
         _squeezed, {"start": (Role.WRITE_INDICES, ("batch", "")), "length": (Role.VALID_LENGTHS, ("",))}),
     "lengths and positions from the write index": (
         _from_write_index, {"past_length": (Role.WRITE_INDICES, ("batch",))}),
-    "write index from the length": (_from_length, {"total": (Role.VALID_LENGTHS, ("batch",))}),
-    "write index from the positions": (_from_positions, {"where": PLACES}),
     "one input as write index and position": (_one_index, {"at": (Role.WRITE_INDICES, ("batch",))}),
     "an index with an offset": (_offset_index, {"x": (Role.OTHER, ("batch",))}),
     "rotary angles in the graph": (_computed_angles, {"where": PLACES, "input_ids": TOKENS}),
-    "positions of RotaryEmbedding": (_rotary_input, {"where": PLACES}),
     "learned positions as wide as the tokens": (
         lambda d: _learned(d, d.input("a", INT64, [S])), {"a": (Role.POSITIONS, ("sequence",)), "b": TOKENS}),
     "learned positions with an offset": (
@@ -311,7 +282,6 @@ GRAPHS: dict[str, tuple[Callable[[Decoder], Decoder], dict[str, Found]]] = {
     "a start of rotary positions": (_rotary_start, {"start": (Role.OTHER, ("batch",))}),
     "a small table is none of positions": (
         lambda d: _learned(d, d.input("kinds", INT64, [B, S]), rows=2), {"kinds": (Role.OTHER, ("batch", "sequence"))}),
-    "embeddings for each layer": (_per_layer, {"input_ids": TOKENS}),
     "embeddings instead of tokens": (
         lambda d: d.finish(d.input("x", FLOAT, [B, S, HIDDEN])), {"x": (Role.TOKENS, ("batch", "sequence", ""))}),
     "a block without logits": (
@@ -454,14 +424,6 @@ def test_a_prefix_of_all_names_is_none_of_them(prefix: str, other: bool) -> None
     roles = decoder.roles(rename=lambda name: name if name in own else prefix + name)
     assert roles["input_ids"].role is Role.TOKENS
     assert roles["attention_mask"].role is Role.MASK
-
-
-def test_two_embedding_inputs_are_ambiguous() -> None:
-    decoder = Decoder()
-    x, y = (decoder.input(name, FLOAT, [B, S, HIDDEN]) for name in "xy")
-    decoder.finish(decoder.node("Add", [x, y]))
-    with pytest.raises(AmbiguousRoleError, match="'tokens' is claimed by 'x'"):
-        decoder.roles()
 
 
 # --- names
