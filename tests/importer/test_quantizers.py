@@ -144,6 +144,26 @@ def test_rows_of_a_table_that_are_moved_before_they_are_dequantized(kind: Any, z
     assert made[gather.input[0]] in ("Sub", "DequantizeLinear")
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize(("kind", "zero"), [(np.int8, None), (np.int8, 0), (np.uint8, None), (np.uint8, 128)])
+def test_rows_of_a_table_that_is_dequantized_first(kind: Any, zero: int | None, dtype: Any) -> None:
+    """As quantize_static has embeddings: around the middle, as TensorRT takes it, less the rest after the Gather."""
+    rng, graph = np.random.default_rng(5), Graph()
+    table, ids = rng.standard_normal((64, 4)).astype(np.float32) + 0.3, rng.integers(0, 64, (3, 5))
+    numbers, scale, zeros = quantized(table, kind, False, zero)
+    names = [graph.constant(value, np.asarray(value).dtype) for value in (numbers, scale.astype(dtype), zeros)]
+    graph.input("ids", TensorProto.INT64, [3, 5])
+    graph.node("Gather", [graph.node("DequantizeLinear", names), "ids"], "rows")
+    graph.output("rows", FLOATS[dtype], [3, 5, 4])
+    model = graph.model(21)
+    before = run(model, ids=ids)
+    model = standardize(model)[0]
+    np.testing.assert_allclose(run(model, ids=ids), before, rtol=1e-6, atol=1e-6 if dtype is np.float32 else 2e-2)
+    constants = {t.name: numpy_helper.to_array(t) for t in model.graph.initializer}
+    middles = [constants[n.input[2]] for n in model.graph.node if n.op_type == "DequantizeLinear" and n.input[2:]]
+    assert all((middle == (128 if kind is np.uint8 else 0)).all() for middle in middles)
+
+
 @pytest.mark.parametrize(("numbers", "zero"), [([3, 5, 9], 4), ([[3, 5, 9]], 4), ([130], 128), (130, 128), (2, None)])
 def test_few_numbers_are_floats(numbers: Any, zero: int | None) -> None:
     graph = Graph()

@@ -236,29 +236,18 @@ class _Editor:
         """Of rows that are taken out of a table after DequantizeLinear, with a zero point."""
         table = self._maker(node.input[0], "DequantizeLinear")
         tensor = self._weights.get(table.input[0]) if table is not None else None
-        weight = None if table is None or tensor is None else self._shifted(table, len(tensor.dims))
-        if weight is None:
+        if table is None or tensor is None:
             return None
+        weight = self._weight(table.input[0], table.input[1], [*table.input, ""][2], len(tensor.dims))
+        shift, more = ("", []) if weight is None or weight.shape else self._shift(weight)
+        if weight is None or not shift:  # many scales, or around the middle already
+            return None
+        floats, nodes = self._dequantized(weight)
         rows = NodeProto()
         rows.CopyFrom(node)
         rows.name = self._name("rows")
-        rows.input[0], rows.output[0] = weight[0], rows.name
-        return [*weight[1], rows, self._less(rows.name, weight[2], node)]
-
-    def _shifted(self, node: NodeProto, rank: int) -> tuple[str, list[NodeProto], str] | None:
-        """The weight that a node dequantizes, as floats around the middle, the nodes for that, and what is too much.
-
-        None where it has many scales, or is around the middle already.
-        """
-        weight = self._weight(node.input[0], node.input[1], [*node.input, ""][2], rank)
-        shift, more = ("", []) if weight is None or weight.shape else self._shift(weight)
-        if weight is None or not shift:
-            return None
-        floats, nodes = self._dequantized(weight)
-        return floats, [*nodes, *more], shift
-
-    def _less(self, floats: str, shift: str, node: NodeProto) -> NodeProto:
-        return helper.make_node("Sub", [floats, shift], node.output, node.name)
+        rows.input[0], rows.output[0] = floats, rows.name
+        return [*nodes, *more, rows, helper.make_node("Sub", [rows.name, shift], node.output, node.name)]
 
     def _weighted(self, node: NodeProto, x: str, weight: _Weight | None, bias: str) -> list[NodeProto] | None:
         if weight is None:
