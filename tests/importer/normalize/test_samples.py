@@ -110,21 +110,6 @@ def test_values_of_a_step() -> None:
         assert sample.probe.shape("present.0.key") == (sample.batch, 2, sample.total, 4)
 
 
-def test_padding_is_on_the_left_and_less_from_row_to_row() -> None:
-    found = samples(Decoder(mask="padding")).padded
-    assert found
-    for sample in found:
-        assert sample.padding is not None
-        np.testing.assert_array_equal(sample.probe.value("attention_mask"), sample.padding)
-        assert (np.diff(sample.padding, axis=1) >= 0).all()
-        assert sample.padding[-1].all()
-    assert any(not sample.padding.all() for sample in found if sample.padding is not None)
-
-
-def test_without_a_padding_mask_nothing_is_padded() -> None:
-    assert samples(Decoder()).padded == ()
-
-
 def test_only_caches_of_fixed_length_wrap() -> None:
     assert samples(Decoder()).wrapped == ()
 

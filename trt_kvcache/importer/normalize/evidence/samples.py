@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -37,7 +37,6 @@ class Sample:
     Attributes:
         batch, past, length, capacity: B, P, S and L.
         probe: evaluates the model in this step.
-        padding: 0 where the padding mask hides a token ``[B, P + S]``; None: it hides none.
         own: the caller's own masks, by name, as what they let a query see, bool.
         wrapped: P is beyond the capacity, which only circular caches stand.
     """
@@ -47,7 +46,6 @@ class Sample:
     length: int
     capacity: int
     probe: Probe
-    padding: Array | None
     own: Mapping[str, Array]
     wrapped: bool = False
 
@@ -66,7 +64,6 @@ class Samples:
 
     Attributes:
         plain: steps in which every token is visible; the last one ends at the capacity.
-        padded: steps in which the padding mask hides tokens; empty where there is none.
         wrapped: steps beyond the capacity, for caches that may be circular.
         twins: two steps that differ in nothing but the past, unless the caches of the model have room for one only.
         blueprint: the model.
@@ -105,9 +102,6 @@ class Samples:
         bounded = fixed or self._room is not None  # a past that grows knows no capacity
         room = max(0, capacity - length) if bounded else 9
         self.twins = (self.step(2, min(5, room // 2), length), self.step(2, min(9, room), length))
-        masked = bool(interface.of(OriginalRole.PADDING_MASK))
-        first = (2, 0, fixed_length or min(4, capacity))  # a prompt, whose own tokens are padded
-        self.padded = self._unique([self.step(*s, padded=True) for s in (*sizes, first) if s[0] > 1]) if masked else ()
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2))
         self.wrapped = self._unique([self.step(*s, wrapped=True) for s in beyond]) if fixed else ()
 
@@ -138,22 +132,12 @@ class Samples:
             seen.setdefault((sample.batch, sample.past, sample.length), sample)
         return tuple(seen.values())
 
-    def hold(self, check: Callable[[Sample], None], *, padded: bool = False) -> None:
-        """Check something on the samples.
-
-        Raises:
-            UnsupportedModelError: of the check.
-        """
-        for sample in self.padded if padded else self.plain:
-            check(sample)
-
     def step(
         self,
         batch: int,
         past: int,
         length: int,
         *,
-        padded: bool = False,
         wrapped: bool = False,
         other: int = _OTHER_SIZE,
     ) -> Sample:
@@ -161,7 +145,6 @@ class Samples:
         batch = int(b) if isinstance(b := self._sizes.get("batch"), int) else batch
         length = int(s) if isinstance(s := self._sizes.get("sequence"), int) else length
         sizes = {"batch": batch, "sequence": length, "past": past, "capacity": self.capacity}
-        padding = self._padding(batch, past, length) if padded else None
         shapes = _Shapes(self._interface.inputs, sizes, self._room, other)
         values: dict[str, Array] = {}
         own: dict[str, Array] = {}
@@ -178,10 +161,9 @@ class Samples:
                 _check_padding(tensor, shape, batch)
                 visible = np.zeros(shape)
                 if self._room is not None:  # tokens first, then rows that hold nothing, then the new tokens
-                    tokens = np.ones((batch, past + length)) if padding is None else padding
-                    visible[:, :past], visible[:, held:] = tokens[:, :past], tokens[:, past:]
+                    visible[:, :past] = visible[:, held:] = 1
                 else:
-                    visible[:, : held + length] = 1 if padding is None else padding[:, past - held :][:, : shape[1]]
+                    visible[:, : held + length] = 1
                 values[tensor.name] = visible.astype(dtype)
             elif tensor.role is OriginalRole.MASK:
                 own[tensor.name] = self._rng.random(shape) >= _HIDDEN_SHARE
@@ -194,14 +176,7 @@ class Samples:
                     else own[tensor.name].astype(dtype)
                 )
         probe = Probe(self.blueprint, shapes, values)
-        return Sample(batch, past, length, self.capacity, probe, padding, own, wrapped)
-
-    def _padding(self, batch: int, past: int, length: int) -> Array:
-        """Left padding, less from row to row, and none in the last: prompts of several lengths."""
-        padding = np.ones((batch, past + length), np.int64)
-        for row in range(batch - 1):
-            padding[row, : (past + length) // (2 + row)] = 0
-        return padding
+        return Sample(batch, past, length, self.capacity, probe, own, wrapped)
 
 
 @dataclass(frozen=True, eq=False)
