@@ -151,8 +151,6 @@ _READS = (*_VIEWS, "Expand", "Cast", "Slice", "Gather", "Split")
 def _foreign_cache(graph: gs.Graph) -> str:
     """The first sign of a cache that is written some other way, or an empty string."""
     for node in graph.nodes:
-        if node.op in ("GroupQueryAttention", "MultiHeadAttention", "DecoderMaskedMultiHeadAttention"):
-            return f"{node.op} '{node.name}'"
         if is_op(node, "Concat", "ScatterND", "ScatterElements") and (past := _input_behind(graph, node.inputs[0])):
             return f"{node.op} '{node.name}' on '{past}'"
     return ""

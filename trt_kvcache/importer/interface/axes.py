@@ -14,7 +14,7 @@ from trt_kvcache.importer.protos import Shape, is_op
 
 _UNKNOWN = "?"
 _ELEMENTWISE = ("Add", "Sub", "Mul", "Div", "Cast", "Identity", "Dropout", "Tanh", "Clip")
-_FIRST = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization", "LogSoftmax")
+_FIRST = ("LayerNormalization", "RMSNormalization", "LogSoftmax")
 
 
 def name_axes(roles: Sequence[TensorRole], index: GraphIndex, known: Known) -> tuple[TensorRole, ...]:

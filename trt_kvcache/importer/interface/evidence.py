@@ -66,7 +66,7 @@ _PRESERVING = {
     "Identity", "Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Tile", "Transpose", "Clip",
 }  # fmt: skip
 _ORDERING = {"Less", "LessOrEqual", "Greater", "GreaterOrEqual"}
-_PRODUCTS = {"MatMul", "Gemm", "MatMulNBits", "MatMulInteger", "MatMulBnb4", "FusedMatMul"}
+_PRODUCTS = {"MatMul", "Gemm", "MatMulInteger"}
 _CAPPING = {*_PRESERVING, "Mul", "Div", "Add", "Tanh", "Slice", "Gather", "LogSoftmax"}
 
 Follow = Callable[[NodeProto], Iterable[tuple[str, bool]]]
@@ -311,7 +311,7 @@ def _tables(index: GraphIndex) -> list[_Table]:
     rotary = {name for tensor in _rotary_angles(index) for name in _lookups_behind(index, tensor)}
     tables = []
     for node in index.nodes:
-        if node.op_type not in {"Gather", "GatherBlockQuantized"} or index.is_valueless(node.input[1]):
+        if node.op_type != "Gather" or index.is_valueless(node.input[1]):
             continue
         weight = index.weight(node.input[0])
         shape = index.shape(node.input[0]) or (index.shape(weight) if weight else None)
@@ -336,10 +336,9 @@ def _token_tables(tables: list[_Table], vocabulary: int | None, hidden: int | No
 
 
 def _rotary_angles(index: GraphIndex) -> list[str]:
-    """The tensors that hold rotary positions or angles: of RotaryEmbedding in either domain, and of Cos and Sin."""
+    """The tensors that hold rotary positions or angles, of RotaryEmbedding (cos, sin, positions), Cos and Sin."""
     found: dict[str, None] = {}
     for node in index.nodes:
-        # cos, sin, positions; in the com.microsoft domain positions come first
         rotary, angles = node.op_type == "RotaryEmbedding", is_op(node, "Cos") or is_op(node, "Sin")
         inputs = node.input[1:4] if rotary else node.input[:1] if angles else ()
         found.update(dict.fromkeys(name for name in inputs if not index.is_valueless(name)))

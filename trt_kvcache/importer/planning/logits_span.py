@@ -32,7 +32,7 @@ _ELEMENTWISE = (
     "Max", "Min", "Mish", "Mul", "Neg", "Not", "Or", "Pow", "Reciprocal", "Relu", "Round", "Sigmoid", "Sign", "Sin",
     "Softplus", "Sqrt", "Sub", "Swish", "Tanh", "Where",
 )  # fmt: skip
-_NORMS = ("LayerNormalization", "RMSNormalization", "SimplifiedLayerNormalization")
+_NORMS = ("LayerNormalization", "RMSNormalization")
 _ALONG_AXIS = ("Split", "Softmax", "LogSoftmax", *_NORMS)
 _REDUCTIONS = ("ReduceMax", "ReduceMean", "ReduceMin", "ReduceSum", "ReduceSumSquare", "ReduceL2")
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
