@@ -54,6 +54,18 @@ print([name for name in ("numpy", "onnx", "onnxruntime", "tensorrt_rtx") if name
     assert done.stderr == f"error: {what}\n"
 
 
+@pytest.mark.parametrize("name", ["missing.engine", "missing.onnx"])
+def test_a_missing_model_is_said_before_its_tokenizer(tmp_path: Path, name: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "trt_kvcache", "generate", name, "--prompt", "hi"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (
+        1,
+        f"error: {name}: no such file; give the path of an engine or of an .onnx file\n",
+    )
+
+
 @pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/m.onnx"], ids=["file", "folder"])
 @pytest.mark.parametrize(
     "command", [*COMMANDS, ["generate", "missing.onnx", "--tokens", "1"], ["bench", "missing.onnx"]], ids=lambda c: c[0]

@@ -94,10 +94,12 @@ class PromptFlags:
         """Return the given tokenizer, or for text the one beside the model; None where nothing needs one.
 
         Raises:
-            OptionError: text needs one, and there is none.
+            OptionError: text needs one, and there is none; or there is no such model.
         """
         if self.tokenizer is None and not (needed or self.prompt or self.prompt_file or self.chat):
             return None
+        if not model.exists():
+            raise OptionError(f"{model}: no such file; give the path of an engine or of an .onnx file")
         file = self.tokenizer or (model if model.is_dir() else model.parent) / "tokenizer.json"
         if self.tokenizer is None and not file.exists():
             raise OptionError(f"text needs a tokenizer, and there is no {file}; give --tokenizer, or ids with --tokens")
