@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, consumers, contains, is_op, producer, replace_uses
+from trt_kvcache.importer.graph import Emitter, is_op, producer
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 
 Perm = tuple[int, ...]
@@ -104,36 +104,8 @@ def _fills(node: gs.Node) -> bool:
 
 
 def _join(graph: gs.Graph, emit: Emitter, node: gs.Node, axis: int, parts: list[_Part]) -> None:
-    before = [_before_transpose(part) for part in parts]
-    perm = before[0][1]
-    if all(p == perm for _, p in before):
-        axis = perm[axis]
-        tensors = [tensor for tensor, _ in before]
-    else:
-        perm = tuple(range(len(perm)))
-        tensors = [emit.op("Transpose", [part.tensor], "part", perm=list(part.perm)) for part in parts]
-    whole = emit.op("Concat", tensors, "joined", axis=axis)
-    output = node.outputs[0]
-    for reader in consumers(output):
-        if is_op(reader, "Transpose") and "perm" in reader.attrs and not contains(graph.outputs, reader.outputs[0]):
-            turned = tuple(perm[a] for a in reader.attrs["perm"])
-            replace_uses(reader.outputs[0], _transposed(emit, whole, turned))
+    """Let a Concat make the output of the last ScatterND."""
+    whole = node.outputs[0]
+    tensors = [emit.op("Transpose", [part.tensor], "part", perm=list(part.perm)) for part in parts]
     node.outputs = []
-    if perm == tuple(range(len(perm))) and not contains(graph.outputs, output):
-        replace_uses(output, whole)
-    else:
-        graph.nodes.append(gs.Node("Transpose", emit.name("joined"), {"perm": list(perm)}, [whole], [output]))
-
-
-def _before_transpose(part: _Part) -> tuple[gs.Tensor, Perm]:
-    node = producer(part.tensor)
-    if node is None or not is_op(node, "Transpose") or "perm" not in node.attrs:
-        return part.tensor, part.perm
-    return node.inputs[0], tuple(node.attrs["perm"][axis] for axis in part.perm)
-
-
-def _transposed(emit: Emitter, tensor: gs.Tensor, perm: Perm) -> gs.Tensor:
-    if perm == tuple(range(len(perm))):
-        return tensor
-    made: gs.Tensor = emit.op("Transpose", [tensor], "turned", perm=list(perm))
-    return made
+    graph.nodes.append(gs.Node("Concat", emit.name("joined"), {"axis": axis}, tensors, [whole]))

@@ -210,20 +210,15 @@ def _wanted(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 
 
 def _is_ragged(candidate: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: _Run) -> bool:
     """Whether sequences of other lengths have their new rows at positions of their own, or all have them at one."""
-    step = run.step
-    values = {name: step.probe.value(name) for name in candidate.positions}
-    pasts = step.past + np.arange(step.batch)[::-1]
-    moved = {
-        name: (value + (pasts - step.past).reshape(-1, *[1] * (value.ndim - 1))).astype(value.dtype)
-        for name, value in values.items()
-        if value is not None and value.ndim in (1, 2) and value.shape[0] == step.batch
-    }
-    if (
-        not moved
-        or step.batch == 1
-        or any(v.ndim == 1 and np.unique(v).size > 1 for v in values.values() if v is not None)
-    ):
+    step, name = run.step, next(iter(candidate.positions), "")
+    value = step.probe.value(name) if name else None
+    if step.batch == 1 or value is None or value.ndim not in (1, 2) or len(value) != step.batch:
         return True
+    if value.ndim == 1 and np.unique(value).size > 1:  # of tokens, not of sequences
+        return True
+    offsets = np.arange(step.batch)[::-1]
+    pasts = step.past + offsets
+    moved = {name: (value + offsets.reshape(-1, *[1] * (value.ndim - 1))).astype(value.dtype)}
     ragged = _given(candidate, update, step, run.past.shape, run.new.shape, moved)
     alike = [_wanted(candidate, replace(ragged, step=replace(step, past=int(p))), axis, perm) for p in pasts]
     if ragged.whole is None or any(whole is None for whole in alike):
