@@ -119,5 +119,7 @@ def _tables(g: Build) -> Pair:
 def entries() -> Iterator[Entry]:
     forms = ("slice", "negative", "open", "gather", "gather 2d", "position_ids", "range", "table")
     how: list[dict[str, Any]] = [{"form": f} for f in forms]
-    how += [{"keys": True}, {"angles": "einsum"}, {"angles": "matmul"}]
-    yield from decoders("rope", {str(h): Decoder(attend=Rope(**h), positions="none") for h in how})
+    how += [{"angles": "einsum"}, {"angles": "matmul"}]
+    models = {str(h): Decoder(attend=Rope(**h), positions="none") for h in how}
+    models |= {f"keys, {n} heads": Decoder(attend=Rope(keys=True), positions="none", kv_heads=n) for n in (2, 4)}
+    yield from decoders("rope", models)

@@ -35,6 +35,7 @@ EVERY: dict[str, dict[str, Any]] = {
 def _model(**rope: Any) -> onnx.ModelProto:
     positions = "input" if rope.get("form") == "position_ids" else "none"
     settings = {key: rope.pop(key) for key in ("batch", "sequence") if key in rope}
+    settings |= {"kv_heads": 4} if rope.get("keys") else {}
     return make_decoder(Decoder(positions=positions, attend=Rope(**rope), **settings))
 
 

@@ -59,7 +59,7 @@ class ComputedAttention:
         """Emit what an attention reads, and what stands around it; returns the plain attention that is left.
 
         Raises:
-            UnsupportedModelError: keys and values are of different heads, and one is a cache that has no heads axis.
+            UnsupportedModelError: keys and values are of different heads.
         """
         if core.node in self._absorbed:
             return self._absorbed[core.node].place(core, self._computed, canonical)

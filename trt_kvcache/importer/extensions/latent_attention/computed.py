@@ -54,34 +54,27 @@ class Computed:
         """Compute what an attention reads of `writes` from the canonical caches; returns the attention over that.
 
         Raises:
-            UnsupportedModelError: keys and values are of different heads, and one is a cache that has no heads axis.
+            UnsupportedModelError: keys and values are of different heads.
         """
-        sides = {
-            core.key.present.name: (core.key, core.head_size),
-            core.value.present.name: (core.value, core.value_size),
-        }
-        if not self.heads.keys() & sides.keys():
-            return core
-        heads = {name: self.heads.get(name) or _heads_of(write, size) for name, (write, size) in sides.items()}
-        most = max(heads.values())
+        sides = ((core.key, core.head_size), (core.value, core.value_size))
+        heads = [self.heads.get(str(write.present.name)) or _heads_of(write, size) for write, size in sides]
+        if heads[0] != heads[1] and self.heads.keys() & {write.present.name for write, _ in sides}:
+            raise UnsupportedModelError(
+                f"'{core.node}' attends to {heads[0]} heads of keys and {heads[1]} of values, and some are computed "
+                "from a cache; supported are as many of both: repeat heads after they are computed"
+            )
         made: dict[str, gs.Tensor] = {}
-        placed: dict[str, Write] = {}
-        for name, (write, size) in sides.items():
-            if name not in self.heads and heads[name] == most:
-                placed[name] = write
-                continue
-            if name not in self.heads and write.axis != 2:
-                raise UnsupportedModelError(
-                    f"'{core.node}' reads {heads[name]} heads of cache '{write.past.name}' and {most} that are "
-                    "computed from another; supported are as many of both, or caches [B, N, L, D]"
-                )
+
+        def placed(write: Write, size: int) -> Write:
+            name = str(write.present.name)
+            if name not in self.heads:
+                return write
             tensor = self.emit(name, made, canonical)
-            if heads[name] < most:
-                tensor = _repeated(tensor, most // heads[name], [0, most, -1, size], canonical)
-            shape = (canonical.batch, most, canonical.capacity, size)
+            shape = (canonical.batch, self.heads[name], canonical.capacity, size)
             canonical.known[tensor.name] = (elem_type(write.present) or 0, shape)
-            placed[name] = replace(write, present=tensor, axis=2)
-        return replace(core, key=placed[core.key.present.name], value=placed[core.value.present.name])
+            return replace(write, present=tensor, axis=2)
+
+        return replace(core, key=placed(core.key, core.head_size), value=placed(core.value, core.value_size))
 
 
 def _heads_of(cache: Write, size: int) -> int:
@@ -89,15 +82,6 @@ def _heads_of(cache: Write, size: int) -> int:
     if len(shape) == 3:
         return int(shape[2]) // size
     return int(shape[1] if cache.axis == 2 else shape[2])
-
-
-def _repeated(tensor: gs.Tensor, times: int, shape: list[int], canonical: Canonical) -> gs.Tensor:
-    """Heads in groups, as attention repeats them itself where keys and values have as many."""
-    emit, kind = canonical.emit, elem_type(tensor)
-    apart = emit.op("Unsqueeze", [tensor, emit.ints([2])], "row", kind)
-    spread = emit.op("Expand", [apart, emit.ints([1, 1, times, 1, 1])], "row", kind)
-    made: gs.Tensor = emit.op("Reshape", [spread, emit.ints(shape)], "row", kind)
-    return made
 
 
 def find_computed(graph: gs.Graph, writes: Sequence[Write], samples: Samples) -> Computed:
