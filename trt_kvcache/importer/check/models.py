@@ -92,7 +92,7 @@ def _judge(
 def _with_batch(tensor: TensorRole) -> TensorRole:
     """The batch, where an exporter gave the first axis a symbol of its own, as if it could be another number."""
     counted = tensor.role in (Role.WRITE_INDICES, Role.VALID_LENGTHS)
-    if tensor.axes[:1] != ("?",) or not (counted or len(tensor.axes) >= _RANK):
+    if tensor.axes[:1] != ("?",) or "batch" in tensor.axes or not (counted or len(tensor.axes) >= _RANK):
         return tensor
     return replace(tensor, axes=("batch", *tensor.axes[1:]))
 

@@ -9,21 +9,9 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, numpy_helpe
 
 from trt_kvcache.importer.plan import CachePlan, Role
 
-_PASSING = frozenset(
-    {
-        "Cast",
-        "Identity",
-        "Reshape",
-        "Unsqueeze",
-        "Squeeze",
-        "Flatten",
-        "Expand",
-        "Transpose",
-        "Gather",
-        "Slice",
-        "Split",
-    }
-)
+_PASSING = {
+    "Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Expand", "Transpose", "Gather", "Slice", "Split",
+}  # fmt: skip
 """Of what is in the first input, nothing else comes out: all of it, or planes of positions."""
 _SHIFTING = {"Add": 1, "Sub": -1}
 
