@@ -152,8 +152,6 @@ def test_fork_reorder_crop_reset_and_save(corpus: Corpus, name: str, device: str
 @EACH
 def test_beams(corpus: Corpus, name: str, device: str) -> None:
     """Beams copy rows: the log-probabilities are those of the text, and the best is no worse than the greedy text."""
-    if FAMILIES[name].options.fallback == "contract":
-        pytest.skip("beams of a prompt that wraps need whole rows")
 
     def score(tokens: list[int]) -> float:
         text, total = Text.of(corpus.made(name), 0), 0.0

@@ -218,27 +218,15 @@ def test_special_tokens_are_named_beside_it(eos: object, tmp_path: Path) -> None
             r"tokenizer.json: its eos_token 'a\\ud800' is no Unicode text",
         ),
         ("tokenizer_config.json", "[]", "tokenizer_config.json holds list"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8 text"),
     ],
 )
-def test_bad_files(name: str, text: str | None, message: str, tmp_path: Path) -> None:
-    saved(tmp_path)
+def test_bad_files(name: str, text: str | bytes | None, message: str, tmp_path: Path) -> None:
+    saved(tmp_path, settings={})
     (tmp_path / name).unlink(missing_ok=True)
     if text is not None:
-        (tmp_path / name).write_text(text)
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(OptionError, match=message):
-        Tokenizer.load(tmp_path)
-
-
-def test_a_template_that_is_no_text_is_named(tmp_path: Path) -> None:
-    saved(tmp_path, settings={}, template="x")
-    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
-    with pytest.raises(OptionError, match="chat_template.jinja is not UTF-8 text"):
-        Tokenizer.load(tmp_path)
-
-
-def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(OptionError, match=r"pip install 'trt-kvcache\[text\]'"):
         Tokenizer.load(tmp_path)
 
 
@@ -256,57 +244,46 @@ TEMPLATE = """\
 {%- endif %}"""
 
 CHAT = [{"role": "system", "content": " be brief "}, {"role": "user", "content": "hi"}]
+SEVERAL = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
+OF_TRANSFORMERS = (
+    "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
+    "{% generation %}{{ {'é': m.content} | tojson }}{% endgeneration %}{% endfor %}"
+    "{{ strftime_now('%Y') | length }}{{ tools is none }}"
+)
 
 
-def rendered(tmp_path: Path, template: str, messages: list[dict[str, Any]] = CHAT) -> str:
-    settings = {"chat_template": template, "bos_token": "<s>", "eos_token": "</s>"}
-    return Tokenizer.load(saved(tmp_path, settings)).render_chat(messages)
+def rendered(tmp_path: Path, template: Any, own: str | None = None) -> str:
+    settings = {"bos_token": "<s>", "eos_token": "</s>"} | ({"chat_template": template} if template else {})
+    return Tokenizer.load(saved(tmp_path, settings, own)).render_chat(CHAT)
 
 
-def test_a_chat_becomes_a_prompt(tmp_path: Path) -> None:
-    assert rendered(tmp_path, TEMPLATE) == "<s>[system] be brief\n[user] hi\n[assistant]"
-
-
-def test_the_file_of_its_own_counts(tmp_path: Path) -> None:
-    read = Tokenizer.load(saved(tmp_path, {"chat_template": "old"}, "{{ messages[0].content }} new"))
-    assert read.render_chat(CHAT) == " be brief  new"
-
-
-def test_of_several_the_default_is_taken(tmp_path: Path) -> None:
-    entries = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "plain"}]
-    assert Tokenizer.load(saved(tmp_path, {"chat_template": entries})).render_chat(CHAT) == "plain"
-
-
-def test_what_templates_of_transformers_use(tmp_path: Path) -> None:
-    template = (
-        "{% for m in messages %}{% if loop.first %}{% continue %}{% endif %}"
-        "{% generation %}{{ {'é': m.content} | tojson }}{% endgeneration %}{% endfor %}"
-        "{{ strftime_now('%Y') | length }}{{ tools is none }}"
-    )
-    assert rendered(tmp_path, template) == '{"é": "hi"}4True'
+@pytest.mark.parametrize(
+    ("template", "own", "text"),
+    [(TEMPLATE, None, "<s>[system] be brief\n[user] hi\n[assistant]"),
+     ("old", "{{ messages[0].content }} new", " be brief  new"),  # a file of its own counts
+     (SEVERAL, None, "plain"), (OF_TRANSFORMERS, None, '{"é": "hi"}4True')],
+    ids=["a chat", "its own file", "of several the default", "what templates of transformers use"],
+)  # fmt: skip
+def test_a_chat_becomes_a_prompt(template: Any, own: str | None, text: str, tmp_path: Path) -> None:
+    assert rendered(tmp_path, template, own) == text
 
 
 @pytest.mark.parametrize(
     ("template", "message"),
-    [
-        ("{{ raise_exception('only two roles') }}", "failed: TemplateError: only two roles"),
-        ("{% for %}", "failed: TemplateSyntaxError"),
-        ("{{ messages.append(1) }}", "failed: SecurityError"),
-        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: SecurityError"),
-        ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
-    ],
-)
-def test_a_template_that_fails_or_breaks_out(template: str, message: str, tmp_path: Path) -> None:
+    [("{{ raise_exception('only two roles') }}", "failed: TemplateError: only two roles"),
+     ("{% for %}", "failed: TemplateSyntaxError"),
+     ("{{ messages.append(1) }}", "failed: SecurityError"),
+     ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "failed: SecurityError"),
+     ("{{ 1 / 0 }}", "failed: ZeroDivisionError"),
+     (None, "has no chat template")],
+)  # fmt: skip
+def test_a_template_that_fails_or_breaks_out(template: str | None, message: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=message):
         rendered(tmp_path, template)
 
 
-def test_no_template(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="has no chat template"):
-        Tokenizer.load(saved(tmp_path, {})).render_chat(CHAT)
-
-
-def test_jinja_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)
+@pytest.mark.parametrize("library", ["tokenizers", "jinja2"])
+def test_a_missing_library_is_named(library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(OptionError, match=r"pip install 'trt-kvcache\[text\]'"):
         rendered(tmp_path, TEMPLATE)
