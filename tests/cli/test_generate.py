@@ -165,7 +165,12 @@ def test_an_end_of_the_tokenizer_the_flag_and_the_file(folder: Path, tmp_path: P
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps({"eos_token_id": [end], "temperature": 0.5}))
     (by_file,) = report(folder, *arguments, "--generation-config", str(file))["sequences"]
-    for sequence in (by_flag, by_file):
+    (tmp_path / "named").mkdir()
+    byte_level().save(str(tmp_path / "named" / "tokenizer.json"))
+    named = {"eos_token": byte_level().id_to_token(end)}
+    (tmp_path / "named" / "tokenizer_config.json").write_text(json.dumps(named))
+    (by_tokenizer,) = report(folder, *arguments, "--tokenizer", str(tmp_path / "named"))["sequences"]
+    for sequence in (by_flag, by_file, by_tokenizer):
         assert sequence["tokens"] == plain["tokens"][: stops_at + 1]
         assert sequence["finish_reason"] == "eos"
     (through,) = report(folder, *arguments, "--generation-config", str(file), "--ignore-eos")["sequences"]
@@ -208,6 +213,16 @@ def test_a_stop_string_and_a_forbidden_token(folder: Path) -> None:
     first = plain["tokens"][0]
     (other,) = report(folder, *arguments, "--logit-bias", f"{first}=-inf")["sequences"]
     assert first not in other["tokens"]
+
+
+def test_beams(folder: Path) -> None:
+    """Which give all tokens at the end."""
+    ((tokens, text),) = expected(folder, ["the cache"], max_new_tokens=6, num_beams=3, early_stopping="never")
+    beams = ("--num-beams", "3", "--early-stopping", "never", "--ignore-eos")
+    found = report(folder, "--prompt", "the cache", "--max-new-tokens", "6", *beams)
+    assert [(s["tokens"], s["text"]) for s in found["sequences"]] == [(tokens, text)]
+    times = found["timings"]
+    assert times["tokens_per_second"] == pytest.approx(len(tokens) / times["total_seconds"], rel=0.01)
 
 
 def test_prompt_lookup_tells_how_it_did(folder: Path) -> None:
@@ -278,6 +293,7 @@ def test_interrupted_twice_ends_at_once(folder: Path, monkeypatch: pytest.Monkey
     [
         ([], "nothing to continue; give --prompt, --prompt-file, --tokens or --inputs-embeds"),
         (["--prompt", "x", "--tokenizer", "none.json"], "none.json cannot be read"),
+        (["--prompt", "x", "--chat", "--tokens", "5"], "--chat needs messages as text, and --tokens gives ids"),
         (["--tokens", "1,x"], "'1,x' is not a list of token ids"),
         (["--tokens", ""], "prompt 0 is empty"),
         (["--tokens", "300"], "token id 300 is out of range"),

@@ -275,6 +275,22 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
     assert {name for name, answer in answers.items() if answer.get("unexpected")} == {"late", "early", "other"}
 
 
+def test_decoders_that_are_given_more_than_tokens_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine from elsewhere may be one that reads an encoder's output, or takes embeddings."""
+    import gpu_answers
+    from hybrids import cross_model, write
+    from runtime.embedded_models import cut
+    from runtime.engines import open_engine
+
+    monkeypatch.setattr("gpu_measure.TensorRTRunner", open_engine)
+    cross = write_engine(write(tmp_path / "cross.onnx", cross_model("keys", "ones")), max_encoder=12)
+    embeds = cut(write_decoder(tmp_path / "whole.onnx", DecoderConfig()), tmp_path).embeds
+    for engine in (cross, write_engine(embeds)):
+        answer = gpu_answers.foreign(engine, "tensorrt-rtx")
+        assert answer is not None
+        assert (answer["yes"], answer.get("aliases")) == (True, True), answer
+
+
 def test_steps_build_for_this_gpu_where_nothing_else_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what every step prints is kept; one that cannot even start costs no other."""
     import gpu_check

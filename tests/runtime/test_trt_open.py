@@ -14,7 +14,7 @@ from decoders import DecoderConfig, write_decoder
 from needs import needs_nvrtc
 from runtime.engines import check_refused, edit, open_engine, write_engine
 from runtime.fake_cuda import Machine
-from runtime.fake_tensorrt import Invalidity, fake_module
+from runtime.fake_tensorrt import VERSIONS, Invalidity, fake_module
 
 from trt_kvcache.engine.manifest import Manifest, load_manifest, manifest_path
 from trt_kvcache.errors import BackendError, ManifestError, OptionError, SessionError, UnsupportedModelError
@@ -60,7 +60,7 @@ FOREIGN: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (UPDATE, (), {"driver": 12_080}, {"refuse": "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is "
                                       "insufficient for CUDA runtime version"}),
     (UPDATE, (), {"driver": 12_080}, {"refuse": TOO_NEW}),
-    (r"TensorRT 11\.4\.0\.106 cannot open .*Engine deserialization failed\.; ", (), {},
+    (r"TensorRT 11\.4\.0\.106 cannot open .*Engine deserialization failed\.; build it again on this", (), {},
      {"refuse": "Engine deserialization failed.", "backend": "tensorrt"}),
 ]  # fmt: skip
 """Words of the refusal; what the manifest says the engine is for; the GPU; faults of TensorRT."""
@@ -71,7 +71,8 @@ def test_engine_of_another_version_or_for_another_gpu(
     engine: Path, words: str, built_for: tuple[str, ...], gpu: dict[str, Any], faults: dict[str, Any]
 ) -> None:
     backend = faults.get("backend", "tensorrt-rtx")
-    edit(engine, lambda m: replace(m, compute_capabilities=built_for, backend=backend))
+    version = VERSIONS[backend]
+    edit(engine, lambda m: replace(m, compute_capabilities=built_for, backend=backend, backend_version=version))
     check_refused(BackendError, words, engine, Machine(**gpu), **{"refuse": "no such kernel", **faults})
 
 
