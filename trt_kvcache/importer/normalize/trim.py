@@ -67,8 +67,7 @@ def lift_shapes(graph: gs.Graph, emit: Emitter) -> None:
         order = static_layout(views, len(tensor.shape)) if views and is_cache else None
         if order is None:
             continue
-        axes = [axis for group in order for axis in group]
-        taken = axes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(axes)))]
+        taken = list(order)[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(order)))]
         sizes, output = emit.op("Shape", [tensor], "sizes", INT64), node.outputs[0]
         node.outputs.clear()
         made = gs.Node("Gather", emit.name("sizes:Gather"), {"axis": 0}, [sizes, emit.ints(taken)], [output])

@@ -14,8 +14,6 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import FLOATS, dims, elem_type, input_or_none, is_op, producer
 
-Layout = tuple[tuple[int, ...], ...]
-
 _RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
 
 
@@ -52,9 +50,9 @@ def permutation(node: gs.Node, rank: int) -> tuple[int, ...]:
     return tuple(node.attrs.get("perm") or reversed(range(rank)))
 
 
-def static_layout(nodes: Sequence[gs.Node], rank: int) -> Layout | None:
-    """The layout after `nodes` as far as it is known without shapes: None where an axis may be split or merged."""
-    layout: Layout = tuple((axis,) for axis in range(rank))
+def static_layout(nodes: Sequence[gs.Node], rank: int) -> tuple[int, ...] | None:
+    """The axes of a tensor in their order after `nodes`; None where one may be split or merged."""
+    layout = tuple(range(rank))
     for node in nodes:
         if is_op(node, "Transpose"):
             layout = tuple(layout[axis] for axis in permutation(node, rank))
@@ -66,11 +64,11 @@ def static_layout(nodes: Sequence[gs.Node], rank: int) -> Layout | None:
 def cache_axis(past: gs.Tensor, nodes: Sequence[gs.Node], place: int) -> int | None:
     """The axis of the cache that is axis `place` of the tensor after `nodes`, as far as it is known without samples.
 
-    Behind reshapes it is the one with the same name or size, if there is one only.
+    After reshapes it is the one with the same name or size, if there is one only.
     """
     layout = static_layout(nodes, len(past.shape))
     if layout is not None:
-        return layout[place][0] if -len(layout) <= place < len(layout) else None
+        return layout[place] if -len(layout) <= place < len(layout) else None
     shape = dims(nodes[-1].outputs[0]) or ()
     size = shape[place] if -len(shape) <= place < len(shape) else "?"
     same = [axis for axis, d in enumerate(dims(past) or ()) if d == size != "?"]

@@ -89,6 +89,9 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
     if order == ():
         why = f"the output '{candidate.present.name}' has other numbers than the new rows '{update.name}'"
         raise candidate.refusal(why, "give back what is joined with the past, or Concat(past, new) as a whole")
+    whole = _wanted(candidate, runs[0], axis, perm, cut=False)
+    assert whole is not None
+    rows = (slice(None),) * axis + (slice(runs[0].step.total),)
     return Write(
         candidate.idiom,
         candidate.past,
@@ -100,9 +103,9 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
         not candidate.growing and _is_circular(candidate, update, axis, perm, runs[0], samples.wrapped),
         candidate.node.name,
         candidate.positions,
-        tuple(_same(candidate, runs, axis, perm)),
+        tuple(_same(candidate, runs[0], whole)),
         candidate.kept,
-        tuple(_same(candidate, runs, axis, perm, front=True)) if not candidate.growing else (),
+        () if candidate.growing else tuple(_same(candidate, runs[0], whole[rows])),
         order,
         candidate.room,
     )
@@ -123,12 +126,12 @@ def _run(candidate: Candidate, update: gs.Tensor, step: Sample) -> _Run | None:
         raise candidate.refusal(f"its first axis, '{candidate.past.shape[0]}', is not the batch")
     if shape is None or len(shape) != len(sizes):
         return None
-    runs = (_given(candidate, update, step, *shapes) for shapes in _tries(candidate, sizes, shape, step))
-    found = None
-    for found in runs:
-        if found.whole is not None:
+    run = None
+    for shapes in _tries(candidate, sizes, shape, step):
+        run = _given(candidate, update, step, *shapes)
+        if run.whole is not None:
             break
-    return found
+    return run
 
 
 def _tries(candidate: Candidate, past: Shape, new: Shape, step: Sample) -> Iterator[tuple[Shape, Shape]]:
@@ -243,15 +246,8 @@ def _is_circular(
     return bool(found) and all(found)
 
 
-def _same(
-    candidate: Candidate, runs: Sequence[_Run], axis: int, perm: Perm, *, front: bool = False
-) -> Iterator[gs.Tensor]:
-    """Tensors of the region, and views of them, that are the whole cache, or else its rows in use, in its layout."""
-    run = runs[0]
-    wanted = _wanted(candidate, run, axis, perm, cut=False)
-    assert wanted is not None
-    if front:
-        wanted = wanted[(slice(None),) * axis + (slice(run.step.total),)]
+def _same(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[gs.Tensor]:
+    """Tensors of the region, and views of them, that are the whole cache, or its rows in use, in its layout."""
     pending = [t for node in candidate.region for t in node.outputs]
     seen = {candidate.past.name} if candidate.rows_only else {candidate.past.name, candidate.present.name}
     pending += [] if candidate.rows_only or candidate.kept else [candidate.present]

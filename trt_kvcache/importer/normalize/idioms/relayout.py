@@ -95,9 +95,8 @@ def _is_single(graph: gs.Graph, candidates: Sequence[Candidate]) -> bool:
 
 def _order(candidate: Candidate, *, single: bool) -> Order | None:
     """The axes of ``[B, N, P, D]`` in the order in which they lie; None: in that, or it cannot be told."""
-    shape = dims(candidate.past)
-    node = candidate.node
-    if candidate.reason or not candidate.growing or node is None or not is_op(node, "Concat") or not shape:
+    shape, node = dims(candidate.past) or (), candidate.node
+    if candidate.reason or not candidate.growing or node is None:
         return None
     if len(shape) != 4 or candidate.views or not (candidate.rows_only or node.outputs[0] is candidate.present):
         return None
@@ -112,7 +111,7 @@ def _order(candidate: Candidate, *, single: bool) -> Order | None:
 def _order_within(graph: gs.Graph, candidate: Candidate) -> Order | None:
     """How the past lies in the Concat, where the model has transposed it before; None: as it is."""
     node, views = candidate.node, candidate.views
-    if candidate.reason or not candidate.growing or node is None or not is_op(node, "Concat") or len(views) != 1:
+    if candidate.reason or not candidate.growing or node is None or len(views) != 1:
         return None
     if not is_op(views[0], "Transpose") or contains(graph.outputs, node.outputs[0]):
         return None
