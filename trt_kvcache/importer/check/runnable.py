@@ -225,18 +225,24 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
         _quantize_to_bytes(made.graph)
     if not wide:
         return made
-    for value in made.graph.input:
+    _widen_graph(made.graph)
+    return made
+
+
+def _widen_graph(graph: GraphProto) -> None:
+    for value in (*graph.input, *graph.output, *graph.value_info):
         if value.type.tensor_type.elem_type in NARROW:
             value.type.tensor_type.elem_type = TensorProto.FLOAT
-    for tensor in made.graph.initializer:
+    for tensor in graph.initializer:
         _widen(tensor)
-    for node in made.graph.node:
+    for node in graph.node:
         for a in node.attribute:
             if a.name in ("to", "dtype", "output_dtype", "softmax_precision", "stash_type") and a.i in NARROW:
                 a.i = TensorProto.FLOAT
             elif a.type == a.TENSOR:
                 _widen(a.t)
-    return made
+            elif a.type == a.GRAPH:
+                _widen_graph(a.g)
 
 
 def _quantize_to_bytes(graph: GraphProto) -> None:
