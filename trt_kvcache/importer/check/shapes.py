@@ -149,12 +149,12 @@ class _Inference:
             if node.op_type in ("Shape", "Size") and (shape := self.found.get(node.input[0], (0, None))[1]) is not None:
                 made[node.output[0]] = _shape_value(node, shape)
                 reachable.add(node.output[0])
-            elif node.op_type == "Constant" or (
-                node.input
-                and len(node.output) == 1
+            elif (
+                len(node.output) == 1
                 and reachable.issuperset(n for n in node.input if n)
+                and (node.input or node.op_type == "Constant")
                 and all(a.type not in (a.GRAPH, a.GRAPHS) for a in node.attribute)
-                and self._is_small(node.output[0])
+                and self._is_small(node.output[0])  # of numbers such as bfloat16, ONNX Runtime makes no arrays
             ):
                 nodes.append(node)
                 reachable.add(node.output[0])
