@@ -62,22 +62,20 @@ def test_keys_of_other_heads_are_refused(form: str, tmp_path: Path) -> None:
         rewritten(make_decoder(_decoder(settings, form=form, rolled=True)), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("sequence", "why"), [("sequence", r"\[2, 2, 6, 4\] in a step of 3 tokens"), (2, "is none of the supported ones")]
-)
-def test_groups_behind_the_queries_are_refused(sequence: int | str, why: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sequence", ["sequence", 2])
+def test_groups_behind_the_queries_are_refused(sequence: int | str, tmp_path: Path) -> None:
     """``[B, N, S * G, D]``, also where steps are as long as groups are large."""
-    with pytest.raises(UnsupportedModelError, match=why):
+    with pytest.raises(UnsupportedModelError, match="is none of the supported ones"):
         rewritten(make_decoder(_decoder({"sequence": sequence, "positions": "past"}, form="folded back")), tmp_path)
 
 
 def test_sinks_in_front_of_the_scores_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="stands before the scores of"):
+    with pytest.raises(UnsupportedModelError, match="adds numbers other than 0 and the lowest"):
         rewritten(make_decoder(_decoder({"sinks": "weight"}, swapped=True)), tmp_path)
 
 
 def test_values_of_other_heads_than_keys_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match="do not go to one MatMul with a cache of values"):
+    with pytest.raises(UnsupportedModelError, match="share heads of keys and of values in another order"):
         rewritten(make_decoder(_decoder({"batch": 1}, form="flat", crossed=True)), tmp_path)
 
 
@@ -96,7 +94,7 @@ def test_groups_in_front_of_the_sequences_are_refused(place: int, heads: int, tm
         onnx.helper.make_node("Mul", [concat.input[0], "group"], ["groups"], "groups"),
     )
     concat.input[0] = "groups"
-    with pytest.raises(UnsupportedModelError, match="computes something else"):
+    with pytest.raises(UnsupportedModelError, match="is no attention|is unknown"):
         rewritten(model, tmp_path)
 
 

@@ -16,7 +16,7 @@ from concat_graphs import Build, Decoder, make_decoder
 from onnx import NodeProto, TensorProto, helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, Masks, MaskUse
+from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores
 from trt_kvcache.importer.normalize.evidence.samples import Sample
 
 Mask = Callable[[Build], str]
@@ -279,6 +279,5 @@ def test_a_mask_without_columns_is_refused() -> None:
     """It would equal whatever it is compared with."""
     probe = SimpleNamespace(value=lambda name: np.ones((1, 0), bool))
     step = cast(Sample, SimpleNamespace(batch=1, past=0, length=1, total=1, probe=probe))
-    masks = Masks("attention", (MaskUse(gs.Variable("mask"), MaskKind.VISIBLE),), is_causal=False, write=None)
-    with pytest.raises(UnsupportedModelError, match=r"masks of 'attention' have the shapes \[1, 0\] in a step of 1"):
-        masks.visible(step)
+    with pytest.raises(UnsupportedModelError, match=r"mask of 'attention' has the shape \[1, 1, 1, 0\] in a step of 1"):
+        Masks("attention", gs.Variable("mask"), ZeroScores()).visible(step)

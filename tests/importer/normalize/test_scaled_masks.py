@@ -54,6 +54,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "over [B*H, S, T]": {"kv_heads": 4, "attend": Merged("none", scale="none"), "scores": _times(0.5)},
     "-1e4 over 4": {"lowest": -1e4, "masked": _times(0.25)},
     "-1e4 over 4, Where": {"lowest": -1e4, "masked": _times(0.25), "apply": "where"},
+    "masked again, by less": {"masked": lambda g, s: _times(0.05)(g, g.node("Add", [s, _zeros_and_low(g, -1e4)]))},
+    "one number for all": {"masked": lambda g, s: _times(0.5)(g, g.node("Add", [s, g.number(-3.0)]))},
     "-1e4 beside larger scores": {"lowest": -1e4, "scores": _times(40.0), "masked": lambda g, s: s},
 }
 
@@ -76,22 +78,19 @@ def _late(g: Build, scores: str) -> str:
     return _times(0.5)(g, g.node("Add", [scores, mask]))
 
 
-SEEN = "so that hidden ones are -500"
 ADDED = "adds numbers other than 0 and the lowest"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "-1e4 over 20": ({"lowest": -1e4, "masked": _times(0.05)}, ADDED),
-    "-1e4 over 20, Where": ({"lowest": -1e4, "masked": _times(0.05), "apply": "where"}, SEEN),
+    "-1e4 over 20, Where": ({"lowest": -1e4, "masked": _times(0.05), "apply": "where"}, ADDED),
     "-1e4 over 20, in two steps": (
         {"lowest": -1e4, "masked": lambda g, s: _times(0.1)(g, _times(0.5)(g, s)), "apply": "where"},
-        SEEN,
+        ADDED,
     ),
-    "a second mask": ({"masked": lambda g, s: _times(0.05)(g, g.node("Add", [s, _zeros_and_low(g, -1e4)]))}, ADDED),
-    "a floor that comes up": ({"masked": lambda g, s: _times(0.05)(g, g.node("Max", [s, g.number(-1e4)]))}, SEEN),
+    "a floor that comes up": ({"masked": lambda g, s: _times(0.05)(g, g.node("Max", [s, g.number(-1e4)]))}, ADDED),
     "a mask that is high for long texts": ({"masked": _late, "mask": "none"}, ADDED),
-    "a bias": ({"masked": lambda g, s: _times(0.5)(g, g.node("Add", [s, g.number(-3.0)]))}, ADDED),
-    "negative": ({"masked": _times(-0.5)}, "by -0.5; supported are factors above 0"),
+    "negative": ({"masked": _times(-0.5)}, "none of the supported ones"),
     "own numbers": ({"mask": "own", "own_type": np.float32}, "computes something else"),
-    "capped after": ({"masked": lambda g, s: g.node("Tanh", [_times(0.5)(g, s)])}, "caps scores that are masked"),
+    "capped after": ({"masked": lambda g, s: g.node("Tanh", [_times(0.5)(g, s)])}, ADDED),
     "scores as large as the mask": (
         {"lowest": -1e4, "scores": _times(1e5), "masked": lambda g, s: s},
         "computes something else",

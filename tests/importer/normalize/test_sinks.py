@@ -195,21 +195,21 @@ def _two_columns(g: Build, scores: str) -> str:
 
 
 LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
-    "of the scores": (_beside(_of_tokens), "is no sink"),
-    "of the length": (_beside(_of_length), "is no sink|computes something else"),
-    "odd at one length": (_beside(_odd_at(13)), "is no sink|computes something else"),
-    "of the query": (_beside(_of_query), "is no sink|computes something else"),
+    "of the scores": (_beside(_of_tokens), "computes something else"),
+    "of the length": (_beside(_of_length), "computes something else"),
+    "odd at one length": (_beside(_odd_at(13)), "computes something else"),
+    "of the query": (_beside(_of_query), "computes something else"),
     "two columns": (
         {**_beside(_two_columns), "weights": lambda g, w: without_sinks(g, w, 0, -2)},
-        "supported are sinks: a last column that is dropped",
+        "is no attention that the importer can prove",
     ),
     "not dropped": (
         {**_beside(sink_column), "weights": lambda g, w: w, "values": _zero_row},
-        "supported are sinks: a last column that is dropped",
+        "do not go to one MatMul with a cache of values",
     ),
     "the first column dropped": (
         {**_beside(sink_column), "weights": lambda g, w: without_sinks(g, w, 1, 2**31)},
-        "supported are sinks: a last column that is dropped",
+        "computes something else",
     ),
     "dropped before the softmax": (
         {"masked": lambda g, scores: without_sinks(g, beside_sinks(g, scores, sink_column(g, scores)))},
@@ -220,13 +220,13 @@ LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
             "masked": lambda g, scores: g.node("Concat", [sink_column(g, scores), scores], axis=-1),
             "weights": lambda g, w: without_sinks(g, w, 1, 2**31),
         },
-        "supported are sinks behind them, as the last column",
+        "adds numbers other than 0 and the lowest",
     ),
     "less than the largest, of all queries": (
         {
             "masked": lambda g, s: g.node("Sub", [s, g.node("ReduceMax", [s, g.constant([2])], keepdims=1)]),
         },
-        "is no attention that the importer can prove",
+        "computes something else",
     ),
 }
 

@@ -156,7 +156,7 @@ LOOK_ALIKES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "not even": ({"scores": added(_turned)}, "other than 0 and the lowest"),
     "of the tokens": ({"scores": added(_of_tokens)}, "values of 'input_ids'"),
-    "not causal": ({"scores": added(distance), "mask": "none"}, "is not causal"),
+    "not causal": ({"scores": added(distance), "mask": "none"}, "other than 0 and the lowest"),
     "counted, beside sinks": ({"scores": added(counted), "sinks": "weight"}, "other than 0 and the lowest"),
     "the caller's own mask": ({"scores": added(distance), "mask": "own"}, "beside the caller's own mask"),
 }  # fmt: skip

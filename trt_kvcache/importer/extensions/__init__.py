@@ -12,10 +12,10 @@ To add a family: write a record below, and a module with a function for each sta
     unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
     open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
 
-`folder` is that of the external data. Three families have no record, since no cheap test tells: a build and a session
+`folder` is that of the external data. Four families have no record, since no cheap test tells: a build and a session
 ask for `encoders` where there is an encoder beside the decoder; `normalize` asks for `latent_attention` where no
-attention reads a cache as it is, or tokens meet what is made of positions, and for `ring_windows` with ``--sliding
-circular`` or where a model writes a circular cache.
+attention reads a cache as it is, or tokens meet what is made of positions, for `rounded_attention` where a decoder has
+QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache.
 """
 
 from __future__ import annotations

@@ -9,10 +9,8 @@
     caches along other axes                             idioms: relayout
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
                                                         read_updates; short_masks, new_rows, joined
-    scores that are computed apart, which is refused    attention: apart
-    attention over them                                 attention: search (cache_reads, merged_heads, grouped_heads,
-                                                        head_order), sinks, guards, rounded, masks
-                                                        (mask_values, square_masks, bias)
+    attention over them                                 attention: search (cache_reads, head_order), masks
+                                                        (square_masks, bias), extensions: rounded_attention
     keys and values computed from caches                extensions: latent_attention
     caches inside operators                             idioms: attention_past
     state that is no cache                              idioms: states
@@ -38,10 +36,7 @@ from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, fold_identities, is_op
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.apart import refuse_apart
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
-from trt_kvcache.importer.normalize.attention.merged_heads import settle_heads
-from trt_kvcache.importer.normalize.attention.rounded import check_presents, round_new_rows
 from trt_kvcache.importer.normalize.attention.square_masks import SINGLY
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.counted import NOTE
@@ -95,9 +90,8 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
         return _slide(model, options)
     graph = gs.import_onnx(model)
     fold_identities(graph)
-    refuse_apart(graph)
-    round_new_rows(graph)
-    check_presents(graph)
+    if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
+        load("rounded_attention").round_new_rows(graph)
     wide = narrow_caches(graph)
     laid = relay_caches(graph)
     read_presents(graph)
@@ -120,11 +114,10 @@ def _rewrite(
     for write in exported.writes:
         canonical.write(write)
     for core in exported.cores:
-        plain = core if computed is None else computed.place(core, canonical)
+        plain = canonical.with_heads(core)
+        plain = plain if computed is None else computed.place(plain, canonical)
         canonical.core(in_groups(plain, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
-    graph.cleanup().toposort()
-    settle_heads(graph, canonical.emit, samples)
     graph.cleanup().toposort()
     check_readers(graph, {} if computed is None else computed.reasons)
     free_shapes(graph, canonical.emit, interface)

@@ -19,9 +19,6 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, export_inferred, fold_identities, is_op
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.grouped_heads import merge_groups
-from trt_kvcache.importer.normalize.attention.merged_heads import split_heads, turn_keys
-from trt_kvcache.importer.normalize.attention.rounded import round_first
 from trt_kvcache.importer.normalize.attention.search import find_cores
 from trt_kvcache.importer.normalize.attention.square_masks import hold_by_position, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
@@ -141,14 +138,11 @@ def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto,
     if edited or any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
     join_softmax(graph)
-    turn_keys(graph)
     graph.cleanup().toposort()
-    candidates = find_candidates(graph)
-    merge_groups(graph, candidates)
-    graph.cleanup().toposort()
-    split_heads(graph, candidates)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
-        round_first(graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))})
+        load("rounded_attention").round_first(
+            graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))}
+        )
     part_from_rows(graph, find_candidates(graph))
     held = find_held(graph)  # which states the shapes of their caches
     return graph, export_inferred(graph.cleanup().toposort()), held

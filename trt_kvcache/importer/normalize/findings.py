@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.normalize.attention.bias import RelativeBias
-from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.evidence.samples import Sample
-from trt_kvcache.importer.plan import InterfaceChange, OriginalTensor, StateUpdate, TensorRole
+from trt_kvcache.importer.plan import Dim, InterfaceChange, OriginalTensor, StateUpdate, TensorRole
 from trt_kvcache.importer.planning.rounding import Rounding
 
 Array = npt.NDArray[Any]
+Sinks: TypeAlias = "gs.Tensor | Array"
+"""The logits ``[H]`` beside scores: a weight with as many elements, in whatever shape, or numbers."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +104,9 @@ class Core:
             are rounded; None: not. `scale` is before the former.
         turns: heads of the caches at which query heads take turns: head h reads head ``h % turns``; 0: those of a group
             are next to each other, as in ONNX's Attention.
+        query_is_flat: `query` has the same numbers in another shape, of which the editor makes `[B, Hq, S, D]`.
+        output_shape: the shape of `output` where it is another one: "batch" and "sequence" are those of the tokens, "?"
+            is what is left.
     """
 
     node: str
@@ -122,6 +126,8 @@ class Core:
     rounded_scores: Rounding | None = None
     rounded_weights: Rounding | None = None
     turns: int = 0
+    query_is_flat: bool = False
+    output_shape: tuple[Dim, ...] | None = None
 
 
 @dataclass(frozen=True)

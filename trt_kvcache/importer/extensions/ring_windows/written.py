@@ -18,7 +18,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter
-from trt_kvcache.importer.normalize.attention.mask_values import Masks
+from trt_kvcache.importer.normalize.attention.masks import Masks
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Visibility
 

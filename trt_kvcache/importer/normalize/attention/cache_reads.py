@@ -91,21 +91,25 @@ class CacheReads:
                 return data, 1 / number if is_op(node, "Div") else number
         return None
 
-    def read(self, name: str, tensor: gs.Tensor, write: Write, heads: int, *, transposed: bool) -> Read:
+    def read(
+        self, name: str, tensor: gs.Tensor, write: Write, lead: Sequence[int] | None, heads: int, *, transposed: bool
+    ) -> Read:
         """Guess how `tensor` is made of a cache: the cache is filled with numbers in one step.
+
+        Args:
+            name: of the attention, for messages.
+            tensor: keys or values, as a product reads them.
+            write: of the cache.
+            lead: axes of the product before its last two; None: an Attention node reads ``[B, N, T, D]``.
+            heads: of the queries.
+            transposed: the last two axes are ``D, T``.
 
         Raises:
             UnsupportedModelError: it is not the cache with repeated heads.
         """
         chain = self._chain(tensor)
         assert chain is not None
-        factor, sample, last = chain[1], self._small, self._samples.plain[-1]
-        whole = last.probe.shape(tensor.name)
-        if write.growing and whole is not None and (rows := whole[3 if transposed else 2]) != write.rows(last):
-            raise UnsupportedModelError(
-                f"'{name}' reads {rows} of the {write.rows(last)} rows of cache '{write.past.name}'; supported are "
-                "attentions over all rows, with a mask where they see fewer, or over those that hold tokens"
-            )
+        factor, sample = chain[1], self._small
         update = sample.probe.shape(write.update.name)
         if update is None:
             raise UnsupportedModelError(
@@ -124,21 +128,13 @@ class CacheReads:
         front = numbers[(slice(None),) * write.axis + (slice(sample.total),)]
         given = {t.name: numbers for t in _read(write)} | {t.name: front for t in write.fronts}
         made = sample.probe.given(given).value(tensor.name)
-        if made is not None and made.ndim == 4:
-            made = made.swapaxes(2, 3) if transposed else made
-            in_use = not write.growing and made.shape[2] == sample.total
-            major = _heads_major(front if in_use else numbers, write, made.shape[3])
-            if major is not None:
-                wanted = major.astype(np.float64) * factor
-                if heads % wanted.shape[1] == 0 and _is_repeated(made, wanted):
-                    return Read(factor, in_use, 0)
-                if made.shape[1] == heads and _is_repeated(made, wanted, in_turn=True):
-                    return Read(factor, in_use, int(wanted.shape[1]))
-                if any(_is_repeated(made, wanted[:, [head]]) for head in range(wanted.shape[1])):
-                    raise UnsupportedModelError(
-                        f"'{name}' attends to one head of the cache '{write.past.name}', which has {wanted.shape[1]}; "
-                        "supported is attention over all heads: multiply queries and keys of all heads at once"
-                    )
+        if made is not None and made.ndim > 2:
+            made = made.swapaxes(-1, -2) if transposed else made
+            in_use = not write.growing and made.shape[-2] == sample.total
+            major = _heads_major(front if in_use else numbers, write, made.shape[-1])
+            turns = None if major is None else _turns(made, major.astype(np.float64) * factor, lead, heads)
+            if turns is not None:
+                return Read(factor, in_use, turns)
         raise UnsupportedModelError(
             f"'{tensor.name}' of '{name}' is not cache '{write.past.name}' with its heads repeated"
             f"{' and transposed' if transposed else ''} (found "
@@ -167,11 +163,25 @@ def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
     return None
 
 
-def _is_repeated(made: Array, heads: Array, *, in_turn: bool = False) -> bool:
-    """Whether ``[B, k * N, ...]`` holds N heads k times: each by itself, or one after the other."""
-    times = made.shape[1] // heads.shape[1]  # an Attention node may leave the repetition to itself
-    wanted = np.tile(heads, (1, times, 1, 1)) if in_turn else np.repeat(heads, times, axis=1)
-    return made.shape == wanted.shape and np.allclose(made, wanted, rtol=4e-3, atol=0)
+def _turns(made: Array, cache: Array, lead: Sequence[int] | None, heads: int) -> int | None:
+    """In which order query heads share heads of a cache; None where `made` is not that cache, its heads repeated.
+
+    Args:
+        made: keys or values ``[..., T, D]`` of a product.
+        cache: ``[B, N, T, D]``.
+        lead: the axes of the product in place of ``...``; None: as they are.
+        heads: of the queries.
+    """
+    batch, count, *row = cache.shape
+    whole = np.broadcast_to(made, (*(made.shape[:-2] if lead is None else lead), *made.shape[-2:]))
+    each, rest = divmod(whole.size, cache.size or 1)
+    if rest or not each or heads % (each * count) or list(made.shape[-2:]) != row:
+        return None
+    if np.allclose(whole.reshape(batch, count, each, *row), cache[:, :, None], rtol=4e-3, atol=0):
+        return 0  # where queries of a group are rows of one product, too
+    in_turn = each * count == heads and np.allclose(whole.reshape(batch, each, *cache.shape[1:]), cache[:, None],
+                                                    rtol=4e-3, atol=0)  # fmt: skip
+    return count if in_turn else None
 
 
 def elem_type_of(tensor: gs.Tensor) -> int:

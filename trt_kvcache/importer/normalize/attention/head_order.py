@@ -16,9 +16,8 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import Emitter, dims
-from trt_kvcache.importer.normalize.attention.sinks import Sinks
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.findings import Core, Visibility
+from trt_kvcache.importer.normalize.findings import Core, Sinks, Visibility
 
 
 def in_groups(core: Core, canonical: Canonical) -> Core:

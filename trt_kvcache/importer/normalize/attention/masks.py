@@ -1,92 +1,320 @@
-"""Guess what a mask means, by its values: causal, a window, a bias, or the caller's own.
+"""Guess what is added to scores: a mask by lengths, the caller's own, a bias by distance, sinks.
 
-Exporters build masks from lengths in too many ways to match the operators. So the mask is evaluated in two steps and
-compared with templates. For query ``i`` of row ``b``, key row ``j``, P tokens in the cache and S new ones:
+Exporters build masks in too many ways to match the operators. So all products of queries and keys are given as 0: what
+a softmax reads then is what is added to its scores, and nothing else. It is seen in two steps and compared with
+templates. For query ``i`` of row ``b``, key row ``j``, P tokens in the cache and S new ones:
 
     causal    j <= P + i
     window    j > P + i - W, beside causal
     bounded   j < P + S only: every token sees every other
     own       exactly what the caller's mask over the rows of the cache says
 
-A mask of scores must be 0 where a key is visible and (nearly) the lowest number where it is not: a bias is no mask.
+A number that is the same for all keys of a query is nothing to a softmax. Up to such numbers, what is added is 0 where
+a key is visible and (nearly) the lowest number where it is not; or a bias, as T5 and BLOOM have it (`bias`). With one
+key more than there are, the last column holds sinks, as gpt-oss has them: a logit for each head, whose share of the
+softmax goes nowhere.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import is_op, producer
+from trt_kvcache.importer.graph import FLOATS, is_op, made_of_constants, producer
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.bias import RelativeBias, find_bias, find_slopes
-from trt_kvcache.importer.normalize.attention.mask_values import (
-    MaskKind,
-    Masks,
-    MaskUse,
-    hides_any,
-    is_biased,
-    is_low,
-)
+from trt_kvcache.importer.normalize.attention.bias import RelativeBias
+from trt_kvcache.importer.normalize.evidence.probe import Probe
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.findings import Visibility, Write
+from trt_kvcache.importer.normalize.findings import Sinks, Visibility, Write
 from trt_kvcache.importer.plan import OriginalRole
 
 Array = npt.NDArray[Any]
+_Given = tuple[str, str]  # the name of a tensor, and what its value is: see `ZeroScores`
+
+_HIDDEN = -1e3  # what is added to hidden scores is at most this: GPT-2's exporters add -1e4, others the lowest number
+_ULPS = 4  # by which a number may be off, of the largest
 
 
-def classify(
-    node: str,
-    uses: Sequence[MaskUse],
-    is_causal: bool,
-    graph: gs.Graph,
-    interface: Interface,
-    samples: Samples,
-    write: Write | None = None,
-    *,
-    sinks: bool = False,
-    in_use: bool = False,
-) -> Visibility:
+class ZeroScores:
+    """Steps of a model in which products of queries and keys are 0.
+
+    Equal layers are evaluated once: they are given the same zeros, in one step for all.
+
+    Args:
+        products: names of the products.
+    """
+
+    def __init__(self, products: Sequence[str] = ()) -> None:
+        self._products = products
+        self._steps: dict[Hashable, tuple[Sample, Probe]] = {}
+        self._zeros: dict[Hashable, Array] = {}
+
+    def value(self, sample: Sample, name: str, given: Sequence[_Given] = ()) -> Array | None:
+        """A tensor in a step; None where tokens take part in it.
+
+        Args:
+            sample: the step.
+            name: of the tensor.
+            given: other tensors that have a value: "zeros"; "places" (1, 2, 3, ...); "permuted" (their own numbers, in
+                another order of the last axis).
+        """
+        # Elementwise operators take one row of zeros for all heads, as large as the mask then makes it.
+        value = self._probe(sample, tuple(given), whole=False).value(name)
+        if value is None and self._products:
+            value = self._probe(sample, tuple(given), whole=True).value(name)
+        return value
+
+    def _probe(self, sample: Sample, given: tuple[_Given, ...], *, whole: bool) -> Probe:
+        key = (id(sample), given, whole)
+        if key not in self._steps:
+            values = {name: _filled(sample.probe, name, how) for name, how in given}
+            for name in self._products:
+                if shape := sample.probe.shape(name):
+                    sizes = shape if whole else (*(1 for _ in shape[:-2]), *shape[-2:])
+                    kind = _dtype(sample.probe, name)
+                    values[name] = self._zeros.setdefault((sizes, kind), np.zeros(sizes, kind))
+            self._steps[key] = (sample, sample.probe.given(values) if values else sample.probe)
+        return self._steps[key][1]
+
+
+def _dtype(probe: Probe, name: str) -> np.dtype[Any]:
+    return np.dtype(onnx.helper.tensor_dtype_to_np_dtype(probe.elem_type(name) or onnx.TensorProto.FLOAT))
+
+
+def _filled(probe: Probe, name: str, how: str) -> Array:
+    if how == "permuted":
+        value = probe.value(name)
+        assert value is not None
+        return np.random.default_rng(1).permuted(value, axis=-1)
+    shape = probe.shape(name) or ()
+    if how == "zeros":
+        return np.zeros(shape, _dtype(probe, name))
+    return np.arange(1, prod(shape) + 1, dtype=np.float32).reshape(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Masks:
+    """All that is added to the scores of one attention.
+
+    Attributes:
+        node: the attention's name, for messages.
+        tensor: what the softmax reads, or the mask of an operator; None: there is none.
+        scores: steps in which the scores are 0.
+        is_causal: the operator hides the keys after the query by itself: with `write`, ONNX Attention without a past,
+            aligned to the upper left corner; without, an operator that counts the past.
+        write: of the cache of keys; None: the operator holds it, and it grows.
+        in_use: of a cache of a fixed length, it reads the rows that hold tokens only.
+        has_sinks: there is one column more than there are keys.
+        product: the scores; None: `tensor` is a mask.
+        given: weights that are taken as 0.
+        slopes: float32 ``[H or 1]``, of `bias`, that are taken off; None: none.
+    """
+
+    node: str
+    tensor: gs.Tensor | None
+    scores: ZeroScores
+    is_causal: bool = False
+    write: Write | None = None
+    in_use: bool = False
+    has_sinks: bool = False
+    product: gs.Tensor | None = None
+    given: tuple[_Given, ...] = ()
+    slopes: Array | None = None
+
+    @property
+    def kept(self) -> int | None:
+        """Rows that the cache of keys is cut to; None: it is not cut."""
+        return None if self.write is None else self.write.kept
+
+    def rows(self, sample: Sample) -> int:
+        """The number of keys."""
+        if self.write is None or self.in_use:
+            return sample.total
+        if self.write.growing:
+            return self.write.rows(sample)
+        past = sample.probe.shape(self.write.past.name)
+        return sample.total if past is None else past[self.write.axis]
+
+    def added(self, sample: Sample, *given: _Given) -> Array:
+        """What is added to scores: float64 ``[B or 1, H or 1, S or 1, keys]``, with a column of sinks.
+
+        Raises:
+            UnsupportedModelError: tokens take part.
+        """
+        if self.tensor is None:
+            return np.zeros((1, 1, 1, 1))
+        value = self.scores.value(sample, self.tensor.name, (*self.given, *given))
+        if value is None:
+            raise UnsupportedModelError(
+                f"the mask of '{self.node}' cannot be evaluated from lengths and masks alone: "
+                f"{self._unknown(sample)} take part in it; supported are causal, padding and window masks, and the "
+                "caller's own"
+            )
+        numbers = np.where(value, 0.0, -np.inf) if value.dtype == np.bool_ else value.astype(np.float64)
+        if self.product is None:
+            return numbers[(None,) * (4 - numbers.ndim)]
+        batch = 1 if numbers.shape[0] == 1 else sample.batch
+        made: Array = numbers.reshape(batch, -1, sample.length, numbers.shape[-1])
+        return made
+
+    def level(self, sample: Sample) -> Array:
+        """The same for keys alone, with 0 for the key that it is largest for, unless it hides all."""
+        added = self.added(sample)
+        keys = added[..., :-1] if self.has_sinks else added
+        most = keys.max(axis=-1, keepdims=True, initial=-np.inf)
+        made: Array = keys - np.where(most > _HIDDEN, most, 0)
+        return made
+
+    def is_biased(self, sample: Sample) -> bool:
+        """Whether visible keys are told apart by what is added to their scores."""
+        level = self.level(sample)
+        return bool(np.any((level > _HIDDEN) & (level != 0)))
+
+    def visible(self, sample: Sample) -> Array:
+        """What the queries see: bool, broadcast to ``[B, 1 or H, S, keys]``; all tokens if the cache is cut.
+
+        Raises:
+            UnsupportedModelError: weights or tokens take part, the shapes do not fit, or there is a bias.
+        """
+        total = self.rows(sample)
+        level, allowed = self.level(sample), 0.0
+        if 1 < level.shape[-1] < total:  # ONNX's Attention hides the keys after a short mask
+            level = np.pad(level, [(0, 0)] * 3 + [(0, total - level.shape[-1])], constant_values=-np.inf)
+        if self.slopes is not None and self.tensor is not None:
+            own = sample.past + np.arange(sample.length)[:, None]
+            slope = self.slopes.astype(np.float64)[:, None, None] * (np.arange(level.shape[-1]) - own)
+            kind = _dtype(sample.probe, self.tensor.name)
+            step = np.finfo(kind).eps if kind.kind == "f" else 2**-7
+            level, allowed = level - slope, _ULPS * float(step * np.abs(slope).max())
+        visible = level > _HIDDEN
+        if np.any(visible & (np.abs(level) > allowed)):
+            raise UnsupportedModelError(
+                f"'{self.node}' adds numbers other than 0 and the lowest to its scores (a position bias, or a mask "
+                f"that adds more than {_HIDDEN:g}); supported are causal, padding and window masks, the caller's own, "
+                "and biases that only depend on the head and on the distance of query and key"
+            )
+        if self.kept is None:
+            total = max(total, visible.shape[-1])
+        try:
+            if self.is_causal:
+                visible = visible & np.tri(sample.length, total, sample.past if self.write is None else 0, dtype=bool)
+            shape = np.broadcast_shapes((sample.batch, 1, sample.length, total), visible.shape)
+            if 0 in shape:  # it would equal whatever it is compared with
+                raise ValueError
+        except ValueError:
+            raise UnsupportedModelError(
+                f"the mask of '{self.node}' has the shape {list(visible.shape)} in a step of {sample.length} tokens "
+                f"behind {sample.past}; supported are masks that broadcast to [B, heads, S, P + S]: here "
+                f"[{sample.batch}, heads, {sample.length}, {total}]"
+            ) from None
+        visible = self.in_order(np.broadcast_to(visible, shape), sample)
+        if self.kept is not None:  # the newest tokens: no query sees those that are cut off
+            visible = np.pad(visible, [(0, 0)] * 3 + [(sample.total - total, 0)])
+        return visible
+
+    def in_order(self, mask: Array, sample: Sample) -> Array:
+        """A mask over all keys with those of tokens first, in their order, before rows that hold nothing."""
+        room = None if self.write is None else self.write.room
+        if room is None or not mask.ndim or mask.shape[-1] != room + sample.length:
+            return mask
+        rows = np.arange(room + sample.length)
+        return mask[..., [*rows[: sample.past], *rows[room:], *rows[sample.past : room]]]
+
+    def _unknown(self, sample: Sample) -> str:
+        """What a tensor without a value is made of: inputs that only the caller knows, or else weights."""
+        names = {
+            str(tensor.name)
+            for tensor in self.made_of(sample)
+            if producer(tensor) is None and not isinstance(tensor, gs.Constant)
+        }
+        if not names:
+            return "weights (such as a learned position bias), or sizes that do not fit,"
+        return (
+            f"values of {', '.join(repr(name) for name in sorted(names))} (such as a mask that the text decides, or "
+            "images whose tokens see each other)"
+        )
+
+    def made_of(self, sample: Sample, *, all_of_it: bool = False) -> Iterator[gs.Tensor]:
+        """The tensors that what is added is made of, without the scores: those that have no value, or all."""
+        pending = [] if self.tensor is None else [self.tensor]
+        seen = {"" if self.product is None else self.product.name}
+        while pending:
+            tensor = pending.pop()
+            if tensor.name in seen or not (all_of_it or self.scores.value(sample, tensor.name, self.given) is None):
+                continue
+            seen.add(tensor.name)
+            yield tensor
+            node = producer(tensor)
+            pending += [] if node is None else node.inputs
+
+
+def sinks_of(masks: Masks, heads: int, samples: Samples) -> Sinks:
+    """Guess the logit of each head that stands beside the scores.
+
+    Args:
+        masks: with sinks.
+        heads: of the queries.
+        samples: of the model as exported.
+
+    Raises:
+        UnsupportedModelError: there are no numbers that do not depend on the text.
+    """
+    sample, name = samples.plain[0], "" if masks.tensor is None else str(masks.tensor.name)
+
+    def seen(*given: _Given) -> Array | None:
+        if masks.scores.value(sample, name, given) is None:
+            return None
+        added = replace(masks, given=()).added(sample, *given)[0, :, -1]
+        return np.broadcast_to(added[:, -1] - added[:, :-1].max(axis=-1), heads)
+
+    for tensor in masks.made_of(sample, all_of_it=True):
+        if isinstance(tensor, gs.Constant) and prod(tensor.shape) == heads:
+            column = seen((str(tensor.name), "places"))
+            if column is not None and np.array_equal(column, np.arange(1, heads + 1)):
+                return tensor
+    if (column := seen()) is None:
+        raise UnsupportedModelError(
+            f"the column beside the scores of '{masks.node}' is no sink (no value); supported is one logit for each "
+            "head, a weight or a constant, that does not depend on the text"
+        )
+    return column.astype(np.float32)
+
+
+def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Samples) -> Visibility:
     """Guess which keys the queries of one attention see.
 
     Args:
-        node: its name, for messages.
-        uses: all of its masks.
-        is_causal: the operator hides the keys after the query by itself (see `Masks`).
+        masks: all that is added to its scores.
         graph: of the model as exported.
         interface: of the model as exported.
         samples: of it.
-        write: of the cache of keys; None: the operator holds it, and it grows.
-        in_use: it reads the rows of a cache of a fixed length that hold tokens only.
-        sinks: logits stand beside the scores, so that a number added to all scores of a row counts.
 
     Raises:
         UnsupportedModelError: the mask is none of the templates.
     """
-    rest, bias, slopes = _split_bias(node, uses, samples, sinks=sinks)
-    masks = Masks(node, tuple(rest), is_causal, write, in_use)
+    masks, bias = _without_bias(masks, samples)
     own = _find_own(masks, graph, interface, samples)
     if own is None:
-        return _in_ring(masks, replace(_template(masks, samples), bias=bias, slopes=slopes), samples)
-    if bias is not None or slopes is not None:
+        found = replace(_template(masks, samples), bias=bias, slopes=masks.slopes)
+        if masks.write is None or not masks.write.circular:
+            return found
+        made: Visibility = load("ring_windows").check_ring(masks, found, samples)
+        return made
+    if bias is not None or masks.slopes is not None:
         raise UnsupportedModelError(
-            f"'{node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one of both"
+            f"'{masks.node}' has a relative position bias beside the caller's own mask '{own.name}'; supported is one "
+            "of both"
         )
     return _own(masks, own, samples)
-
-
-def _in_ring(masks: Masks, visibility: Visibility, samples: Samples) -> Visibility:
-    """The same over a circular cache, whose rows are not in the order of the tokens after its end."""
-    if masks.write is None or not masks.write.circular:
-        return visibility
-    made: Visibility = load("ring_windows").check_ring(masks, visibility, samples)
-    return made
 
 
 def check_bias(node: str, visibility: Visibility) -> Visibility:
@@ -128,14 +356,11 @@ def _find_own(masks: Masks, graph: gs.Graph, interface: Interface, samples: Samp
         UnsupportedModelError: those of several do.
     """
     sample = samples.plain[0]
-    found: list[str] = []
-    for tensor in interface.of(OriginalRole.MASK):
-        value = sample.probe.value(tensor.name)
-        assert value is not None
-        changed = sample.probe.given({tensor.name: np.random.default_rng(1).permuted(value, axis=-1)})
-        pairs = [(sample.probe.value(name), changed.value(name)) for name in masks.names]
-        if any(x is not None and y is not None and not np.array_equal(x, y) for x, y in pairs):
-            found.append(tensor.name)
+    found = [
+        tensor.name
+        for tensor in interface.of(OriginalRole.MASK)
+        if not np.array_equal(masks.added(sample, (tensor.name, "permuted")), masks.added(sample))
+    ]
     if len(found) > 1:
         raise UnsupportedModelError(
             f"the mask of '{masks.node}' is made of several inputs ({', '.join(found)}); supported is one mask of the "
@@ -174,43 +399,62 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
     return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
 
 
-def _split_bias(
-    node: str, uses: Sequence[MaskUse], samples: Samples, *, sinks: bool
-) -> tuple[list[MaskUse], RelativeBias | None, Array | None]:
-    """Tell position biases from masks: relative ones and slopes. Sums are taken apart."""
-    left: list[MaskUse] = []
-    biases: list[RelativeBias] = []
-    slopes: Array | None = None
-    pending = list(uses)
-    while pending:
-        use = pending.pop(0)
-        maker = producer(use.tensor)
-        biased = use.kind is MaskKind.ADDED and is_biased(samples.plain[0].probe.value(use.tensor.name))
-        if biased and maker is not None and is_op(maker, "Add"):
-            pending += [replace(use, tensor=tensor) for tensor in maker.inputs]
-        elif biased and maker is not None and is_op(maker, "Where") and (parts := _parts(maker, samples)) is not None:
-            pending += [replace(part, factor=use.factor) for part in parts]
-        elif biased and (found := find_slopes(use.tensor, samples, shifted=not sinks)) is not None:
-            slopes = found * np.float32(use.factor) + (0 if slopes is None else slopes)
-            if hides_any(samples.plain[0].probe.value(use.tensor.name)):
-                left.append(replace(use, factor=1.0, slanted=True))
-        elif biased and use.factor == 1 and (bias := find_bias(node, use.tensor, samples)) is not None:
-            biases.append(bias)
-        else:
-            left.append(use)
-    if len(biases) + (slopes is not None) > 1:
-        raise UnsupportedModelError(f"'{node}' adds several position biases to its scores; supported is one")
-    return left, biases[0] if biases else None, slopes
+def _without_bias(masks: Masks, samples: Samples) -> tuple[Masks, RelativeBias | None]:
+    """The masks without a bias by distance; and the bias, if a table has it. Slopes stay with the masks."""
+    sample = samples.plain[0]
+    if masks.tensor is None:
+        return masks, None
+    name = str(masks.tensor.name)
+    known = masks.scores.value(sample, name) is not None
+    if known and not masks.is_biased(sample):
+        return masks, None
+    tables: dict[str, gs.Tensor] = {}
+    unknown: set[str] = set()
+    for tensor in masks.made_of(sample, all_of_it=known):
+        node = producer(tensor)
+        if node is not None and is_op(node, "Gather") and made_of_constants(node.inputs[0]):
+            table = node.inputs[0]
+            shape, kind = sample.probe.shape(table.name), sample.probe.elem_type(table.name)
+            if kind in FLOATS and len(shape or ()) == 2 and not made_of_constants(node.inputs[1]):
+                tables[str(table.name)] = table
+        elif not known and made_of_constants(tensor) and sample.probe.elem_type(tensor.name) in FLOATS:
+            unknown.add(str(tensor.name))
+    masks = replace(masks, given=tuple((name, "zeros") for name in sorted({*tables, *unknown})))
+    slopes = None
+    if masks.scores.value(sample, name, masks.given) is not None and masks.is_biased(sample):
+        slopes = _find_slopes(masks, samples)
+    if len(tables) + (slopes is not None) > 1:
+        raise UnsupportedModelError(f"'{masks.node}' adds several position biases to its scores; supported is one")
+    bias = _read_table(masks, next(iter(tables.values())), samples) if tables else None
+    return replace(masks, slopes=slopes), bias
 
 
-def _parts(where: gs.Node, samples: Samples) -> list[MaskUse] | None:
-    """The mask and the bias of ``Where(visible, bias, lowest)`` or ``Where(hidden, lowest, bias)``."""
-    condition, yes, no = where.inputs
-    for kind, bias, tensor in ((MaskKind.VISIBLE, yes, no), (MaskKind.HIDDEN, no, yes)):
-        low = samples.plain[0].probe.value(tensor.name)
-        if low is not None and is_low(low) and not is_low(samples.plain[0].probe.value(bias.name)):
-            return [MaskUse(condition, kind, lowest=float(low.max())), MaskUse(bias, MaskKind.ADDED)]
-    return None
+def _read_table(masks: Masks, table: gs.Tensor, samples: Samples) -> RelativeBias:
+    """The bias of a weight ``[buckets, H]``: each place has a number of its own, and arrives where it is added."""
+    last = samples.plain[-1]
+    heads = (last.probe.shape(table.name) or (1, 1))[1]
+    given = tuple(pair for pair in masks.given if pair[0] != table.name)
+    zero, places = masks.added(last), replace(masks, given=given).added(last, (str(table.name), "places"))
+    found = (places - zero)[..., : last.total]
+    if found.shape[1] != heads or found.shape[3] < last.total or not np.isfinite(found[0, 0, -1]).all():
+        raise UnsupportedModelError(
+            f"what is added to the scores of '{masks.node}' looks up the weight '{table.name}' and is no bias that "
+            "only depends on the head and on the distance of query and key; supported are relative position biases"
+        )
+    buckets = ((found[0, 0, -1] - 1) // heads).astype(np.int64)  # of the farthest key to the query's own
+    return RelativeBias(table, buckets, last.probe.elem_type(table.name) or 1)
+
+
+def _find_slopes(masks: Masks, samples: Samples) -> Array | None:
+    """By how much what is added grows with each key: float32 ``[H or 1]``; None where it is too short to see."""
+    last = samples.plain[-1]
+    rows = masks.added(last)[0, :, -1, : last.total]
+    if rows.shape[-1] < max(2, last.total):
+        return None
+    nearest = np.minimum(np.argmin(np.abs(rows), axis=1), last.total - 2)[:, None]  # where numbers are most exact
+    here, after = (np.take_along_axis(rows, nearest + step, axis=1)[:, 0] for step in (0, 1))
+    slopes: Array = (after - here).astype(np.float32)
+    return slopes
 
 
 def _unknown(masks: Masks, sample: Sample, visible: Array) -> str:

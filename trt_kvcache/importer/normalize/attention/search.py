@@ -1,53 +1,74 @@
-"""Find attention over caches, decomposed or as an Attention node.
+"""Find attention over caches: from a Softmax to the caches of keys and values, or as an Attention node.
 
     K ── repeat_kv, Transpose, Mul ─┐
     Q ──────────────────────────── MatMul ── Mul, softcap, Add(mask) ── Softmax ── MatMul ── output
     V ── repeat_kv ───────────────────────────────────────────────────────────────┘
 
-becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. What lies between a cache and its
-MatMul is read by `cache_reads`. Beside the scores may stand sinks: see `sinks`.
+becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. Scores have rows in the order of
+batch, query head and token, and a number for each key: ``[B, H, S, T]``, ``[B * H, S, T]``, ``[B, N, G, S, T]`` and
+``[B, N, G * S, T]`` hold the same numbers in the same order. So no form is matched: queries and results are reshaped to
+``[B, H, S, D]``. How caches are read is seen by numbers (`cache_reads`), as is what is added to scores (`masks`).
+Everything here is a guess that the check decides.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
 
 import numpy as np
-import numpy.typing as npt
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
-from trt_kvcache.importer.normalize.attention.guards import unguarded
-from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse, is_low
-from trt_kvcache.importer.normalize.attention.masks import check_bias, classify
-from trt_kvcache.importer.normalize.attention.merged_heads import after_reshapes, before_reshapes, before_spread
-from trt_kvcache.importer.normalize.attention.rounded import masked_already, read_pair
-from trt_kvcache.importer.normalize.attention.sinks import Sinks, drops_sink, joined, peeled, read_sinks
+from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, check_bias, classify, sinks_of
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.findings import Core, Write
-from trt_kvcache.importer.normalize.views import is_float_cast
+from trt_kvcache.importer.normalize.findings import Core, Sinks, Visibility, Write
+from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.rounding import Rounding
 
-Array = npt.NDArray[Any]
+
+@dataclass(frozen=True, eq=False)
+class _Site:
+    """One attention, as operators.
+
+    Attributes:
+        node: the Softmax, or the Attention.
+        query, keys, values, output: what the products read and make.
+        key, value: the caches that `keys` and `values` are made of.
+        scale, softcap: of the scores.
+        rounding, weights: how scores, and what the softmax makes of them, are rounded.
+        added: what is added to the scores: what the Softmax reads, or the mask of an Attention; None: nothing.
+        product: the scores; None: those of an Attention.
+    """
+
+    node: gs.Node
+    query: gs.Tensor
+    keys: gs.Tensor
+    values: gs.Tensor
+    output: gs.Tensor
+    key: Write
+    value: Write
+    scale: float
+    softcap: float
+    added: gs.Tensor | None
+    product: gs.Tensor | None = None
+    rounding: Rounding | None = None
+    weights: Rounding | None = None
 
 
 @dataclass
-class _Scores:
-    """What lies between the first MatMul and the softmax."""
+class _Scale:
+    """What is done to scores before the softmax, beside masks."""
 
-    matmul: gs.Node
-    scale: float
-    softcap: float
-    masks: list[MaskUse]
-    column: gs.Tensor | None = None  # of sinks, beside the scores
-    rounding: Rounding | None = None  # of scores that are not masked or capped yet,
-    before: float = 1.0  # and what scales them before it
-    rounded_weights: Rounding | None = None
+    scale: float = 1.0
+    softcap: float = 0.0
+    rounding: Rounding | None = None
+    before: list[float] = field(default_factory=list)
 
 
 def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
@@ -57,17 +78,9 @@ def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, s
         UnsupportedModelError: an attention over a cache is not what is supported; see `masks.classify` too.
     """
     finder = _Finder(graph, writes, interface, samples)
-    cores: list[Core] = []
-    for node in graph.nodes:
-        if is_op(node, "Softmax"):
-            core = finder.decomposed(node)
-        elif is_op(node, "Attention") and input_or_none(node, 4) is None and input_or_none(node, 5) is None:
-            core = finder.fused(node)
-        else:
-            continue
-        if core is not None:
-            cores.append(core)
-    return tuple(cores)
+    sites = [site for node in graph.nodes if (site := finder.site(node)) is not None]
+    zero = ZeroScores([site.product.name for site in sites if site.product is not None])
+    return tuple(finder.core(site, zero) for site in sites)
 
 
 class _Finder:
@@ -78,53 +91,87 @@ class _Finder:
         self._small = smallest(samples)
         self._caches = CacheReads(writes, samples)
 
-    def decomposed(self, softmax: gs.Node) -> Core | None:
-        """The attention around a Softmax, or None if no cache takes part."""
-        scores = self._beside_sinks(softmax)
-        if scores is None:
+    def site(self, node: gs.Node) -> _Site | None:
+        """The attention that a node is part of, or None."""
+        if is_op(node, "Softmax"):
+            return self._decomposed(node)
+        if is_op(node, "Attention") and input_or_none(node, 4) is None and input_or_none(node, 5) is None:
+            return self._fused(node)
+        return None
+
+    def _decomposed(self, softmax: gs.Node) -> _Site | None:
+        shape = self._shape(softmax.inputs[0])
+        before = self._path(softmax.inputs[0], shape, lambda node: node.inputs, lambda t: [producer(t)])
+        if not before:
             return None
-        key = self._caches.behind(scores.matmul.inputs[1])
-        query = scores.matmul.inputs[0]
+        product, between = before[-1], before[-2::-1]
+        key = self._caches.behind(product.inputs[1])
+        after = self._path(softmax.outputs[0], shape, lambda node: node.outputs, consumers)
+        value = self._caches.behind(after[-1].inputs[1]) if after else None
         assert key is not None
-        if scores.softcap < 0:  # nothing scales what Tanh gives
-            scores.softcap = 1.0
-        if not _last_axis(softmax, self._small):
-            raise UnsupportedModelError(
-                f"'{softmax.name}' over the scores of cache '{key.past.name}' is not over the keys"
-            )
-        product = self._product(softmax.outputs[0], scores, sinks=scores.column is not None)
-        value = self._caches.behind(product.inputs[1]) if product is not None else None
-        if (product is None or value is None) and scores.column is not None:
-            raise UnsupportedModelError(
-                f"'{softmax.name}' is over the scores of cache '{key.past.name}' and '{scores.column.name}' beside "
-                "them, and what it makes of them does not go without its last column to one MatMul with a cache of "
-                "values; supported are sinks: a last column that is dropped behind the softmax"
-            )
-        if product is None or value is None:
+        if value is None:
             raise UnsupportedModelError(
                 f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul with "
                 "a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
-        keys, values, output = scores.matmul.inputs[1], product.inputs[1], product.outputs[0]
-        name = softmax.name
-        return self._core(name, keys, values, query, output, key, value, scores, transposed=True, is_causal=False)
+        scale = self._scale(between)
+        pairs = [pair for node in after if (pair := _rounding(node, "what the softmax makes of scores")) is not None]
+        return _Site(
+            softmax, product.inputs[0], product.inputs[1], after[-1].inputs[1], after[-1].outputs[0], key, value,
+            prod(scale.before) if scale.rounding is not None else scale.scale, scale.softcap,
+            softmax.inputs[0], product.outputs[0],
+            None if scale.rounding is None else replace(scale.rounding, factor=scale.scale),
+            pairs[0] if pairs else None,
+        )  # fmt: skip
 
-    def _beside_sinks(self, softmax: gs.Node) -> _Scores | None:
-        """The scores that a softmax is over, with the sinks beside them."""
-        join = joined(softmax.inputs[0], self._samples)
-        if join is None:
-            return self._scores(peeled(softmax.inputs[0], self._samples))
-        scores = self._scores(join.inputs[0])
-        if scores is not None:
-            scores.column = join.inputs[1]
-        elif (other := self._scores(join.inputs[1])) is not None:
-            raise UnsupportedModelError(
-                f"'{join.inputs[0].name}' stands before the scores of '{other.matmul.name}' in '{softmax.name}'; "
-                "supported are sinks behind them, as the last column"
-            )
-        return scores
+    def _path(
+        self,
+        start: gs.Tensor,
+        shape: Sequence[int],
+        after: Callable[[gs.Node], Iterable[gs.Tensor]],
+        nodes: Callable[[gs.Tensor], Iterable[gs.Node | None]],
+    ) -> list[gs.Node]:
+        """The nodes between a softmax and a product with a cache, with the product; none if there is no product.
 
-    def fused(self, node: gs.Node) -> Core | None:
+        All that is between has as many rows as the softmax, and as many keys: or one less, without sinks.
+        """
+        pending: list[tuple[gs.Tensor, tuple[gs.Node, ...]]] = [(start, ())]
+        seen: set[str] = set()
+        while pending:
+            tensor, path = pending.pop()
+            sizes = self._shape(tensor)
+            if tensor.name in seen or not sizes or prod(sizes[:-1]) != prod(shape[:-1]):
+                continue
+            if shape[-1] - sizes[-1] not in (0, 1):
+                continue
+            seen.add(tensor.name)
+            for node in nodes(tensor):
+                if node is not None and is_op(node, "MatMul"):
+                    if (tensor is start or node.inputs[1] is not tensor) and self._caches.behind(node.inputs[1]):
+                        return [*path, node]
+                elif node is not None:
+                    pending += [(t, (*path, node)) for t in reversed(list(after(node)))]
+        return []
+
+    def _scale(self, between: Sequence[gs.Node]) -> _Scale:
+        """The factors of scores, and what caps and rounds these, in the order of nodes."""
+        made = _Scale()
+        for node in between:
+            pair = self._caches.factor(node) if is_op(node, "Mul", "Div") else None
+            if pair is not None and made.softcap:  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
+                made.softcap *= pair[1]
+            if pair is not None:
+                made.scale *= pair[1]
+            if is_op(node, "Tanh"):
+                made.softcap = 1.0
+            if (rounds := _rounding(node, "scores")) is not None:
+                if made.softcap:  # the check takes both orders for the same, up to what is rounded
+                    raise UnsupportedModelError(f"'{node.name}' rounds scores that are capped already")
+                made.before.append(made.scale)
+                made.scale, made.rounding = 1.0, rounds
+        return made
+
+    def _fused(self, node: gs.Node) -> _Site | None:
         """An Attention node over caches, or None."""
         key, value = self._caches.behind(node.inputs[1]), self._caches.behind(node.inputs[2])
         if key is None and value is None:
@@ -142,42 +189,25 @@ class _Finder:
             raise UnsupportedModelError(
                 f"Attention '{node.name}' has a window and no past: export the mask as an input"
             )
-        size = (self._small.probe.shape(node.inputs[0].name) or (1,))[-1]  # `_core` refuses queries without a shape
-        scale = float(node.attrs.get("scale", size**-0.5))
-        mask = input_or_none(node, 3)
-        scores = _Scores(node, scale, float(node.attrs.get("softcap", 0.0)), [])
-        if mask is not None:
-            scores.masks.append(MaskUse(mask, MaskKind.ADDED))
         query, keys, values = node.inputs[:3]
-        output, causal = node.outputs[0], bool(node.attrs.get("is_causal", 0))
-        return self._core(
-            node.name, keys, values, query, output, key, value, scores, transposed=False, is_causal=causal
-        )
+        size = (self._shape(query) or (1,))[-1]  # `core` refuses queries without a shape
+        scale = float(node.attrs.get("scale", size**-0.5))
+        softcap = float(node.attrs.get("softcap", 0.0))
+        return _Site(node, query, keys, values, node.outputs[0], key, value, scale, softcap, input_or_none(node, 3))
 
-    def _core(
-        self,
-        name: str,
-        keys: gs.Tensor,
-        values: gs.Tensor,
-        query: gs.Tensor,
-        output: gs.Tensor,
-        key: Write,
-        value: Write,
-        scores: _Scores,
-        *,
-        transposed: bool,
-        is_causal: bool,
-    ) -> Core:
-        query = before_reshapes(query, self._samples)
-        shape = self._small.probe.shape(query.name)
-        if shape is None or len(shape) != 4:
-            raise UnsupportedModelError(
-                f"the query '{query.name}' of '{name}' has the shape {list(shape or ())}; supported is [B, heads, "
-                "S, head size]"
-            )
-        self._check_queries(name, query)
-        read = self._caches.read(name, keys, key, shape[1], transposed=transposed)
-        read_values = self._caches.read(name, values, value, shape[1], transposed=False)
+    def core(self, site: _Site, zero: ZeroScores) -> Core:
+        """The attention of a site.
+
+        Raises:
+            UnsupportedModelError: it is not what is supported.
+        """
+        name, key, value, sample = site.node.name, site.key, site.value, self._small
+        heads, size = self._heads(site.query, sample)
+        query, query_shape = self._split(site.query, heads, size, _earlier)
+        made = [self._shape(t) for t in (site.output, site.product or site.query)]
+        lead = made[1][:-2] if site.product is not None else None
+        read = self._caches.read(name, site.keys, key, lead, heads, transposed=site.product is not None)
+        read_values = self._caches.read(name, site.values, value, lead, heads, transposed=False)
         if read.turns != read_values.turns:
             raise UnsupportedModelError(
                 f"the query heads of '{name}' share heads of keys and of values in another order; supported is the "
@@ -188,175 +218,98 @@ class _Finder:
             raise UnsupportedModelError(
                 f"'{name}' keeps {kept[0]} rows of its keys and {kept[1]} of its values; supported are as many of both"
             )
-        sinks: Sinks | None = None
-        if scores.column is not None:
-            sinks = read_sinks(name, scores.column, shape[1], self._samples)
         if abs(read_values.scale - 1) > 1e-6:
             raise UnsupportedModelError(
                 f"the values of '{name}' are scaled by {read_values.scale}; supported are values as they are"
             )
-        rounding, scale = scores.rounding, scores.scale * read.scale
-        if rounding is not None:
-            rounding, scale = replace(rounding, factor=scores.scale), scores.before * read.scale
-        graph, interface, samples = self._graph, self._interface, self._samples
-        beside = scores.column is not None
-        visibility = classify(
-            name, scores.masks, is_causal, graph, interface, samples, key, sinks=beside, in_use=read.in_use
-        )
-        check_bias(name, visibility)
-        output = unguarded(output, visibility, self._samples)
-        sizes = self._small.probe.shape(output.name)
-        if sizes is None or len(sizes) != 4:
-            raise UnsupportedModelError(f"the shape of '{output.name}', the result of attention '{name}', is unknown")
-        query_type, output_type = (
-            self._small.probe.elem_type(t.name) or elem_type_of(key.past) for t in (query, output)
-        )
-        return Core(name, output, query, key, value, scale, scores.softcap, visibility,
-                    shape[1], shape[3], sizes[3], query_type, output_type, sinks, rounding,
-                    scores.rounded_weights, read.turns)  # fmt: skip
+        keys = made[1][-1] if site.product is not None else 0
+        has_sinks = site.added is not None and keys > 0 and self._shape(site.added)[-1] > keys
+        causal = site.product is None and bool(site.node.attrs.get("is_causal", 0))
+        masks = Masks(name, site.added, zero, causal, key, read.in_use, has_sinks, product=site.product)
+        visibility = check_bias(name, classify(masks, self._graph, self._interface, self._samples))
+        sinks: Sinks | None = sinks_of(masks, heads, self._samples) if has_sinks else None
+        output = unguarded(site.output, visibility, self._samples)
+        output, output_shape = self._split(output, heads, (made[0] or (0,))[-1], _later)
+        query_type, output_type = (sample.probe.elem_type(t.name) or elem_type_of(key.past) for t in (query, output))
+        return Core(
+            name, output, query, key, value, site.scale * read.scale, site.softcap, visibility,
+            heads, size, (made[0] or (0,))[-1], query_type, output_type, sinks, site.rounding, site.weights, read.turns,
+            query_shape is not None, output_shape,
+        )  # fmt: skip
 
-    def _check_queries(self, name: str, query: gs.Tensor) -> None:
-        """Refuse queries that are not one for each new token of each sequence."""
-        shape, sample = self._small.probe.shape(query.name), self._small
-        if shape is not None and (shape[0], shape[2]) != (sample.batch, sample.length):
+    def _heads(self, query: gs.Tensor, sample: Sample) -> tuple[int, int]:
+        """Number and size of the heads of queries."""
+        shape = self._shape(query)
+        heads, rest = divmod(prod(shape), sample.batch * sample.length * (shape or (1,))[-1] or 1)
+        if rest or not heads or len(shape) < 3:
             raise UnsupportedModelError(
-                f"the query '{query.name}' of '{name}' has the shape {list(shape)} in a step of {sample.length} "
-                f"tokens of {sample.batch} sequences; supported is [B, heads, S, head size]: split queries into "
-                "[B, key heads, group, S, head size] where several heads share one of keys"
+                f"the query '{query.name}' has the shape {list(shape)} in a step of {sample.length} tokens of "
+                f"{sample.batch} sequences; supported is [B, heads, S, head size]"
             )
+        return heads, shape[-1]
 
-    def _scores(self, tensor: gs.Tensor) -> _Scores | None:
-        """Walk back from the softmax to the MatMul of queries and keys; None if there is none over a cache."""
-        node = producer(tensor)
-        if node is None:
-            return None
-        if is_op(node, "MatMul"):
-            return _Scores(node, 1.0, 0.0, []) if self._caches.behind(node.inputs[1]) is not None else None
-        if is_op(node, "Identity") or is_float_cast(node):
-            return self._scores(node.inputs[0])
-        if is_op(node, "Reshape"):
-            before = before_reshapes(tensor, self._samples)
-            return None if before is tensor else self._scores(before)
-        if is_op(node, "Mul", "Div"):
-            return self._scaled(node)
-        if is_op(node, "DequantizeLinear"):
-            return self._rounded(node)
-        if is_op(node, "Tanh"):
-            if (scores := self._scores(node.inputs[0])) is not None:
-                if scores.masks or scores.softcap:
-                    raise UnsupportedModelError(f"'{node.name}' caps scores that are masked or capped already")
-                scores.softcap = -1.0  # the cap is the factor that follows
-            return scores
-        if is_op(node, "Add"):
-            return self._masked(node.inputs[0], node.inputs[1], MaskKind.ADDED) or self._masked(
-                node.inputs[1], node.inputs[0], MaskKind.ADDED
-            )
-        if is_op(node, "Where"):
-            condition, yes, no = node.inputs
-            for lowest, seen, kind in ((no, yes, MaskKind.VISIBLE), (yes, no, MaskKind.HIDDEN)):
-                low = self._small.probe.value(lowest.name)
-                if is_low(low) and (scores := self._masked(seen, condition, kind)) is not None:
-                    scores.masks[-1] = replace(scores.masks[-1], lowest=_largest(low))
-                    return scores
-        if is_op(node, "Max") and len(node.inputs) == 2:
-            floor = self._small.probe.value(node.inputs[1].name)
-            scores = self._scores(node.inputs[0]) if is_low(floor) else None
-            if scores is not None:
-                scores.masks = [replace(use, lowest=max(use.lowest, _largest(floor))) for use in scores.masks]
-            return scores
-        return None
-
-    def _rounded(self, node: gs.Node) -> _Scores | None:
-        pair = read_pair(node, "scores")
-        scores = self._scores(pair[0]) if pair is not None else None
-        if pair is None or scores is None:
-            return None
-        if scores.masks:
-            raise masked_already(node)
-        if scores.softcap or scores.rounding is not None:
-            what = "capped" if scores.softcap else "rounded"
-            raise UnsupportedModelError(f"'{node.name}' rounds scores that are {what} already")
-        scores.before, scores.scale, scores.rounding = scores.scale, 1.0, pair[1]
-        return scores
-
-    def _masked(self, scores: gs.Tensor, mask: gs.Tensor, kind: MaskKind) -> _Scores | None:
-        found = self._scores(scores)
+    def _split(
+        self, tensor: gs.Tensor, heads: int, size: int, step: Callable[[gs.Tensor], gs.Tensor | None]
+    ) -> tuple[gs.Tensor, tuple[Dim, ...] | None]:
+        """A tensor that is ``[B, heads, S, size]``, up to Reshapes; or as it is, and its shape for the editor."""
+        found: gs.Tensor | None = None
+        other: gs.Tensor | None = tensor
+        while other is not None:
+            shapes = [sample.probe.shape(other.name) for sample in self._samples.few]
+            if shapes == [(sample.batch, heads, sample.length, size) for sample in self._samples.few]:
+                found = other
+                if step is _later:
+                    break
+            other = step(other)
         if found is not None:
-            found.masks.append(MaskUse(before_spread(mask, self._samples), kind))
-        return found
+            return found, None
+        shapes = [sample.probe.shape(tensor.name) for sample in self._samples.few]
+        if shapes[0] is None or shapes[1] is None or len(shapes[0]) != len(shapes[1]):
+            raise UnsupportedModelError(f"the shape of '{tensor.name}', which attention reads or makes, is unknown")
+        first, last = self._samples.few
+        form: list[Dim] = []
+        for one, two in zip(*shapes, strict=True):
+            if one == two:
+                form.append(one)
+            elif (one, two) in ((first.batch, last.batch), (first.length, last.length)):
+                form.append("batch" if (one, two) == (first.batch, last.batch) and not form else "sequence")
+            else:
+                form.append("?")
+        return tensor, tuple(form)
 
-    def _scaled(self, node: gs.Node) -> _Scores | None:
-        pair = self._caches.factor(node)
-        scores = self._scores(pair[0]) if pair is not None else None
-        if pair is None or scores is None:
-            return None
-        if pair[1] <= 0:
-            raise UnsupportedModelError(f"'{node.name}' scales scores by {pair[1]:g}; supported are factors above 0")
-        if scores.softcap < 0:  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
-            scores.softcap = pair[1]
-        elif scores.softcap:
-            raise UnsupportedModelError(f"'{node.name}' scales scores that are capped already")
-        scores.masks = [replace(use, factor=use.factor * pair[1]) for use in scores.masks]
-        scores.scale *= pair[1]
-        return scores
+    def _shape(self, tensor: gs.Tensor) -> tuple[int, ...]:
+        return self._small.probe.shape(tensor.name) or ()
 
-    def _product(self, probabilities: gs.Tensor, scores: _Scores, *, sinks: bool) -> gs.Node | None:
-        """The MatMul that the probabilities go to, without that of the sinks if there are `sinks`.
 
-        Rounding is added to `scores`.
-        """
-        tensor = probabilities
-        for _ in range(8):
-            readers = [n for n in consumers(tensor) if not is_op(n, "Shape") and not _asks_for_nan(n)]
-            if len(readers) != 1:
-                return None
-            node = readers[0]
-            if is_op(node, "MatMul") and node.inputs[0] is tensor:
-                return None if sinks else node
-            if sinks and is_op(node, "Slice") and node.inputs[0] is tensor and drops_sink(node, self._samples):
-                sinks, tensor = False, node.outputs[0]
-                continue
-            if is_op(node, "Reshape"):
-                before, tensor = tensor, after_reshapes(tensor, self._samples)
-                if tensor is before:
-                    return None
-                continue
-            if is_op(node, "QuantizeLinear") and len(consumers(node.outputs[0])) == 1:
-                pair = read_pair(behind := consumers(node.outputs[0])[0], "what the softmax makes of scores")
-                if pair is None or scores.rounded_weights is not None:
-                    return None
-                scores.rounded_weights, tensor = pair[1], behind.outputs[0]
-                continue
-            guarded = is_op(node, "Where") and node.inputs[2] is tensor and _is_nan_of(node.inputs[0], tensor)
-            if not guarded and not is_op(node, "Identity", "Dropout") and not is_float_cast(node):
-                return None
-            tensor = node.outputs[0]
+def _rounding(node: gs.Node, what: str) -> Rounding | None:
+    """How a DequantizeLinear, after a QuantizeLinear, rounds scores or weights; None where a node does not."""
+    if not is_op(node, "DequantizeLinear"):
         return None
+    pair = load("rounded_attention").read_pair(node, what)
+    return None if pair is None else pair[1]
 
 
-def _largest(low: Array | None) -> float:
-    return -np.inf if low is None else float(low.max())
+def _earlier(tensor: gs.Tensor) -> gs.Tensor | None:
+    """What a Reshape makes a tensor of."""
+    node = producer(tensor)
+    return node.inputs[0] if node is not None and is_op(node, "Reshape", "Squeeze", "Unsqueeze") else None
 
 
-def _is_nan_of(condition: gs.Tensor, tensor: gs.Tensor) -> bool:
-    node = producer(condition)
-    return node is not None and is_op(node, "IsNaN") and _before_casts(node.inputs[0]) is _before_casts(tensor)
+def _later(tensor: gs.Tensor) -> gs.Tensor | None:
+    """What a Reshape, the only one that reads a tensor, makes of it."""
+    readers = consumers(tensor)
+    return readers[0].outputs[0] if len(readers) == 1 and is_op(readers[0], "Reshape", "Squeeze", "Unsqueeze") else None
 
 
-def _asks_for_nan(node: gs.Node) -> bool:
-    """Whether all that becomes of what a node reads is whether it is NaN, which it is in every type."""
-    if is_float_cast(node) and consumers(node.outputs[0]):
-        return all(_asks_for_nan(reader) for reader in consumers(node.outputs[0]))
-    return is_op(node, "IsNaN")
+def unguarded(output: gs.Tensor, visibility: Visibility, samples: Samples) -> gs.Tensor:
+    """What an attention gives after its guard for queries that see no key; `output` itself where there is none.
 
-
-def _before_casts(tensor: gs.Tensor) -> gs.Tensor:
-    while (node := producer(tensor)) is not None and is_float_cast(node):
-        tensor = node.inputs[0]
-    return tensor
-
-
-def _last_axis(softmax: gs.Node, sample: Sample) -> bool:
-    axis = int(softmax.attrs.get("axis", -1))
-    shape = sample.probe.shape(softmax.inputs[0].name)
-    return axis == -1 or (shape is not None and axis == len(shape) - 1)
+    PyTorch's exporter writes ``Where(ReduceSum(mask visible) < 1, 0, attention)``: its attention gives zero there.
+    """
+    readers = consumers(output)
+    if len(readers) != 1 or not is_op(readers[0], "Where") or readers[0].inputs[2] is not output:
+        return output
+    condition, zeros, _ = (samples.plain[0].probe.value(t.name) for t in readers[0].inputs)
+    if zeros is None or np.any(zeros != 0) or (condition is None and visibility.bias is None):
+        return output
+    return readers[0].outputs[0]

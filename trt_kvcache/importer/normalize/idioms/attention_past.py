@@ -22,8 +22,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import SINKS, consumers, contains, dims, input_or_none, is_op
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.mask_values import MaskKind, MaskUse
-from trt_kvcache.importer.normalize.attention.masks import check_bias, classify
+from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, check_bias, classify
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Visibility
@@ -91,9 +90,7 @@ def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[
         )
         mask = input_or_none(node, _MASK)
         if mask is not None:
-            uses = [MaskUse(mask, MaskKind.ADDED)]
-            sinks = input_or_none(node, SINKS) is not None
-            masked = classify(node.name, uses, seen.causal, graph, interface, samples, sinks=sinks)
+            masked = classify(Masks(node.name, mask, ZeroScores(), seen.causal), graph, interface, samples)
             windows = [w for w in (seen.window, masked.window) if w is not None]
             seen = check_bias(node.name, replace(masked, window=min(windows, default=None), bounded=True))
         found.append(HeldAttention(node, tuple(_caches(graph, node)), seen))

@@ -84,6 +84,7 @@ def round_new_rows(graph: gs.Graph) -> None:
         rounded, dequantize.outputs = dequantize.outputs[0], []
         writer.outputs = [rounded]
     graph.cleanup().toposort()
+    _check_presents(graph)
 
 
 def _reads_only(node: gs.Node | None, op: str) -> gs.Node | None:
@@ -105,31 +106,24 @@ def _new_rows(graph: gs.Graph, writer: gs.Node) -> int | None:
     return _WRITERS[writer.op] if pasts == [0] else None
 
 
-def check_presents(graph: gs.Graph) -> None:
-    """Refuse caches that a step gives back rounded: all their rows, new and old.
-
-    Raises:
-        UnsupportedModelError: naming the first, and what reads it beside the caller.
-    """
+def _check_presents(graph: gs.Graph) -> None:
+    """Refuse caches that a step gives back rounded: all their rows, new and old."""
     for present in graph.outputs:
         rounded = trace_back(_before_cast(present))[0]
         before = _rounds(rounded)
-        if before is None:
-            continue
-        writer = producer(trace_back(before.inputs[0])[0])
+        writer = None if before is None else producer(trace_back(before.inputs[0])[0])
         pasts = [] if writer is None else [_unrounded(tensor) for tensor in writer.inputs]
         past = next((t for t in pasts if may_be_cache(graph, t)), None)
-        if writer is None or past is None:
+        if before is None or writer is None or past is None:
             continue
         readers = [n.name for n in consumers(rounded) if not is_op(n, "Cast", "Shape")]
-        advice = f"leave {' and '.join(map(repr, readers))} out of the quantization (ModelOpt: nodes_to_exclude)"
-        if any(_rounds(tensor) is not None for tensor in writer.inputs):
-            advice = f"quantize products alone, not {writer.op} (onnxruntime: op_types_to_quantize=['MatMul', 'Gemm'])"
         raise UnsupportedModelError(
             f"QuantizeLinear '{before.name}' rounds the cache '{past.name}' as a whole in each step, old rows as "
             f"well as new ones, before it becomes '{present.name}'; supported is rounding of new rows before they "
-            f"are written, or of a float cache where attention reads it: {advice}, so that nothing rounds an output "
-            "of the model"
+            "are written, or of a float cache where attention reads it, so that nothing rounds an output of the model: "
+            f"leave {' and '.join(map(repr, readers)) or 'its readers'} out of the quantization (ModelOpt: "
+            f"nodes_to_exclude), or quantize products alone, not {writer.op} (onnxruntime: "
+            "op_types_to_quantize=['MatMul', 'Gemm'])"
         )
 
 
@@ -244,12 +238,3 @@ def _numbers(node: gs.Node) -> tuple[float | None, float | None]:
 
 def _number(value: npt.NDArray[Any] | None) -> float | None:
     return float(value.reshape(())) if value is not None and value.size == 1 else None
-
-
-def masked_already(node: gs.Node) -> UnsupportedModelError:
-    """Rounding moves what a mask has hidden."""
-    return UnsupportedModelError(
-        f"DequantizeLinear '{node.name}' rounds scores behind their mask: what hides a key is the largest number by "
-        f"far, and with a scale of its size, scores become 0, with a smaller one, hidden keys may be seen; {_ADVICE}, "
-        "or its mask (ModelOpt: op_types_to_exclude=Add,Where)"
-    )
