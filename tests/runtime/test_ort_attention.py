@@ -33,6 +33,7 @@ def write(path: Path, config: DecoderConfig, window: int | None = None) -> Path:
         for node in proto.graph.node:
             if node.op_type == "Attention":
                 node.attribute.append(onnx.helper.make_attribute("left_window_size", window))
+                del node.output[1:]  # since opset 25, no presents beside valid lengths
     onnx.save(proto, path)
     return path
 
