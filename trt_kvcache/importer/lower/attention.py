@@ -57,9 +57,10 @@ def group_query_attention(call: Call) -> str:
         call.constant("sinks", np.zeros(heads, np.float32))
     return f"""
         {_counted() if call.integer("do_rotary") and not call.has("positions") else ""}
-        {_unpacked(heads, kv_heads) if packed else _apart("query", heads)}
-        {"" if packed else _apart("key", kv_heads)}
-        {"" if packed else _apart("value", kv_heads)}
+        {_unpacked(call, heads, kv_heads) if packed else ""}
+        {_apart("query", heads)}
+        {_apart("key", kv_heads)}
+        {_apart("value", kv_heads)}
         {call.when("query_norm", f"query = {norm} (query, query_norm)")}
         {call.when("key_norm", f"key = {norm} (key, key_norm)")}
         {_rotated(call, "query")}
@@ -100,12 +101,11 @@ def _counted() -> str:
     """
 
 
-def _unpacked(heads: int, kv_heads: int) -> str:
-    """Lines for ``[B, S, (N + 2 * N_kv) * D]`` to queries, keys and values."""
-    return f"""
-        {_apart("query", heads + 2 * kv_heads)}
-        query, key, value = Split <axis = 1> (query, [{heads}, {kv_heads}, {kv_heads}])
-    """
+def _unpacked(call: Call, heads: int, kv_heads: int) -> str:
+    """The line for ``[B, S, (N + 2 * N_kv) * D]`` to queries, keys and values."""
+    size = call.width("query") // (heads + 2 * kv_heads)
+    widths = [heads * size, kv_heads * size, kv_heads * size]
+    return f"query, key, value = Split <axis = -1> (query, {widths})"
 
 
 def _rotated(call: Call, name: str) -> str:
