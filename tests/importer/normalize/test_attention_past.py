@@ -426,7 +426,7 @@ NAMES = {grouped: "GroupQueryAttention", multi: "MultiHeadAttention", of_onnx: "
 
 @pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-@pytest.mark.parametrize(("make", "options"), BUILT, ids=str)
+@pytest.mark.parametrize(("make", "options"), BUILT, ids=lambda v: getattr(v, "__name__", str(v)))
 def test_builds_with_one_cache_layer_each(
     make: Callable[..., Layer], options: dict[str, Any], dtype: Any, tmp_path: Path
 ) -> None:
