@@ -17,7 +17,7 @@ BUILT = 8
 REFUSALS = {
     "integer mask": "ONNX says what bool means",
     "mask of another type": "ONNX says what bool means",
-    "one write index": "is needed: ",
+    "one write index": "breaks a rule of ONNX: Dimension mismatch",
     "zero point": "TensorRT rounds to int8 around 0",
     "names": "control character or line break",
 }

@@ -315,6 +315,7 @@ def test_bad_input_is_one_line(arguments: list[str], extra: list[str], message: 
 
 
 def test_text_without_a_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "m.onnx").touch()
     result = CliRunner().invoke(app, ["generate", str(tmp_path / "m.onnx"), "--prompt", "x"])
     assert (result.exit_code, result.stdout) == (1, "")
     assert re.fullmatch(r"error: text needs a tokenizer, and there is no [^\n]*tokenizer.json; [^\n]*\n", result.stderr)

@@ -10,7 +10,7 @@ import reference
 from graphs import Graph, scatter_model
 from onnx import TensorProto, numpy_helper
 
-from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import LogitPositions, PlanOptions, Sliding
 from trt_kvcache.importer.prepare import attach_weights, detach_weights
 
@@ -127,8 +127,7 @@ def test_external_weights_stay_references(tmp_path):
     assert {e.key: e.value for e in tensor.external_data}["location"] == "m.data"
 
 
-def test_unused_attention_outputs_do_not_stop_shape_inference(tmp_path):
-    # Opset 25 forbids present outputs beside nonpad_kv_seqlen; inference then knows no shape behind the first layer.
+def test_unused_attention_outputs(tmp_path):
     graph = Graph()
     hidden = graph.input("hidden", F32, ["B", "S", 32])
     lengths = graph.input("lengths", I64, ["B"])
@@ -145,20 +144,21 @@ def test_unused_attention_outputs_do_not_stop_shape_inference(tmp_path):
         hidden = graph.node("Attention", inputs, [f"y{i}", f"unused_k{i}", f"unused_v{i}"],
                             q_num_heads=4, kv_num_heads=2, is_causal=1)  # fmt: skip
     graph.output(hidden, F32, ["B", "S", 32])
-    for opset in (24, 25):
-        result = harness.imported(graph.model(opset), tmp_path)
-        assert [(a.query_heads, a.head_size) for a in result.plan.attention] == [(4, 8)] * 2
-        assert len(result.plan.masks) == 1
-        rng = np.random.default_rng(3)
-        feeds = harness.random_feeds(graph.model(opset), {"B": 2, "S": 3}, rng)
-        feeds |= {"write_indices": np.array([0, 5]), "lengths": np.array([3, 8])}
-        plain = graph.model(24)
-        for node in plain.graph.node:
-            del node.output[1:]
-        want = harness.run(plain, feeds)
-        got = harness.run_rewritten(result, feeds, {"attention_span": 8})
-        for name, array in want.items():
-            np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-5)
+    result = harness.imported(graph.model(24), tmp_path)
+    assert [(a.query_heads, a.head_size) for a in result.plan.attention] == [(4, 8)] * 2
+    assert len(result.plan.masks) == 1
+    rng = np.random.default_rng(3)
+    feeds = harness.random_feeds(graph.model(24), {"B": 2, "S": 3}, rng)
+    feeds |= {"write_indices": np.array([0, 5]), "lengths": np.array([3, 8])}
+    plain = graph.model(24)
+    for node in plain.graph.node:
+        del node.output[1:]
+    want = harness.run(plain, feeds)
+    got = harness.run_rewritten(result, feeds, {"attention_span": 8})
+    for name, array in want.items():
+        np.testing.assert_allclose(got[name], array, rtol=1e-5, atol=1e-5)
+    with pytest.raises(InvalidModelError, match="nonpad_kv_seqlen cannot be combined with past or present"):
+        harness.imported(graph.model(25), tmp_path)  # ONNX forbids the outputs there
 
 
 def test_unused_outputs_of_a_norm_are_dropped(tmp_path):

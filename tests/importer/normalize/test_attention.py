@@ -176,12 +176,13 @@ def _chosen(g: Build, scores: str) -> str:
     return g.node("If", [choice], then_branch=branches[0], else_branch=branches[1])
 
 
+OTHER_HEADS = "heads of keys and . of values, and some are computed from a cache; supported are as many of both"
 ELSE = "computes something else"
 NO_ATTENTION = "reads the cache 'past_key_values.0.key' and is no attention"
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "keys of more heads, beside values [B, S, N, D]": (
         {"keys": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)]), "layout": "bsnd"},
-        "reads 2 heads of cache 'past_key_values.0.value' and 4 that are computed from another",
+        OTHER_HEADS,
     ),
     "a choice between branches": (
         {"scores": _chosen},
@@ -229,7 +230,7 @@ def test_what_only_looks_like_attention_is_refused(tmp_path: Path, name: str) ->
         rewritten(make_decoder(Decoder(**changes)), tmp_path)
 
 
-TAKEN: dict[str, dict[str, Any]] = {
+MORE_HEADS: dict[str, dict[str, Any]] = {
     "keys cut to integers": {"keys": _integers},
     "values cut to integers": {"values": _integers},
     "values in turn": {
@@ -239,12 +240,12 @@ TAKEN: dict[str, dict[str, Any]] = {
     },
     "norm over the keys": {"keys": lambda g, t: g.node("LpNormalization", [t], axis=-1)},
 }
-"""Whatever makes each row of keys or values of one row of a cache is computed of the rows in use."""
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_keys_and_values_computed_row_by_row(tmp_path: Path, name: str) -> None:
-    check_decode(make_decoder(Decoder(**TAKEN[name])), tmp_path)
+@pytest.mark.parametrize("name", MORE_HEADS)
+def test_keys_computed_after_their_heads_are_repeated_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=OTHER_HEADS):
+        rewritten(make_decoder(Decoder(**MORE_HEADS[name])), tmp_path)
 
 
 @pytest.mark.parametrize("mask", ["past", "none"])

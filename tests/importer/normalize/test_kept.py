@@ -143,9 +143,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "positions counted from rows that are kept": ({"counted": 0}, "from the length of the cache together with weights"),
     "attention over what is left, one token": (
         {"reads": "cut", "mask": "", "sequence": 1},
-        "reads 7 of the 8 rows of cache",
+        "keeps its newest 7 rows: supported is a window",
     ),
-    "attention over what is left": ({"reads": "cut", "mask": ""}, "reads 7 of the 9 rows of cache"),
+    "attention over what is left": ({"reads": "cut", "mask": ""}, "keeps its newest 7 rows: supported is a window"),
     "the oldest rows": ({"cut": "the oldest rows"}, "does not leave the newest rows"),
     "without the newest": ({"cut": "without the newest"}, "does not leave the newest rows"),
     "every other row": ({"cut": "every other row"}, "does not leave the newest rows"),

@@ -129,10 +129,10 @@ def fixed_length(graph: onnx.GraphProto) -> None:
 EDITS: dict[str, tuple[Callable[[onnx.GraphProto], None], str]] = {
     "new rows first": (new_rows_first, "it puts the new rows before the past"),
     "one past for two presents": (past_twice, "it has two results"),
-    "three parts": (three_parts, "it joins 3 tensors"),
+    "three parts": (three_parts, "it takes new rows from 2 tensors"),
     "past behind past": (past_with_past, "past_key_values.0.key"),
     "attention over the past": (attention_over_past, "reads its past as well"),
-    "a past of fixed length": (fixed_length, "has the fixed size 7"),
+    "a past of fixed length": (fixed_length, "is state that no attention reads"),
 }
 
 
@@ -227,5 +227,5 @@ def test_tokens_decide_no_shape(tmp_path: Path) -> None:
     model = make_decoder(Decoder(repeat="tile", mask="positions"))
     pick(model.graph)
     onnx.checker.check_model(model)
-    with pytest.raises(UnsupportedModelError, match="'pick' gives as many numbers as 'input_ids' says, which tokens"):
+    with pytest.raises(UnsupportedModelError, match="nothing says the shape of 'chosen' with 5 tokens"):
         rewritten(model, tmp_path)

@@ -126,9 +126,13 @@ def divided_by_sine(model: ModelProto) -> None:
 FINDINGS = (
     ("optimum/llama", two_positions, "are 2 for a step of 3 tokens; supported is one for each token"),
     ("optimum/llama", divided_by_sine, "0 in the original, nan in the rewritten model"),
-    ("plain-torch/index_put_batch_dynamo_op18", two_keys_in_the_mask, "supported is the caller's own mask"),
-    ("plain-torch/scatter_dynamo_op18", mask_transposed, r"masks that broadcast to \[B, heads, S, P \+ S\]: here "),
-    ("plain-torch/onehot_mul_dynamo_op24", no_permutation, r"has the perm \[1, 2, 1, 3\], which is none"),
+    ("plain-torch/index_put_batch_dynamo_op18", two_keys_in_the_mask, "breaks a rule of ONNX: Incompatible dimensions"),
+    ("plain-torch/scatter_dynamo_op18", mask_transposed, "reads the cache .* and is no attention"),
+    (
+        "plain-torch/onehot_mul_dynamo_op24",
+        no_permutation,
+        "breaks a rule of ONNX: Attribute perm .* repeated",
+    ),
     ("mobius/llama_static_f32", numbers_as_queries, "of int64 and .* of float, where ONNX demands one type"),
 )
 

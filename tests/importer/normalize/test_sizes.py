@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 from concat_decode import rewritten
 from concat_graphs import Build, Decoder, _attend, make_decoder
@@ -47,7 +46,7 @@ def test_experts_that_take_as_many_tokens_as_data_say(tmp_path: Path, by: str) -
         rewritten(model, tmp_path)
 
 
-def test_experts_behind_the_last_cache_are_no_matter_of_caches(tmp_path: Path) -> None:
-    plan = rewritten(make_decoder(Decoder(attend=_experts)), tmp_path).plan
-    assert len(plan.caches) == 2
-    assert np.all([a.keys == "span" for a in plan.attention])
+def test_experts_that_leave_tokens_in_another_order_are_refused(tmp_path: Path) -> None:
+    """Tokens of all sequences come in the order of their experts, and nothing puts them back."""
+    with pytest.raises(UnsupportedModelError, match="depends on the other sequences"):
+        rewritten(make_decoder(Decoder(attend=_experts)), tmp_path)

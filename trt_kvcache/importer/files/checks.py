@@ -129,6 +129,8 @@ def _skeleton(model: ModelProto, source: str) -> ModelProto:
             raise InvalidModelError(f"{source}: two initializers are named '{tensor.name}'; export the model again")
         if tensor.name in inputs:
             _check_default(tensor, inputs[tensor.name], source)
+            if any(isinstance(dim, str) for dim in shape_of(inputs[tensor.name]) or ()):
+                continue  # a step brings other numbers, of another shape
         weights[tensor.name] = tensor
         if _is_small(tensor):
             graph.initializer.append(tensor)

@@ -138,6 +138,11 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
         )
     _check_rows(found)
     _check_zero_points(found)
+    length = found.update_length
+    if found.form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
+        raise InvalidModelError(
+            f"'{node.name}' writes {length} tokens into cache '{found.past.name}', which holds {capacity}"
+        )
     facts = UpdateFacts(
         node=node.name,
         past=found.past.name,
