@@ -187,3 +187,13 @@ def test_a_factor_chosen_for_the_whole_batch_is_refused_beside_canonical_caches(
 def test_canonical_caches_of_independent_sequences_are_taken(tmp_path: Path, case) -> None:
     path = static_decoder(tmp_path, **case)
     verify_model(path, verify=VerifyOptions(tokens=8)).check()
+
+
+def test_an_open_batch_that_takes_one_sequence_only_is_refused(tmp_path: Path) -> None:
+    def one(g: Build, x: str) -> str:
+        return g.node("Reshape", [x, g.node("Concat", [g.constant([1]), g.node("Unsqueeze", [
+            g.size_of(x, 1), g.constant([0])]), g.constant([16])], axis=0)])  # fmt: skip
+
+    with pytest.raises(UnsupportedModelError, match="states an open batch and runs with one sequence"):
+        rewritten(make_decoder(Decoder(after=one)), tmp_path)
+    rewritten(make_decoder(Decoder(after=one, batch=1)), tmp_path)

@@ -85,6 +85,11 @@ def check_rewrite(
             f"--capacity is {longest}, but the model takes no more than {first.name} tokens: a table of positions ends "
             f"there; give at most --capacity {first.name}"
         )
+    if first.answer == "alone":
+        raise UnsupportedModelError(
+            "the model states an open batch and runs with one sequence, and not with several: export it with a batch "
+            "of 1, or without what fixes the batch, such as a Reshape to 1"
+        )
     if first.answer == "dependent":
         raise UnsupportedModelError(
             f"'{first.name}' of one sequence of a batch depends on the other sequences, as with rotary factors that "

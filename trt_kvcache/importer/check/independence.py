@@ -62,7 +62,9 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
         return None
     try:
         outside = _Outside(cut, regions, steps.batch, length, load)
-        outside.run([0] * steps.batch, limits)
+        if not outside.runs([0] * steps.batch, limits):
+            alone = _Outside(cut, regions, 1, length, load)
+            return Verdict("", "alone") if alone.runs([0], limits) else None
         if most := outside.longest_past(last, limits):
             return Verdict(str(most - 1 + length), "ends")
         starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
@@ -94,20 +96,18 @@ class _Outside:
         pasts = {c.past for c in cut.plan.caches}
         stops, wanted = ({}, []) if self._is_fixed else _ends(cut, regions, pasts)
         after = set() if self._is_fixed else graph.tainted(pasts, through=stops, shapes=False)
-        self._axes: dict[str, int] = {
-            name: axis
-            for name in dict.fromkeys([*wanted, *graph.outputs])
-            if name not in after and name in graph.makes and (axis := self._axis(_shape(cut, name))) is not None
-        }
-        if not self._axes:
+        every = dict.fromkeys([*wanted, *graph.outputs])
+        made = [name for name in every if name not in after and name in graph.makes]
+        if not made:
             raise EngineError("nothing is computed outside of the regions of caches")
-        nodes, self._fed, used = graph.cone(self._axes, stops)
+        self._axes = {name: axis for name in made if (axis := self._axis(_shape(cut, name))) is not None}
+        nodes, self._fed, used = graph.cone(made, stops)
         nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, cut)
         self._exact = not any(node.op_type in _OF_ALL for node in nodes)
         self._stops = {name: stops[name] for name in self._fed if name in stops}
         kinds = {name: graph.inputs[name].type.tensor_type.elem_type for name in self._fed if name not in stops}
         inputs = [helper.make_tensor_value_info(name, kinds.get(name, TensorProto.FLOAT), None) for name in self._fed]
-        outputs = [onnx.ValueInfoProto(name=name) for name in self._axes]
+        outputs = [onnx.ValueInfoProto(name=name) for name in made]
         model = helper.make_model(
             helper.make_graph(nodes, "outside", inputs, outputs, constants),
             ir_version=min(graph.model.ir_version, 12),
@@ -121,33 +121,26 @@ class _Outside:
             return 0 if not shape[0].sequence and shape[0].factor % self._batch == 0 else None
         return next((i for i, term in enumerate(shape or ()) if term.batch == 1), None)
 
-    def run(self, starts: Sequence[int], limits: IndexLimits) -> Feeds:
-        """What is computed outside of the regions of caches.
-
-        Raises:
-            EngineError: it does not run, as where a table of positions has ended.
-        """
-        return self._engine.run(self._feeds(starts, limits, 0))
+    def runs(self, starts: Sequence[int], limits: IndexLimits) -> bool:
+        """True if it runs after so many tokens in each sequence; behind the end of a table ONNX Runtime fails."""
+        try:
+            self._engine.run(self._feeds(starts, limits, 0))
+        except EngineError:
+            return False
+        return True
 
     def longest_past(self, last: int, limits: IndexLimits) -> int:
         """One more than the most tokens, fewer than `last`, after which the model still runs; 0: it runs after `last`.
 
         ONNX Runtime fails behind the end of a table; TensorRT gives any numbers there.
         """
-        if self._runs_after(last, limits):
+        if self.runs([last] * self._batch, limits):
             return 0
         runs, fails = 0, last
         while fails - runs > 1:
             middle = (runs + fails) // 2
-            runs, fails = (middle, fails) if self._runs_after(middle, limits) else (runs, middle)
+            runs, fails = (middle, fails) if self.runs([middle] * self._batch, limits) else (runs, middle)
         return fails
-
-    def _runs_after(self, past: int, limits: IndexLimits) -> bool:
-        try:
-            self.run([past] * self._batch, limits)
-        except EngineError:
-            return False
-        return True
 
     def first_dependent(self, own: int, other: int, row: int, limits: IndexLimits) -> str:
         """The first tensor in which a sequence is not the same beside others; empty: there is none.

@@ -41,7 +41,7 @@ class Verdict:
         name: the tensor or the cache that the region makes.
         answer: ``"equal"``, ``"different"``, ``"vacuous"`` (nothing was compared) or ``"undecided"`` (it cannot run);
             ``"dependent"``: a sequence of a batch changes it for another one; ``"ends"``: the model takes no more
-            tokens than `name` says.
+            tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch.
         why: the reason in words; empty for most equal regions.
         steps: number of steps that were compared.
     """
