@@ -58,17 +58,18 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
     steps = read_limits(cut.plan, _BATCH)
     length = steps.length or min(_LENGTH, steps.longest - 1)
     last = min((c.capacity for c in cut.plan.caches), default=0) - length
-    if steps.batch < 2 or length < 1 or last < 1:
+    batch = min((n for s in cut.plan.states if isinstance(n := s.shape[0], int)), default=steps.batch)
+    if batch < 2 or length < 1 or last < 1:
         return None
     try:
-        outside = _Outside(cut, regions, steps.batch, length, load)
-        if not outside.runs([0] * steps.batch, limits):
+        outside = _Outside(cut, regions, batch, length, load)
+        if not outside.runs([0] * batch, limits):
             alone = _Outside(cut, regions, 1, length, load)
             return Verdict("", "alone") if alone.runs([0], limits) else None
         if most := outside.longest_past(last, limits):
             return Verdict(str(most - 1 + length), "ends")
         starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
-        for (own, other), row in product(starts, (0, steps.batch - 1)):
+        for (own, other), row in product(starts, (0, batch - 1)):
             if name := outside.first_dependent(own, other, row, limits):
                 return Verdict(name, "dependent")
     except (EngineError, OptionError, UnsupportedModelError):
