@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from decoders import DecoderConfig, write_decoder
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import rewrite_model
 from trt_kvcache.verify import VerifyReport, sessions, verify_model
-from trt_kvcache.verify.sessions import EngineError, OrtSession
+from trt_kvcache.verify.sessions import EngineError, OrtSession, ReferenceSession
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
 CACHES = "float[B,2,32,16] kc, float[B,2,32,16] vc"
@@ -221,3 +222,12 @@ def test_a_rewritten_model_has_no_original_here(tmp_path: Path) -> None:
     rewrite_model(write_decoder(tmp_path / "m.onnx", DecoderConfig()), tmp_path / "rewritten.onnx")
     with pytest.raises(UnsupportedModelError, match="verify the model that it was made from"):
         verify_model(tmp_path / "rewritten.onnx")
+
+
+def test_numbers_that_are_not_finite_warn_nobody(tmp_path: Path) -> None:
+    text = '<ir_version: 11, opset_import: ["" : 24]> g (float[n] x) => (float[n] y) { y = Div(x, x) }'
+    model = onnx.parser.parse_model(text)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        (found,) = ReferenceSession(model, tmp_path).run({"x": np.zeros(2, np.float32)}).values()
+    assert np.isnan(found).all()
