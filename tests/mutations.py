@@ -68,7 +68,8 @@ class Mutator:
         while len(done) < wanted:
             kind = self.random.choices(list(self._kinds), weights=list(self._kinds.values()))[0]
             try:
-                done.append(f"{kind.__name__}: {kind(self)}")
+                with np.errstate(all="ignore"):
+                    done.append(f"{kind.__name__}: {kind(self)}")
             except UnsuitableError:
                 continue
         return "; ".join(done)

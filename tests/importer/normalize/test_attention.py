@@ -41,10 +41,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "[B, S, N, D]": {"layout": "bsnd"},
     "[B, S, N * D]": {"layout": "flat"},
     "[B, S, N, D], positions from the past": {"layout": "bsnd", "positions": "past"},
-    "keys times a number for each column": {"keys": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)])},
-    "values times a number for each column": {
-        "values": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)])
-    },
     "two layers": {"layers": 2},
     "embedded tokens": {"embedded": True},
     "logits of the last token": {"last": True},

@@ -1,4 +1,4 @@
-"""Keys and values side by side in one cache, cut apart by Slice or Split; keys transposed straight to the scores."""
+"""Keys and values side by side in one cache, cut apart by Slice or Split."""
 
 from __future__ import annotations
 
@@ -28,14 +28,12 @@ class Joined:
         cut: "slice" or "split".
         at: where keys end and values begin, as exported: in half, if nothing is wrong.
         apart: the past is cut, each part is written by itself, and both are joined again (WeNet), in which order.
-        straight: keys are transposed once only, to ``[B, N, D, T]``.
     """
 
     cache: str = "heads"
     cut: str = "slice"
     at: tuple[int, int] | None = None
     apart: tuple[int, int] | None = None
-    straight: bool = False
 
     def model(self) -> onnx.ModelProto:
         g, rng, axis = Graph(), np.random.default_rng(5), 2 if self.cache == "heads" else 1
@@ -58,10 +56,7 @@ class Joined:
         query = self._heads(g, g.node("MatMul", [x, weight(WIDTH, WIDTH)]), SIZE)
         if axis == 1:
             value = self._heads(g, value, SIZE)
-        if axis == 1 and self.straight:
-            turned = g.node("Transpose", [self._split(g, key, SIZE)], perm=[0, 2, 3, 1])
-        else:
-            turned = g.node("Transpose", [key if axis == 2 else self._heads(g, key, SIZE)], perm=[0, 1, 3, 2])
+        turned = g.node("Transpose", [key if axis == 2 else self._heads(g, key, SIZE)], perm=[0, 1, 3, 2])
         scores = g.node("Mul", [g.node("MatMul", [query, turned]), g.constant(0.5, np.float32)])
         rows, total = (
             g.node("Gather", [g.node("Shape", [t]), g.constant(i)], axis=0) for t, i in ((past, axis), (both, axis))
@@ -85,11 +80,8 @@ class Joined:
         key, value = (g.node("Slice", [both, g.constant([a]), g.constant([b]), g.constant([-1])]) for a, b in bounds)
         return key, value
 
-    def _split(self, g: Graph, tensor: str, size: int) -> str:
-        return g.node("Reshape", [tensor, g.constant([0, 0, HEADS, size])])
-
     def _heads(self, g: Graph, tensor: str, size: int) -> str:
-        return g.node("Transpose", [self._split(g, tensor, size)], perm=[0, 2, 1, 3])
+        return g.node("Transpose", [g.node("Reshape", [tensor, g.constant([0, 0, HEADS, size])])], perm=[0, 2, 1, 3])
 
 
 @pytest.mark.few(2)
@@ -101,9 +93,8 @@ class Joined:
         Joined(at=(SIZE, 0)),  # values in front
         Joined(at=(0, 0)),  # keys are values
         Joined("flat"),
-        Joined("flat", straight=True),
-        Joined("flat", "split", straight=True),
-        Joined("flat", at=(WIDTH, 0), straight=True),
+        Joined("flat", "split"),
+        Joined("flat", at=(WIDTH, 0)),
         Joined("flat", at=(4, 20)),  # of parts of two heads as they were meant
     ],
     ids=str,
@@ -120,16 +111,6 @@ def test_an_empty_part_is_refused(tmp_path: Path) -> None:
     model = Joined().model()
     cut = next(n for n in model.graph.node if n.op_type == "Slice")
     cut.input[2] = cut.input[1]
-    onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises((InvalidModelError, UnsupportedModelError)):
-        plan_model(tmp_path / "model.onnx", OPTIONS)
-
-
-@pytest.mark.parametrize("perm", [(0, 3, 2, 1), (1, 2, 3, 0), (0, 1, 3, 2)])
-def test_other_orders_are_refused(perm: tuple[int, ...], tmp_path: Path) -> None:
-    model = Joined("flat", straight=True).model()
-    turn = next(n for n in model.graph.node if n.op_type == "Transpose" and list(n.attribute[0].ints) == [0, 2, 3, 1])
-    turn.attribute[0].ints[:] = perm
     onnx.save(model, tmp_path / "model.onnx")
     with pytest.raises((InvalidModelError, UnsupportedModelError)):
         plan_model(tmp_path / "model.onnx", OPTIONS)
