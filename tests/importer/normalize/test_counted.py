@@ -13,7 +13,7 @@ from concat_graphs import Build, Decoder, make_decoder
 from onnx import TensorProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.normalize.counted import NOTE
+from trt_kvcache.importer.normalize.residual import NOTE
 from trt_kvcache.importer.planning.index_limits import index_limits
 
 Index = Callable[[Build], str]

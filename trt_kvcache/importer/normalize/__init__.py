@@ -15,7 +15,7 @@
     caches inside operators                             idioms: attention_past
     state that is no cache                              idioms: states
     what was found                                      findings
-    the canonical form                                  canonical, readers, residual (tables, counted),
+    the canonical form                                  canonical, readers, residual,
                                                         trim
     windows as circular buffers                         extensions: ring_windows
 
@@ -39,7 +39,6 @@ from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
 from trt_kvcache.importer.normalize.attention.square_masks import SINGLY
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.counted import NOTE
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
@@ -49,7 +48,7 @@ from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
 from trt_kvcache.importer.normalize.idioms.new_rows import say_new_rows
 from trt_kvcache.importer.normalize.idioms.relayout import Relayout, read_presents, relay_caches, say_layouts
 from trt_kvcache.importer.normalize.readers import check_readers
-from trt_kvcache.importer.normalize.residual import check_padding, free_positions
+from trt_kvcache.importer.normalize.residual import NOTE, check_padding, free_positions
 from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
 
@@ -122,7 +121,7 @@ def _rewrite(
     check_readers(graph, {} if computed is None else computed.reasons)
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup()
-    ids = free_positions(graph, canonical, interface, samples)  # sorts the graph
+    by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph
     check_padding(graph, interface)
     lift_shapes(graph, canonical.emit)
     rings: Rings | None = None
@@ -141,7 +140,7 @@ def _rewrite(
     notes = (
         *_own_masks(exported.cores),
         *(() if computed is None else computed.notes),
-        *((NOTE,) if ids else ()),
+        *((NOTE,) if by_tokens else ()),
         *(() if rings is None else rings.notes),
     )
     notes += (SINGLY,) if exported.singly else ()

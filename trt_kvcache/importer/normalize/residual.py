@@ -1,13 +1,15 @@
 """Free what is left of a graph from the length of its past.
 
 Once caches have a fixed capacity and attention is canonical, nothing else may know how long the text is, but for the
-positions of the new tokens, which some exporters count from the length of a cache:
+positions of the new tokens, which some exporters count from the length of a cache, and a constant beside them:
 
-    Range(P, P + S) -> Unsqueeze -> [1, S]          becomes          write_indices + arange(S)  [B, S]
+    Range(P, P + S) -> Unsqueeze -> [1, S]          becomes         write_indices + arange(S)  [B, S]
+    Slice(table [positions, H], P, P + S)  [S, H]                   Gather(table, write_indices + arange(S))  [B, S, H]
+    Add(CumSum(tokens != pad)  [B, S], P)                           Add(CumSum(tokens != pad), write_indices  [B, 1])
 
-and a constant beside them. For those that look up a table at once, see `tables`; for those that skip pads, `counted`.
-Whatever else still depends on it is refused by name. Which tensors depend on it is seen from samples that differ in
-nothing but P.
+onnxruntime-genai's Whisper cuts rows out of a table, torch looks up Marian's for all sequences at once, and M2M-100
+counts no pads. Whatever else still depends on the length is refused by name. Which tensors depend on it is seen from
+samples that differ in nothing but P.
 """
 
 from __future__ import annotations
@@ -22,13 +24,20 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import consumers, contains, elem_type, is_op, made_of_constants, replace_uses
+from trt_kvcache.importer.graph import (
+    INT32,
+    INT64,
+    consumers,
+    contains,
+    elem_type,
+    is_op,
+    made_of_constants,
+    replace_uses,
+)
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.counted import count_per_row
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.tables import gather_rows, shifted_positions
 from trt_kvcache.importer.plan import OriginalRole
 
 if TYPE_CHECKING:
@@ -36,11 +45,15 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[Any]
 
+NOTE = (
+    "positions are counted with the tokens of a step, and skip some, such as pads; as in the model as exported, those "
+    "of earlier steps count all the same, so that a text with pads in it depends on how it is split into steps"
+)
 _FAR = 1 << 31  # no position
 _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
 
-def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> set[int]:
+def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, samples: Samples) -> bool:
     """Replace positions counted from the past, and refuse whatever else still depends on its length.
 
     Args:
@@ -50,12 +63,11 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
         samples: of the model as exported.
 
     Returns:
-        Token ids that positions are counted with, such as that of pads; empty where tokens have no part in positions.
+        Whether positions are counted with the tokens of a step.
 
     Raises:
         UnsupportedModelError: a live node computes with the length of the past.
     """
-    pair = samples.twins
 
     @cache
     def positioned() -> Positioned:
@@ -67,7 +79,7 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     caches = [t for n in updates for t in (n.inputs[0], n.outputs[0])]
     queue += [n.outputs[0] for n in updates]
     seen: set[str] = set()
-    ids: set[int] = set()
+    by_tokens = False
     while queue:
         tensor = queue.pop(0)
         for node in consumers(tensor):
@@ -83,16 +95,16 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
                 if output.name in seen or output.is_empty():
                     continue
                 seen.add(output.name)
-                if _is_cancelled(output, pair):
+                if _is_cancelled(output, samples):
                     continue
-                if counted := count_per_row(node, canonical, samples):
-                    ids |= counted
+                if _count_per_row(node, canonical, samples):
+                    by_tokens = True
                 elif _may_look_up(node) and positioned().is_looked_up(node):
                     continue
-                elif _follow(graph, node, output, canonical, pair, samples, positioned):
+                elif _follow(graph, node, output, canonical, samples, positioned):
                     queue.append(output)
     graph.cleanup().toposort()
-    return ids
+    return by_tokens
 
 
 def check_padding(graph: gs.Graph, interface: Interface) -> None:
@@ -130,14 +142,12 @@ def _follow(
     node: gs.Node,
     output: gs.Tensor,
     canonical: Canonical,
-    pair: tuple[Sample, Sample],
     samples: Samples,
     positioned: Callable[[], Positioned],
 ) -> bool:
     """Whether what is computed from `output` still has to be looked at."""
-    before, after = (s.probe.value(output.name) for s in pair)
-    if before is None or after is None:
-        if gather_rows(graph, node, canonical, samples) or positioned().meets_tokens(node):
+    if any(s.probe.value(output.name) is None for s in samples.twins):
+        if _gather_rows(graph, node, canonical, samples) or positioned().meets_tokens(node):
             return False
         if positioned().holds(output):  # rows of a table that is too large to be evaluated
             return True
@@ -147,17 +157,17 @@ def _follow(
             f"{node.op} '{node.name}' computes '{output.name}' from the length of the cache together with weights or "
             "tokens; supported are caches that only attention reads, and positions counted from their length"
         )
-    offset = _offset(output, samples)
-    if offset is not None:
+    place = _place(output, samples)
+    if place is not None:
         # As late as possible: what follows may still spread [1, S] over the batch, which positions per row are already.
         after_all = [t for n in consumers(output) for t in n.outputs]
-        if after_all and all(_offset(t, samples) is not None for t in after_all):
+        if after_all and all(_place(t, samples) is not None for t in after_all):
             return True
-        if not _keeps_shapes(graph, output, offset, pair) and positioned().holds(output):
+        if not _keeps_shapes(graph, output, place[1], samples.twins[0]) and positioned().holds(output):
             return True  # of positions per row, what is made of them row by row may fit
-        replace_uses(output, _positions(output, offset, canonical, pair[0]))
+        replace_uses(output, _positions(output, *place, canonical, samples))
         return False
-    if gather_rows(graph, node, canonical, samples):
+    if _gather_rows(graph, node, canonical, samples):
         return False
     if contains(graph.outputs, output):
         raise UnsupportedModelError(
@@ -167,65 +177,124 @@ def _follow(
     return True
 
 
-def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, offset: int, pair: tuple[Sample, Sample]) -> bool:
+def _is_cancelled(output: gs.Tensor, samples: Samples) -> bool:
+    """Whether a tensor has the same value whatever the past."""
+    before, after = (s.probe.value(output.name) for s in samples.twins)
+    return before is not None and after is not None and np.array_equal(before, after)
+
+
+def _keeps_shapes(graph: gs.Graph, output: gs.Tensor, axis: int, sample: Sample) -> bool:
     """Whether all outputs keep their shapes with positions of its own for each row of the batch."""
-    sample = pair[0]
-    value, layout = sample.probe.value(output.name), _layout(output, offset, sample)
-    if value is None or layout is None:
-        return False
-    shape = [1] * value.ndim
-    shape[0], shape[layout[1]] = sample.batch, sample.length
-    rows = sample.probe.given({output.name: np.broadcast_to(value[:1], shape)})
+    value = sample.probe.value(output.name)
+    assert value is not None
+    rows = sample.probe.given({output.name: np.repeat(value[:1], sample.batch, 0)})
     shapes = [(sample.probe.shape(t.name), rows.shape(t.name)) for t in graph.outputs]
     return all(before is None or before == after for before, after in shapes)
 
 
-def _is_cancelled(output: gs.Tensor, pair: tuple[Sample, Sample]) -> bool:
-    """Whether a tensor has the same value whatever the past."""
-    before, after = (s.probe.value(output.name) for s in pair)
-    return before is not None and after is not None and np.array_equal(before, after)
+def _place(output: gs.Tensor, samples: Samples) -> tuple[int, int] | None:
+    """What a tensor holds beside P + arange(S), and the axis of the new tokens; None if it is something else."""
+    found = {_counted(sample.probe.value(output.name), sample) for sample in samples.twins}
+    return found.pop() if len(found) == 1 else None
 
 
-def _offset(output: gs.Tensor, samples: Samples) -> int | None:
-    """What a tensor of rank 2 or more holds beside P + arange(S) along its one axis of the new tokens.
-
-    None where it is something else, or not the same in all samples.
-    """
-    first = samples.twins[0]
-    value = first.probe.value(output.name)
-    if value is None or not value.size or value.dtype.kind not in "iuf" or not abs(float(value.flat[0])) < _FAR:
+def _counted(value: Array | None, sample: Sample) -> tuple[int, int] | None:
+    if value is None or value.ndim < 2 or not value.size or value.dtype.kind not in "iuf":
         return None
-    offset = int(value.flat[0]) - first.past
-    return offset if all(_layout(output, offset, sample) is not None for sample in samples.twins) else None
-
-
-def _layout(output: gs.Tensor, offset: int, sample: Sample) -> tuple[int, int] | None:
-    """Rank, and the axis of the new tokens, where the value is positions and `offset` more."""
-    value = sample.probe.value(output.name)
-    if value is None or value.ndim < 2 or value.shape[0] not in (1, sample.batch):
+    if value.shape[0] not in (1, sample.batch) or not abs(float(value.flat[0])) < _FAR:
         return None
-    inner = [axis for axis in range(1, value.ndim) if value.shape[axis] != 1]
-    if sample.length > 1 and (len(inner) != 1 or value.shape[inner[0]] != sample.length):
+    axis = next((a for a in range(1, value.ndim) if value.shape[a] == sample.length), 0)
+    if not axis or value.size != value.shape[0] * sample.length:
         return None
-    if sample.length == 1 and inner:
-        return None
-    expected = sample.past + offset + np.arange(sample.length)
-    axis = inner[0] if inner else 1
-    shape = [1] * value.ndim
-    shape[axis] = sample.length
-    return (value.ndim, axis) if np.array_equal(value, np.broadcast_to(expected.reshape(shape), value.shape)) else None
+    offset = int(value.flat[0]) - sample.past
+    rows = value.reshape(-1, sample.length)
+    return (offset, axis) if (rows == sample.past + offset + np.arange(sample.length)).all() else None
 
 
-def _positions(output: gs.Tensor, offset: int, canonical: Canonical, sample: Sample) -> gs.Variable:
-    layout = _layout(output, offset, sample)
-    assert layout is not None
-    rank, axis = layout
-    emit = canonical.emit
-    positions = shifted_positions(canonical, offset)
-    others = [i for i in range(1, rank) if i != axis]
+def _positions(output: gs.Tensor, offset: int, axis: int, canonical: Canonical, samples: Samples) -> gs.Variable:
+    """The positions of each sequence's own, in the rank and type of `output`."""
+    emit, positions = canonical.emit, _shifted(canonical, offset)
+    others = [i for i in range(1, len(samples.twins[0].probe.shape(output.name) or ())) if i != axis]
     if others:
         positions = emit.op("Unsqueeze", [positions, emit.ints(others)], "positions_like")
     wanted = elem_type(output)
     if wanted not in (None, 0, elem_type(positions)):
         positions = emit.op("Cast", [positions], "positions_cast", wanted, to=wanted)
     return positions
+
+
+def _shifted(canonical: Canonical, offset: int) -> gs.Variable:
+    """int64 ``[B, S]``: the position of each new token, and `offset` more."""
+    positions, emit = canonical.positions(), canonical.emit
+    if not offset:
+        return positions
+    made: gs.Variable = emit.once(
+        ("positions", offset), lambda: emit.op("Add", [positions, emit.ints(offset)], "shifted_positions")
+    )
+    return made
+
+
+def _gather_rows(graph: gs.Graph, node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
+    """Put a Gather by position in the place of a node that takes the new tokens' rows of a table.
+
+    A constant beside P stays, where a table has other rows before that of the first position, as BART's.
+    """
+    rows = node.outputs[0]
+    if not is_op(node, "Slice", "Gather") or not all(_added_per_row(graph, rows, s) for s in samples.twins):
+        return False
+    found = {_rows_taken(node, sample) for sample in samples.twins}
+    offset = found.pop()
+    if found or offset is None or offset < 0:
+        return False
+    index = _shifted(canonical, offset)
+    replace_uses(rows, canonical.emit.op("Gather", [node.inputs[0], index], "position_rows", axis=0))
+    return True
+
+
+def _rows_taken(node: gs.Node, sample: Sample) -> int | None:
+    """How far after P the rows ``[S, H]`` are that a node takes of a table: seen from a table of row numbers."""
+    table, shape = (sample.probe.shape(t.name) for t in (node.inputs[0], node.outputs[0]))
+    if table is None or len(table) != 2 or shape != (sample.length, table[1]):
+        return None
+    numbers = np.arange(table[0])[:, None]
+    rows = sample.probe.given({node.inputs[0].name: numbers}).value(node.outputs[0].name)
+    if rows is None or rows.shape != (sample.length, 1):
+        return None
+    offset = int(rows[0, 0]) - sample.past
+    return offset if (rows == sample.past + offset + np.arange(sample.length)[:, None]).all() else None
+
+
+def _added_per_row(graph: gs.Graph, rows: gs.Tensor, sample: Sample) -> bool:
+    """Whether all that is done with rows ``[S, H]`` is adding them to ``[B, S, H]``: rows for each sequence fit."""
+    shape = sample.probe.shape(rows.name)
+    if shape is None or len(shape) != 2 or contains(graph.outputs, rows):
+        return False
+    sums = (sample.batch, sample.length, shape[1])
+    return all(
+        (is_op(n, "Cast") and _added_per_row(graph, n.outputs[0], sample))
+        or (is_op(n, "Add") and sample.probe.shape(n.outputs[0].name) == sums)
+        for n in consumers(rows)
+    )
+
+
+def _count_per_row(node: gs.Node, canonical: Canonical, samples: Samples) -> bool:
+    """Let a node that adds P, and a constant, to integers ``[B, S]`` of the tokens add each sequence's own length."""
+    output, twins = node.outputs[0], samples.twins
+    kind = twins[0].probe.elem_type(output.name)
+    sizes = [s.probe.shape(output.name) for s in twins]
+    if not is_op(node, "Add", "Sub") or kind not in (INT32, INT64) or sizes != [(s.batch, s.length) for s in twins]:
+        return False
+    for place, tensor in enumerate(node.inputs):
+        values = [s.probe.value(tensor.name) for s in twins]
+        offsets = {int(v.item()) - s.past for v, s in zip(values, twins, strict=True) if v is not None and v.size == 1}
+        others = [s.probe.value(node.inputs[1 - place].name) for s in twins]
+        if len(offsets) == 1 and not any(v is None for v in values) and all(v is None for v in others):
+            emit, offset = canonical.emit, offsets.pop()
+            count = emit.op("Unsqueeze", [canonical.write_indices, emit.ints([1])], "first_position", INT64)
+            if offset:
+                count = emit.op("Add", [count, emit.ints(offset)], "shifted_position", INT64)
+            if kind != INT64:
+                count = emit.op("Cast", [count], "position_cast", kind, to=kind)
+            node.inputs[place] = count
+            return True
+    return False
