@@ -273,6 +273,10 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
     )
 
 
+def _parts_softmax(model: onnx.ModelProto) -> bool:
+    return {"ReduceMax", "Exp", "ReduceSum", "Div"} <= _operators(model)
+
+
 _SIGNS = {onnx.TensorProto.UINT4, onnx.TensorProto.UINT8, onnx.TensorProto.INT8}
 
 
@@ -281,7 +285,7 @@ def _holds_integers(model: onnx.ModelProto) -> bool:
 
 
 EXTENSIONS = (
-    Extension("tool_repairs", read=_breaks_rules, choose=_chooses_branch),
+    Extension("tool_repairs", read=_breaks_rules, choose=_chooses_branch, rewrite=_parts_softmax),
     Extension(
         "quantizers",
         read=_by_quantizer,

@@ -1,14 +1,13 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
     Einsum -> MatMul, Mul                               einsum
-    Softmax in five operators                           softmax
     what is read, in which order                        exported
     samples of a step                                   evidence: samples, probe (blueprint), sizes
     constants in disguise                               evidence: fixed
     caches in the type that they are kept in            idioms: narrow
     caches along other axes                             idioms: relayout
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
-                                                        read_updates; short_masks, new_rows, joined
+                                                        read_updates; short_masks, new_rows
     attention over them                                 attention: search (cache_reads, head_order), masks
                                                         (square_masks, bias), extensions: rounded_attention
     keys and values computed from caches                extensions: latent_attention

@@ -30,12 +30,10 @@ from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Core, Write
 from trt_kvcache.importer.normalize.idioms.attention_past import HeldAttention, HeldCache, find_held, read_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
-from trt_kvcache.importer.normalize.idioms.joined import join_scattered
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows
 from trt_kvcache.importer.normalize.idioms.read_updates import find_kept, read_update
 from trt_kvcache.importer.normalize.idioms.short_masks import find_short_masks
 from trt_kvcache.importer.normalize.idioms.states import find_states, resized
-from trt_kvcache.importer.normalize.softmax import join_softmax
 from trt_kvcache.importer.plan import Dim, PlanOptions, StateUpdate
 
 if TYPE_CHECKING:
@@ -97,8 +95,6 @@ def read_exported(
         graph = gs.import_onnx(folded)
         fold_identities(graph)
         return read_exported(graph, weights, options)
-    if join_scattered(graph, samples):
-        return read_exported(graph, weights, options)
     if pad_square_masks(graph, samples):
         exported = read_exported(graph, weights, options)
         if exported is not None:
@@ -137,8 +133,6 @@ def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto,
     graph.cleanup().toposort()
     if edited or any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
-    join_softmax(graph)
-    graph.cleanup().toposort()
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_first(
             graph, {t.name for c in find_candidates(graph) for t in (c.present, *_outputs(c))}

@@ -8,6 +8,7 @@ names of its own casts          its optimizer saves them, and gives them again w
                                 "Duplicate definition of name" (1.32)
 scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX asks for lists
 two steps in one model          `merged`: optimum joins the first step and all others
+Softmax in five operators       `softmax`: ONNX Runtime leaves it so where it has no kernel
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from graphlib import CycleError, TopologicalSorter
 from onnx import GraphProto, ModelProto, OperatorSetIdProto, TensorProto
 
 from trt_kvcache.importer.extensions.tool_repairs.merged import choose as choose
+from trt_kvcache.importer.extensions.tool_repairs.softmax import rewrite as rewrite
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Scope,
@@ -28,7 +30,7 @@ from trt_kvcache.importer.protos import (
     nested_scopes,
 )
 
-__all__ = ["choose", "read"]
+__all__ = ["choose", "read", "rewrite"]
 
 _CONTRIB = "com.microsoft"
 _LONG = "ai.onnx"
