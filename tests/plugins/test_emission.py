@@ -20,8 +20,8 @@ from reference import tensor_scatter
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer.extensions.plugin_route.functions import operator_function
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target
-from trt_kvcache.importer.rewrite.plugin_functions import operator_function
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, Operator
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import StepBatch

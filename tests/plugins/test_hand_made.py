@@ -15,8 +15,8 @@ from plugin_reference import feeds_of, reference
 
 from trt_kvcache.errors import InvalidModelError, ModelError, UnsupportedModelError
 from trt_kvcache.importer import plan_model, rewrite_model
+from trt_kvcache.importer.extensions.plugin_route.functions import operator_function
 from trt_kvcache.importer.plan import PlanOptions, Route, Target, UpdateForm
-from trt_kvcache.importer.rewrite.plugin_functions import operator_function
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, Operator
 from trt_kvcache.verify import verify_model
 

@@ -18,10 +18,7 @@ from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
 from trt_kvcache.importer.rewrite import rewrite_graph
-from trt_kvcache.importer.rewrite.packed import DOMAIN, OP, add_packed_function
-from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
 from trt_kvcache.importer.rewritten import record_plan, recorded_plan
-from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
 
@@ -158,8 +155,5 @@ def _export(source: onnx.ModelProto, graph: gs.Graph) -> onnx.ModelProto:
     model.graph.doc_string = source.graph.doc_string
     del model.metadata_props[:]
     model.metadata_props.extend(source.metadata_props)
-    if any(node.domain == DOMAIN and node.op_type == OP for node in model.graph.node) and not model.functions:
-        add_packed_function(model)
-    if any(node.domain == NAMESPACE and node.op_type in OPERATORS for node in model.graph.node):
-        add_plugin_functions(model)
-    return model
+    del model.functions[:]  # those that are left define updates outside of ONNX, in the words of the model
+    return extensions.define(model)

@@ -39,6 +39,7 @@ from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
 from trt_kvcache.importer.lower import lower
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
+    TENSORRT_UPDATE,
     all_nodes,
     attribute_graphs,
     describe,
@@ -133,7 +134,7 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
     known = {entry.domain: entry.version for entry in model.opset_import}
     done = []
     for function in model.functions:
-        if function.name == "TRT_KVCacheUpdate" or (function.domain == NAMESPACE and function.name in OPERATORS):
+        if function.name == TENSORRT_UPDATE or (function.domain == NAMESPACE and function.name in OPERATORS):
             continue
         done.append((function.domain, function.name))
         for entry in function.opset_import:  # ONNX's inliner knows no operators of two versions

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.check.runnable import with_exact_products, with_packed_function, with_plugin_functions
-from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.check.runnable import with_exact_products
+from trt_kvcache.importer.extensions import define, for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out
@@ -69,8 +69,7 @@ def verify_import(
 @contextmanager
 def _both_sides(imported: ImportedModel, left: Path, right: Path) -> Iterator[tuple[Side, Side, bool, list[str]]]:
     """Original and rewritten model, whether they are float32 twins, and notes; `left`, `right`: of external data."""
-    original = with_plugin_functions(with_packed_function(imported.source.proto))
-    original, notes = for_cpu(with_exact_products(original))
+    original, notes = for_cpu(with_exact_products(define(imported.source.proto)))
     rewritten, _ = for_cpu(imported.model)
     check_runnable(rewritten)
     if not has_bfloat16(original) and not has_bfloat16(rewritten):

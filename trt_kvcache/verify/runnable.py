@@ -8,8 +8,7 @@ from onnx import ModelProto, NodeProto, TensorProto
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.runnable import ACCURACY, rounds
 from trt_kvcache.importer.planning.experts import ROUNDING
-from trt_kvcache.importer.protos import Scope, iter_scopes
-from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
+from trt_kvcache.importer.protos import TENSORRT_UPDATE, Scope, iter_scopes
 
 _MENDED = (1, 32)  # ONNX Runtime, whose experts of float16 count from here on (measured with 1.31.1 and 1.32.0)
 
@@ -37,7 +36,7 @@ def check_runnable(rewritten: ModelProto) -> None:
 def spelled_out(original: ModelProto) -> list[str]:
     """Notes for the reader of a report on the way in which the original ran."""
     notes = []
-    if any(node.op_type == PACKED_OP for node in original.graph.node):
+    if any(node.op_type == TENSORRT_UPDATE for node in original.graph.node):
         notes.append("packed updates, TensorRT's own operator, ran by their definition in ONNX on both sides")
     if any(rounds(node) for scope in iter_scopes(original) for node in scope.node):
         notes.append(

@@ -20,7 +20,6 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.check.caches import find_caches, fixed_rows
 from trt_kvcache.importer.check.graph import Graph
-from trt_kvcache.importer.check.runnable import with_packed_function, with_plugin_functions
 from trt_kvcache.importer.check.shapes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
 from trt_kvcache.importer.protos import dtype_name, names_read
@@ -155,7 +154,7 @@ def _with_parts(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model in operators that ONNX Runtime has."""
-    return extensions.for_cpu(with_plugin_functions(with_packed_function(model)))[0]
+    return extensions.for_cpu(extensions.define(model))[0]
 
 
 def _same(plan: CachePlan) -> set[str]:

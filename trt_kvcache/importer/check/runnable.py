@@ -16,11 +16,6 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.check.caches import numpy_dtype
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
-from trt_kvcache.importer.rewrite.packed import DOMAIN as PACKED_DOMAIN
-from trt_kvcache.importer.rewrite.packed import OP as PACKED_OP
-from trt_kvcache.importer.rewrite.packed import add_packed_function
-from trt_kvcache.importer.rewrite.plugin import add_plugin_functions
-from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 ACCURACY = "accuracy_level"
 _MOVED = (
@@ -29,41 +24,6 @@ _MOVED = (
 )  # fmt: skip
 NARROW = (TensorProto.FLOAT16, TensorProto.BFLOAT16)
 _NORMS = (14, 15)  # GroupQueryAttention's q_norm_weight and k_norm_weight
-
-
-def with_plugin_functions(model: ModelProto) -> ModelProto:
-    """Nodes of the cache-update plugin, if the model has any, get their meaning as ONNX functions."""
-    defined = {(f.domain, f.name) for f in model.functions}
-    if all(n.domain != NAMESPACE or n.op_type not in OPERATORS or (n.domain, n.op_type) in defined
-           for n in model.graph.node):  # fmt: skip
-        return model
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    add_plugin_functions(copy)
-    return copy
-
-
-def with_packed_function(model: ModelProto) -> ModelProto:
-    """Packed updates, which are TensorRT's own operator, get their meaning as an ONNX function."""
-    if not any(node.op_type == PACKED_OP for node in model.graph.node) or model.functions:
-        return model
-    copy = ModelProto()
-    copy.CopyFrom(model)
-    nodes: list[NodeProto] = []
-    for node in copy.graph.node:
-        if node.op_type == PACKED_OP:
-            node.domain = PACKED_DOMAIN
-            if not node.input[2]:  # writes start at row 0
-                batch, node.input[2] = f"{node.output[0]}/batch", f"{node.output[0]}/first"
-                zeros = helper.make_tensor("zero", TensorProto.INT64, [1], [0])
-                nodes += [
-                    helper.make_node("Shape", [node.input[0]], [batch], start=0, end=1),
-                    helper.make_node("ConstantOfShape", [batch], [node.input[2]], value=zeros),
-                ]
-        nodes.append(NodeProto.FromString(node.SerializeToString()))
-    _set_nodes(copy.graph, nodes)
-    add_packed_function(copy)
-    return copy
 
 
 def with_exact_products(model: ModelProto) -> ModelProto:

@@ -5,6 +5,7 @@ To add a family: write a record below, and a module with a function for each sta
     read(model)                 edits a file's model before it is checked            -> whether it did
     choose(model)               takes one branch of a decoder, before inlining       -> the model, Finish or None
     standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
+    define(model)               says in ONNX what nodes outside of it mean         -> another model, None
     rewrite(model)              edits a decoder before recognition                   -> the model, Finish or None
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it         -> weights to flip in files
@@ -12,7 +13,8 @@ To add a family: write a record below, and a module with a function for each sta
     unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
     open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
 
-`folder` is that of the external data. Four families have no record, since no cheap test tells: a build and a session
+`folder` is that of the external data. Planning and rewriting ask for `plugin_route` where a cache takes the plugin's
+route. Four families have no record, since no cheap test tells: a build and a session
 ask for `encoders` where there is an encoder beside the decoder; `normalize` asks for `latent_attention` where no
 attention reads a cache as it is, or tokens meet what is made of positions, for `rounded_attention` where a decoder has
 QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache.
@@ -32,7 +34,8 @@ import onnx
 
 from trt_kvcache.importer.graph import FLOATS
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.protos import elem_type_of, iter_scopes, names_read, shape_of
+from trt_kvcache.importer.protos import TENSORRT_UPDATE, elem_type_of, iter_scopes, names_read, shape_of
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.check.engine import Engine as Session
@@ -42,8 +45,10 @@ __all__ = [
     "EXTENSIONS",
     "Extension",
     "choose",
+    "define",
     "for_cpu",
     "for_tensorrt",
+    "is_update_outside_onnx",
     "load",
     "notes",
     "opener_of",
@@ -73,6 +78,7 @@ class Extension:
     read: Test | None = None
     choose: Test | None = None
     standardize: Test | None = None
+    define: Test | None = None
     rewrite: Test | None = None
     note: Test | None = None
     for_tensorrt: Test | None = None
@@ -136,6 +142,11 @@ def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...
     """
     model, notes = _edited("standardize", model)
     return model, tuple(chain(*notes))
+
+
+def define(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with a function for each of its operators that updates caches and that ONNX does not know."""
+    return _edited("define", model)[0]
 
 
 def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
@@ -234,6 +245,15 @@ def _breaks_rules(model: onnx.ModelProto) -> bool:
     return "ai.onnx" in imported
 
 
+def is_update_outside_onnx(node: onnx.NodeProto) -> bool:
+    """Whether a node is TensorRT's own update of a cache, or one of the plugin's."""
+    return node.op_type == TENSORRT_UPDATE or (node.domain == NAMESPACE and node.op_type in OPERATORS)
+
+
+def _updates_outside_onnx(model: onnx.ModelProto) -> bool:
+    return any(is_update_outside_onnx(node) for node in model.graph.node)
+
+
 def _chooses_branch(model: onnx.ModelProto) -> bool:
     """An input decides between two branches."""
     inputs = {value.name for value in model.graph.input}
@@ -295,6 +315,7 @@ EXTENSIONS = (
         for_cpu=_only_on_tensorrt,
         unround=_rounds,
     ),
+    Extension("plugin_route", define=_updates_outside_onnx),
     Extension("signed_weights", for_tensorrt=_holds_integers),
     Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),
 )

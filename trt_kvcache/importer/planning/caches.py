@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import (
     consumers,
     contains,
@@ -26,17 +27,17 @@ from trt_kvcache.importer.plan import (
     PhysicalLayout,
     PlanOptions,
     Route,
-    Target,
     UpdateForm,
     UpdateMode,
 )
 from trt_kvcache.importer.planning.routes import Decision, UpdateFacts, decide
 from trt_kvcache.importer.planning.rows_in_use import is_cut
+from trt_kvcache.importer.protos import TENSORRT_UPDATE
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 
 @dataclass(frozen=True)
-class _Found:
+class Found:
     """One cache that a node updates.
 
     Attributes:
@@ -65,7 +66,7 @@ class _Found:
 
 def is_update(node: gs.Node) -> bool:
     """Whether a node updates a cache."""
-    return is_op(node, "TensorScatter") or bool(node.op == "TRT_KVCacheUpdate") or is_plugin_node(node)
+    return is_op(node, "TensorScatter") or node.op == TENSORRT_UPDATE or is_plugin_node(node)
 
 
 def is_plugin_node(node: gs.Node) -> bool:
@@ -83,49 +84,11 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
     found: list[CacheUpdate] = []
     for node in graph.nodes:
         if is_plugin_node(node):
-            found += _plan_plugin_node(graph, node, options)
+            found += extensions.load("plugin_route").plan_node(graph, node, options)
         elif is_update(node):
             found.append(_plan(graph, node, options))
     places = {tensor.name: place for place, tensor in enumerate(graph.inputs)}
     return tuple(sorted(found, key=lambda cache: places.get(cache.past, len(places))))
-
-
-def _plan_plugin_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> list[CacheUpdate]:
-    """The caches of a node of the plugin that the model itself has: there is no other way to do what it says."""
-    operator = OPERATORS[node.op]
-    if options.target is Target.TENSORRT_RTX:
-        raise UnsupportedModelError(
-            f"'{node.name}' is a node of the plugin ({node.op}), and TensorRT for RTX has no plugins: plan for "
-            "TensorRT (--target tensorrt), or export with TensorScatter"
-        )
-    if len(node.inputs) != len(operator.inputs) or len(node.outputs) != len(operator.outputs):
-        raise InvalidModelError(
-            f"'{node.name}' has {len(node.inputs)} inputs and {len(node.outputs)} outputs; {node.op} takes "
-            f"{', '.join(operator.inputs)} and gives {', '.join(operator.outputs)}"
-        )
-    tensors = dict(zip(operator.inputs, node.inputs, strict=True))
-    try:
-        operator.config({name: dtype_name(tensor) for name, tensor in tensors.items()})
-        shapes = {name: shape for name, tensor in tensors.items() if (shape := dims(tensor)) is not None}
-        operator.check_shapes({n: [d if isinstance(d, int) else None for d in shape] for n, shape in shapes.items()})
-    except OptionError as error:
-        raise InvalidModelError(f"'{node.name}': {error}") from None
-    lengths = tensors["lengths"] if operator.form is UpdateForm.PACKED_NHD else None
-    decision = Decision(Route.PLUGIN, "the model itself has the plugin's node")
-    caches = []
-    for i, (past, present) in enumerate(zip(node.inputs[: operator.caches], node.outputs, strict=False)):
-        shape = dims(past)
-        if shape is None or len(shape) != 4 or any(not isinstance(d, int) for d in shape[1:]):
-            raise UnsupportedModelError(
-                f"cache '{past.name}' of '{node.name}' is {list(shape or ())}; the plugin takes [B, N, S_max, H] with "
-                "all sizes but the batch fixed"
-            )
-        found = _Found(node, past, present, tensors[f"update_{i}"], tensors["write_indices"], lengths, shape, 2,
-                       operator.form, operator.mode)  # fmt: skip
-        if obstacle := _obstacle(graph, found):
-            raise UnsupportedModelError(f"'{node.name}' cannot be done in place: {obstacle}")
-        caches.append(_cache(graph, found, decision, PhysicalLayout.AS_IS, shape))
-    return caches
 
 
 def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
@@ -152,15 +115,16 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
         update_length=found.update_length,
         capacity=capacity,
         has_write_indices=found.write_indices is not None,
-        obstacle=_obstacle(graph, found),
+        obstacle=find_obstacle(graph, found),
     )
     decision = decide(facts, options)
-    return _cache(graph, found, decision, *_physical(found, decision.route, options))
+    return planned_update(graph, found, decision, *_physical(found, decision.route, options))
 
 
-def _cache(
-    graph: gs.Graph, found: _Found, decision: Decision, layout: PhysicalLayout, physical: tuple[Dim, ...]
+def planned_update(
+    graph: gs.Graph, found: Found, decision: Decision, layout: PhysicalLayout, physical: tuple[Dim, ...]
 ) -> CacheUpdate:
+    """The plan of an update, once its route is decided."""
     capacity = found.shape[found.axis]
     assert isinstance(capacity, int)
     return CacheUpdate(
@@ -188,7 +152,7 @@ def _cache(
     )
 
 
-def _find(node: gs.Node) -> _Found:
+def _find(node: gs.Node) -> Found:
     past, present = node.inputs[0], node.outputs[0]
     shape = dims(past) or dims(present)
     if shape is None:
@@ -205,7 +169,7 @@ def _find(node: gs.Node) -> _Found:
     lengths = node.inputs[3] if form is UpdateForm.PACKED_NHD else None
     mode = UpdateMode(node.attrs.get("mode", "linear"))
     indices = input_or_none(node, 2)
-    return _Found(node, past, present, node.inputs[1], indices, lengths, shape, axis % len(shape), form, mode)
+    return Found(node, past, present, node.inputs[1], indices, lengths, shape, axis % len(shape), form, mode)
 
 
 def _form(node: gs.Node) -> UpdateForm:
@@ -245,7 +209,7 @@ def _check_packed(node: gs.Node) -> None:
         )
 
 
-def _check_rows(found: _Found) -> None:
+def _check_rows(found: Found) -> None:
     """Refuse as many write indices as no batch but one has."""
     write_indices = found.write_indices
     if write_indices is None:
@@ -259,7 +223,7 @@ def _check_rows(found: _Found) -> None:
         )
 
 
-def _check_zero_points(found: _Found) -> None:
+def _check_zero_points(found: Found) -> None:
     """Refuse rounding around another number than 0 on the way into a cache or out of it: it has no layer for that."""
     for node in (*found.node.inputs[1].inputs, *consumers(found.present)):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
@@ -271,7 +235,7 @@ def _check_zero_points(found: _Found) -> None:
                 )
 
 
-def _obstacle(graph: gs.Graph, found: _Found) -> str:
+def find_obstacle(graph: gs.Graph, found: Found) -> str:
     """Why past and present cannot be one buffer, or an empty string."""
     node, past, present = found.node, found.past, found.present
     if not contains(graph.inputs, past):
@@ -316,7 +280,7 @@ VIEW_OPS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Slice", 
 """What may stand between a cache and the attention that reads it."""
 
 
-def _physical(found: _Found, route: Route, options: PlanOptions) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
+def _physical(found: Found, route: Route, options: PlanOptions) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
     shape, axis = found.shape, found.axis
     if route is Route.FUNCTIONAL or found.form is UpdateForm.PACKED_NHD:
         return PhysicalLayout.AS_IS, shape

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import Emitter
-from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.plan import CachePlan, Role, Route
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
 from trt_kvcache.importer.rewrite.logits import cut_logits
-from trt_kvcache.importer.rewrite.plugin import rewrite_plugins
 from trt_kvcache.importer.rewrite.repeats import copy_repeats
 from trt_kvcache.importer.rewrite.spans import add_spans, relax_masks
 
@@ -27,7 +27,8 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     cut_logits(graph, emitter, plan)
     views = rewrite_caches(graph, emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
-    rewrite_plugins(graph, emitter, plan)
+    if any(cache.route is Route.PLUGIN for cache in plan.caches):
+        extensions.load("plugin_route").rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
     _declare_logits(graph, plan)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()

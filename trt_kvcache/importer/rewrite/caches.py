@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, is_op, replace_uses
+from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, input_or_none, is_op, replace_uses
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.planning.caches import is_plugin_node, split_heads, to_heads_major
 from trt_kvcache.importer.rewrite.functional import rewrite_functional
-from trt_kvcache.importer.rewrite.packed import rewrite_packed
+from trt_kvcache.plugins.operators import NAMESPACE
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,8 @@ def rewrite_caches(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> dict[s
         if node.op == "TRT_KVCacheUpdate" and cache.form is UpdateForm.PADDED:
             _to_tensor_scatter(emitter, node)
         if cache.form is UpdateForm.PACKED_NHD:
-            rewrite_packed(emitter, node)
+            node.domain, node.attrs = NAMESPACE, {"update_form": "packed_nhd"}
+            first_rows(emitter, node)
         if cache.route is Route.FUNCTIONAL:
             rewrite_functional(emitter, node, cache)
         elif cache.mode is UpdateMode.CIRCULAR and cache.route is Route.NATIVE:
@@ -61,6 +62,15 @@ def rewrite_caches(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> dict[s
         axis = cache.physical_sequence_axis
         views[cache.present] = CacheView(node.outputs[0], axis, None, axis)
     return views
+
+
+def first_rows(emitter: Emitter, node: gs.Node) -> None:
+    """An update without write indices gets those of row 0."""
+    if input_or_none(node, 2) is None:
+        past = node.inputs[0]
+        batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
+        zeros = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", INT64)
+        node.inputs = [*node.inputs[:2], zeros, *node.inputs[3:]]
 
 
 def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:

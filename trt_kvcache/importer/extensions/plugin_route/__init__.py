@@ -1,4 +1,4 @@
-"""Cache updates as nodes of the project's own plugin, in place on full TensorRT.
+"""Cache updates that ONNX has no operator for: nodes of the project's own plugin, in place on full TensorRT.
 
 TensorScatter(past, update, write_indices, mode="circular")
     -> trt_kvcache::KVCacheUpdateCircular(past, update, write_indices)
@@ -7,8 +7,9 @@ TensorScatter(past, QuantizeLinear(update, scale)), float32 scale
 two updates of one layer, at the same write indices
     -> trt_kvcache::KVCacheUpdatePair(past_k, past_v, update_k, update_v, write_indices)
 
-The nodes carry their meaning as ONNX functions (`plugin_functions`). TensorRT's parser prefers a registered plugin to a
-model-local function of that name (its source, ModelImporter.cpp: ``isNodeInPluginRegistry``).
+The nodes carry their meaning as ONNX functions (`functions`), as TensorRT's own packed updates do. TensorRT's parser
+prefers a registered plugin to a model-local function of that name (its source, ModelImporter.cpp:
+``isNodeInPluginRegistry``).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import helper
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
+from trt_kvcache.importer.extensions import is_update_outside_onnx
+from trt_kvcache.importer.extensions.plugin_route.functions import operator_function
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,
@@ -36,9 +39,21 @@ from trt_kvcache.importer.graph import (
     producer,
     small_constant,
 )
-from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm
-from trt_kvcache.importer.planning.caches import is_plugin_node
-from trt_kvcache.importer.rewrite.plugin_functions import operator_function
+from trt_kvcache.importer.plan import (
+    CachePlan,
+    CacheUpdate,
+    PhysicalLayout,
+    PlanOptions,
+    Route,
+    Target,
+    UpdateForm,
+    UpdateMode,
+)
+from trt_kvcache.importer.planning.caches import Found, find_obstacle, is_plugin_node, planned_update
+from trt_kvcache.importer.planning.routes import Decision
+from trt_kvcache.importer.protos import TENSORRT_UPDATE, opset_version
+from trt_kvcache.importer.rewrite.caches import first_rows
+from trt_kvcache.importer.simplify import OPSET
 from trt_kvcache.plugins.operators import CACHE_BITS, NAMESPACE, OPERATORS, VERSION, Operator
 
 _ATTRIBUTES = {"plugin_namespace": NAMESPACE, "plugin_version": VERSION, "aot": 1}
@@ -67,7 +82,7 @@ class _Update:
         return list(self.node.inputs[2:4] if self.operator.packed else self.node.inputs[2:3])
 
 
-def rewrite_plugins(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
+def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     """Replace every update of the route `PLUGIN`, already 4-D in its physical layout, by a node of the plugin.
 
     Raises:
@@ -89,21 +104,96 @@ def rewrite_plugins(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
     _check_types(_cache_types(graph))
 
 
-def add_plugin_functions(model: onnx.ModelProto) -> None:
-    """Attach the meaning of the plugin's operators to a model that has such nodes."""
-    opset = next(o.version for o in model.opset_import if o.domain in ("", "ai.onnx"))
-    if not any(o.domain == NAMESPACE for o in model.opset_import):
-        model.opset_import.append(helper.make_opsetid(NAMESPACE, 1))
-    for function in [f for f in model.functions if f.domain == NAMESPACE and f.name in OPERATORS]:
-        model.functions.remove(function)  # the model's own word for it; what TensorRT runs is the plugin
+def plan_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> list[CacheUpdate]:
+    """The caches of a node of the plugin that the model itself has: there is no other way to do what it says."""
+    operator = OPERATORS[node.op]
+    if options.target is Target.TENSORRT_RTX:
+        raise UnsupportedModelError(
+            f"'{node.name}' is a node of the plugin ({node.op}), and TensorRT for RTX has no plugins: plan for "
+            "TensorRT (--target tensorrt), or export with TensorScatter"
+        )
+    if len(node.inputs) != len(operator.inputs) or len(node.outputs) != len(operator.outputs):
+        raise InvalidModelError(
+            f"'{node.name}' has {len(node.inputs)} inputs and {len(node.outputs)} outputs; {node.op} takes "
+            f"{', '.join(operator.inputs)} and gives {', '.join(operator.outputs)}"
+        )
+    tensors = dict(zip(operator.inputs, node.inputs, strict=True))
+    try:
+        operator.config({name: dtype_name(tensor) for name, tensor in tensors.items()})
+        shapes = {name: shape for name, tensor in tensors.items() if (shape := dims(tensor)) is not None}
+        operator.check_shapes({n: [d if isinstance(d, int) else None for d in shape] for n, shape in shapes.items()})
+    except OptionError as error:
+        raise InvalidModelError(f"'{node.name}': {error}") from None
+    lengths = tensors["lengths"] if operator.form is UpdateForm.PACKED_NHD else None
+    decision = Decision(Route.PLUGIN, "the model itself has the plugin's node")
+    caches = []
+    for i, (past, present) in enumerate(zip(node.inputs[: operator.caches], node.outputs, strict=False)):
+        shape = dims(past)
+        if shape is None or len(shape) != 4 or any(not isinstance(d, int) for d in shape[1:]):
+            raise UnsupportedModelError(
+                f"cache '{past.name}' of '{node.name}' is {list(shape or ())}; the plugin takes [B, N, S_max, H] with "
+                "all sizes but the batch fixed"
+            )
+        found = Found(node, past, present, tensors[f"update_{i}"], tensors["write_indices"], lengths, shape, 2,
+                       operator.form, operator.mode)  # fmt: skip
+        if obstacle := find_obstacle(graph, found):
+            raise UnsupportedModelError(f"'{node.name}' cannot be done in place: {obstacle}")
+        caches.append(planned_update(graph, found, decision, PhysicalLayout.AS_IS, shape))
+    return caches
+
+
+def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:
+    """Attach the meaning of updates outside of ONNX to their nodes, where the model itself does not say it.
+
+    TensorRT's own update gets this project's domain and write indices: TensorRT's parser takes it in any domain, and
+    prefers its own layer to a model-local function of that name (measured, TensorRT for RTX 1.7.1).
+    """
+    defined = {(f.domain, f.name) for f in model.functions}
+    unknown = [is_update_outside_onnx(n) and (n.domain, n.op_type) not in defined for n in model.graph.node]
+    if not any(unknown):
+        return model, None
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    del made.graph.node[:]
     types = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
     caches: dict[str, set[int]] = {}
-    for node in model.graph.node:
-        if node.domain == NAMESPACE and node.op_type in OPERATORS:
-            caches.setdefault(node.op_type, set()).add(types[node.input[0]])
-    for name, found in caches.items():
-        through_float = bool(found & _THROUGH_FLOAT)
-        model.functions.append(operator_function(OPERATORS[name], opset, through_float=through_float))
+    operators: dict[str, Operator] = {}
+    for node, is_unknown in zip(model.graph.node, unknown, strict=True):
+        if is_unknown:
+            node = _with_indices(made.graph, node)
+            operators[node.op_type] = OPERATORS.get(node.op_type) or _tensorrt_operator(node)
+            caches.setdefault(node.op_type, set()).add(types.get(node.input[0], 0))
+        made.graph.node.append(node)
+    opset = opset_version(model) or OPSET
+    if not any(o.domain == NAMESPACE for o in made.opset_import):
+        made.opset_import.append(helper.make_opsetid(NAMESPACE, 1))
+    for name, operator in operators.items():
+        function = operator_function(operator, opset, through_float=bool(caches[name] & _THROUGH_FLOAT))
+        if name == TENSORRT_UPDATE:
+            function.name, function.attribute[:] = name, ["update_form", "mode"]
+        made.functions.append(function)
+    return made, None
+
+
+def _tensorrt_operator(node: onnx.NodeProto) -> Operator:
+    """The plugin's operator that does the same as TensorRT's own update."""
+    given = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    form = UpdateForm.PACKED_NHD if "update_form" in given else UpdateForm.PADDED
+    return Operator(form, UpdateMode(given.get("mode", b"linear").decode()))
+
+
+def _with_indices(graph: onnx.GraphProto, node: onnx.NodeProto) -> onnx.NodeProto:
+    """The node in this project's domain; without write indices it writes from row 0 on."""
+    made = onnx.NodeProto()
+    made.CopyFrom(node)
+    made.domain = NAMESPACE
+    if len(node.input) < 3 or not node.input[2]:
+        batch, first = f"{node.output[0]}/batch", f"{node.output[0]}/first"
+        zero = helper.make_tensor("zero", onnx.TensorProto.INT64, [1], [0])
+        graph.node.append(helper.make_node("Shape", [node.input[0]], [batch], start=0, end=1))
+        graph.node.append(helper.make_node("ConstantOfShape", [batch], [first], value=zero))
+        made.input[:] = [*node.input[:2], first, *node.input[3:]]
+    return made
 
 
 def _cache_types(graph: gs.Graph) -> dict[str, set[int]]:
@@ -137,11 +227,7 @@ def _check_rows(caches: list[CacheUpdate]) -> None:
 
 
 def _update(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> _Update:
-    if input_or_none(node, 2) is None:
-        past = node.inputs[0]
-        batch = emitter.op("Shape", [past], f"{past.name}_batch", INT64, start=0, end=1)
-        zeros = emitter.op("Expand", [emitter.ints(0), batch], f"{past.name}_first", INT64)
-        node.inputs = [*node.inputs[:2], zeros, *node.inputs[3:]]
+    first_rows(emitter, node)
     scale, scales = _take_quantization(emitter, node, cache)
     operator = Operator(cache.form, cache.mode, quantized=scale is not None)
     return _Update(cache, node, operator, scale, scales)
