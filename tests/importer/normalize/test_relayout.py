@@ -21,8 +21,6 @@ DECODERS = {
     "both transposed": (Decoder(mask="padding", positions="padding"), (KEYS,)),
     "lengths read off the whole": (Decoder(positions="present"), (KEYS, VALUES)),
     "own mask": (Decoder(mask="own", apply="where"), (KEYS, VALUES)),
-    "heads before one sequence": (Decoder(layers=2, batch=1), HEADS_FIRST),
-    "heads before one sequence and lengths": (Decoder(positions="present", batch=1), HEADS_FIRST),
 }
 
 
@@ -45,6 +43,12 @@ def test_one_head_is_no_batch(tmp_path: Path) -> None:
     result = rewritten(whole, tmp_path)
     assert [c.logical_shape for c in result.plan.caches] == [(3, 1, CAPACITY, 4)] * 2
     Decode(whole, result.model).check()
+
+
+def test_heads_before_one_sequence_are_refused(tmp_path: Path) -> None:
+    laid = lay_caches(make_decoder(Decoder(batch=1)), *HEADS_FIRST)
+    with pytest.raises(UnsupportedModelError, match="its first axis, '2', is not the batch"):
+        rewritten(laid, tmp_path)
 
 
 def by_batch(g: Build, x: str) -> str:

@@ -82,15 +82,30 @@ class Canonical:
 
     def write(self, write: Write) -> None:
         """Make `write.present` by TensorScatter from `write.past`, whatever made it before."""
-        update = write.update
-        if write.perm is not None and write.perm != tuple(range(len(write.perm))):
-            update = self.emit.op("Transpose", [update], "update", perm=list(write.perm))
+        update, perm, axis = write.update, write.perm or tuple(range(len(write.past.shape))), write.axis
+        present = write.present  # as the model reads it
+        if write.relaid is not None:
+            axis, perm = 2, tuple(perm[a] for a in write.relaid)
+            write.past.shape = [write.past.shape[a] for a in write.relaid]
+            present = self._as_exported(write.present, write.relaid)
+            self._as_exported(write.past, write.relaid)
+        if perm != tuple(range(len(perm))):
+            update = self.emit.op("Transpose", [update], "update", perm=list(perm))
         mode = "circular" if write.circular else "linear"
         if write.room is not None:
-            write.past.shape = [self.capacity if i == write.axis else d for i, d in enumerate(write.past.shape)]
-        self.scatter(write.past, update, write.present, write.axis, mode, write.idiom)
-        for whole in write.aliases if write.growing and write.kept is None else ():
-            replace_uses(whole, write.present)
+            write.past.shape = [self.capacity if i == axis else d for i, d in enumerate(write.past.shape)]
+        self.scatter(write.past, update, write.present, axis, mode, write.idiom)
+        if write.growing and write.kept is None:
+            for whole in write.aliases:
+                replace_uses(whole, present)
+            for whole, order in write.turned:
+                replace_uses(whole, self.emit.op("Transpose", [present], "turned", perm=list(order)))
+
+    def _as_exported(self, cache: gs.Tensor, perm: tuple[int, ...]) -> gs.Tensor:
+        """A cache in the order of axes that its readers, but for attention, know."""
+        turned = self.emit.op("Transpose", [cache], "as_exported", elem_type(cache), perm=list(perm))
+        replace_uses(cache, turned, keep=turned.inputs)
+        return turned
 
     def scatter(
         self,
@@ -250,7 +265,7 @@ class Canonical:
 
     def _heads_major(self, write: Write, size: int) -> gs.Tensor:
         """A present as ``[B, N, L, D]``: the importer then changes the layout of the cache itself."""
-        if write.axis == 2:
+        if write.axis == 2 or write.relaid is not None:
             return write.present
         tensor = write.present
         shape = dims(tensor) or ()

@@ -124,7 +124,8 @@ def _attention(
 
 def _is_read(write: Write) -> bool:
     """Whether an operator takes numbers of a cache after its update."""
-    return any(not is_op(node, "Shape") for t in (write.present, *write.aliases) for node in consumers(t))
+    tensors = (write.present, *write.aliases, *(t for t, _ in write.turned))
+    return any(not is_op(node, "Shape") for t in tensors for node in consumers(t))
 
 
 def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:

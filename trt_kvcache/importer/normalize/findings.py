@@ -36,6 +36,7 @@ class Write:
         positions: names of the graph inputs that say where the rows go; empty for growing caches.
         aliases: tensors with the same contents as `present` in the same layout, which attention may read instead; where
             rows are cut off, with past and new rows before they are.
+        turned: tensors with the same contents as `aliases` in another order of axes, and the permutation to it.
         fronts: tensors with the first rows of `present` in the same layout, as many as there are tokens.
         new_rows: present as exported holds the new rows only: the axes of the cache in the order in which they lie in
             it, which may merge some. None: it holds the whole cache.
@@ -54,9 +55,15 @@ class Write:
     positions: tuple[str, ...] = ()
     aliases: tuple[gs.Tensor, ...] = ()
     kept: int | None = None
+    turned: tuple[tuple[gs.Tensor, tuple[int, ...]], ...] = ()
     fronts: tuple[gs.Tensor, ...] = ()
     new_rows: tuple[int, ...] | None = None
     room: int | None = None
+
+    @property
+    def relaid(self) -> tuple[int, ...] | None:
+        """The order of axes ``[B, N, D, P]`` that a growing cache does not keep: it becomes ``[B, N, L, D]``."""
+        return (0, 1, 3, 2) if self.growing and self.axis == 3 and len(self.past.shape) == 4 else None
 
     def rows(self, sample: Sample) -> int:
         """Rows of past and new tokens together in a sample, where the cache grows."""

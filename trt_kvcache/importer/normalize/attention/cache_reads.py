@@ -58,7 +58,8 @@ class CacheReads:
     def __init__(self, writes: Sequence[Write], samples: Samples) -> None:
         self._samples = samples
         self._small = smallest(samples)
-        self._presents = {tensor.name: write for write in writes for tensor in (*_read(write), *write.fronts)}
+        self._presents = {t.name: write for write in writes for t in (*_read(write), *write.fronts)}
+        self._presents |= {t.name: write for write in writes for t, _ in write.turned}
 
     def behind(self, tensor: gs.Tensor) -> Write | None:
         """The cache that a tensor is made of by moving, repeating and scaling values."""
@@ -127,6 +128,7 @@ class CacheReads:
         numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
         front = numbers[(slice(None),) * write.axis + (slice(sample.total),)]
         given = {t.name: numbers for t in _read(write)} | {t.name: front for t in write.fronts}
+        given |= {t.name: numbers.transpose(perm) for t, perm in write.turned}
         made = sample.probe.given(given).value(tensor.name)
         if made is not None and made.ndim > 2:
             made = made.swapaxes(-1, -2) if transposed else made
@@ -155,6 +157,8 @@ def _read(write: Write) -> tuple[gs.Tensor, ...]:
 
 def _heads_major(numbers: Array, write: Write, size: int) -> Array | None:
     """A cache as ``[B, N, rows, D]``."""
+    if write.relaid is not None:
+        return numbers.transpose(write.relaid)
     if numbers.ndim == 4 and write.axis in (1, 2):
         return numbers if write.axis == 2 else numbers.swapaxes(1, 2)
     if numbers.ndim == 3 and write.axis == 1 and size and numbers.shape[2] % size == 0:

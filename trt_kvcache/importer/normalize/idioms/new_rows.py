@@ -20,7 +20,7 @@ from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.plan import OriginalTensor
 
-__all__ = ["part_from_rows", "say_new_rows"]
+__all__ = ["part_from_rows", "say_layouts"]
 
 
 def part_from_rows(graph: gs.Graph, candidates: Sequence[Candidate]) -> None:
@@ -36,15 +36,18 @@ def part_from_rows(graph: gs.Graph, candidates: Sequence[Candidate]) -> None:
         graph.nodes.append(gs.Node("Identity", emit.name(f"{present.name}:Identity"), {}, [rows], [present]))
 
 
-def say_new_rows(tensors: Sequence[OriginalTensor], writes: Sequence[Write]) -> tuple[OriginalTensor, ...]:
-    """The interface as exported, with how the outputs lie that hold new rows."""
-    written = {w.present.name: w for w in writes if w.new_rows is not None}
-    return tuple(_say(t, written[t.name]) if t.io == "output" and t.name in written else t for t in tensors)
+def say_layouts(tensors: Sequence[OriginalTensor], writes: Sequence[Write]) -> tuple[OriginalTensor, ...]:
+    """The interface as exported, with how caches lie that have another layout now, and outputs of new rows."""
+    written = {t.name: write for write in writes for t in (write.past, write.present)}
+    return tuple(_say(t, written[t.name]) if t.name in written else t for t in tensors)
 
 
 def _say(tensor: OriginalTensor, write: Write) -> OriginalTensor:
     order = write.new_rows
-    assert order is not None
+    if order is None or tensor.io == "input":
+        return tensor if write.relaid is None else replace(tensor, order=write.relaid)
     known = {0: "batch", write.axis: "sequence"}
     axes = tuple(known.get(a, "") for a in order) if len(tensor.shape) == len(order) else tensor.axes
+    if write.relaid is not None:
+        order = tuple(write.relaid[a] for a in order)
     return replace(tensor, axes=axes, order=order, rows_only=True)

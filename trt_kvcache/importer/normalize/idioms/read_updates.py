@@ -24,7 +24,7 @@ from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.evidence.sizes import SIZES, why_unknown
 from trt_kvcache.importer.normalize.findings import Write
-from trt_kvcache.importer.normalize.views import is_view, trace_back
+from trt_kvcache.importer.normalize.views import is_view, static_layout, trace_back
 
 __all__ = ["find_kept", "read_update"]
 
@@ -105,6 +105,7 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
         candidate.positions,
         tuple(_same(candidate, runs[0], whole)),
         candidate.kept,
+        tuple(_turned(candidate, runs[0], whole)),
         () if candidate.growing else tuple(_same(candidate, runs[0], whole[rows])),
         order,
         candidate.room,
@@ -162,7 +163,10 @@ def _given(
     masks = [(mask.name, probe.value(mask.name)) for mask in candidate.masks]
     wide = {n: v.astype(np.float64) for n, v in masks if v is not None and v.dtype.kind not in "biu"}
     probe = probe.given(wide) if wide else probe
-    return _Run(step, past, new, probe, probe.value(candidate.whole.name))
+    whole, layout = probe.value(candidate.whole.name), static_layout(candidate.views, past.ndim)
+    if candidate.rows_only and whole is not None and layout is not None:
+        whole = whole.transpose(np.argsort(layout))
+    return _Run(step, past, new, probe, whole)
 
 
 def _placed(candidate: Candidate, runs: Sequence[_Run]) -> tuple[int, Perm] | None:
@@ -261,6 +265,18 @@ def _same(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[gs.Tensor]
             is_turned = is_view(node) and is_op(node, "Identity", "Transpose", "Cast")
             if is_turned and node.outputs[0].name not in seen:
                 pending.append(node.outputs[0])
+
+
+def _turned(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[tuple[gs.Tensor, Perm]]:
+    """Tensors of the region that are the whole cache in another order of axes, and that order."""
+    for tensor in (t for node in candidate.region for t in node.outputs):
+        value = run.probe.value(tensor.name)
+        if value is None or value.ndim != wanted.ndim or np.array_equal(value, wanted):
+            continue
+        orders = permutations(range(wanted.ndim))
+        found = next((perm for perm in orders if np.array_equal(value, wanted.transpose(perm))), None)
+        if found is not None:
+            yield tensor, found
 
 
 def _order(candidate: Candidate, update: gs.Tensor, perm: Perm, runs: Sequence[_Run]) -> Perm:
