@@ -4,7 +4,6 @@
     what is read, in which order                        exported
     samples of a step                                   evidence: samples, probe (blueprint), sizes
     constants in disguise                               evidence: fixed
-    caches in the type that they are kept in            idioms: narrow
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
                                                         read_updates; short_masks, new_rows
     attention over them                                 attention: search (cache_reads, head_order), masks
@@ -42,7 +41,6 @@ from trt_kvcache.importer.normalize.exported import Exported, read_exported
 from trt_kvcache.importer.normalize.findings import Core, Findings
 from trt_kvcache.importer.normalize.idioms.attention_past import holds_cache, rewrite_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
-from trt_kvcache.importer.normalize.idioms.narrow import narrow_caches
 from trt_kvcache.importer.normalize.idioms.new_rows import say_layouts
 from trt_kvcache.importer.normalize.readers import check_readers
 from trt_kvcache.importer.normalize.residual import NOTE, check_padding, free_positions
@@ -88,14 +86,13 @@ def normalize(model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto], o
     fold_identities(graph)
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_new_rows(graph)
-    wide = narrow_caches(graph)
     if not find_candidates(graph) and not holds_cache(graph):
         return Normalized(model, None)
-    exported = read_exported(graph, weights, options, edited=bool(wide))
-    return Normalized(model, None) if exported is None else _rewrite(exported, options, wide)
+    exported = read_exported(graph, weights, options)
+    return Normalized(model, None) if exported is None else _rewrite(exported, options)
 
 
-def _rewrite(exported: Exported, options: PlanOptions, wide: Mapping[str, str]) -> Normalized:
+def _rewrite(exported: Exported, options: PlanOptions) -> Normalized:
     """Edit the graph as proven, and free it from what only the caches as exported needed."""
     graph, interface, samples = exported.graph, exported.interface, exported.samples
     computed = exported.computed
@@ -126,8 +123,7 @@ def _rewrite(exported: Exported, options: PlanOptions, wide: Mapping[str, str]) 
     for name, (kind, shape) in canonical.known.items():
         named = [None if d == "?" else d for d in shape]
         model.graph.value_info.append(onnx.helper.make_tensor_value_info(name, kind, named))
-    tensors = tuple(replace(t, dtype=wide.get(t.name, t.dtype)) for t in interface.tensors)
-    tensors = say_layouts(tensors, exported.writes)
+    tensors = say_layouts(interface.tensors, exported.writes)
     tensors = tuple(replace(t, singly=exported.singly and t.name == interface.tokens) for t in tensors)
     changes = find_changes(tensors, model, counts, copies)
     notes = (

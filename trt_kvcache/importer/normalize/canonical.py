@@ -21,7 +21,7 @@ import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, dims, elem_type, replace_uses
+from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.attention.bias import emit_bias
 from trt_kvcache.importer.normalize.findings import Core, Sinks, Visibility, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
@@ -127,6 +127,10 @@ class Canonical:
             idiom: how the model as exported did it, for the plan.
         """
         present.inputs.clear()
+        if elem_type(update) not in (None, 0, elem_type(past)):  # converters leave caches in a wider type
+            past.dtype = update.dtype
+            for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
+                replace_uses(cast.outputs[0], past)
         if not isinstance(past.shape[axis], int):  # its symbol may be that of other inputs as well
             past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
         present.shape = past.shape

@@ -68,16 +68,13 @@ class Exported:
     singly: bool = False
 
 
-def read_exported(
-    graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions, *, edited: bool = True
-) -> Exported | None:
+def read_exported(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options: PlanOptions) -> Exported | None:
     """Find and prove.
 
     Args:
         graph: of the model; edited.
         weights: the detached weights.
         options: capacity and name patterns.
-        edited: shapes in `graph` may be those of another model.
 
     Returns:
         None where what looked like caches is state.
@@ -86,7 +83,7 @@ def read_exported(
         UnsupportedModelError: what was found cannot be proven to be what is supported.
         OptionError: the capacity is missing or contradicts the model.
     """
-    graph, model, held = _standard(graph, edited)
+    graph, model, held = _standard(graph)
     candidates, states = _caches(graph, held)
     if not candidates and not held:
         return None
@@ -128,11 +125,11 @@ def _is_read(write: Write) -> bool:
     return any(not is_op(node, "Shape") for t in tensors for node in consumers(t))
 
 
-def _standard(graph: gs.Graph, edited: bool) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
+def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
     """The same in standard operators, as a graph and as a model; caches in operators."""
     lower_einsum(graph)
     graph.cleanup().toposort()
-    if edited or any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
+    if any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
     if any(is_op(node, "QuantizeLinear") for node in graph.nodes):
         load("rounded_attention").round_first(

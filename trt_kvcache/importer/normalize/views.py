@@ -18,10 +18,10 @@ _RESHAPES = ("Reshape", "Squeeze", "Unsqueeze")
 
 
 def is_view(node: gs.Node) -> bool:
-    """Whether a node only rearranges its first input, whatever its shape is."""
+    """Whether a node only rearranges its first input, whatever its shape is, or rounds it to another type."""
     if is_op(node, "Identity", "Transpose", *_RESHAPES):
         return True
-    return is_op(node, "Cast") and node.attrs.get("to") == elem_type(node.inputs[0])
+    return is_float_cast(node) and elem_type(node.inputs[0]) in FLOATS
 
 
 def is_float_cast(node: gs.Node) -> bool:

@@ -124,11 +124,11 @@ class CacheReads:
                 f"cache '{write.past.name}' {shape} is too large to see what '{name}' reads: export it with a "
                 "symbolic length"
             )
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(elem_type_of(write.past))
-        numbers = np.random.default_rng(0).integers(1, 1000, shape).astype(dtype)
+        numbers = np.random.default_rng(0).integers(1, 1000, shape)
         front = numbers[(slice(None),) * write.axis + (slice(sample.total),)]
-        given = {t.name: numbers for t in _read(write)} | {t.name: front for t in write.fronts}
-        given |= {t.name: numbers.transpose(perm) for t, perm in write.turned}
+        held = [*((t, numbers) for t in _read(write)), *((t, front) for t in write.fronts)]
+        held += [(t, numbers.transpose(perm)) for t, perm in write.turned]
+        given = {t.name: v.astype(onnx.helper.tensor_dtype_to_np_dtype(elem_type_of(t))) for t, v in held}
         made = sample.probe.given(given).value(tensor.name)
         if made is not None and made.ndim > 2:
             made = made.swapaxes(-1, -2) if transposed else made

@@ -26,6 +26,7 @@ from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, ch
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Visibility
+from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 
 _MASK, _PASTS, _PRESENTS = 3, (4, 5), (1, 2)
 
@@ -125,15 +126,19 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
     found = []
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
         past = input_or_none(node, index)
+        past = None if past is None else trace_back(past)[0]
         present = node.outputs[output] if output < len(node.outputs) else gs.Variable.empty()
+        if not contains(graph.outputs, present):  # converters leave caches in another type than operators
+            casts = [n.outputs[0] for n in consumers(present) if is_float_cast(n)]
+            present = next((t for t in casts if contains(graph.outputs, t)), present)
         if past is None or not contains(graph.inputs, past) or not contains(graph.outputs, present):
             shown = f"'{past.name if past is not None else ''}' -> '{present.name}'"
             raise UnsupportedModelError(
                 f"the cache {shown} of {idiom} '{node.name}' is no input and output of the model; supported are caches "
                 "that the caller gives and takes back: export the model with past and present"
             )
-        others = [n for n in consumers(past) if n is not node and not is_op(n, "Shape")]
-        if others or sum(t is past for t in node.inputs) > 1:
+        others = [n for n in _readers(past) if n is not node and not is_op(n, "Shape")]
+        if others or sum(not t.is_empty() and trace_back(t)[0] is past for t in node.inputs) > 1:
             reader = f"{others[0].op} '{others[0].name}'" if others else f"{idiom} '{node.name}' twice"
             raise UnsupportedModelError(
                 f"the cache '{past.name}' of {idiom} '{node.name}' is read by {reader}; supported are caches that one "
@@ -145,6 +150,11 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
         grows = (not before or before != after or before == ("?",)) and not node.attrs.get("ring", 0)
         found.append(HeldCache(past, present, grows, idiom))
     return found
+
+
+def _readers(tensor: gs.Tensor) -> list[gs.Node]:
+    """The nodes that read a tensor, after Casts."""
+    return [r for n in consumers(tensor) for r in (_readers(n.outputs[0]) if is_float_cast(n) else [n])]
 
 
 def _state_shape(cache: gs.Tensor, update: gs.Tensor) -> None:

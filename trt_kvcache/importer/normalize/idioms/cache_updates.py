@@ -18,10 +18,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, contains, dims, input_or_none, is_op, producer, small_constant
+from trt_kvcache.importer.graph import (
+    consumers,
+    contains,
+    dims,
+    dtype_name,
+    elem_type,
+    input_or_none,
+    is_op,
+    producer,
+    small_constant,
+)
 from trt_kvcache.importer.normalize.candidate import Candidate, may_be_cache
 from trt_kvcache.importer.normalize.evidence.reach import deciding
 from trt_kvcache.importer.normalize.views import cache_axis, is_view, trace_back
@@ -33,6 +44,8 @@ NEW_ROWS = "Concat, new rows returned"
 _SCATTERS = ("ScatterND", "ScatterElements")
 _BLENDS = ("Add", "Sub", "Mul", "Where")
 _CUTS = ("Slice", "Gather", "Split", "Pad")
+_FLOAT, _FLOAT16, _BFLOAT16 = onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16
+_NARROWER: dict[int | None, tuple[int, ...]] = {_FLOAT: (_FLOAT16, _BFLOAT16), _FLOAT16: (_BFLOAT16,)}
 _DEEPEST = 4  # products and sums between a past and its present: residual streams are longer
 _LOST = "write with index_copy, index_put or a slice instead of narrow().copy_(), and return what is written"
 _ROLLING = "keep rows where they are and write at the position, or at the position modulo the capacity"
@@ -90,10 +103,28 @@ def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
         UnsupportedModelError: a cache is held in the model, where no caller can reach it.
     """
     found = [c for output in graph.outputs if (c := _find(graph, output)) is not None]
-    found = [c for c in found if not _is_constant(c, found)]
+    found = [replace(c, reason=c.reason or _other_type(c)) for c in found if not _is_constant(c, found)]
     found += _find_new_rows(graph, found)
     found += _find_lost(graph, found)
     return tuple(c if c.reason else replace(c, reason=_second_use(graph, c, found)) for c in found)
+
+
+def _other_type(candidate: Candidate) -> str:
+    """Why a cache cannot be kept in the type that is written; "" if it can.
+
+    Converters leave float32 caches around operators of float16 (``keep_io_types``), and float16 ones before operators
+    of bfloat16 (ModelOpt's AutoCast): what such a cache gives back are numbers of the narrower type.
+    """
+    if candidate.node is None:
+        return ""
+    past, kept, present = (elem_type(t) for t in (candidate.past, candidate.node.outputs[0], candidate.present))
+    if past == kept == present or (kept in _NARROWER.get(past, ()) and present in (past, kept)):
+        return ""
+    return (
+        f"it comes as {dtype_name(candidate.past)} and goes as {dtype_name(candidate.present)} "
+        f"('{candidate.present.name}'), and {candidate.node.op} '{candidate.node.name}' writes "
+        f"{dtype_name(candidate.node.outputs[0])}: convert the model again, caches in the type of its attention"
+    )
 
 
 def _is_passed(node: gs.Node) -> bool:

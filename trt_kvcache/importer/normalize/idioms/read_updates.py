@@ -14,10 +14,11 @@ from math import prod
 from types import MappingProxyType
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import consumers, is_op, producer
+from trt_kvcache.importer.graph import consumers, elem_type, is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.evidence.blueprint import Array
 from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
@@ -116,6 +117,8 @@ def _sources(candidate: Candidate) -> list[gs.Tensor]:
     """What the new rows may be read from, from the projection on: the last one is what comes into the region."""
     found = [candidate.updates[0]]
     while (node := producer(found[0])) is not None and (is_view(node) or is_op(node, "Expand")):
+        if elem_type(node.inputs[0]) != elem_type(found[0]):
+            break
         found.insert(0, node.inputs[0])
     return found
 
@@ -159,7 +162,10 @@ def _given(
     rng = np.random.default_rng(0)
     past = 2.0 * rng.integers(-_MOST, _MOST, sizes)
     new = 2.0 * rng.integers(-_MOST, _MOST, shape) + 1
-    probe = step.probe.given({**positions, candidate.past.name: past, update.name: new})
+    kind, rows = elem_type(update) or 0, new
+    if kind not in (0, elem_type(candidate.past)):  # the past is cast to it, and operators ask for one type
+        rows = new.astype(onnx.helper.tensor_dtype_to_np_dtype(kind))
+    probe = step.probe.given({**positions, candidate.past.name: past, update.name: rows})
     masks = [(mask.name, probe.value(mask.name)) for mask in candidate.masks]
     wide = {n: v.astype(np.float64) for n, v in masks if v is not None and v.dtype.kind not in "biu"}
     probe = probe.given(wide) if wide else probe
@@ -258,7 +264,8 @@ def _same(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[gs.Tensor]
     while pending:
         tensor = pending.pop(0)
         value = run.probe.value(tensor.name)
-        if tensor.name not in seen and value is not None and np.array_equal(value, wanted):
+        is_whole = value is not None and np.array_equal(value, wanted)
+        if tensor.name not in seen and is_whole and elem_type(tensor) == elem_type(candidate.updates[0]):
             yield tensor
         seen.add(tensor.name)
         for node in consumers(tensor):
