@@ -5,10 +5,9 @@
 
 Found by what holds for state whatever computes it: a floating-point graph input that is read and a graph output of the
 same dtype and the same fixed shape (only the first axis, the batch, may be open).
-Which output belongs to which input: first the names, which differ only in words such as past and present (RWKV's last
-token is replaced without a look at it); then, for inputs that are called state at all, the graph, where the output is
-computed from the input. Each layer's state depends on those of the layers before it, never on those after it, so that
-an output of which only one free input is left has found its own. What is still open is refused.
+Which output belongs to which input is said by their names, which differ only in words such as past and present (RWKV's
+last token is replaced without a look at it). An input that is called state, and of which an output with another name is
+computed, is refused.
 
 Not state, although the shape would fit: attention caches. They are told by their readers: a scatter into the input, an
 attention operator, rows concatenated to it that a product of two activations reads, or a product under a Softmax.
@@ -20,7 +19,6 @@ Nothing is rewritten. TensorRT lets an output share the buffer of an input in it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 
 import onnx
 import onnx_graphsurgeon as gs
@@ -58,8 +56,7 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
         caches: names of graph inputs and outputs that are attention caches.
 
     Raises:
-        UnsupportedModelError: several outputs could be the next value of an input, and neither names nor the graph tell
-            them apart.
+        UnsupportedModelError: an output could be the next value of an input, and has another name.
     """
     read = [t for t in graph.inputs if t.name not in caches and consumers(t)]
     inputs = [t for t in read if _is_state_like(t) and not _is_cache_like(t)]
@@ -67,8 +64,8 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
     behind = inputs_behind(graph)
     alike = {past.name: [out for out in outputs if _same_kind(past, out)] for past in inputs}
     pairs = _match_names(inputs, alike)
-    fits = {past: [out for out in outs if past in behind[out.name]] for past, outs in alike.items()}
-    _match_graph([past for past in inputs if _CALLED & set(_words(past.name))], fits, pairs)
+    fits = {past: [str(out.name) for out in outs if past in behind[out.name]] for past, outs in alike.items()}
+    _refuse_open(inputs, fits, pairs)
     return tuple(
         StateUpdate(past.name, pairs[past.name], dtype_name(past), dims(past) or (), REASON)
         for past in inputs
@@ -184,49 +181,17 @@ def _words(name: str) -> list[str]:
     return [word.lower() for word in re.findall(r"[A-Za-z]+|\d+", name)]
 
 
-def _match_graph(inputs: list[gs.Tensor], fits: dict[str, list[gs.Tensor]], pairs: dict[str, str]) -> None:
-    """Pair what the names left open, as far as only one way is left.
+def _refuse_open(inputs: list[gs.Tensor], fits: dict[str, list[str]], pairs: dict[str, str]) -> None:
+    """Refuse an input that is called state, and could become an output of another name.
 
     Raises:
-        UnsupportedModelError: several ways are left.
+        UnsupportedModelError: naming both.
     """
-    while True:
-        taken = set(pairs.values())
-        open_ = {
-            past.name: [out.name for out in fits[past.name] if out.name not in taken]
-            for past in inputs
-            if past.name not in pairs
-        }
-        open_ = {past: outs for past, outs in open_.items() if outs}
-        if not open_:
-            return
-        forced = _forced(open_)
-        if forced is None:
-            past, outs = next((p, o) for p, o in open_.items() if len(o) > 1 or _rivals(p, open_))
-            rivals = "" if len(outs) > 1 else f", as could '{_rivals(past, open_)[0]}'"
+    for past in inputs:
+        outs = [name for name in fits[past.name] if name not in pairs.values()]
+        if past.name not in pairs and outs and _CALLED & set(_words(past.name)):
             raise UnsupportedModelError(
-                f"'{past}' looks like state that each step replaces, and could become {_list(outs)}{rivals}: all of "
-                "one shape; name them alike but for past and present (past_conv.0, present_conv.0) in the export"
+                f"'{past.name}' looks like state that each step replaces, and could become "
+                f"{' or '.join(map(repr, outs))}, of the same shape; name them alike but for past and present "
+                "(past_conv.0, present_conv.0) in the export"
             )
-        pairs[forced[0]] = forced[1]
-
-
-def _forced(open_: dict[str, list[str]]) -> tuple[str, str] | None:
-    """An input and an output of which one has no other choice."""
-    for past, outs in open_.items():
-        if len(outs) == 1 and not any(len(others) == 1 for others in (open_[p] for p in _rivals(past, open_))):
-            return past, outs[0]
-    for out in dict.fromkeys(out for outs in open_.values() for out in outs):
-        sources = [past for past, outs in open_.items() if out in outs]
-        if len(sources) == 1:
-            return sources[0], out
-    return None
-
-
-def _rivals(past: str, open_: dict[str, list[str]]) -> list[str]:
-    """Other inputs that could become the same output."""
-    return [other for other, outs in open_.items() if other != past and set(outs) & set(open_[past])]
-
-
-def _list(names: Iterable[str]) -> str:
-    return " or ".join(f"'{name}'" for name in names)
