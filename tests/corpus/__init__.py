@@ -25,7 +25,8 @@ FAMILIES = (
     "stored_exports", "concat_graphs", "apart_graphs", "grouped_graphs", "merged_graphs", "latent_graphs",
     "rope_graphs", "slope_graphs", "cut_graphs", "foreign_tools", "stacked_graphs", "new_row_graphs", "block_graphs",
     "rounded_graphs", "canonical_models", "hybrids", "speech_graphs", "scan_graphs", "originals", "cases", "onnx_cases",
-    "mutated_exports",
+    "mutated_exports", "attention_forms", "mask_forms", "odd_steps", "position_forms", "batch_forms", "size_forms",
+    "reader_forms", "head_order_graphs",
 )  # fmt: skip
 
 

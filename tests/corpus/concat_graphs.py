@@ -5,7 +5,7 @@ Every part may be replaced by a function of the graph under construction, for de
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -404,6 +404,9 @@ def entries() -> Iterator[Entry]:
     yield from decoders("concat", {name: Decoder(**how) for name, how in forms.items()})
 
 
-def decoders(group: str, forms: dict[str, Decoder]) -> Iterator[Entry]:
-    """Decoders of these forms, over 24 tokens."""
-    yield from built(group, {n: (lambda d=d: make_decoder(d)) for n, d in forms.items()}, capacity=24)
+def decoders(
+    group: str, forms: Mapping[str, Decoder | dict[str, Any]], capacity: int = 24, **options: Any
+) -> Iterator[Entry]:
+    """Decoders of these forms."""
+    made = {n: how if isinstance(how, Decoder) else Decoder(**how) for n, how in forms.items()}
+    yield from built(group, {n: (lambda d=d: make_decoder(d)) for n, d in made.items()}, capacity=capacity, **options)

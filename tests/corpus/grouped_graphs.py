@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from concat_graphs import MASKS, Build, Decoder, beside_sinks, decoders, without_sinks
+import onnx
+from concat_graphs import MASKS, Build, Decoder, beside_sinks, decoders, make_decoder, without_sinks
 
-from corpus import Entry
+from corpus import Entry, built
 
 
 @dataclass(frozen=True)
@@ -169,6 +170,67 @@ class Grouped:
         return mask if self.mask == 4 else g.node("Squeeze", [mask, g.constant([0, 1][: 4 - self.mask])])
 
 
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "own mask": ({"mask": "own"}, {"mask": 5, "apply": "where"}),
+    "a window, bsnd": ({"layout": "bsnd", "window": 5}, {"mask": 3}),
+    "six heads": ({"heads": 6}, {"form": "einsum"}),
+    "text in front": ({"mask": "padding"}, {"form": "jax", "mask": 5}),
+    "rows, flat": ({"layout": "flat", "mask": "padding"}, {"form": "rows", "mask": 5}),
+    "front": ({"heads": 6, "kv_heads": 3}, {"form": "front", "mask": 5}),
+    "front, bsnd": ({"heads": 6, "layout": "bsnd", "window": 5}, {"form": "front", "apply": "where"}),
+    "front einsum": ({"heads": 6, "mask": "padding"}, {"form": "front einsum", "mask": 5}),
+    "in turns": ({"heads": 6, "kv_heads": 3}, {"form": "tiled"}),
+    "in turns, own mask": ({"heads": 6, "mask": "own"}, {"form": "tiled", "mask": 4}),
+    "all the way, padding": ({"mask": "padding", "layout": "bsnd"}, {"form": "folded"}),
+    "rows, a computed batch": ({"heads": 6}, {"form": "rows", "computed": True}),
+    "all the way, a computed batch": ({"heads": 6, "batch": 2}, {"form": "folded", "computed": True}),
+    "one token": ({"heads": 6, "sequence": 1}, {"form": "one"}),
+    "one token, a computed batch": ({"heads": 6, "sequence": 1}, {"form": "one", "computed": True}),
+    "one token, padding": ({"sequence": 1, "mask": "padding"}, {"form": "one", "mask": 4}),
+    "one token, one key head": ({"sequence": 1, "kv_heads": 1, "window": 5}, {"form": "one", "apply": "where"}),
+    "sinks": ({"heads": 6, "sinks": "weight"}, {}),
+    "sinks, einsum": ({"heads": 6, "sinks": "weight", "window": 5}, {"form": "einsum", "apply": "where"}),
+    "sinks, front": ({"heads": 6, "kv_heads": 3, "sinks": "weight"}, {"form": "front", "mask": 5}),
+    "sinks before the scores": ({"sinks": "weight"}, {"swapped": True}),
+    "batch and heads": ({"scores": lambda g, s: g.node("Tanh", [s])}, {"form": "flat", "mask": 3}),
+    "values of other heads": ({"batch": 1}, {"form": "flat", "crossed": True}),
+    "groups after the queries of two tokens": ({"sequence": 2, "positions": "past"}, {"form": "folded back"}),
+    **{
+        f"rolled, {form}": ({"sequence": 1} if form == "one" else {}, {"form": form, "rolled": True})
+        for form in ("einsum", "rows", "flat", "front", "tiled", "folded", "one")
+    },
+}
+
+
+def _one_token(g: Build, query: str, keys: str, values: str) -> str:
+    few, other = (g.node("Slice", [t, g.constant([0]), g.constant([2]), g.constant([1])]) for t in (keys, values))
+    shaped = g.node("Reshape", [query, g.constant([0, 2, 2, 4])])
+    scores = g.node("MatMul", [shaped, g.node("Transpose", [few], perm=[0, 1, 3, 2])])
+    output = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), other])
+    return g.node("Reshape", [output, g.constant([0, 4, 1, 4])])
+
+
+def groups_first(heads: int, place: int) -> onnx.ModelProto:
+    """``[G * B, N, S, D]``, with which one sequence alone fits: its keys broadcast, and each head meets another one."""
+    model = make_decoder(Decoder(heads=heads, repeat="none", scale="none", attend=Grouped(form="rows")))
+    reshapes = [n for n in model.graph.node if n.op_type == "Reshape"]
+    readers = {n.input[0]: n for n in model.graph.node if n.op_type == "MatMul"}
+    shape = [n for n in reshapes if n.output[0] in readers and "concat" in n.input[1]][place].input[1]
+    index, concat = next((i, n) for i, n in enumerate(model.graph.node) if n.output[0] == shape)
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array([heads // 2]), "group"))
+    first, concat.input[0] = concat.input[0], "groups"
+    model.graph.node.insert(index, onnx.helper.make_node("Mul", [first, "group"], ["groups"], "groups"))
+    return model
+
+
+def no_sequence() -> onnx.ModelProto:
+    """Keys are counted backwards, so that the mask has no column."""
+    model = make_decoder(Decoder(repeat="none", scale="none", attend=Grouped(form="folded")))
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(-1), "back"))
+    next(node for node in model.graph.node if node.op_type == "Range").input[2] = "back"
+    return model
+
+
 def entries() -> Iterator[Entry]:
     forms = (
         "broadcast", "einsum", "jax", "rows", "flat", "front", "front einsum", "tiled", "folded", "folded back",
@@ -176,3 +238,12 @@ def entries() -> Iterator[Entry]:
     how: list[dict[str, Any]] = [{"form": f} for f in forms] + [{"mask": m} for m in (3, 4, 5)]
     how += [{"apply": "where"}, {"rolled": True}]
     yield from decoders("grouped", {str(h): Decoder(repeat="none", attend=Grouped(**h)) for h in how})
+    named = {
+        n: Decoder(**{"repeat": "none", "scale": "none", **s}, attend=Grouped(**grouped))
+        for n, (s, grouped) in FORMS.items()
+    }
+    named["half of the keys"] = Decoder(heads=4, kv_heads=4, sequence=1, mask="none", attend=_one_token)
+    named["two tokens, two heads"] = Decoder(heads=2, kv_heads=2, sequence=2, positions="past")
+    yield from decoders("grouped", named)
+    models = {f"groups first, {h}, {p}": (lambda h=h, p=p: groups_first(h, p)) for h in (4, 6) for p in (0, 1)}
+    yield from built("grouped", models | {"no column": no_sequence}, capacity=24)

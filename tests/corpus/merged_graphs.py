@@ -176,8 +176,63 @@ def cross_attention(g: Build, x: str) -> str:
     return g.node("Add", [x, g.node("Reshape", [rows, g.constant([0, 0, heads * size])])])
 
 
+FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "BART": ({"mask": "padding"}, {}),
+    "BLOOM": ({"mask": "padding", "positions": "padding"}, {"split": "softmax", "scale": "scores"}),
+    "all merged, mask first": ({}, {"split": "none", "apply": "add in front"}),
+    "all merged, mask of rows": ({}, {"split": "none", "spread": "rows"}),
+    "all merged, hide, own mask": ({"mask": "own"}, {"split": "none", "apply": "hide"}),
+    "no mask": ({"mask": "none", "sequence": 1}, {"split": "none"}),
+    "a window": ({"window": 5}, {}),
+    "groups of heads": ({"kv_heads": 2}, {}),
+    "one head for all": ({"kv_heads": 1}, {"split": "none"}),
+    "batch of one": ({"batch": 1}, {"keys": fixed(4), "values": fixed(4)}),
+    "batch of two": ({"batch": 2, "positions": "past"}, {"split": "softmax"}),
+    "bsnd": ({"layout": "bsnd"}, {}),
+    "flat": ({"layout": "flat"}, {"split": "none"}),
+    "float16, upcast": ({"dtype": np.float16, "upcast": True, "size": 16}, {"split": "none"}),
+    "queries shifted": ({}, {"before": lambda g, q: g.node("Add", [q, g.number(0.5)])}),
+    "queries there and back": ({}, {"before": lambda g, q: _there_and_back(g, q)}),
+    "result times 2": ({}, {"behind": lambda g, y: g.node("Mul", [y, g.number(2.0)])}),
+    "sizes read off the result": ({"after": lambda g, x: _as_result(g, x)}, {"behind": lambda g, y: _kept(g, y)}),
+    "capped": ({"scores": lambda g, s: g.node("Tanh", [s])}, {}),
+    "beside an encoder": ({"mask": "padding", "positions": "padding", "after": cross_attention}, {}),
+    "heads outermost": ({}, {"keys": heads_first, "values": heads_first}),
+    "values with heads outermost": ({}, {"values": heads_first}),
+    "rows and heads in turn": ({}, {"keys": mixed, "values": mixed}),
+    "traced with a batch of one": ({}, {"keys": fixed(4), "values": fixed(4)}),
+    "traced with a batch of two": ({}, {"keys": fixed(8), "values": fixed(8)}),
+    "another order in long texts": ({}, {"keys": by_length, "values": by_length}),
+    "queries in another order in long texts": ({}, {"before": shuffled}),
+    "temperature of the text": ({"scores": lambda g, s: _by_length(g, s)}, {}),
+}
+
+
+def _there_and_back(g: Build, tensor: str) -> str:
+    """Behind an operator that takes no split axis."""
+    return g.node("Squeeze", [g.node("Elu", [g.node("Unsqueeze", [tensor, g.constant([1])])]), g.constant([1])])
+
+
+def _kept(g: Build, result: str) -> str:
+    return g.once("result", lambda: result)
+
+
+def _as_result(g: Build, x: str) -> str:
+    """Reshaped to sizes of ``[B*H, S, D]``, as BLOOM takes B and S from there."""
+    rows, length, size = (g.size_of(_kept(g, ""), axis) for axis in range(3))
+    batch, width = (g.node(op, [n, g.constant(g.decoder.heads)]) for op, n in (("Div", rows), ("Mul", size)))
+    shape = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (batch, length, width)]
+    return g.node("Reshape", [x, g.node("Concat", shape, axis=0)])
+
+
+def _by_length(g: Build, scores: str) -> str:
+    return g.node("Mul", [scores, g.node("Cast", [g.node("Add", [g.all, g.constant(1)])], to=1)])
+
+
 def entries() -> Iterator[Entry]:
     how: list[dict[str, Any]] = [{"split": s} for s in ("mask", "softmax")]
     how += [{"split": "none", "spread": s} for s in ("heads", "one")]
     how += [{"scale": s} for s in ("scores", "keys", "none")] + [{"apply": "where"}, {"sizes": "heads"}]
     yield from decoders("merged", {str(h): Decoder(attend=Merged(**h)) for h in how})
+    named = {n: Decoder(**{"kv_heads": 4, **s}, attend=Merged(**m)) for n, (s, m) in FORMS.items()}
+    yield from decoders("merged", named)

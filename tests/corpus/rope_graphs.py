@@ -116,10 +116,55 @@ def _tables(g: Build) -> Pair:
     return g.once("cos", cos), g.once("sin", sin)
 
 
+def _as_half(g: Build, positions: str) -> str:
+    half = g.node("Cast", [positions], to=TensorProto.FLOAT16)
+    return g.node("Cast", [half], to=TensorProto.INT64)
+
+
+def _plus(number: str, tensor: str, g: Build) -> str:
+    """One more where a number is 7."""
+    odd = g.node("Cast", [g.node("Equal", [number, g.constant(7)])], to=TensorProto.INT64)
+    return g.node("Add", [tensor, odd])
+
+
+def _reversed(g: Build, positions: str) -> str:
+    return g.node("Sub", [g.node("Sub", [g.all, g.constant(1)]), positions])
+
+
+def _from_the_end(g: Build, positions: str) -> str:
+    return g.node("Sub", [positions, g.all])
+
+
+def _moved(g: Build, positions: str) -> str:
+    long = g.node("Cast", [g.node("Equal", [g.all, g.constant(20)])], to=TensorProto.INT64)
+    return g.node("Add", [positions, long])
+
+
+ODD: dict[str, dict[str, Any]] = {
+    "other positions after 7 tokens": {"form": "range", "first": lambda g, first: _plus(g.past, first, g)},
+    "other rows after 7 tokens": {"form": "table", "first": lambda g, first: _plus(g.past, first, g)},
+    "keys in reverse": {"keys": True, "every": _reversed},
+    "keys counted from the end": {"keys": True, "every": _from_the_end},
+    "keys that move at a length of 20": {"keys": True, "every": _moved},
+    "one position back": {"form": "position_ids", "given": lambda g, ids: g.node("Sub", [ids, g.constant(1)])},
+    "positions from the end of the text": {"form": "position_ids", "given": lambda g, ids: g.node("Neg", [ids])},
+    "keys, table": {"form": "table", "keys": True},
+    "keys, matmul": {"form": "negative", "angles": "matmul", "keys": True},
+}
+
+
 def entries() -> Iterator[Entry]:
     forms = ("slice", "negative", "open", "gather", "gather 2d", "position_ids", "range", "table")
     how: list[dict[str, Any]] = [{"form": f} for f in forms]
     how += [{"angles": "einsum"}, {"angles": "matmul"}]
     models = {str(h): Decoder(attend=Rope(**h), positions="none") for h in how}
     models |= {f"keys, {n} heads": Decoder(attend=Rope(keys=True), positions="none", kv_heads=n) for n in (2, 4)}
+    models |= {n: Decoder(attend=Rope(**h), positions="none", kv_heads=4 if "keys" in h else 2) for n, h in ODD.items()}
+    models |= {"two sequences": Decoder(attend=Rope(), positions="none", batch=2)}
+    models |= {"one token": Decoder(attend=Rope("range"), positions="none", sequence=1)}
     yield from decoders("rope", models)
+    tables = {f"keys={k}": Decoder(attend=Rope("table", keys=k), positions="none") for k in (False, True)}
+    yield from decoders("rope, beyond the table", tables, capacity=ROWS + 1)
+    half = {"float16": Decoder(attend=Rope(every=_as_half), positions="none")}
+    for capacity in (48, 2200):
+        yield from decoders(f"rope, {capacity}", half, capacity=capacity)

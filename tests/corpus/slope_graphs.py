@@ -58,6 +58,87 @@ def added(make: Make) -> Callable[[Build, str], str]:
     return lambda g, scores: g.node("Add", [scores, g.once("alibi", lambda: make(g))])
 
 
+def scaled_behind(g: Build, scores: str) -> str:
+    """Falcon: scores and bias are scaled together."""
+    return g.node("Mul", [added(counted)(g, scores), g.number(0.5)])
+
+
+def twice(g: Build, scores: str) -> str:
+    return added(counted)(g, scaled_behind(g, scores))
+
+
+def in_the_mask(g: Build) -> str:
+    """One tensor that hides and slants, behind a view."""
+    visible = g.to_scores(g.causal())
+    both = g.node("Where", [visible, distance(g), g.number(-65504.0)])
+    return g.node("Slice", [both, g.constant([0]), g.constant([2**31]), g.constant([3])])
+
+
+def _when(g: Build, past: int, here: float, else_: float = 0.0) -> str:
+    """A number in steps behind so many tokens, another one in all others."""
+    return g.node("Where", [g.node("Equal", [g.past, g.constant(past)]), g.number(here), g.number(else_)])
+
+
+def _odd_slopes(g: Build) -> str:
+    return g.node("Mul", [distance(g), _when(g, 13, 1.5, 1.0)])
+
+
+def _one_key_off(g: Build) -> str:
+    odd = g.node("Where", [g.node("Equal", [g.key_rows, g.constant(4)]), _when(g, 17, 0.01), g.number(0.0)])
+    return g.node("Sub", [distance(g), odd])
+
+
+def _of_length(g: Build) -> str:
+    return g.node("Mul", [distance(g), as_float(g, g.all)])
+
+
+def _squares(g: Build) -> str:
+    rows = g.node("Sub", [g.key_rows, g.query_rows])
+    return times_slopes(g, g.to_scores(g.node("Mul", [rows, rows])))
+
+
+def _turned(g: Build) -> str:
+    """Keys counted from the other end of each query: even, but for where it is odd."""
+    return times_slopes(g, g.to_scores(g.node("Mod", [g.node("Add", [g.key_rows, g.query_rows]), g.constant(7)])))
+
+
+def _of_tokens(g: Build) -> str:
+    """One bias for each token of the prompt."""
+    tokens = g.node("Slice", [g.tokens, g.constant([0]), g.constant([1]), g.constant([1])])
+    return g.node("Mul", [distance(g), as_float(g, g.node("Unsqueeze", [tokens, g.constant([1, 3])]))])
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "after the mask": {"masked": added(distance)},
+    "one slope": {"scores": added(one_slope)},
+    "scaled behind": {"scores": scaled_behind},
+    "twice": {"scores": twice},
+    "mask and slopes scaled": {"masked": lambda g, s: g.node("Mul", [added(distance)(g, s), g.number(0.5)])},
+    "in the mask": {"mask": "none", "scores": added(in_the_mask)},
+    "a window": {"scores": added(counted), "window": 5},
+    "sinks": {"scores": added(distance), "sinks": "weight"},
+    "capped": {"scores": added(counted), "softcap": 3.0},
+    "Where": {"scores": added(table), "apply": "where", "layers": 2},
+    "two sequences": {"scores": added(distance), "batch": 2, "positions": "past"},
+    "one token": {"scores": added(counted), "sequence": 1},
+    "float16": {"scores": added(counted), "dtype": np.float16, "size": 16},
+    "float16, upcast": {"scores": added(counted), "dtype": np.float16, "upcast": True, "guard": True},
+    "other slopes at one length": {"scores": added(_odd_slopes)},
+    "one key off at one length": {"scores": added(_one_key_off)},
+    "slopes of the length": {"scores": added(_of_length)},
+    "squares": {"scores": added(_squares)},
+    "squares, scaled": {"scores": lambda g, scores: g.node("Mul", [added(_squares)(g, scores), g.number(0.5)])},
+    "not even": {"scores": added(_turned)},
+    "of the tokens": {"scores": added(_of_tokens)},
+    "not causal": {"scores": added(distance), "mask": "none"},
+    "counted, beside sinks": {"scores": added(counted), "sinks": "weight"},
+    "own mask": {"scores": added(distance), "mask": "own"},
+}
+
+
 def entries() -> Iterator[Entry]:
     made = {"counted": counted, "table": table, "distance": distance, "absolute": absolute}
     yield from decoders("slopes", {n: Decoder(scores=added(f), mask="padding") for n, f in made.items()})
+    yield from decoders("slopes", FORMS)
+    yield from decoders("slopes", {"far keys": {"scores": added(counted), "capacity": 4000}}, capacity=4000)
+    yield from decoders("slopes, circular", {"a window": FORMS["a window"]}, sliding="circular", window_chunk=4)

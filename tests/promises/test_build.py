@@ -18,7 +18,7 @@ def _distinct() -> list[Entry]:
     """One model for each plan with caches; single nodes are built by ``tests/conformance``."""
     record, first = net.load()["plans"], {}
     for entry in entries():
-        if not entry[0].startswith(("mutant/", "node/", "case/")) and "cache " in record[entry[0]][0]:
+        if not entry[0].startswith(("mutant/", "node/", "case/", "beside/")) and "cache " in record[entry[0]][0]:
             first.setdefault(tuple(record[entry[0]]), entry)
     return [entry for entry in first.values() if "Error: " not in record[entry[0]][0]]
 

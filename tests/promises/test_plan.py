@@ -9,13 +9,19 @@ import pytest
 from corpus import Entry, entries
 
 ENTRIES = entries()
+GENERATED = ("mutant/", "node/", "odd/", "case/")
 RECORD = net.load()
 
 
-@pytest.mark.few(40)
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry[0])
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if not e[0].startswith(GENERATED)], ids=lambda entry: entry[0])
 def test_the_plan_is_the_recorded_one(entry: Entry) -> None:
     """If this fails on purpose: ``python tests/net.py --write PATTERN``."""
+    assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]
+
+
+@pytest.mark.few(60)
+@pytest.mark.parametrize("entry", [e for e in ENTRIES if e[0].startswith(GENERATED)], ids=lambda entry: entry[0])
+def test_the_plan_of_a_generated_model_is_the_recorded_one(entry: Entry) -> None:
     assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]
 
 

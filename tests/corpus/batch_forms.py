@@ -1,24 +1,23 @@
-"""Sequences of a batch that depend on each other are refused; what each of them decides for itself is not."""
+"""Sequences of a batch that depend on each other are refused; dependence within each sequence is not."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
-import pytest
-from concat_decode import Decode, check_decode, rewritten
-from concat_graphs import Build, Decoder, make_decoder
+from concat_graphs import Build, Decoder, decoders
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache import VerifyOptions, plan_model, verify_model
-from trt_kvcache.errors import UnsupportedModelError
+from corpus import Entry
 
 SWITCH = 9
+
+
 FAR = 1 << 40
-# What regions of caches are made of, they compare with the original, row by row.
-REFUSED = "depends on the other sequences|computes something else than what was recognized"
 
 
 def _scaled(g: Build, x: str, positions: str) -> str:
@@ -68,27 +67,6 @@ def by_a_table_cut_to_the_longest(g: Build, x: str) -> str:
     return g.node("Mul", [x, g.node("Gather", [cut, rows], axis=0)])
 
 
-@pytest.mark.parametrize("after", [by_the_longest, by_the_shortest, by_the_first, by_the_last, by_a_row_of_a_table])
-def test_a_factor_chosen_for_the_whole_batch_is_refused(tmp_path: Path, after) -> None:
-    with pytest.raises(UnsupportedModelError, match=REFUSED):
-        rewritten(make_decoder(Decoder(after=after)), tmp_path)
-
-
-@pytest.mark.parametrize("after", [by_the_longest, by_the_shortest])
-def test_below_the_switch_it_is_taken(tmp_path: Path, after) -> None:
-    model = make_decoder(Decoder(after=after))
-    Decode(model, rewritten(model, tmp_path, SWITCH).model, SWITCH).check([2, 1, 1, SWITCH - 7], [3, 1, 0])
-
-
-def test_one_sequence_alone_decides_what_it_likes(tmp_path: Path) -> None:
-    check_decode(make_decoder(Decoder(after=by_the_longest, batch=1)), tmp_path)
-
-
-@pytest.mark.parametrize("after", [each_by_itself, by_a_table_cut_to_the_longest])
-def test_each_sequence_by_itself_is_taken(tmp_path: Path, after) -> None:
-    check_decode(make_decoder(Decoder(after=after)), tmp_path)
-
-
 def _beside(g: Build, *rows: str) -> str:
     return g.node("Concat", list(rows), axis=0)
 
@@ -129,14 +107,6 @@ MIXES = {
 }  # fmt: skip
 
 
-@pytest.mark.few(7)
-@pytest.mark.parametrize("name", MIXES)
-def test_operators_along_the_batch_are_refused_behind_weights(tmp_path: Path, name: str) -> None:
-    mixed = Decoder(after=MIXES[name])
-    with pytest.raises(UnsupportedModelError, match=REFUSED):
-        rewritten(make_decoder(mixed), tmp_path)
-
-
 def whole(g: Build, x: str) -> str:
     """What such operators do to none, or to one sequence."""
     batch = g.size_of(g.tokens, 0)
@@ -145,13 +115,9 @@ def whole(g: Build, x: str) -> str:
     return g.node("Reshape", [g.node("LayerNormalization", [one, g.weight(16)], axis=2), g.node("Shape", [x])])
 
 
-def test_whole_batches_are_taken(tmp_path: Path) -> None:
-    check_decode(make_decoder(Decoder(after=whole)), tmp_path)
-
-
 def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None, *, each: bool = False) -> Path:
     """A decoder with TensorScatter caches by mobius-onnx, with rotary factors chosen as by its LongRoPE."""
-    source = Path(__file__).parents[2] / "models/mobius/llama_static_f32"
+    source = Path(__file__).parents[1] / "models/mobius/llama_static_f32"
     for path in source.glob("*.data"):
         (folder / path.name).write_bytes(path.read_bytes())
     model = onnx.load(source / "model.onnx", load_external_data=False)
@@ -177,23 +143,19 @@ def static_decoder(folder: Path, switch: int = SWITCH, batch: int | None = None,
     return path
 
 
-@pytest.mark.parametrize("batch", [None, 2])
-def test_a_factor_chosen_for_the_whole_batch_is_refused_beside_canonical_caches(tmp_path: Path, batch) -> None:
-    with pytest.raises(UnsupportedModelError, match=REFUSED):
-        plan_model(static_decoder(tmp_path, batch=batch))
+def one_sequence(g: Build, x: str) -> str:
+    length = g.node("Unsqueeze", [g.size_of(x, 1), g.constant([0])])
+    return g.node("Reshape", [x, g.node("Concat", [g.constant([1]), length, g.constant([16])], axis=0)])
 
 
-@pytest.mark.parametrize("case", [{"each": True}, {"batch": 1}, {"switch": 64}], ids=str)
-def test_canonical_caches_of_independent_sequences_are_taken(tmp_path: Path, case) -> None:
-    path = static_decoder(tmp_path, **case)
-    verify_model(path, verify=VerifyOptions(tokens=8)).check()
-
-
-def test_an_open_batch_that_takes_one_sequence_only_is_refused(tmp_path: Path) -> None:
-    def one(g: Build, x: str) -> str:
-        return g.node("Reshape", [x, g.node("Concat", [g.constant([1]), g.node("Unsqueeze", [
-            g.size_of(x, 1), g.constant([0])]), g.constant([16])], axis=0)])  # fmt: skip
-
-    with pytest.raises(UnsupportedModelError, match="states an open batch and runs with one sequence"):
-        rewritten(make_decoder(Decoder(after=one)), tmp_path)
-    rewritten(make_decoder(Decoder(after=one, batch=1)), tmp_path)
+def entries() -> Iterator[Entry]:
+    by = (by_the_longest, by_the_shortest, by_the_first, by_the_last, by_a_row_of_a_table, each_by_itself,
+          by_a_table_cut_to_the_longest, whole, one_sequence)  # fmt: skip
+    forms: dict[str, dict[str, Any]] = {f.__name__: {"after": f} for f in by}
+    forms |= {f"{f.__name__}, one": {"after": f, "batch": 1} for f in (by_the_longest, one_sequence)}
+    yield from decoders("batch", forms | {name: {"after": mix} for name, mix in MIXES.items()})
+    below = {f"{f.__name__}, short": Decoder(after=f) for f in (by_the_longest, by_the_shortest)}
+    yield from decoders("batch", below, capacity=SWITCH)
+    cases: tuple[dict[str, Any], ...] = ({}, {"batch": 2}, {"each": True}, {"batch": 1}, {"switch": 64})
+    for how in cases:
+        yield f"batch, static/{how}", partial(static_decoder, **how), {}

@@ -1,0 +1,359 @@
+"""Attention over Concat caches with something more in it, which the scale, the cap or the mask can say, or none can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx
+from concat_graphs import (
+    Build,
+    Decoder,
+    _attend,
+    beside_sinks,
+    decoders,
+    make_decoder,
+    sink_column,
+    without_sinks,
+)
+from merged_graphs import Merged
+from onnx import NodeProto, TensorProto, helper, numpy_helper
+
+from corpus import Entry, built
+
+FLOAT = TensorProto.FLOAT
+LOWEST = float(np.finfo(np.float32).min)
+CODEGEN: dict[str, Any] = {"scale": "none", "lowest": LOWEST}
+
+
+def times(factor: float, by: str = "Mul") -> Any:
+    return lambda g, tensor: g.node(by, [tensor, g.number(factor if by == "Mul" else 1 / factor)])
+
+
+def of_length(g: Build, tensor: str) -> str:
+    """Times log(P + S + 2)."""
+    total = g.node("Cast", [g.node("Add", [g.all, g.constant(2)])], to=FLOAT)
+    return g.node("Mul", [tensor, g.node("Log", [total])])
+
+
+def tanh(g: Build, tensor: str) -> str:
+    return g.node("Tanh", [tensor])
+
+
+def heads(*order: int) -> Any:
+    return lambda g, tensor: g.node("Gather", [tensor, g.constant(order)], axis=1)
+
+
+def at_least(lowest: float) -> Any:
+    return lambda g, scores: g.node("Max", [scores, g.number(lowest)])
+
+
+def _guarded(g: Build, weights: str) -> str:
+    """As ONNX Runtime's optimizer leaves PyTorch's guard in float16."""
+    asked = g.node("IsNaN", [g.node("Cast", [weights], to=TensorProto.FLOAT16)])
+    return g.node("Where", [asked, g.number(0.0), weights])
+
+
+def _without_largest(g: Build, scores: str) -> str:
+    return g.node("Sub", [scores, g.node("ReduceMax", [scores, g.constant([-1])], keepdims=1)])
+
+
+def _guard_empty_rows(g: Build, query: str, keys: str, values: str, *, fewer: str) -> str:
+    """Zeros for queries that see `fewer` keys than one."""
+    output = _attend(g, query, keys, values)
+    visible = "mask" if g.decoder.mask == "own" else g.to_scores(g.causal())
+    seen = g.node("ReduceSum", [g.node("Cast", [visible], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
+    return g.node("Where", [g.node(fewer, [seen, g.number(1.0)]), g.number(0.0), output])
+
+
+def _last_rows(count: int) -> Any:
+    return lambda g, t: g.node("Slice", [t, *(g.constant([n]) for n in (-count, 2**31, 2))])
+
+
+def _integers(g: Build, tensor: str) -> str:
+    return g.node("Cast", [g.node("Cast", [tensor], to=TensorProto.INT32)], to=TensorProto.FLOAT)
+
+
+def _chosen(g: Build, scores: str) -> str:
+    """As torch.cond between scores and softmax is exported."""
+    branches = [
+        helper.make_graph([helper.make_node(op, [scores], [f"{scores}_{op}"])], op, [], [value])
+        for op in ("Neg", "Identity")
+        for value in [helper.make_tensor_value_info(f"{scores}_{op}", TensorProto.FLOAT, None)]
+    ]
+    choice = g.node("Greater", [g.node("ReduceMax", ["input_ids"], keepdims=0), g.constant(3)])
+    return g.node("If", [choice], then_branch=branches[0], else_branch=branches[1])
+
+
+def _repeated_by_batch(g: Build, tensor: str) -> str:
+    """One sequence has its heads one after the other twice, two have each of them twice."""
+    axis = g.node("Unsqueeze", [g.size_of(g.tokens, 0), g.constant([0])])
+    sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
+    shape = g.node("Concat", [sizes[0], g.constant([2, 2]), sizes[1], g.constant([4])], axis=0)
+    spread = g.node("Expand", [g.node("Unsqueeze", [tensor, axis]), shape])
+    return g.node("Reshape", [spread, g.constant([0, 4, -1, 4])])
+
+
+def _tiled_by_shape(g: Build, tensor: str) -> str:
+    """As paddle2onnx 2.1 writes repeat_interleave of an axis that it does not know: more repeats than axes."""
+    sizes = g.node("Gather", [g.node("Shape", [tensor]), g.constant([1])])
+    twos = g.node("Expand", [g.constant([2]), sizes])
+    return g.node("Tile", [tensor, g.node("Concat", [g.constant([1]), twos, g.constant([1, 1])], axis=0)])
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    "guard of another type": {"weights": _guarded, "softcap": 5.0},
+    "less the largest": {"masked": _without_largest},
+    "keys capped and upcast": {"softcap": 5.0, "scale": "k", "dtype": np.float16, "upcast": True},
+    "upcast, guard": {"dtype": np.float16, "upcast": True, "guard": True},
+    "one head, broadcast": {"kv_heads": 1, "repeat": "none"},
+    "bsnd, positions from the past": {"layout": "bsnd", "positions": "past"},
+    "two sequences, always": {"batch": 2, "positions": "past"},
+    "a sequence, padding": {"batch": 1, "mask": "padding", "positions": "padding"},
+    "four tokens at a time": {"sequence": 4, "positions": "past"},
+    "no pattern in names": {"names": ("past_x{layer}{kind}", "y{layer}{kind}")},
+    "as opset 24": {"opset": 24, "mask": "padding", "window": 5, "layers": 2},
+    "guard of empty rows": {"attend": partial(_guard_empty_rows, fewer="Less")},
+    "guard of empty rows, own mask": {"attend": partial(_guard_empty_rows, fewer="Less"), "mask": "own"},
+    "guard of rows of one key": {"attend": partial(_guard_empty_rows, fewer="LessOrEqual")},
+    "guard of rows of one key, own mask": {"attend": partial(_guard_empty_rows, fewer="LessOrEqual"), "mask": "own"},
+    "tanh": {"scores": tanh, "positions": "none"},
+    "tanh, no mask": {"scores": tanh, "positions": "none", "mask": "none"},
+    "a floor below all scores": {"scores": at_least(-1e4)},
+    "more keys than values": {
+        "keys": lambda g, t: g.node("Mul", [t, g.constant(range(4), np.float32)]),
+        "layout": "bsnd",
+    },
+    "a choice between branches": {"scores": _chosen},
+    "keys grow with the text": {"keys": of_length},
+    "scores grow with the text": {"scores": of_length},
+    "values grow with the text": {"values": of_length},
+    "values scaled": {"values": times(2)},
+    "scores negated": {"scores": times(-1)},
+    "scores cut to integers": {"scores": _integers},
+    "keys times 0": {"keys": times(0)},
+    "a temperature that lifts the mask": {"masked": times(3e-4), "lowest": -1e4},
+    "two caps": {"softcap": 3.0, "scores": tanh},
+    "a cap after the mask": {"masked": tanh},
+    "Relu": {"scores": lambda g, t: g.node("Relu", [t])},
+    "heads reversed": {"keys": heads(3, 2, 1, 0)},
+    "last 6 rows": {"keys": _last_rows(6), "values": _last_rows(6), "mask": "none"},
+    "last 16 rows": {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none"},
+    "last 16 rows, one token": {"keys": _last_rows(16), "values": _last_rows(16), "mask": "none", "sequence": 1},
+    "repeated keys cut to integers": {"keys": _integers},
+    "repeated values cut to integers": {"values": _integers},
+    "values in turn": {"repeat": "none", "keys": heads(0, 0, 1, 1), "values": heads(0, 1, 0, 1)},
+    "norm of repeated keys": {"keys": lambda g, t: g.node("LpNormalization", [t], axis=-1)},
+    "keys repeated by the batch": {"repeat": "none", "keys": _repeated_by_batch, "values": heads(0, 0, 1, 1)},
+    "values repeated by the batch": {"repeat": "none", "values": _repeated_by_batch, "keys": heads(0, 0, 1, 1)},
+    "more repeats than axes": {"keys": _tiled_by_shape},
+}
+
+# Scores that are scaled after their mask: the same attention if the mask still hides.
+
+
+def _zeros_and_low(g: Build, lowest: float) -> str:
+    return g.node("Where", [g.to_scores(g.causal()), g.number(0.0), g.number(lowest)])
+
+
+def _late(g: Build, scores: str) -> str:
+    """A second mask, which is too high to be scaled for texts of 9 and more, then a factor."""
+    total = g.node("Cast", [g.node("Less", [g.all, g.constant(9)])], to=1)
+    high, far = g.node("Mul", [total, g.number(-1e6)]), g.number(-1e3)
+    mask = g.node("Where", [g.to_scores(g.causal()), g.number(0.0), g.node("Add", [high, far])])
+    return times(0.5)(g, g.node("Add", [scores, mask]))
+
+
+SCALED: dict[str, dict[str, Any]] = {
+    "half": {"masked": times(0.5, "Div")},
+    "half, Where": {"masked": times(0.5, "Div"), "apply": "where", "scale": "scores"},
+    "half precision": {"dtype": np.float16, "masked": times(1 / 16), "lowest": -65504.0},
+    "twice": {"masked": lambda g, s: times(0.5)(g, times(0.5, "Div")(g, s))},
+    "a floor as well": {"masked": lambda g, s: times(0.5)(g, at_least(-1e5)(g, s)), "lowest": -65504.0},
+    "masked again": {
+        "masked": lambda g, s: g.node("Add", [times(0.5)(g, s), _zeros_and_low(g, -1e4)]),
+        "lowest": -65504.0,
+    },
+    "masked again, by less": {
+        "masked": lambda g, s: times(0.05)(g, g.node("Add", [s, _zeros_and_low(g, -1e4)])),
+        "lowest": -65504.0,
+    },
+    "heads in batch": {"kv_heads": 4, "attend": Merged("none", scale="none"), "scores": times(0.5), "lowest": -65504.0},
+    "-1e4 over 4": {"lowest": -1e4, "masked": times(0.25)},
+    "-1e4 over 4, Where": {"lowest": -1e4, "masked": times(0.25), "apply": "where"},
+    "one number for all": {
+        "masked": lambda g, s: times(0.5)(g, g.node("Add", [s, g.number(-3.0)])),
+        "lowest": -65504.0,
+    },
+    "-1e4 beside larger scores": {"lowest": -1e4, "scores": times(40.0)},
+    "-1e4 over 20": {"lowest": -1e4, "masked": times(0.05)},
+    "-1e4 over 20, Where": {"lowest": -1e4, "masked": times(0.05), "apply": "where"},
+    "-1e4 over 20, in two steps": {
+        "lowest": -1e4,
+        "masked": lambda g, s: times(0.1)(g, times(0.5)(g, s)),
+        "apply": "where",
+    },
+    "a floor that comes up": {"masked": lambda g, s: times(0.05)(g, at_least(-1e4)(g, s))},
+    "a mask that is high for long texts": {"masked": _late, "mask": "none"},
+    "negative": {"masked": times(-0.5)},
+    "own numbers": {"mask": "own", "own_type": np.float32, "masked": times(0.5, "Div")},
+    "capped after": {"masked": lambda g, s: tanh(g, times(0.5)(g, s))},
+    "scores as large as the mask": {"lowest": -1e4, "scores": times(1e5)},
+}
+
+# Sinks: a logit for each head beside the scores.
+
+
+def _beside(column: Callable[[Build, str], str]) -> dict[str, Any]:
+    return {
+        "masked": lambda g, scores: beside_sinks(g, scores, column(g, scores)),
+        "weights": without_sinks,
+    }
+
+
+def _of_tokens(g: Build, scores: str) -> str:
+    """The first score of each query."""
+    return without_sinks(g, scores, 0, 1)
+
+
+def _of_length(g: Build, scores: str) -> str:
+    return g.node("Mul", [sink_column(g, scores), g.node("Cast", [g.all], to=FLOAT)])
+
+
+def _odd_at(past: int) -> Callable[[Build, str], str]:
+    """Another number with one length of the past."""
+
+    def column(g: Build, scores: str) -> str:
+        odd = g.node("Cast", [g.node("Equal", [g.past, g.constant(past)])], to=TensorProto.FLOAT)
+        return g.node("Add", [sink_column(g, scores), odd])
+
+    return column
+
+
+def _of_query(g: Build, scores: str) -> str:
+    """Another logit for each query of a step."""
+    steps = g.node("Cast", [g.query_rows], to=TensorProto.FLOAT)
+    return g.node("Add", [sink_column(g, scores), g.node("Unsqueeze", [steps, g.constant([0, 1])])])
+
+
+def _heads_turned(g: Build, scores: str) -> str:
+    """A weight whose logits are not in the order of the heads."""
+    rows = g.node("Unsqueeze", [g.size_of(scores, 2), g.constant([0])])
+    shape = g.node("Concat", [g.constant([1, 4]), rows, g.constant([1])], axis=0)
+    turned = g.node("Transpose", [g.node("Reshape", [g.constant(np.arange(4.0), np.float32), g.constant([2, 2])])])
+    column = g.node("Expand", [g.node("Reshape", [turned, g.constant([1, 4, 1, 1])]), shape])
+    batch = g.node("Concat", [g.node("Unsqueeze", [g.size_of(scores, 0), g.constant([0])]), g.constant([4]), rows,
+                              g.constant([1])], axis=0)  # fmt: skip
+    return g.node("Expand", [column, batch])
+
+
+def _zero_row(g: Build, values: str) -> str:
+    """One row more, so that a column of sinks that is not dropped has something to weigh."""
+    return g.node("Pad", [values, g.constant([0, 0, 0, 0, 0, 0, 1, 0])])
+
+
+def _two_columns(g: Build, scores: str) -> str:
+    column = sink_column(g, scores)
+    return g.node("Concat", [column, column], axis=-1)
+
+
+def _near_in_turns(g: Build, scores: str) -> str:
+    """A window in every other layer, as gpt-oss has it."""
+    if sum(n.op_type == "Softmax" for n in g.nodes) % 2:
+        return scores
+    far = g.node("LessOrEqual", [g.key_rows, g.node("Sub", [g.query_rows, g.constant(4)])])
+    return g.node("Where", [g.to_scores(far), g.number(-1e4), scores])
+
+
+SINKS: dict[str, dict[str, Any]] = {
+    "one head": {"sinks": "weight", "kv_heads": 1, "repeat": "none"},
+    "one query head": {"sinks": "weight", "heads": 1, "kv_heads": 1},
+    "capped": {"sinks": "weight", "softcap": 3.0},
+    "a window": {"sinks": "weight", "window": 5, "layers": 2},
+    "padding": {"sinks": "weight", "mask": "padding", "positions": "padding"},
+    "own mask": {"sinks": "weight", "mask": "own"},
+    "own mask, added": {"sinks": "weight", "mask": "own", "own_type": np.float32},
+    "Where": {"sinks": "weight", "apply": "where", "layout": "flat"},
+    "two sequences": {"sinks": "weight", "batch": 2, "positions": "past"},
+    "one token": {"sinks": "zero", "sequence": 1},
+    "float16": {"sinks": "weight", "dtype": np.float16},
+    "float16, upcast": {"sinks": "weight", "dtype": np.float16, "upcast": True, "size": 16},
+    "windows in turns": {"sinks": "weight", "layers": 2, "scores": _near_in_turns},
+    "in another order than their weight": _beside(_heads_turned),
+    "of the scores": _beside(_of_tokens),
+    "of the length": _beside(_of_length),
+    "odd at one length": _beside(_odd_at(13)),
+    "of the query": _beside(_of_query),
+    "two columns": {**_beside(_two_columns), "weights": lambda g, w: without_sinks(g, w, 0, -2)},
+    "not dropped": {**_beside(sink_column), "weights": lambda g, w: w, "values": _zero_row},
+    "the first column dropped": {**_beside(sink_column), "weights": lambda g, w: without_sinks(g, w, 1, 2**31)},
+    "dropped before the softmax": {
+        "masked": lambda g, scores: without_sinks(g, beside_sinks(g, scores, sink_column(g, scores)))
+    },
+    "before the scores": {
+        "masked": lambda g, scores: g.node("Concat", [sink_column(g, scores), scores], axis=-1),
+        "weights": lambda g, w: without_sinks(g, w, 1, 2**31),
+    },
+    "less the largest of all queries": {
+        "masked": lambda g, s: g.node("Sub", [s, g.node("ReduceMax", [s, g.constant([2])], keepdims=1)])
+    },
+}
+
+# Softmax in five operators.
+
+
+def taken_apart(model: onnx.ModelProto, edit: Callable[[list[NodeProto]], object] | None = None) -> onnx.ModelProto:
+    """Each Softmax in five operators: ReduceMax, Sub, Exp, ReduceSum, Div; then `edit` changes them."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1]), "last"))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([2]), "rows"))
+    nodes: list[NodeProto] = []
+    for node in model.graph.node:
+        if node.op_type != "Softmax":
+            nodes.append(node)
+            continue
+        x, y = node.input[0], node.output[0]
+        most, less, power, total = (f"{y}_{i}" for i in range(4))
+        parts = [
+            helper.make_node("ReduceMax", [x, "last"], [most], most),
+            helper.make_node("Sub", [x, most], [less], less),
+            helper.make_node("Exp", [less], [power], power),
+            helper.make_node("ReduceSum", [power, "last"], [total], total),
+            helper.make_node("Div", [power, total], [y], f"{y}_div"),
+        ]
+        if edit is not None:
+            edit(parts)
+        nodes += parts
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    return onnx.shape_inference.infer_shapes(model)
+
+
+def _edit(place: int, index: int, name: str) -> Callable[[list[NodeProto]], object]:
+    return lambda parts: parts[place].input.__setitem__(index, parts[int(name)].output[0] if name.isdigit() else name)
+
+
+APART: dict[str, Callable[[list[NodeProto]], object] | None] = {
+    "as it is": None,
+    "the sum along rows": _edit(3, 1, "rows"),
+    "the largest along rows": _edit(0, 1, "rows"),
+    "the sum of what is no power": _edit(3, 0, "1"),
+    "the smallest": lambda parts: setattr(parts[0], "op_type", "ReduceMin"),
+    "the mean": lambda parts: setattr(parts[3], "op_type", "ReduceMean"),
+    "divided the other way round": lambda parts: parts[4].input.reverse(),
+}
+
+
+def entries() -> Iterator[Entry]:
+    yield from decoders("attention", FORMS)
+    yield from decoders("scaled mask", {name: {**CODEGEN, **how} for name, how in SCALED.items()})
+    yield from decoders("sinks", SINKS)
+    ring = {name: SINKS[name] for name in ("a window", "windows in turns")}
+    yield from decoders("sinks, circular", ring, sliding="circular", window_chunk=4)
+    plain = Decoder(layers=2)
+    yield from built(
+        "softmax", {n: (lambda e=e: taken_apart(make_decoder(plain), e)) for n, e in APART.items()}, capacity=24
+    )
+    half = Decoder(mask="padding", apply="where", dtype=np.float16, size=8)
+    yield from built("softmax", {"float16": lambda: taken_apart(make_decoder(half))}, capacity=24)

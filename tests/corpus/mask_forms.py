@@ -1,0 +1,171 @@
+"""Masks by their values: causal, window, padding and the caller's own are taken; all others are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+from concat_graphs import Build, decoders
+from onnx import TensorProto
+
+from corpus import Entry
+
+
+def both(g: Build, left: str, right: str) -> str:
+    return g.node("And", [left, right])
+
+
+def either(g: Build, left: str, right: str) -> str:
+    return g.node("Or", [left, right])
+
+
+def later(g: Build, by: int) -> str:
+    """Keys after the query's row minus `by`."""
+    return g.node("Greater", [g.key_rows, g.node("Sub", [g.query_rows, g.constant(by)])])
+
+
+def before(g: Build, row: int) -> str:
+    """Keys before `row`."""
+    return g.node("Less", [g.key_rows, g.constant(row)])
+
+
+def off_by_one(g: Build) -> str:
+    return g.node("LessOrEqual", [g.key_rows, g.node("Add", [g.query_rows, g.constant(1)])])
+
+
+def not_itself(g: Build) -> str:
+    return g.node("Less", [g.key_rows, g.query_rows])
+
+
+def prefix(g: Build) -> str:
+    return either(g, g.causal(), before(g, 8))
+
+
+def prefix_inside_itself(g: Build) -> str:
+    return either(g, g.causal(), both(g, before(g, 8), g.node("Less", [g.query_rows, g.constant(8)])))
+
+
+def blocks(g: Build) -> str:
+    block = [g.node("Div", [rows, g.constant(8)]) for rows in (g.key_rows, g.query_rows)]
+    return both(g, g.causal(), g.node("Equal", block))
+
+
+def sink(g: Build) -> str:
+    return both(g, g.causal(), either(g, before(g, 1), later(g, 6)))
+
+
+def window_without_the_first(g: Build) -> str:
+    first = either(g, g.node("Greater", [g.key_rows, g.constant(0)]), g.node("Equal", [g.query_rows, g.constant(0)]))
+    return both(g, both(g, g.causal(), later(g, 6)), first)
+
+
+def dilated(g: Build) -> str:
+    distance = g.node("Mod", [g.node("Sub", [g.query_rows, g.key_rows]), g.constant(2)])
+    return both(g, g.causal(), g.node("Equal", [distance, g.constant(0)]))
+
+
+def window_of_the_update_only(g: Build) -> str:
+    """Right in every decode step, and in prompts of up to 16 tokens."""
+    step = g.node("Sub", [g.query_rows, g.past])
+    return both(g, g.causal(), g.node("Greater", [g.key_rows, g.node("Sub", [step, g.constant(16)])]))
+
+
+def without_the_first_two_in_long_texts(g: Build) -> str:
+    short = g.node("Less", [g.all, g.constant(18)])
+    return both(g, g.causal(), either(g, short, g.node("Greater", [g.key_rows, g.constant(1)])))
+
+
+def nothing(g: Build) -> str:
+    return both(g, g.causal(), before(g, 0))
+
+
+def window_on_both_sides(g: Build) -> str:
+    ahead = g.node("Less", [g.key_rows, g.node("Add", [g.query_rows, g.constant(2)])])
+    return both(g, later(g, 3), ahead)
+
+
+LOOK_ALIKES = (
+    off_by_one, not_itself, prefix, prefix_inside_itself, blocks, sink, window_without_the_first, dilated,
+    window_of_the_update_only, without_the_first_two_in_long_texts, nothing, window_on_both_sides,
+)  # fmt: skip
+
+
+def one_head_near(g: Build) -> str:
+    near = g.to_scores(both(g, g.causal(), later(g, 3)))
+    return g.node("Concat", [g.to_scores(g.causal())] * 3 + [near], axis=1)
+
+
+def of_tokens(g: Build) -> str:
+    total = g.node("ReduceSum", [g.tokens, g.constant([1])], keepdims=1)
+    shown = g.node("Unsqueeze", [g.node("Greater", [total, g.constant(3)]), g.constant([1, 2])])
+    return both(g, g.to_scores(g.causal()), shown)
+
+
+def padding_turned_round(g: Build) -> str:
+    shown = g.node("Not", [g.node("Cast", [g.padding], to=TensorProto.BOOL)])
+    return both(g, g.to_scores(g.causal()), g.node("Unsqueeze", [shown, g.constant([1, 2])]))
+
+
+def first_after_padding(g: Build) -> str:
+    """The first token that is not padded is hidden if any is padded: rows of a cache begin with a token here."""
+    seen = g.node("CumSum", [g.padding, g.constant(1)])
+    padded = g.node("ReduceMin", [g.padding], keepdims=0)
+    shown = g.node("Greater", [seen, g.node("Sub", [g.constant(1), padded])])
+    return both(g, g.to_scores(g.causal()), g.node("Unsqueeze", [shown, g.constant([1, 2])]))
+
+
+def bias(g: Build, scores: str, even: bool) -> str:
+    """Added to the scores: a slope per head times the distance (ALiBi), or times the product of both positions."""
+    number = g.node("Sub" if even else "Mul", [g.key_rows, g.query_rows])
+    slopes = g.constant(np.array([0.5, 0.25, 0.125, 0.06]).reshape(1, 4, 1, 1), np.float32)
+    numbers = g.node("Cast", [number], to=TensorProto.FLOAT)
+    return g.node("Add", [scores, g.node("Mul", [g.to_scores(numbers), slopes])])
+
+
+def own(g: Build, kind: int = TensorProto.BOOL, name: str = "mask") -> str:
+    return g.once(name, lambda: g.input(name, kind, ["batch", 1, "sequence", "total"]))
+
+
+FORMS: dict[str, dict[str, Any]] = {
+    **{f"window of {n}": {"mask": "padding", "window": n} for n in (1, 2, 23, 24, 27)},
+    "window, positions": {"mask": "positions", "window": 5},
+    **{f"hidden by {n}": {"lowest": n} for n in (-1e4, float(np.finfo(np.float32).min), -np.inf)},
+    "one token, none": {"mask": "none", "sequence": 1},
+    "padding, hide": {"mask": "padding", "apply": "hide"},
+    "buffer, where": {"mask": "buffer", "apply": "where"},
+    "own, float16, upcast": {"mask": "own", "dtype": np.float16, "upcast": True, "layers": 2},
+    "own, added, float16": {"mask": "own", "own_type": np.float16, "dtype": np.float16},
+    "own, added, float16, upcast": {"mask": "own", "own_type": np.float32, "dtype": np.float16, "upcast": True},
+    "one for all heads": {"mask": lambda g: g.node("Concat", [g.to_scores(g.causal())] * 4, axis=1)},
+    "one head near": {"mask": one_head_near},
+    "of tokens": {"mask": of_tokens},
+    "padding turned round": {"mask": padding_turned_round},
+    "first after padding": {"mask": first_after_padding},
+    "even bias": {"scores": partial(bias, even=True)},
+    "even bias after the mask": {"masked": partial(bias, even=True)},
+    "uneven bias": {"scores": partial(bias, even=False)},
+    "uneven bias after the mask": {"masked": partial(bias, even=False)},
+    "own and causal": {"mask": lambda g: both(g, own(g), g.to_scores(g.causal()))},
+    "own turned round": {"mask": lambda g: g.node("Not", [own(g)])},
+    "two of the caller": {"mask": lambda g: both(g, own(g), own(g, name="mask_2"))},
+    "own, integers": {
+        "mask": lambda g: g.node("Cast", [own(g, TensorProto.INT64, "attention_mask")], to=TensorProto.BOOL)
+    },
+    "own doubled": {
+        "mask": "none",
+        "scores": lambda g, t: g.node("Add", [t, g.node("Mul", [own(g, TensorProto.FLOAT), g.number(2)])]),
+    },
+}
+
+
+def entries() -> Iterator[Entry]:
+    yield from decoders("mask", FORMS)
+    for apply in ("add", "where"):
+        forms = {mask.__name__: {"mask": _shown(mask), "apply": apply} for mask in LOOK_ALIKES}
+        yield from decoders(f"mask, {apply}", forms)
+
+
+def _shown(mask: Callable[[Build], str]) -> Callable[[Build], str]:
+    return lambda g: g.to_scores(mask(g))

@@ -1,0 +1,200 @@
+"""Models that are right in most steps and wrong in some: masks, factors, positions, padding, rows. All are refused.
+
+Recognizers look at few steps and guess; the check runs both models on both sides of every number in the graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from concat_graphs import Build, _attend, decoders
+from onnx import TensorProto
+
+from corpus import Entry
+
+Odd = Callable[[Build], str]
+
+
+def equal(what: str, number: int) -> Odd:
+    return lambda g: g.node("Equal", [getattr(g, what), g.constant(number)])
+
+
+def above(what: str, number: int) -> Odd:
+    return lambda g: g.node("Greater", [getattr(g, what), g.constant(number)])
+
+
+def both(one: Odd, other: Odd) -> Odd:
+    return lambda g: g.node("And", [one(g), other(g)])
+
+
+ODD: dict[str, Odd] = {
+    "P": equal("past", 17),
+    "T": equal("all", 23),
+    "P and S": both(equal("past", 9), equal("length", 4)),
+    "P and T": both(equal("past", 19), equal("all", 30)),
+    "long after some": both(above("length", 11), above("past", 6)),
+    "S": equal("length", 7),
+    "long": above("length", 40),
+}
+
+
+def choose(g: Build, odd: Odd, here: float, elsewhere: float) -> str:
+    """A number that is another one in odd steps."""
+    return g.node("Where", [odd(g), g.number(here), g.number(elsewhere)])
+
+
+def masked(odd: Odd) -> dict[str, Any]:
+    """The last key is hidden in odd steps."""
+
+    def mask(g: Build) -> str:
+        last = g.node("Equal", [g.key_rows, g.node("Sub", [g.all, g.constant(1)])])
+        hidden = g.node("And", [last, odd(g)])
+        return g.to_scores(g.node("And", [g.causal(), g.node("Not", [hidden])]))
+
+    return {"mask": mask}
+
+
+def masked_where(odd: Odd) -> dict[str, Any]:
+    return masked(odd) | {"apply": "where"}
+
+
+def scaled(odd: Odd) -> dict[str, Any]:
+    """Scores are doubled in odd steps."""
+    return {"scores": lambda g, tensor: g.node("Mul", [tensor, choose(g, odd, 2.0, 1.0)])}
+
+
+def shifted(odd: Odd) -> dict[str, Any]:
+    """Positions are one more in odd steps."""
+
+    def after(g: Build, x: str) -> str:
+        rows = g.node("Transpose", [g.query_rows], perm=[1, 0])
+        more = g.node("Cast", [odd(g)], to=TensorProto.INT64)
+        column = g.node("Unsqueeze", [g.node("Add", [rows, more]), g.constant([-1])])
+        return g.node("Add", [x, g.node("Cast", [column], to=TensorProto.FLOAT)])
+
+    return {"positions": "none", "after": after}
+
+
+def seen(form: str) -> Callable[[Odd], dict[str, Any]]:
+    """The number in the place of hidden scores is not low in odd steps."""
+
+    def make(odd: Odd) -> dict[str, Any]:
+        def scores(g: Build, tensor: str) -> str:
+            lowest = choose(g, odd, 0.0, -1e4)
+            visible = g.to_scores(g.causal())
+            if form == "visible":
+                return g.node("Where", [visible, tensor, lowest])
+            if form == "hidden":
+                return g.node("Where", [g.node("Not", [visible]), lowest, tensor])
+            return g.node("Max", [g.node("Where", [visible, tensor, g.number(-1e4)]), lowest])
+
+        return {"mask": "none", "scores": scores}
+
+    return make
+
+
+def own_scaled(odd: Odd) -> dict[str, Any]:
+    """The caller's mask hides the same keys, but other numbers of a caller between 0 and the lowest are scaled."""
+
+    def scores(g: Build, tensor: str) -> str:
+        mask = g.input("mask", TensorProto.FLOAT, ["batch", 1, "sequence", "total"])
+        return g.node("Add", [tensor, g.node("Mul", [mask, choose(g, odd, 0.5, 1.0)])])
+
+    return {"mask": "none", "scores": scores}
+
+
+def pick(g: Build, odd: Odd, one: Sequence[int], other: Sequence[int]) -> str:
+    """Numbers that are `one` in odd steps, and `other` in all others."""
+    return g.node("Where", [odd(g), g.constant(one), g.constant(other)])
+
+
+def turned(g: Build, tensor: str, odd: Odd, how: str) -> str:
+    """Keys ``[B, H, T, D]``, scrambled in odd steps."""
+    end = 2**31
+    if how == "heads":  # of one group, so that each keeps its shape
+        return g.node("Gather", [tensor, pick(g, odd, [2, 3, 0, 1], [0, 1, 2, 3])], axis=1)
+    axis = {"rows": 2, "channels": 3}[how]
+    bounds = [pick(g, odd, [-1], [0]), pick(g, odd, [-end], [end]), g.constant([axis]), pick(g, odd, [-1], [1])]
+    return g.node("Slice", [tensor, *bounds])
+
+
+def read(which: str, how: str) -> Callable[[Odd], dict[str, Any]]:
+    """Caches are read in another order in odd steps."""
+    return lambda odd: {which: lambda g, tensor: turned(g, tensor, odd, how)}
+
+
+def guarded(odd: Odd) -> dict[str, Any]:
+    """Attention whose guard closes in odd steps, and where a query sees nothing."""
+
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        output = _attend(g, query, keys, values)
+        counts = g.node("ReduceSum", [g.node("Cast", ["mask"], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
+        blind = g.node("Less", [counts, g.number(0.5)])
+        return g.node("Where", [g.node("Or", [blind, odd(g)]), g.number(0.0), output])
+
+    return {"mask": "own", "attend": attend}
+
+
+def cut_shorter(odd: Odd) -> dict[str, Any]:
+    """A mask is made of the size of something that is cut shorter in odd steps."""
+
+    def mask(g: Build) -> str:
+        less = g.node("Sub", [g.length, g.node("Cast", [odd(g)], to=TensorProto.INT64)])
+        end = g.node("Unsqueeze", [less, g.constant([0])])
+        cut = g.node("Slice", [g.tokens, g.constant([0]), end, g.constant([1])])
+        missing = g.node("Sub", [g.size_of(cut, 1), g.length])
+        return g.to_scores(g.node("LessOrEqual", [g.key_rows, g.node("Add", [g.query_rows, missing])]))
+
+    return {"mask": mask}
+
+
+FORMS: dict[str, Callable[[Odd], dict[str, Any]]] = {
+    "mask": masked,
+    "mask, where": masked_where,
+    "factor": scaled,
+    "positions": shifted,
+    **{f"lowest, {form}": seen(form) for form in ("visible", "hidden", "Max")},
+    "own mask": own_scaled,
+    **{f"{how} of {which}": read(which, how) for how in ("heads", "channels", "rows") for which in ("keys", "values")},
+    "guard": guarded,
+    "size": cut_shorter,
+}
+BY_STEP_ALONE = ("positions", "guard")
+"""What depends on S alone may stay in the graph here."""
+
+
+def cancelling(past: int) -> dict[str, Any]:
+    """Rows of the past less a position, at that position: 0 as exported; the capacity less it after the rewrite."""
+
+    def after(g: Build, x: str) -> str:
+        first = g.node("Gather", [g.position_ids, g.constant([0])], axis=1)  # [B, 1], of each row its own
+        there = g.node("Cast", [g.node("Equal", [first, g.constant(past)])], to=TensorProto.INT64)
+        nothing = g.node("Mul", [there, g.node("Sub", [g.past, g.constant(past)])])
+        as_x = g.node("Unsqueeze", [g.node("Cast", [nothing], to=TensorProto.FLOAT), g.constant([2])])
+        return g.node("Add", [x, as_x])
+
+    return {"after": after}
+
+
+def counting(at: int) -> dict[str, Any]:
+    """A counter of tokens that says one number."""
+
+    def after(g: Build, x: str) -> str:
+        counter = g.input("position_ids", TensorProto.INT64, [])
+        there = g.node("Cast", [g.node("Equal", [counter, g.constant(at)])], to=TensorProto.FLOAT)
+        return g.node("Add", [x, there])
+
+    return {"positions": "none", "after": after}
+
+
+def entries() -> Iterator[Entry]:
+    forms = {
+        f"{form}, {name}": make(odd)
+        for form, make in FORMS.items()
+        for name, odd in ODD.items()
+        if form not in BY_STEP_ALONE or name not in ("S", "long")
+    }
+    yield from decoders("odd", forms, capacity=60)
+    yield from decoders("odd", {f"cancels at {n}": cancelling(n) for n in (0, 3, 10)}, capacity=60)
+    yield from decoders("odd", {f"counts at {n}": counting(n) for n in (0, 7, 39)}, capacity=40)

@@ -1,0 +1,41 @@
+"""Positions with several planes for each token (M-RoPE): what a session and the verification give them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+from concat_graphs import Decoder, make_decoder
+from harness import Feeds, run
+from position_forms import PLANES, planar
+
+from trt_kvcache import DecodeSession, GenerationConfig
+from trt_kvcache.importer.interface.mrope import place_positions
+
+CAPACITY = 24
+
+
+def test_each_plane_has_numbers_of_its_own() -> None:
+    rows = np.array([[4, 5], [9, 10]])
+    found = place_positions(rows, (PLANES, 2, 2), ("", "batch", "sequence"))
+    np.testing.assert_array_equal(found, [rows, rows // 2, rows // 3])
+    np.testing.assert_array_equal(place_positions(rows, (2, 1, 2), ("", "batch", "sequence")), [[[4, 5]], [[2, 2]]])
+    found = place_positions(rows, (2, PLANES, 2), ("batch", "", "sequence"))
+    np.testing.assert_array_equal(found.swapaxes(0, 1), [rows, rows // 2, rows // 3])
+
+
+def test_a_session_gives_all_planes_the_position_in_the_text(tmp_path: Path) -> None:
+    """Ragged prompts in chunks: the tokens that a full recomputation chooses."""
+    model = make_decoder(Decoder(positions="none", after=planar([PLANES, "batch", "sequence"])))
+    onnx.save(model, tmp_path / "model.onnx")
+    prompts = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3, 5]]
+    with DecodeSession.open(str(tmp_path / "model.onnx"), capacity=CAPACITY, max_chunk=3) as session:
+        results = session.generate(prompts, GenerationConfig(max_new_tokens=9))
+    nothing = np.zeros((1, 2, 0, 4), np.float32)
+    for prompt, result in zip(prompts, results, strict=True):
+        text = np.array([[*prompt, *result.tokens][:-1]])
+        feeds: Feeds = {v.name: nothing for v in model.graph.input}
+        feeds |= {"input_ids": text, "position_ids": np.broadcast_to(np.arange(text.size), (PLANES, *text.shape))}
+        logits = run(model, feeds)["logits"][0, len(prompt) - 1 :]
+        assert result.tokens == logits.argmax(-1).tolist()
