@@ -244,11 +244,58 @@ def _repeat(g: Built, tensor: str) -> str:
     return g.node("Gather", [tensor, g.constant(np.arange(HEADS) // (HEADS // KV_HEADS))], axis=1)
 
 
+FORMS: dict[str, Cut] = {
+    "a window of two": Cut(kept=(1,), window=(2,)),
+    "a large window": Cut(kept=(15,), window=(16,)),
+    "more kept than seen": Cut(kept=(11,), window=(6,)),
+    "every layer": Cut(kept=(7, 7), window=(8, 8)),
+    "windows of their own": Cut(kept=(7, 4), window=(8, 5)),
+    "cut first": Cut(kept=(7, 0), window=(8, 0)),
+    "cut last": Cut(kept=(0, 7), window=(0, 8)),
+    "a window that is not cut": Cut(kept=(7, 0), window=(8, 8)),
+    "a computed start": Cut(cut="computed", kept=(7, 0), window=(8, 0)),
+    "a chosen start": Cut(cut="chosen"),
+    "positions": Cut(mask="positions", kept=(7, 0), window=(8, 0)),
+    "padding": Cut(mask="padding", kept=(7, 0), window=(8, 0)),
+    "padding from the first row": Cut(mask="padding from the first"),
+    "padding of the rows that are kept": Cut(mask="padding of the rows", kept=(7, 7), window=(8, 8)),
+    "fewer kept than the capacity, padding": Cut(mask="padding of the rows", kept=(12,), window=(5,)),
+    "another layout": Cut(layout="bsnd", kept=(7, 0), window=(8, 0)),
+    "fused by positions": Cut(attention="fused", mask="positions"),
+    # One token at a time sees what is kept and itself, mask or not; several would see more than a window.
+    "one token, no window": Cut(sequence=1, window=(0,)),
+    "one token, no mask": Cut(sequence=1, window=(0,), mask=""),
+    "one token, fused, no mask": Cut(sequence=1, window=(0, 0), kept=(7, 0), mask="", attention="fused"),
+    "one token, fewer kept than the window": Cut(sequence=1, kept=(5,)),
+    "positions counted from a layer that keeps all": Cut(kept=(7, 0), window=(8, 0), counted=1),
+    "a cut that leaves all heads": Cut(cut="heads", kept=(0,)),
+    "as long as the capacity": Cut(kept=(40,), window=(41,)),
+    "longer than the capacity": Cut(kept=(80,), window=(81,)),
+    "much longer": Cut(kept=(4095,), window=(4096,), cut="computed"),
+    "not cut within the capacity, no window": Cut(kept=(40,), window=(0,)),
+    "fewer kept than seen": Cut(kept=(5,)),
+    "one fewer than seen": Cut(kept=(6,)),
+    "fewer kept than seen, beside a full layer": Cut(kept=(6, 0), window=(8, 0)),
+    "no window": Cut(window=(0,)),
+    "no mask": Cut(mask=""),
+    "positions counted from rows that are kept": Cut(counted=0),
+    "attention over the rest, one token": Cut(reads="cut", mask="", sequence=1),
+    "attention over the rest": Cut(reads="cut", mask=""),
+    "padding of the rows, beside a full layer": Cut(mask="padding of the rows", kept=(7, 0), window=(8, 0)),
+    "values kept longer": Cut(values=2),
+    **{f"kept {n - 1}": Cut(kept=(n - 1, 0), window=(n, 0), mask="positions") for n in (2, 9, 10)},
+}
+
+
 def entries() -> Iterator[Entry]:
     how: list[dict[str, Any]] = [{"cut": c} for c in CUTS] + [{"mask": m} for m in MASKS]
     how += [{"attention": "fused"}, {"layout": "bsnd"}, {"kept": (0, 7), "window": (0, 8)}, {"sequence": 1}]
     how += [{"values": 1}, {"reads": "cut"}]
     cuts = {str(h): (lambda h=h: make_cut(Cut(**h))) for h in how}
     yield from built("cut", cuts, capacity=24)
+    forms = {n: (lambda h=h: make_cut(h)) for n, h in FORMS.items()}
+    yield from built("cut", forms, capacity=40)
+    at_the_end = {n: m for n, m in forms.items() if n.startswith("kept")}
+    yield from built("cut, capacity 9", at_the_end, capacity=9)
     rings = {n: m for n, m in cuts.items() if "attention" in n or "kept" in n or n == "{'mask': 'lengths'}"}
     yield from built("cut, circular", rings, capacity=24, sliding="circular", window_chunk=8)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import onnx
-import pytest
 from graphs import Graph
 from onnx import TensorProto
 
-from trt_kvcache import PlanOptions, UnsupportedModelError, plan_model, verify_model
-from trt_kvcache.errors import InvalidModelError
+from corpus import Entry, built
 
 HEADS, SIZE, TOKENS = 3, 8, 16
 WIDTH = HEADS * SIZE
-OPTIONS = PlanOptions(capacity=20)
 
 
 @dataclass(frozen=True)
@@ -84,44 +81,28 @@ class Joined:
         return g.node("Transpose", [g.node("Reshape", [tensor, g.constant([0, 0, HEADS, size])])], perm=[0, 2, 1, 3])
 
 
-@pytest.mark.few(2)
-@pytest.mark.parametrize(
-    "form",
-    [
-        Joined(),
-        Joined(cut="split"),
-        Joined(at=(SIZE, 0)),  # values in front
-        Joined(at=(0, 0)),  # keys are values
-        Joined("flat"),
-        Joined("flat", "split"),
-        Joined("flat", at=(WIDTH, 0)),
-        Joined("flat", at=(4, 20)),  # of parts of two heads as they were meant
-    ],
-    ids=str,
-)
-def test_same_numbers(form: Joined, tmp_path: Path) -> None:
-    onnx.save(form.model(), tmp_path / "model.onnx")
-    plan = plan_model(tmp_path / "model.onnx", OPTIONS)
-    assert len(plan.caches) == 1
-    assert [(a.query_heads, a.kv_heads, a.head_size) for a in plan.attention] == [(HEADS, HEADS, SIZE)]
-    verify_model(tmp_path / "model.onnx", OPTIONS).check()
-
-
-def test_an_empty_part_is_refused(tmp_path: Path) -> None:
+def empty_part() -> onnx.ModelProto:
     model = Joined().model()
     cut = next(n for n in model.graph.node if n.op_type == "Slice")
     cut.input[2] = cut.input[1]
-    onnx.save(model, tmp_path / "model.onnx")
-    with pytest.raises((InvalidModelError, UnsupportedModelError)):
-        plan_model(tmp_path / "model.onnx", OPTIONS)
+    return model
 
 
-@pytest.mark.parametrize(
-    "form", [Joined(apart=(0, 1)), Joined(cut="split", apart=(0, 1)), Joined(apart=(1, 0))], ids=str
-)
-def test_parts_that_are_written_one_by_one_are_refused(form: Joined, tmp_path: Path) -> None:
-    onnx.save(form.model(), tmp_path / "model.onnx")
-    with pytest.raises(
-        UnsupportedModelError, match="moves its rows in every step|heads of one cache that come back in"
-    ):
-        plan_model(tmp_path / "model.onnx", OPTIONS)
+FORMS: dict[str, Joined] = {
+    "slice": Joined(),
+    "split": Joined(cut="split"),
+    "values first": Joined(at=(SIZE, 0)),
+    "keys are values": Joined(at=(0, 0)),
+    "flat": Joined("flat"),
+    "flat, split": Joined("flat", "split"),
+    "flat, values first": Joined("flat", at=(WIDTH, 0)),
+    "flat, parts of two heads": Joined("flat", at=(4, 20)),
+    "written apart": Joined(apart=(0, 1)),
+    "written apart, split": Joined(cut="split", apart=(0, 1)),
+    "written apart, in turn": Joined(apart=(1, 0)),
+}
+
+
+def entries() -> Iterator[Entry]:
+    models = {name: form.model for name, form in FORMS.items()}
+    yield from built("joined", models | {"an empty part": empty_part}, capacity=20)

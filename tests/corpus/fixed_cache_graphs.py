@@ -1,0 +1,186 @@
+"""Attention over caches of a fixed length that a scatter writes at a counter: linear and around a ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import onnx
+from graphs import Graph
+from onnx import TensorProto
+from update_graphs import CAPACITY, column, transpose
+
+from corpus import Entry, built
+
+FLOAT = TensorProto.FLOAT
+HEADS, SIZE = 4, 4
+WIDTH = HEADS * SIZE
+Mask = Callable[[Graph, str, str], str]
+
+
+def decoder(
+    mask: Mask,
+    factor: Callable[[Graph], str] | None = None,
+    repeat: Callable[[Graph, str], str] | None = None,
+) -> onnx.ModelProto:
+    """One layer; `mask` makes a bool ``[S, L]`` or ``[L]`` from the rows of the new tokens and their number.
+
+    `factor` makes that of the scores; `repeat` is given a cache of half as many heads.
+    """
+    g = Graph()
+    rng = np.random.default_rng(3)
+    x = g.input("inputs_embeds", FLOAT, ["batch", "sequence", WIDTH])
+    count = g.input("cur_len", TensorProto.INT64, [])
+    new_tokens = g.node("Gather", [g.node("Shape", [x]), g.constant(1)], axis=0)
+    rows = g.node("Add", [g.node("Range", [g.constant(0), new_tokens, g.constant(1)]), count])
+
+    def heads(count: int = HEADS) -> str:
+        weight = g.constant(rng.standard_normal((WIDTH, count * SIZE)) / 4, np.float32)
+        return g.node("Reshape", [g.node("MatMul", [x, weight]), g.constant([0, 0, count, SIZE])])
+
+    presents = []
+    few = HEADS // 2 if repeat else HEADS
+    for kind in ("key", "value"):
+        past = g.input(f"past_{kind}", FLOAT, ["batch", CAPACITY, few, SIZE])
+        first = [g.node("Transpose", [t], perm=[1, 0, 2, 3]) for t in (past, heads(few))]
+        written = g.node("ScatterND", [first[0], g.node("Unsqueeze", [rows, g.constant([1])]), first[1]])
+        present = g.node("Transpose", [written], f"present_{kind}", perm=[1, 0, 2, 3])
+        g.output(present, FLOAT, ["batch", CAPACITY, few, SIZE])
+        presents.append(repeat(g, present) if repeat else present)
+    query = g.node("Transpose", [heads()], perm=[0, 2, 1, 3])
+    scores = g.node("MatMul", [query, g.node("Transpose", [presents[0]], perm=[0, 2, 3, 1])])
+    scores = g.node("Mul", [scores, factor(g) if factor else g.constant(0.5, np.float32)])
+    if visible := mask(g, rows, new_tokens):
+        scores = g.node("Where", [visible, scores, g.constant(-1e9, np.float32)])
+    values = g.node("Transpose", [presents[1]], perm=[0, 2, 1, 3])
+    output = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), values])
+    merged = g.node("Reshape", [g.node("Transpose", [output], perm=[0, 2, 1, 3]), g.constant([0, 0, WIDTH])])
+    g.node("MatMul", [merged, g.constant(rng.standard_normal((WIDTH, 8)), np.float32)], "logits")
+    g.output("logits", FLOAT, ["batch", "sequence", 8])
+    model = g.model(18)
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def compared(g: Graph, rows: str, op: str, by: int = 0) -> str:
+    """Keys compared with the rows of the queries minus `by`."""
+    query = g.node("Sub", [g.node("Unsqueeze", [rows, g.constant([1])]), g.constant(by)])
+    return g.node(op, [g.constant(np.arange(CAPACITY)), query])
+
+
+def causal(g: Graph, rows: str, new: str) -> str:
+    return compared(g, rows, "LessOrEqual")
+
+
+def window(g: Graph, rows: str, new: str) -> str:
+    return g.node("And", [causal(g, rows, new), compared(g, rows, "Greater", 5)])
+
+
+def written(g: Graph, rows: str, new: str) -> str:
+    """Every token sees every other."""
+    return g.node("Less", [g.constant(np.arange(CAPACITY)), g.node("Add", ["cur_len", new])])
+
+
+def one_row_more(g: Graph, rows: str, new: str) -> str:
+    return g.node("LessOrEqual", [g.constant(np.arange(CAPACITY)), g.node("Add", ["cur_len", new])])
+
+
+def nothing(g: Graph, rows: str, new: str) -> str:
+    return ""
+
+
+def by_length(g: Graph) -> str:
+    return g.node("Log", [g.node("Cast", [g.node("Add", ["cur_len", g.constant(3)])], to=FLOAT)])
+
+
+def by_batch(g: Graph, present: str) -> str:
+    """``[B, L, 2, D]``: one sequence has its heads one after the other twice, two have each of them twice."""
+    batch, rows = (g.node("Shape", [present], start=i, end=i + 1) for i in (0, 1))
+    heads = g.node("Transpose", [present], perm=[0, 2, 1, 3])
+    shape = g.node("Concat", [batch, g.constant([2, 2]), rows, g.constant([SIZE])], axis=0)
+    spread = g.node("Expand", [g.node("Unsqueeze", [heads, batch]), shape])
+    merged = g.node("Reshape", [spread, g.constant([0, HEADS, -1, SIZE])])
+    return g.node("Transpose", [merged], perm=[0, 2, 1, 3])
+
+
+def in_turn(g: Graph, present: str) -> str:
+    return g.node("Gather", [present, g.constant([0, 1, 0, 1])], axis=2)
+
+
+# Rings: ``cache[:, :, pos % L] = new``.
+
+
+def rows_up_to_own(g: Graph, rows: str, own: str) -> str:
+    """torch's ``arange(L) <= pos[:, None]``: behind the end all rows, those of later tokens too."""
+    return g.node("LessOrEqual", [rows, own])
+
+
+def newest_of_row(g: Graph, rows: str, own: str) -> str:
+    """How many tokens before a query the row was written, if no later token of the step has been there."""
+    return g.node("Mod", [g.node("Sub", [own, rows]), g.constant(CAPACITY)])
+
+
+def rows_by_age(g: Graph, rows: str, own: str) -> str:
+    """A window by what rows hold: right in every step of one token."""
+    age = newest_of_row(g, rows, own)
+    near = g.node("Less", [age, g.constant(5)])
+    return g.node("And", [near, g.node("LessOrEqual", [age, own])])
+
+
+def rows_by_number(g: Graph, rows: str, own: str) -> str:
+    """A window by the numbers of rows, which sees none behind the end."""
+    near = g.node("Greater", [rows, g.node("Sub", [own, g.constant(5)])])
+    return g.node("And", [rows_up_to_own(g, rows, own), near])
+
+
+def no_later_token(g: Graph, rows: str, own: str) -> str:
+    """Behind the end all rows but those of later tokens of the step."""
+    later = g.node("Greater", [rows, g.node("Mod", [own, g.constant(CAPACITY)])])
+    last = g.node("ReduceMax", [own], keepdims=1)
+    newer = g.node("LessOrEqual", [rows, g.node("Mod", [last, g.constant(CAPACITY)])])
+    hidden = g.node("And", [later, newer])
+    return g.node("And", [rows_up_to_own(g, rows, own), g.node("Not", [hidden])])
+
+
+def ring(mask: Mask, length: int | str = "S", *, guard: bool = False) -> onnx.ModelProto:
+    """One attention block over a circular cache; `guard`: zeros for queries that see no key, as torch writes it."""
+    g, rng = Graph(), np.random.default_rng(3)
+    hidden = g.input("hidden", TensorProto.FLOAT, ["B", length, WIDTH])
+    pos = g.input("pos", TensorProto.INT64, [length])
+    target = column(g, g.node("Mod", [pos, g.constant(CAPACITY)]))
+    heads: dict[str, str] = {}
+    for kind in ("query", "key", "value"):
+        weight = g.constant(rng.standard_normal((WIDTH, WIDTH)) / 2, np.float32)
+        projected = g.node("MatMul", [hidden, weight])
+        heads[kind] = g.node("Reshape", [projected, g.constant([0, 0, HEADS, SIZE])])
+    for kind in ("key", "value"):
+        past = g.input(f"past_{kind}", TensorProto.FLOAT, ["B", HEADS, CAPACITY, SIZE])
+        written = g.node("ScatterND", [transpose(g, past, 2, 0, 1, 3), target, transpose(g, heads[kind], 1, 0, 2, 3)])
+        heads[kind] = transpose(g, written, 1, 2, 0, 3)
+    scores = g.node("MatMul", [transpose(g, heads["query"], 0, 2, 1, 3), transpose(g, heads["key"], 0, 1, 3, 2)])
+    visible = mask(g, g.constant(np.arange(CAPACITY)), g.node("Unsqueeze", [pos, g.constant([1])]))
+    scores = g.node("Where", [visible, scores, g.constant(-1e9, np.float32)])
+    mixed = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), heads["value"]])
+    if guard:
+        seen = g.node("ReduceSum", [g.node("Cast", [visible], to=TensorProto.FLOAT), g.constant([-1])], keepdims=1)
+        blind = g.node("Less", [seen, g.constant(1, np.float32)])
+        mixed = g.node("Where", [blind, g.constant(0, np.float32), mixed])
+    flat = g.node("Reshape", [transpose(g, mixed, 0, 2, 1, 3), g.constant([0, 0, WIDTH])])
+    g.node("Identity", [flat], "out")
+    g.output("out", TensorProto.FLOAT, ["B", length, WIDTH])
+    for kind in ("key", "value"):
+        g.node("Identity", [heads[kind]], f"present_{kind}")
+        g.output(f"present_{kind}", TensorProto.FLOAT, ["B", HEADS, CAPACITY, SIZE])
+    return g.model(18)
+
+
+def entries() -> Iterator[Entry]:
+    masks = (causal, window, written, nothing, one_row_more)
+    models = {f.__name__: partial(decoder, f) for f in masks}
+    models |= {"scores by length": partial(decoder, causal, by_length)}
+    models |= {f"heads {f.__name__}": partial(decoder, causal, repeat=f) for f in (in_turn, by_batch)}
+    yield from built("fixed cache", models)
+    rings = (rows_up_to_own, rows_by_age, rows_by_number, no_later_token)
+    models = {f"{f.__name__}, {n}": partial(ring, f, n) for f in rings for n in ("S", 1)}
+    yield from built("ring", models | {"guard": partial(ring, rows_up_to_own, guard=True)})

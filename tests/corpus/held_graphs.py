@@ -1,0 +1,319 @@
+"""One operator that holds a cache: GroupQueryAttention, MultiHeadAttention, or ONNX's Attention with a past."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx
+from graphs import Graph
+from onnx import TensorProto, helper
+
+from corpus import Entry, built
+
+CONTRIB = "com.microsoft"
+CAPACITY = 24
+TYPES = {np.float32: TensorProto.FLOAT, np.float16: TensorProto.FLOAT16}
+HEADS, KV_HEADS, SIZE, WIDTH = 4, 2, 32, 48
+
+
+def cache_inputs(graph: Graph, dtype: int, heads: int, size: int | str, value_size: int | str) -> None:
+    """Declare ``past_k``, ``past_v``, ``present_k``, ``present_v`` as growing caches."""
+    for name, width in (("k", size), ("v", value_size)):
+        graph.input(f"past_{name}", dtype, ["B", heads, "P", width])
+        graph.output(f"present_{name}", dtype, ["B", heads, "T", width])
+
+
+def projected(graph: Graph, dtype: Any, width: int, sizes: dict[str, int], seed: int = 5) -> list[str]:
+    """``x @ w`` for each name, with its width stated."""
+    rng = np.random.default_rng(seed)
+    names = []
+    for name, size in sizes.items():
+        weight = graph.constant(rng.standard_normal((width, size)) / np.sqrt(width), dtype)
+        names.append(graph.node("MatMul", ["x", weight], name))
+    return names
+
+
+def mask_lengths(graph: Graph) -> tuple[str, str]:
+    """``seqlens_k`` and ``total_sequence_length`` as onnxruntime-genai computes them from ``attention_mask [B, T]``."""
+    graph.input("attention_mask", TensorProto.INT64, ["B", "T"])
+    one, shape = graph.constant([1]), graph.node("Shape", ["attention_mask"])
+    count = graph.node("ReduceSum", ["attention_mask", one], keepdims=0)
+    seqlens = graph.node("Cast", [graph.node("Sub", [count, one])], "seqlens_k", to=TensorProto.INT32)
+    total = graph.node("Gather", [shape, graph.constant(1)], axis=0)
+    return seqlens, graph.node("Cast", [total], "total", to=TensorProto.INT32)
+
+
+def padding(graph: Graph, dtype: Any) -> str:
+    """mobius: attention_mask as bool [B, 1, S, T]."""
+    shown = graph.node("Cast", ["attention_mask"], to=TensorProto.BOOL)
+    ones = [graph.node("Shape", ["x"], start=0, end=2), graph.node("Shape", ["attention_mask"], start=1)]
+    shape = graph.node("Concat", ones, axis=0)
+    expanded = graph.node("Expand", [graph.node("Unsqueeze", [shown, graph.constant([1])]), shape])
+    return graph.node("Unsqueeze", [expanded, graph.constant([1])])
+
+
+def compared(
+    graph: Graph, compare: Callable[[Graph, str, str], str], added: Any = None, value: float | None = None
+) -> str:
+    """A mask by a comparison of positions of keys and queries; with `added`, a type, as numbers added to scores."""
+    total = graph.node("Squeeze", [graph.node("Shape", ["attention_mask"], start=1)])
+    new = graph.node("Squeeze", [graph.node("Shape", ["x"], start=1, end=2)])
+    keys = graph.node("Range", [graph.constant(0), total, graph.constant(1)])
+    queries = graph.node("Range", [graph.node("Sub", [total, new]), total, graph.constant(1)])
+    shown = compare(graph, keys, graph.node("Unsqueeze", [queries, graph.constant([1])]))
+    if added is not None:
+        low = np.finfo(added).min if value is None else value
+        shown = graph.node("Where", [shown, graph.constant(0, added), graph.constant(low, added)])
+    return graph.node("Unsqueeze", [shown, graph.constant([0, 1])])
+
+
+def before(graph: Graph, keys: str, queries: str) -> str:
+    return graph.node("LessOrEqual", [keys, queries])
+
+
+def near(graph: Graph, keys: str, queries: str) -> str:
+    """Keys of a window of three, and those after the query, which are left to the operator."""
+    return graph.node("Less", [graph.node("Sub", [queries, keys]), graph.constant(3)])
+
+
+def in_window(graph: Graph, keys: str, queries: str) -> str:
+    return graph.node("And", [near(graph, keys, queries), before(graph, keys, queries)])
+
+
+def third(graph: Graph, keys: str, queries: str) -> str:
+    """Every third key."""
+    shown = graph.node("Equal", [graph.node("Mod", [keys, graph.constant(3)]), graph.constant(0)])
+    return graph.node("And", [shown, graph.node("GreaterOrEqual", [queries, graph.constant([[0]])])])
+
+
+MASKS: dict[str, Callable[[Graph, Any], str]] = {
+    "padding": padding,
+    "causal": lambda graph, dtype: compared(graph, before),
+    "causal, added": lambda graph, dtype: compared(graph, before, dtype),
+    "window": lambda graph, dtype: compared(graph, in_window),
+    "window, added": lambda graph, dtype: compared(graph, in_window, dtype),
+    "near": lambda graph, dtype: compared(graph, near),
+    "near, added": lambda graph, dtype: compared(graph, near, dtype),
+    "third": lambda graph, dtype: compared(graph, third),
+    "bias": lambda graph, dtype: compared(graph, in_window, dtype, -2.0),
+    "short": lambda graph, dtype: graph.node(
+        "Slice", [compared(graph, before), *(graph.constant([n]) for n in (0, 1, 3))]
+    ),
+}
+
+
+def grouped(
+    dtype: Any = np.float32,
+    packed: bool = True,
+    rotary: int = 0,
+    norm: bool = False,
+    positions: str = "",
+    cache_dim: int | str = "kv_cache_dim",
+    sinks: bool = False,
+    mask: str = "",
+    **attrs: Any,
+) -> onnx.ModelProto:
+    """One GroupQueryAttention; `rotary` is the width of the rotated part, 0 for none."""
+    graph = Graph()
+    code = TYPES[dtype]
+    graph.input("x", code, ["B", "S", WIDTH])
+    q, k = HEADS * SIZE, KV_HEADS * SIZE
+    if packed:
+        inputs = [*projected(graph, dtype, WIDTH, {"qkv": q + 2 * k}), "", ""]
+    else:
+        inputs = projected(graph, dtype, WIDTH, {"q": q, "k": k, "v": k})
+    cache_inputs(graph, code, KV_HEADS, cache_dim, cache_dim)
+    inputs += ["past_k", "past_v", *mask_lengths(graph)]
+    if rotary:
+        angles = np.outer(np.arange(CAPACITY), 0.5 ** np.arange(rotary // 2))
+        inputs += [graph.constant(np.cos(angles), dtype), graph.constant(np.sin(angles), dtype)]
+        attrs["do_rotary"] = 1
+    given = {10: MASKS[mask](graph, dtype)} if mask else {}
+    if sinks:
+        given[11] = graph.constant(np.array([0.5, -1.0, 2.0, 20.0]), dtype)
+    if positions:
+        given[9] = graph.input(positions, TensorProto.INT64, ["B", "S"])
+    if norm:
+        rng = np.random.default_rng(2)
+        given |= {index: graph.constant(rng.standard_normal(SIZE), dtype) for index in (14, 15)}
+    for index in range(len(inputs), max(given, default=0) + 1):
+        inputs.append(given.get(index, ""))
+    names = ["y", "present_k", "present_v"]
+    graph.node("GroupQueryAttention", inputs, names, domain=CONTRIB, num_heads=HEADS, kv_num_heads=KV_HEADS, **attrs)
+    graph.output("y", code, ["B", "S", q])
+    return graph.model(22, [CONTRIB])
+
+
+def multi(
+    dtype: Any = np.float32,
+    bias: bool = False,
+    padding: bool = False,
+    score_bias: str = "",
+    **attrs: Any,
+) -> onnx.ModelProto:
+    graph = Graph()
+    code = TYPES[dtype]
+    graph.input("x", code, ["B", "S", WIDTH])
+    inputs = projected(graph, dtype, WIDTH, dict.fromkeys(("q", "k", "v"), HEADS * SIZE))
+    cache_inputs(graph, code, HEADS, "head_size", "head_size")
+    graph.input("attention_mask", TensorProto.INT64, ["B", "T"])
+    own = np.random.default_rng(4).standard_normal(3 * HEADS * SIZE)
+    inputs.append(graph.constant(own, dtype) if bias else "")
+    mask = graph.node("Cast", ["attention_mask"], to=TensorProto.INT32)
+    inputs += [mask if padding else "", MASKS[score_bias](graph, dtype) if score_bias else "", "past_k", "past_v"]
+    names = ["y", "present_k", "present_v"]
+    graph.node("MultiHeadAttention", inputs, names, domain=CONTRIB, num_heads=HEADS, **attrs)
+    graph.output("y", code, ["B", "S", HEADS * SIZE])
+    return graph.model(20, [CONTRIB])
+
+
+def of_onnx(
+    dtype: Any = np.float32,
+    rank: int = 3,
+    value_size: int = SIZE,
+    mask: str = "",
+    opset: int = 24,
+    **attrs: Any,
+) -> onnx.ModelProto:
+    """One Attention with a past; `mask` names a maker below."""
+    graph = Graph()
+    code = TYPES[dtype]
+    graph.input("x", code, ["B", "S", WIDTH])
+    sizes = {"q": HEADS * SIZE, "k": KV_HEADS * SIZE, "v": KV_HEADS * value_size}
+    inputs = projected(graph, dtype, WIDTH, sizes)
+    if rank == 4:
+        for i, (heads, size) in enumerate(((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, value_size))):
+            split = graph.node("Reshape", [inputs[i], graph.constant([0, 0, heads, size])])
+            inputs[i] = graph.node("Transpose", [split], perm=[0, 2, 1, 3])
+    else:
+        attrs |= {"q_num_heads": HEADS, "kv_num_heads": KV_HEADS}
+    cache_inputs(graph, code, KV_HEADS, SIZE, value_size)
+    graph.input("attention_mask", TensorProto.INT64, ["B", "T"])
+    inputs += [MASKS[mask](graph, dtype) if mask else "", "past_k", "past_v"]
+    names = ["attended", "present_k", "present_v"]
+    graph.node("Attention", inputs, names, **attrs)
+    y = "attended"
+    if rank == 4:
+        rows = graph.node("Transpose", [y], perm=[0, 2, 1, 3])
+        y = graph.node("Reshape", [rows, graph.constant([0, 0, HEADS * value_size])])
+    graph.node("Identity", [y], "y")
+    graph.output("y", code, ["B", "S", HEADS * value_size])
+    return graph.model(opset, [CONTRIB])
+
+
+GROUPED: list[dict[str, Any]] = [
+    *({"dtype": t, "packed": p, "rotary": r} for t in TYPES for p in (True, False) for r in (0, SIZE, SIZE // 2)),
+    {"rotary": SIZE, "rotary_interleaved": 1}, {"scale": 0.3}, {"scale": 0.0}, {"softcap": 1.5}, {"causal": 0},
+    {"packed": False, "rotary": SIZE, "rotary_interleaved": 1, "softcap": 2.0, "scale": 0.5},
+    *({"rotary": SIZE, "local_window_size": n} for n in (1, 2, 7, 100)), {"rotary": SIZE, "mask": "window, added"},
+    *({"rotary": SIZE, "local_window_size": n, "mask": "near, added"} for n in (9, 2)), {"cache_dim": SIZE},
+]  # fmt: skip
+
+
+MULTI: list[dict[str, Any]] = [
+    *({"dtype": t, "bias": b, "unidirectional": u} for t in TYPES for b in (False, True) for u in (0, 1)),
+    {"padding": True, "unidirectional": 1}, {"padding": True}, {"score_bias": "causal, added"},
+    {"score_bias": "causal, added", "dtype": np.float16, "padding": True, "bias": True},
+    {"scale": 0.3, "unidirectional": 1}, {"score_bias": "near, added", "unidirectional": 1},
+]  # fmt: skip
+
+
+OF_ONNX: list[dict[str, Any]] = [
+    *({"dtype": t, "rank": r, "opset": v, "is_causal": 1} for t in TYPES for r in (3, 4) for v in (23, 24, 25)),
+    *({"is_causal": c, "mask": "padding"} for c in (0, 1)), *({"is_causal": c, "mask": "causal"} for c in (0, 1)),
+    {"is_causal": 0}, {"is_causal": 0, "mask": "causal, added"}, {"is_causal": 1, "scale": 0.4, "softcap": 1.5},
+    {"is_causal": 1, "softmax_precision": 1}, *({"is_causal": 1, "value_size": 8, "rank": r} for r in (3, 4)),
+    {"is_causal": 1, "mask": "window"}, {"is_causal": 1, "mask": "near"}, {"is_causal": 1, "mask": "near, added"},
+]  # fmt: skip  # fmt: skip
+
+SINKS: list[dict[str, Any]] = [
+    {"sinks": True}, {"smooth_softmax": 1}, {"sinks": True, "smooth_softmax": 1}, {"smooth_softmax": -1},
+    {"sinks": True, "softcap": 1.5, "rotary": SIZE}, {"sinks": True, "local_window_size": 3, "dtype": np.float16},
+    {"smooth_softmax": 1, "scale": 0.7, "packed": False}, {"norm": True, "rotary": SIZE},
+    {"norm": True, "packed": False, "rotary": SIZE // 2, "qk_norm_epsilon": 0.5},
+    {"rotary": SIZE, "positions": "position_ids"}, {"local_window_size": 4, "sliding_window_cache": 1, "rotary": SIZE},
+]  # fmt: skip
+
+
+def computed_past(model: onnx.ModelProto) -> None:
+    model.graph.node.insert(0, helper.make_node("Abs", ["past_k"], ["made"], name="make"))
+    next(n for n in model.graph.node if n.op_type == "Attention").input[4] = "made"
+
+
+def past_read_twice(model: onnx.ModelProto) -> None:
+    model.graph.node.append(helper.make_node("Abs", ["past_k"], ["copy"], name="copy_it"))
+    model.graph.output.append(helper.make_tensor_value_info("copy", TensorProto.FLOAT, ["B", KV_HEADS, "P", SIZE]))
+
+
+def lost_write(model: onnx.ModelProto) -> None:
+    kept = [o for o in model.graph.output if o.name != "present_v"]
+    del model.graph.output[:]
+    model.graph.output.extend(kept)
+
+
+def one_past(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if "past_v" in n.input)
+    node.input[list(node.input).index("past_v")] = ""
+
+
+def later_rows(model: onnx.ModelProto) -> None:
+    """The row before the one that the next token belongs to."""
+    node = next(n for n in model.graph.node if n.op_type == "GroupQueryAttention")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1, np.int32), "less"))
+    model.graph.node.insert(len(model.graph.node) - 1, helper.make_node("Sub", [node.input[5], "less"], ["fewer"]))
+    node.input[5] = "fewer"
+
+
+def odd_positions(model: onnx.ModelProto) -> None:
+    """The same position for every token."""
+    node = next(n for n in model.graph.node if n.op_type == "GroupQueryAttention")
+    value = helper.make_tensor("", TensorProto.INT64, [1], [3])
+    model.graph.node.insert(0, helper.make_node("ConstantOfShape", ["two"], ["odd"], value=value))
+    model.graph.node.insert(0, helper.make_node("Shape", ["x"], ["two"], start=0, end=2))
+    node.input.extend([""] * (10 - len(node.input)))
+    node.input[9] = "odd"
+
+
+def own_mask(model: onnx.ModelProto) -> None:
+    """A bool mask of the caller over all keys."""
+    next(n for n in model.graph.node if n.op_type == "Attention").input[3] = "mask"
+    model.graph.input.append(helper.make_tensor_value_info("mask", TensorProto.BOOL, ["B", 1, "S", "T"]))
+
+
+Make = Callable[..., onnx.ModelProto]
+REFUSED: list[tuple[Make, dict[str, Any]]] = [
+    (of_onnx, {"mask": "third", "is_causal": 1}), (of_onnx, {"mask": "near"}), (multi, {"score_bias": "near, added"}),
+    (grouped, {"mask": "bias"}), (of_onnx, {"mask": "short"}), (of_onnx, {"opset": 25, "right_window_size": 2}),
+]  # fmt: skip
+WINDOWS: list[dict[str, Any]] = [
+    {"is_causal": 1, "left_window_size": 2, "mask": "padding"},
+    {"is_causal": 1, "left_window_size": 9, "mask": "window"},
+    {"left_window_size": 3, "right_window_size": 0},
+]
+EDITED: list[tuple[Make, dict[str, Any], Callable[[onnx.ModelProto], None]]] = [
+    (of_onnx, {"is_causal": 1}, own_mask), (of_onnx, {"is_causal": 1}, computed_past),
+    (of_onnx, {"is_causal": 1}, lost_write), (grouped, {}, one_past), (multi, {}, one_past),
+    (grouped, {}, past_read_twice), (grouped, {}, later_rows), (grouped, {"rotary": SIZE}, odd_positions),
+]  # fmt: skip
+
+
+def edited(make: Make, options: dict[str, Any], edit: Callable[[onnx.ModelProto], None]) -> onnx.ModelProto:
+    model = make(**options)
+    edit(model)
+    return model
+
+
+def entries() -> Iterator[Entry]:
+    cases: list[tuple[Make, dict[str, Any]]] = [(grouped, o) for o in (*GROUPED, *SINKS)]
+    cases += [(multi, o) for o in MULTI] + [(of_onnx, o) for o in OF_ONNX] + REFUSED
+    cases += [(of_onnx, {"opset": 25, **o}) for o in WINDOWS]
+    models = {f"{make.__name__} {_words(o)}": partial(make, **o) for make, o in cases}
+    models |= {f"{make.__name__} {edit.__name__}": partial(edited, make, o, edit) for make, o, edit in EDITED}
+    yield from built("held", models, capacity=CAPACITY)
+
+
+def _words(options: dict[str, Any]) -> str:
+    return ", ".join(f"{k}={getattr(v, '__name__', v)}" for k, v in options.items())

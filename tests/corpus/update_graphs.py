@@ -1,0 +1,591 @@
+"""Models with one cache update each, as exporters write it, and what only looks like one.
+
+hidden [B, S, N * D] -- MatMul, Reshape --> new [B, S, N, D]
+past, new, pos -- the idiom --> present
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx
+from graphs import Dim, Graph
+from onnx import TensorProto
+
+from corpus import Entry, built
+
+FLOAT, INT = TensorProto.FLOAT, TensorProto.INT64
+HEADS, SIZE, CAPACITY = 2, 4, 16
+BNSD: tuple[Dim, ...] = ("B", HEADS, CAPACITY, SIZE)
+BSND: tuple[Dim, ...] = ("B", CAPACITY, HEADS, SIZE)
+FLAT: tuple[Dim, ...] = ("B", CAPACITY, HEADS * SIZE)
+PAST, PRESENT = ("B", HEADS, "P", SIZE), ("B", HEADS, "T", SIZE)
+FAR = 1 << 40
+TURNED = (0, 2, 1, 3)
+
+Idiom = Callable[[Graph, str, str], str]
+Case = tuple[Idiom, dict[str, Any]]
+
+
+def update_model(
+    idiom: Idiom,
+    shape: Sequence[Dim] = BNSD,
+    pos: Sequence[Dim] | None = (),
+    length: Dim = "S",
+    batch: Dim = "B",
+    dtype: int = TensorProto.FLOAT,
+    present: Sequence[Dim] | None = None,
+) -> onnx.ModelProto:
+    """A model whose cache `past` of this shape is updated by `idiom`.
+
+    Args:
+        idiom: is given the graph, ``past`` and ``new`` ``[B, S, N, D]``; returns the tensor that becomes `present`.
+        shape: of the past.
+        pos: shape of the int64 input ``pos``; None: there is none.
+        length: S.
+        batch: B.
+        dtype: of hidden, past and present.
+        present: shape of the present, if it is not that of the past.
+    """
+    graph = Graph()
+    hidden = graph.input("hidden", dtype, [batch, length, HEADS * SIZE])
+    if pos is not None:
+        graph.input("pos", TensorProto.INT64, pos)
+    past = graph.input("past", dtype, shape)
+    weight = np.random.default_rng(7).standard_normal((HEADS * SIZE, HEADS * SIZE))
+    projected = graph.node("MatMul", [hidden, graph.constant(weight, onnx.helper.tensor_dtype_to_np_dtype(dtype))])
+    new = graph.node("Reshape", [projected, graph.constant([0, 0, HEADS, SIZE])], "new")
+    result = idiom(graph, past, new)
+    graph.node("Identity", [result], "present")
+    graph.output("present", dtype, list(present or shape))
+    return graph.model(24)
+
+
+def transpose(graph: Graph, tensor: str, *perm: int) -> str:
+    """A Transpose."""
+    return graph.node("Transpose", [tensor], perm=list(perm))
+
+
+def new_tokens(graph: Graph) -> str:
+    """S, a scalar, from the shape of `hidden`."""
+    return graph.node("Gather", [graph.node("Shape", ["hidden"]), graph.constant(1)])
+
+
+def positions(graph: Graph, start: str = "pos") -> str:
+    """``start + 0 .. S - 1``, ``[S]``."""
+    steps = graph.node("Range", [graph.constant(0), new_tokens(graph), graph.constant(1)])
+    return graph.node("Add", [steps, start])
+
+
+def column(graph: Graph, rows: str) -> str:
+    """Rows as ScatterND takes them, ``[.., 1]``."""
+    return graph.node("Unsqueeze", [rows, graph.constant([-1])])
+
+
+def joined(graph: Graph, *rows: str) -> str:
+    """Numbers for several axes, each broadcast to the shape of all, as an index ``[.., k]``."""
+    shape = graph.node("Shape", [rows[0]])
+    for other in rows[1:]:
+        shape = graph.node("Max", [shape, graph.node("Shape", [other])])
+    parts = [column(graph, graph.node("Expand", [r, shape])) for r in rows]
+    return graph.node("Concat", parts, axis=-1)
+
+
+def count(graph: Graph, size: int | str) -> str:
+    """0, 1, 2 .. below a constant, or below the batch."""
+    if size == "B":
+        size = graph.node("Gather", [graph.node("Shape", ["hidden"]), graph.constant(0)])
+    else:
+        size = graph.constant(size)
+    return graph.node("Range", [graph.constant(0), size, graph.constant(1)])
+
+
+def along(graph: Graph, vector: str, axis: int, rank: int) -> str:
+    """A vector as one axis among `rank`."""
+    return graph.node("Unsqueeze", [vector, graph.constant([a for a in range(rank) if a != axis])])
+
+
+def index_copy(rows: Callable[[Graph], str] = positions) -> Idiom:
+    """torch's index_copy on the sequence axis of ``[B, N, L, D]``: ScatterND between Transposes."""
+
+    def idiom(graph: Graph, past: str, new: str) -> str:
+        data, update = transpose(graph, past, 2, 0, 1, 3), transpose(graph, new, 1, 0, 2, 3)
+        written = graph.node("ScatterND", [data, column(graph, rows(graph)), update], "written")
+        return transpose(graph, written, 1, 2, 0, 3)
+
+    return idiom
+
+
+def heads_first(g: Graph, new: str) -> str:
+    return transpose(g, new, 0, 2, 1, 3)
+
+
+def flat(g: Graph, tensor: str) -> str:
+    return g.node("Reshape", [tensor, g.constant([0, 0, -1])])
+
+
+def cut(g: Graph, tensor: str, *numbers: int) -> str:
+    """A Slice from start to end along an axis, by a step."""
+    return g.node("Slice", [tensor, *(g.constant([n]) for n in numbers)])
+
+
+def concat(axis: int, *perm: int) -> Idiom:
+    def idiom(g: Graph, past: str, new: str) -> str:
+        return g.node("Concat", [past, transpose(g, new, *perm) if perm else new], axis=axis)
+
+    return idiom
+
+
+def concat_flat(g: Graph, past: str, new: str) -> str:
+    return g.node("Concat", [past, flat(g, new)], axis=1)
+
+
+def concat_between_transposes(g: Graph, past: str, new: str) -> str:
+    whole = g.node("Concat", [transpose(g, past, 2, 0, 1, 3), transpose(g, new, 1, 0, 2, 3)], axis=0)
+    return transpose(g, whole, 1, 2, 0, 3)
+
+
+def concat_with_heads_in_batch(g: Graph, past: str, new: str) -> str:
+    """``[B * N, P, D]`` in between, as older models keep their heads."""
+
+    def merged(tensor: str) -> str:
+        rows = g.node("Shape", [tensor], start=2, end=3)
+        return g.node("Reshape", [tensor, g.node("Concat", [g.constant([-1]), rows, g.constant([SIZE])], axis=0)])
+
+    whole = g.node("Concat", [merged(past), merged(heads_first(g, new))], axis=1)
+    rows = g.node("Shape", [whole], start=1, end=2)
+    return g.node("Reshape", [whole, g.node("Concat", [g.constant([-1, HEADS]), rows, g.constant([SIZE])], axis=0)])
+
+
+def index_put(g: Graph, past: str, new: str) -> str:
+    """``past[:, pos] = new``."""
+    data, update = transpose(g, past, 1, 0, 2, 3), transpose(g, new, 1, 0, 2, 3)
+    return transpose(g, g.node("ScatterND", [data, column(g, "pos"), update]), 1, 0, 2, 3)
+
+
+def index_put_batch(g: Graph, past: str, new: str) -> str:
+    """``past[arange(B)[:, None], :, pos] = new`` with ``pos [B, S]``."""
+    index = joined(g, along(g, count(g, "B"), 0, 2), "pos")
+    return heads_first(g, g.node("ScatterND", [heads_first(g, past), index, new]))
+
+
+def every_number(g: Graph, past: str, new: str) -> str:
+    """A number for each of ``B, N, L, D``."""
+    parts = [count(g, "B"), count(g, HEADS), positions(g), count(g, SIZE)]
+    index = joined(g, *(along(g, part, axis, 4) for axis, part in enumerate(parts)))
+    return g.node("ScatterND", [past, index, heads_first(g, new)])
+
+
+def slice_assign(g: Graph, past: str, new: str) -> str:
+    """``past[:, :, pos : pos + S] = new``, as torch writes it: a Slice of all rows' numbers."""
+    end = g.node("Add", ["pos", new_tokens(g)])
+    first, last = (g.node("Unsqueeze", [t, g.constant([0])]) for t in ("pos", end))
+    rows = g.node("Slice", [count(g, CAPACITY), first, last, g.constant([0])])
+    data, update = transpose(g, past, 2, 1, 0, 3), transpose(g, new, 1, 2, 0, 3)
+    return transpose(g, g.node("ScatterND", [data, column(g, rows), update]), 2, 1, 0, 3)
+
+
+def scatter_flat(g: Graph, past: str, new: str) -> str:
+    data, update = transpose(g, past, 1, 0, 2), transpose(g, flat(g, new), 1, 0, 2)
+    return transpose(g, g.node("ScatterND", [data, column(g, positions(g)), update]), 1, 0, 2)
+
+
+def scatter_elements(rows: Callable[[Graph], str]) -> Idiom:
+    """`rows` makes them, as they broadcast to ``[B, N, S, D]``."""
+
+    def idiom(g: Graph, past: str, new: str) -> str:
+        update = heads_first(g, new)
+        index = g.node("Expand", [rows(g), g.node("Shape", [update])])
+        return g.node("ScatterElements", [past, index, update], axis=-2)
+
+    return idiom
+
+
+def in_a_row(g: Graph) -> str:
+    return along(g, positions(g), 2, 4)
+
+
+def by_sequence(g: Graph, first: str = "pos") -> str:
+    steps = g.node("Range", [g.constant(0), new_tokens(g), g.constant(1)])
+    return g.node("Add", [along(g, first, 0, 4), along(g, steps, 2, 4)])
+
+
+def at(g: Graph, axis: int = 2, rank: int = 4, pos: str = "pos") -> str:
+    """Which row is written, bool ``[B, 1, L, 1]``."""
+    rows = np.arange(CAPACITY).reshape([CAPACITY if a == axis else 1 for a in range(rank)])
+    return g.node("Equal", [g.constant(rows), g.node("Reshape", [pos, g.constant([-1] + [1] * (rank - 1))])])
+
+
+def where(g: Graph, past: str, new: str) -> str:
+    return g.node("Where", [at(g), heads_first(g, new), past])
+
+
+def where_not(g: Graph, past: str, new: str) -> str:
+    return g.node("Where", [g.node("Not", [at(g)]), past, heads_first(g, new)])
+
+
+def where_expanded(g: Graph, past: str, new: str) -> str:
+    return g.node("Where", [g.node("Expand", [at(g), g.node("Shape", [past])]), heads_first(g, new), past])
+
+
+def where_between_transposes(g: Graph, past: str, new: str) -> str:
+    return heads_first(g, g.node("Where", [at(g, 1), new, heads_first(g, past)]))
+
+
+def where_flat(g: Graph, past: str, new: str) -> str:
+    return g.node("Where", [at(g, 1, 3), flat(g, new), past])
+
+
+def blend(kept: float = 1.0, gain: float = 1.0, erased: float = 1.0) -> Idiom:
+    """``past * (kept - erased * h) + new * (gain * h)``: an update for 1, 1, 1 alone."""
+
+    def idiom(g: Graph, past: str, new: str) -> str:
+        hot = g.node("Cast", [at(g)], to=FLOAT)
+        gone = g.node("Mul", [hot, g.constant(erased, np.float32)])
+        cold = g.node("Sub", [g.constant(kept, np.float32), gone])
+        fresh = g.node("Mul", [heads_first(g, new), g.node("Mul", [hot, g.constant(gain, np.float32)])])
+        return g.node("Add", [g.node("Mul", [past, cold]), fresh])
+
+    return idiom
+
+
+def one_hot_operator(g: Graph, past: str, new: str) -> str:
+    hot = g.node("OneHot", ["pos", g.constant(CAPACITY), g.constant([0, 1], np.float32)])
+    hot = g.node("Unsqueeze", [hot, g.constant([1, 3])])
+    cold = g.node("Sub", [g.constant(1, np.float32), hot])
+    fresh = g.node("Mul", [hot, heads_first(g, new)])
+    return g.node("Add", [fresh, g.node("Mul", [cold, past])])
+
+
+def around(modulus: int, stride: int = 1, step: int = 1, offset: int = 0) -> Callable[[Graph], str]:
+    """``(pos * stride + offset + step * (0 .. S - 1)) mod modulus``; 0: without."""
+
+    def rows(g: Graph) -> str:
+        steps = g.node("Range", [g.constant(0), new_tokens(g), g.constant(1)])
+        start = g.node("Add", [g.node("Mul", ["pos", g.constant(stride)]), g.constant(offset)])
+        found = g.node("Add", [g.node("Mul", [steps, g.constant(step)]), start])
+        return g.node("Mod", [found, g.constant(modulus)]) if modulus else found
+
+    return rows
+
+
+def clamped(g: Graph) -> str:
+    return g.node("Min", [positions(g), g.constant(CAPACITY - 1)])
+
+
+def growing(idiom: Idiom, shape: Sequence[Dim] = PAST, present: Sequence[Dim] = PRESENT) -> Case:
+    return idiom, {"shape": shape, "pos": None, "present": present}
+
+
+def fixed(idiom: Idiom, shape: Sequence[Dim] = BNSD, pos: Sequence[Dim] = (), length: Dim = "S") -> Case:
+    return idiom, {"shape": shape, "pos": pos, "length": length}
+
+
+def of_the_mask(g: Graph, past: str, new: str) -> str:
+    """The length of a mask says positions."""
+    mask = g.input("attention_mask", INT, ["B", "T"])
+    total = g.node("Gather", [g.node("Shape", [mask]), g.constant(1)])
+    return index_copy(lambda g: positions(g, g.node("Sub", [total, new_tokens(g)])))(g, past, new)
+
+
+def rounded(g: Graph, past: str, new: str) -> str:
+    return index_copy()(g, past, g.node("Cast", [g.node("Cast", [new], to=TensorProto.FLOAT16)], to=FLOAT))
+
+
+def channels_turned(g: Graph, past: str, new: str) -> str:
+    return index_copy()(g, past, g.node("Slice", [new, *(g.constant([v]) for v in (-1, -FAR, -1, -1))]))
+
+
+def aliased(g: Graph, past: str, new: str) -> str:
+    whole = g.node("Identity", [index_copy()(g, past, new)], "whole")
+    heads_first(g, heads_first(g, whole))
+    return whole
+
+
+def crossed(length: Dim) -> Idiom:
+    """Keys of an encoder go through unchanged; those of the shape of the written ones have lost their write."""
+
+    def idiom(g: Graph, past: str, new: str) -> str:
+        g.node("Identity", [g.input("cross", FLOAT, ["B", HEADS, length, SIZE])], "present_cross")
+        g.output("present_cross", FLOAT, ["B", HEADS, length, SIZE])
+        return index_copy()(g, past, new)
+
+    return idiom
+
+
+def in_double(g: Graph, past: str, new: str) -> str:
+    past, new = (g.node("Cast", [t], to=TensorProto.DOUBLE) for t in (past, new))
+    return g.node("Cast", [index_copy()(g, past, new)], to=FLOAT)
+
+
+FORMS: dict[str, Case] = {
+    "concat": growing(concat(-2, *TURNED)),
+    "concat, sequence first": growing(concat(1), ("B", "P", HEADS, SIZE), ("B", "T", HEADS, SIZE)),
+    "concat, flat": growing(concat_flat, ("B", "P", HEADS * SIZE), ("B", "T", HEADS * SIZE)),
+    "concat, keys transposed": growing(concat(3, 0, 2, 3, 1), ("B", HEADS, SIZE, "P"), ("B", HEADS, SIZE, "T")),
+    "concat between transposes": growing(concat_between_transposes),
+    "concat, heads in batch": growing(concat_with_heads_in_batch),
+    "index_copy": fixed(index_copy()),
+    "index_copy, given rows": fixed(index_copy(lambda g: "pos"), pos=("S",)),
+    "index_put": fixed(index_put, BSND, ("S",)),
+    "index_put by sequence": fixed(index_put_batch, pos=("B", "S")),
+    "every number": fixed(every_number),
+    "slice assignment": fixed(slice_assign),
+    "scatter, flat": fixed(scatter_flat, FLAT),
+    "scatter of elements": fixed(scatter_elements(in_a_row)),
+    "scatter by sequence": fixed(scatter_elements(by_sequence), pos=("B",)),
+    "a ring": fixed(index_copy(around(CAPACITY))),
+    "clamped": fixed(index_copy(clamped)),
+    "where": fixed(where, pos=("B",), length=1),
+    "where not": fixed(where_not, pos=("B",), length=1),
+    "where, expanded": fixed(where_expanded, pos=("B",), length=1),
+    "where between transposes": fixed(where_between_transposes, pos=("B",), length=1),
+    "where, flat": fixed(where_flat, FLAT, ("B",), 1),
+    "one-hot": fixed(blend(), pos=("B",), length=1),
+    "OneHot": fixed(one_hot_operator, pos=("B",), length=1),
+    "lengths of a mask": (of_the_mask, {"shape": ("B", HEADS, "L", SIZE), "pos": None}),
+    "rounded": (rounded, {}),
+    "channels turned": (channels_turned, {}),
+    "aliased": (aliased, {}),
+    "beside an encoder": (crossed("E"), {}),
+    "beside a lost write": (crossed(CAPACITY), {}),
+    "in double": (in_double, {}),
+    "float16": (index_copy(), {"dtype": TensorProto.FLOAT16}),
+}
+
+# What does something else.
+
+
+def first_then_past(g: Graph, past: str, new: str) -> str:
+    return g.node("Concat", [heads_first(g, new), past], axis=2)
+
+
+def three_parts(g: Graph, past: str, new: str) -> str:
+    return g.node("Concat", [past, heads_first(g, new), heads_first(g, g.node("Neg", [new]))], axis=2)
+
+
+def twice(g: Graph, past: str, new: str) -> str:
+    rows = heads_first(g, new)
+    return g.node("Concat", [past, g.node("Concat", [rows, rows], axis=2)], axis=2)
+
+
+def turned_back(g: Graph, past: str, new: str) -> str:
+    return heads_first(g, concat(2, *TURNED)(g, past, new))
+
+
+def by_beams(g: Graph, past: str, new: str) -> str:
+    return concat(2, *TURNED)(g, g.node("Gather", [past, g.input("beams", INT, ["B"])], axis=0), new)
+
+
+def reads_past(g: Graph, past: str, new: str) -> str:
+    g.node("ReduceMax", [past], "largest", keepdims=0)
+    g.output("largest", FLOAT, [])
+    return concat(2, *TURNED)(g, past, new)
+
+
+def two_results(g: Graph, past: str, new: str) -> str:
+    g.node("Identity", [concat(2, *TURNED)(g, past, new)], "other")
+    g.output("other", FLOAT, list(PRESENT))
+    return concat(2, *TURNED)(g, past, new)
+
+
+def cut_first(g: Graph, past: str, new: str) -> str:
+    return concat(2, *TURNED)(g, cut(g, past, 1, FAR, 2), new)
+
+
+def cut_last(g: Graph, past: str, new: str) -> str:
+    return cut(g, concat(2, *TURNED)(g, past, new), -CAPACITY, FAR, 2)
+
+
+def one_head(g: Graph, past: str, new: str) -> str:
+    update = cut(g, heads_first(g, new), 0, 1, 1)
+    return g.node("ScatterElements", [past, g.node("Expand", [in_a_row(g), g.node("Shape", [update])]), update], axis=2)
+
+
+def one_sequence(g: Graph, past: str, new: str) -> str:
+    rows = positions(g)
+    slot = g.node("Expand", [g.constant([1]), g.node("Shape", [rows])])
+    update = g.node("Gather", [new, g.constant(0)], axis=0)
+    return heads_first(g, g.node("ScatterND", [heads_first(g, past), joined(g, slot, rows), update]))
+
+
+def reduced(idiom: Idiom, reduction: str) -> Idiom:
+    def made(g: Graph, past: str, new: str) -> str:
+        result = idiom(g, past, new)
+        node = next(n for n in g.nodes if n.op_type.startswith("Scatter"))
+        node.attribute.append(onnx.helper.make_attribute("reduction", reduction))
+        return result
+
+    return made
+
+
+def held_inside(g: Graph, past: str, new: str) -> str:
+    buffer = g.constant(np.zeros((CAPACITY, 1, HEADS, SIZE)), np.float32)
+    written = g.node("ScatterND", [buffer, column(g, positions(g)), transpose(g, new, 1, 0, 2, 3)])
+    g.node("ReduceMax", [written], "logits", keepdims=0)
+    g.output("logits", FLOAT, [])
+    return index_copy()(g, past, new)
+
+
+def lost(g: Graph, past: str, new: str) -> str:
+    g.node("ReduceMax", [index_copy()(g, g.input("lost", FLOAT, BNSD), new)], "logits", keepdims=0)
+    g.output("logits", FLOAT, [])
+    return scatter_elements(in_a_row)(g, past, new)
+
+
+def written_twice(g: Graph, past: str, new: str) -> str:
+    return index_copy()(g, scatter_elements(in_a_row)(g, past, new), new)
+
+
+def rolled(g: Graph, past: str, new: str) -> str:
+    whole = g.node("Concat", [cut(g, past, 1, FAR, 2), cut(g, past, 0, 1, 2)], axis=2)
+    return index_copy(lambda g: g.constant([CAPACITY - 1]))(g, whole, new)
+
+
+def slots(g: Graph, past: str, new: str) -> str:
+    return g.node("ScatterND", [past, column(g, positions(g)), transpose(g, new, 1, 2, 0, 3)])
+
+
+def last_token(g: Graph, past: str, new: str) -> str:
+    return where(g, past, g.node("Gather", [new, g.constant([-1])], axis=1))
+
+
+def from_a_row_on(g: Graph, past: str, new: str) -> str:
+    start = g.node("Reshape", ["pos", g.constant([-1, 1, 1, 1])])
+    chosen = g.node("GreaterOrEqual", [g.constant(np.arange(CAPACITY).reshape(1, 1, -1, 1)), start])
+    return g.node("Where", [chosen, heads_first(g, new), past])
+
+
+def others(g: Graph, past: str, new: str) -> str:
+    return g.node("Where", [at(g), past, heads_first(g, new)])
+
+
+def backwards(g: Graph) -> str:
+    return g.node("Slice", ["pos", *(g.constant([v]) for v in (-1, -FAR, 0, -1))])
+
+
+def where_backwards(g: Graph, past: str, new: str) -> str:
+    return g.node("Where", [at(g, pos=backwards(g)), heads_first(g, new), past])
+
+
+def by_a_mask(g: Graph, past: str, new: str) -> str:
+    return g.node("Where", [g.input("chosen", TensorProto.BOOL, ["B", 1, CAPACITY, 1]), heads_first(g, new), past])
+
+
+def by_two_positions(g: Graph, past: str, new: str) -> str:
+    chosen = g.node("Or", [at(g), at(g, pos=g.input("other", INT, ["B"]))])
+    return g.node("Where", [chosen, heads_first(g, new), past])
+
+
+def by_heads(g: Graph, past: str, new: str) -> str:
+    row = g.node("Reshape", ["pos", g.constant([-1, 1, 1, 1])])
+    chosen = g.node("Equal", [g.constant(np.arange(HEADS).reshape(1, -1, 1, 1)), row])
+    return g.node("Where", [chosen, heads_first(g, new), past])
+
+
+def reversed_rows(g: Graph) -> str:
+    return g.node("Slice", [positions(g), *(g.constant([v]) for v in (-1, -FAR, 0, -1))])
+
+
+def from_the_end(g: Graph) -> str:
+    return g.node("Neg", [g.node("Add", [positions(g), g.constant(1)])])
+
+
+def from_tokens(g: Graph) -> str:
+    largest = g.node("ArgMax", [g.node("ReduceMax", ["hidden", g.constant([0, 1])], keepdims=0)])
+    return positions(g, g.node("Squeeze", [largest]))
+
+
+def from_a_mask(g: Graph) -> str:
+    sums = g.node("CumSum", [g.input("attention_mask", INT, ["B", CAPACITY]), g.constant(1)])
+    last = g.node("ReduceMax", [sums, g.constant([0, 1])], keepdims=0)
+    return positions(g, g.node("Sub", [last, new_tokens(g)]))
+
+
+def from_a_table(g: Graph) -> str:
+    return g.node("Gather", [g.input("slots", INT, [CAPACITY]), positions(g)])
+
+
+def no_batch(g: Graph, past: str, new: str) -> str:
+    update = g.node("Reshape", [heads_first(g, new), g.constant([HEADS, -1, SIZE])])
+    return g.node("Concat", [past, update], axis=1)
+
+
+def more_sequences(g: Graph, past: str, new: str) -> str:
+    return g.node("Concat", [past, new], axis=0)
+
+
+GROWS = {"shape": PAST, "pos": None, "present": PRESENT}
+WHOLE = {"shape": BNSD, "pos": None, "present": BNSD}
+ONE = {"pos": ("B",), "length": 1}
+MISSES: dict[str, Case] = {
+    "unchanged": (lambda g, past, new: past, {"pos": None}),
+    "unchanged, turned": (lambda g, past, new: heads_first(g, past), {"pos": None, "present": BSND}),
+    "new rows first": (first_then_past, GROWS),
+    "three parts": (three_parts, GROWS),
+    "twice the new rows": (twice, GROWS),
+    "more sequences": (
+        more_sequences,
+        {"shape": ("B", "S", HEADS, SIZE), "pos": None, "present": ("T", "S", HEADS, SIZE)},
+    ),
+    "no batch": (no_batch, {"shape": (HEADS, "P", SIZE), "pos": None, "present": (HEADS, "T", SIZE), "batch": 1}),
+    "more heads": (concat(1, *TURNED), {"shape": ("B", "P", "S", SIZE), "pos": None, "present": ("B", "T", "S", SIZE)}),
+    "a past of one length": (
+        concat(2, *TURNED),
+        {"shape": ("B", HEADS, 15, SIZE), "pos": None, "present": BNSD, "length": 1},
+    ),
+    "rolled by a cut past": (cut_first, WHOLE | {"length": 1}),
+    "rolled by a cut result": (cut_last, WHOLE),
+    "rolled": (rolled, {"pos": None, "length": 1}),
+    "beams": (by_beams, GROWS),
+    "a second reader": (reads_past, GROWS),
+    "two results": (two_results, GROWS),
+    "another layout": (turned_back, GROWS | {"present": ("B", "T", HEADS, SIZE)}),
+    "one head": (one_head, {}),
+    "one sequence": (one_sequence, {}),
+    **{
+        f"{reduction}, {op}": (reduced(idiom, reduction), {})
+        for op, idiom in (("ScatterND", index_copy()), ("ScatterElements", scatter_elements(in_a_row)))
+        for reduction in ("add", "max")
+    },
+    "held inside": (held_inside, {"shape": (1, HEADS, CAPACITY, SIZE), "batch": 1}),
+    "lost": (lost, {}),
+    "written twice": (written_twice, {}),
+    "slots": (slots, {"shape": ("L", HEADS, "B", SIZE)}),
+    "one row for many tokens": (last_token, ONE | {"length": "S"}),
+    "the row after the next": (index_copy(around(0, offset=1)), {}),
+    "from a row on": (from_a_row_on, ONE),
+    "all other rows": (others, ONE),
+    "swapped sequences": (where_backwards, ONE),
+    "swapped sequences, many tokens": (scatter_elements(lambda g: by_sequence(g, backwards(g))), {"pos": ("B",)}),
+    "a mask": (by_a_mask, {"pos": None, "length": 1}),
+    "two masks": (by_two_positions, ONE),
+    "heads": (by_heads, ONE),
+    "reversed": (index_copy(reversed_rows), {}),
+    "counted from the end": (index_copy(from_the_end), {}),
+    "always the same": (index_copy(lambda g: positions(g, g.constant(0))), {"pos": None}),
+    "from tokens": (index_copy(from_tokens), {}),
+    "sums of a mask": (index_copy(from_a_mask), {"pos": None}),
+    "a table": (index_copy(from_a_table), {}),
+}
+
+ROWS = {
+    str(how): (index_copy(around(*how)), {})
+    for modulus in (0, CAPACITY, CAPACITY - 1, 2 * CAPACITY)
+    for how in ((modulus, 2), (modulus, -1), (modulus, 0), (modulus, 1, 2), (modulus, 1, 0), (modulus, 1, 1, -1))
+}
+"""Rows P .. P + S - 1 in their order alone are an update."""
+BLENDS = {str(how): (blend(*how), ONE) for how in ((0.5, 1.0, 1.0), (1.0, 2.0, 1.0), (1.0, -1.0, 1.0), (1.0, 1.0, 0.5))}
+
+
+def entries() -> Iterator[Entry]:
+    cases = FORMS | MISSES | ROWS | BLENDS
+    open_, closed = {}, {}
+    for name, (idiom, how) in cases.items():
+        made = partial(update_model, idiom, **how)
+        (open_ if {"P", "L", "S"} & set(how.get("shape", BNSD)) else closed)[name] = made
+    yield from built("one update", closed)
+    yield from built("one update", open_, capacity=CAPACITY)
