@@ -309,29 +309,47 @@ def test_rounding_with_a_scale_for_each_channel_is_refused_by_name() -> None:
         spelled(rounding(np.full(8, 3, np.uint8), scale=np.full(8, 0.1)))
 
 
-def test_a_decoder_by_quantize_static(tmp_path: Path) -> None:
-    """Activations around another number, as it writes them by default: planned with a note, verified and built."""
+def quantize_static(scale: Array, zero: Array) -> onnx.ModelProto:
+    """A decoder whose products read activations rounded to 8 bits."""
     model = make_decoder(SMALL)
-    weights = {t.name for t in model.graph.initializer}
+    widths = {t.name: t.dims[0] for t in model.graph.initializer if len(t.dims) == 2}
     nodes = []
     for node in model.graph.node:
-        if node.op_type == "MatMul" and node.input[1] in weights:
+        if node.op_type == "MatMul" and node.input[1] in widths and scale.size in (1, widths[node.input[1]]):
             pair = [f"{node.output[0]}_{part}" for part in ("q", "dq")]
-            nodes.append(helper.make_node("QuantizeLinear", [node.input[0], "scale", "zero"], pair[:1], f"n_{pair[0]}"))
-            nodes.append(helper.make_node("DequantizeLinear", [pair[0], "scale", "zero"], pair[1:], f"n_{pair[1]}"))
+            for i, op in enumerate(("QuantizeLinear", "DequantizeLinear")):
+                names = [[node.input[0], pair[0]][i], "scale", "zero"]
+                nodes.append(helper.make_node(op, names, pair[i : i + 1], f"n_{pair[i]}", axis=2))
             node.input[0] = pair[1]
         nodes.append(onnx.NodeProto.FromString(node.SerializeToString()))
     del model.graph.node[:]
     model.graph.node.extend(nodes)
-    for name, value in (("scale", np.float32(0.01)), ("zero", np.uint8(120))):
-        model.graph.initializer.append(numpy_helper.from_array(np.asarray(value), name))
+    for name, value in (("scale", scale), ("zero", zero)):
+        model.graph.initializer.append(numpy_helper.from_array(value, name))
+    return model
+
+
+def test_a_decoder_by_quantize_static(tmp_path: Path) -> None:
+    """Activations around another number, as it writes them by default: planned with a note, verified and built."""
     path = tmp_path / "model.onnx"
-    onnx.save(model, path)
+    onnx.save(quantize_static(np.array(0.01, np.float32), np.array(120, np.uint8)), path)
     assert any("QuantizeLinear round to 16 bits, to uint8" in n for n in plan_model(path).notes)
     verify_model(path).check()
     rewrite_model(path, tmp_path / "rewritten.onnx")
     assert "QuantizeLinear" not in {n.op_type for n in onnx.load(tmp_path / "rewritten.onnx").graph.node}
     build_engine(path, tmp_path / "model.engine", build=BuildOptions(max_batch=2))
+
+
+def test_plan_refuses_rounding_that_rewrite_refuses_and_the_cpu_runs_it(tmp_path: Path) -> None:
+    path, width = tmp_path / "model.onnx", SMALL.hidden
+    onnx.save(quantize_static(np.full(width, 0.01, np.float32), np.full(width, 120, np.uint8)), path)
+    said = []
+    for refuse in (plan_model, lambda given: rewrite_model(given, tmp_path / "rewritten.onnx")):
+        with pytest.raises(UnsupportedModelError, match="rounds to uint8, with a scale for each channel") as error:
+            refuse(path)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    verify_model(path).check()
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -41,7 +41,7 @@ class ImportedModel:
 def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) -> CachePlan:
     """Say what would be done to a model: the dry run of `rewrite_model` and of a build.
 
-    Neither TensorRT nor the weights are needed.
+    Neither TensorRT nor the weights are needed. A model that TensorRT cannot round like is refused; the CPU runs it.
 
     Args:
         model: path of the ``.onnx`` file.
@@ -55,7 +55,9 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
     recorded = recorded_plan(source.proto, options)
     if recorded is not None:
         return recorded
-    return _rewrite(source, options)[1]
+    _, plan, rewritten = _rewrite(source, options)
+    extensions.check_roundings(rewritten, source.path.parent)
+    return plan
 
 
 def import_model(

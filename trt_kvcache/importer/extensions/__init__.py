@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EXTENSIONS",
     "Extension",
+    "check_roundings",
     "choose",
     "define",
     "for_cpu",
@@ -177,6 +178,16 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         UnsupportedModelError: TensorRT does not take quantized weights as they are, and nothing can change that.
     """
     return tuple(flipped for function in _at("for_tensorrt", model) for flipped in function(model, folder) or ())
+
+
+def check_roundings(model: onnx.ModelProto, folder: Path) -> None:
+    """Refuse rounding that `for_tensorrt` refuses, without the weights. Edits `model`, which only a plan may give.
+
+    Raises:
+        UnsupportedModelError: TensorRT does not round so, and arithmetic cannot say it.
+    """
+    if _rounds(model):
+        load("quantizers").for_tensorrt(model, folder)
 
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
