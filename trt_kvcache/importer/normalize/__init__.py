@@ -42,9 +42,15 @@ from trt_kvcache.importer.normalize.findings import Core, Findings
 from trt_kvcache.importer.normalize.idioms.attention_past import holds_cache, rewrite_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import say_layouts
-from trt_kvcache.importer.normalize.readers import check_readers
-from trt_kvcache.importer.normalize.residual import NOTE, check_padding, free_positions
-from trt_kvcache.importer.normalize.trim import drop_copies, free_shapes, lift_shapes
+from trt_kvcache.importer.normalize.residual import (
+    NOTE,
+    check_padding,
+    check_readers,
+    drop_copies,
+    free_positions,
+    free_shapes,
+    lift_shapes,
+)
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding
 
 if TYPE_CHECKING:

@@ -10,11 +10,14 @@ positions of the new tokens, which some exporters count from the length of a cac
 onnxruntime-genai's Whisper cuts rows out of a table, torch looks up Marian's for all sequences at once, and M2M-100
 counts no pads. Whatever else still depends on the length is refused by name. Which tensors depend on it is seen from
 samples that differ in nothing but P.
+
+What only crosses a model goes, too: outputs that are an input again (caches of cross-attention), and shapes read off
+inputs that go (``Shape(attention_mask)`` becomes ``Shape(tokens)``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +30,22 @@ from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import (
     INT32,
     INT64,
+    Emitter,
     consumers,
     contains,
     elem_type,
     is_op,
     made_of_constants,
+    producer,
     replace_uses,
 )
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
+from trt_kvcache.importer.normalize.views import static_layout, trace_back
 from trt_kvcache.importer.plan import OriginalRole
+from trt_kvcache.importer.planning.rows_in_use import is_cut as is_cut_to_use
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.extensions.latent_attention import Positioned
@@ -49,6 +56,7 @@ NOTE = (
     "positions are counted with the tokens of a step, and skip some, such as pads; as in the model as exported, those "
     "of earlier steps count all the same, so that a text with pads in it depends on how it is split into steps"
 )
+_LOST = (OriginalRole.PADDING_MASK, OriginalRole.PAST_LENGTH, OriginalRole.POSITIONS)
 _FAR = 1 << 31  # no position
 _COUNTED = (OriginalRole.PAST_LENGTH, OriginalRole.PADDING_MASK)
 
@@ -125,6 +133,109 @@ def check_padding(graph: gs.Graph, interface: Interface) -> None:
                     f"{node.op} '{node.name}' reads the mask '{tensor.name}' and is no attention over a cache; "
                     "supported are masks that only attention and positions are made of"
                 )
+
+
+def check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:
+    """Refuse a cache that something else than attention reads.
+
+    Args:
+        graph: canonical; dead nodes are gone.
+        reasons: by name of a cache, why what is computed from it are no keys and values.
+
+    Raises:
+        UnsupportedModelError: naming the reader.
+    """
+    for update in [n for n in graph.nodes if is_op(n, "TensorScatter")]:
+        for tensor in (update.inputs[0], update.outputs[0]):
+            reader = _other_reader(graph, tensor, update)
+            if reader is not None:
+                reason = reasons.get(update.inputs[0].name)
+                raise UnsupportedModelError(
+                    f"{reader.op} '{reader.name}' reads the cache '{update.inputs[0].name}' and is no attention that "
+                    f"the importer can prove{f' ({reason})' if reason else ''}; supported are caches that only "
+                    "attention reads, as they are or computed row by row with constants"
+                )
+
+
+def _other_reader(graph: gs.Graph, tensor: gs.Tensor, update: gs.Node) -> gs.Node | None:
+    """A node that reads a cache, or a view of one, and is neither its update nor attention over it."""
+    for node in consumers(tensor):
+        is_read = is_op(node, "Attention") and node.inputs[0] is not tensor
+        if is_read or node is update or is_op(node, "Shape") or is_cut_to_use(node):
+            continue
+        is_view = is_op(node, "Transpose", "Reshape") and bool(consumers(node.outputs[0]))
+        if not is_view or contains(graph.outputs, node.outputs[0]) or _other_reader(graph, node.outputs[0], update):
+            return node
+    return None
+
+
+def drop_copies(graph: gs.Graph) -> set[str]:
+    """Take away, in place, outputs that are a graph input unchanged; returns their names."""
+    copies = {str(t.name) for t in graph.outputs if _is_copy(graph, t)}
+    graph.outputs = [t for t in graph.outputs if t.name not in copies]
+    return copies
+
+
+def _is_copy(graph: gs.Graph, tensor: gs.Tensor) -> bool:
+    while (node := producer(tensor)) is not None and is_op(node, "Identity"):
+        tensor = node.inputs[0]
+    return producer(tensor) is None and contains(graph.inputs, tensor)
+
+
+def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface) -> None:
+    """Read B and S off the tokens, in place, where only the shape of an input is read that is on its way out.
+
+    Args:
+        graph: canonical; dead nodes are gone.
+        emit: of the graph.
+        interface: of the model as exported.
+    """
+    tokens = next(t for t in graph.inputs if t.name == interface.tokens)
+    for tensor in interface.of(*_LOST):
+        known = next((t for t in graph.inputs if t.name == tensor.name), None)
+        readers = consumers(known) if known is not None else []
+        if not readers or not all(is_op(n, "Shape") for n in readers):
+            continue
+        sizes = [_size(emit, tokens, size, axis) for size, axis in zip(tensor.shape, tensor.axes, strict=True)]
+        if any(size is None for size in sizes):
+            continue
+        for node in readers:
+            taken = sizes[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(sizes)))]
+            if taken:
+                shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
+                replace_uses(node.outputs[0], shape)
+
+
+def lift_shapes(graph: gs.Graph, emit: Emitter) -> None:
+    """Read sizes, in place, off caches themselves, not off views: a view is a reader of its own, which has to run.
+
+    Shape(Transpose(cache))  becomes  Gather(Shape(cache))
+    """
+    for node in [n for n in graph.nodes if is_op(n, "Shape")]:
+        tensor, views = trace_back(node.inputs[0])
+        is_cache = any(is_op(n, "TensorScatter") for n in (producer(tensor), *consumers(tensor)) if n is not None)
+        order = static_layout(views, len(tensor.shape)) if views and is_cache else None
+        if order is None:
+            continue
+        taken = list(order)[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(order)))]
+        sizes, output = emit.op("Shape", [tensor], "sizes", INT64), node.outputs[0]
+        node.outputs.clear()
+        made = gs.Node("Gather", emit.name("sizes:Gather"), {"axis": 0}, [sizes, emit.ints(taken)], [output])
+        graph.nodes.append(made)
+    graph.cleanup().toposort()
+
+
+def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Tensor | None:
+    """One dimension as int64 ``[1]``."""
+    if isinstance(size, int):
+        return emit.ints([size])
+    if axis not in ("batch", "sequence"):
+        return None
+    start = 0 if axis == "batch" else 1
+    made: gs.Tensor = emit.once(
+        ("size", axis), lambda: emit.op("Shape", [tokens], f"{axis}_size", INT64, start=start, end=start + 1)
+    )
+    return made
 
 
 def _may_look_up(node: gs.Node) -> bool:

@@ -72,7 +72,7 @@ def find_held(graph: gs.Graph) -> list[HeldCache]:
     Head counts and sizes that exporters leave as symbols are written into the shapes of the caches.
 
     Raises:
-        UnsupportedModelError: a cache is no input or output of the graph, or several operators read it.
+        UnsupportedModelError: a cache is no input or output of the graph.
     """
     return [cache for node in graph.nodes if _is_held(node) for cache in _caches(graph, node)]
 
@@ -137,24 +137,12 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
                 f"the cache {shown} of {idiom} '{node.name}' is no input and output of the model; supported are caches "
                 "that the caller gives and takes back: export the model with past and present"
             )
-        others = [n for n in _readers(past) if n is not node and not is_op(n, "Shape")]
-        if others or sum(not t.is_empty() and trace_back(t)[0] is past for t in node.inputs) > 1:
-            reader = f"{others[0].op} '{others[0].name}'" if others else f"{idiom} '{node.name}' twice"
-            raise UnsupportedModelError(
-                f"the cache '{past.name}' of {idiom} '{node.name}' is read by {reader}; supported are caches that one "
-                "operator alone updates and reads"
-            )
         _state_shape(past, update)
         _state_shape(present, update)
         before, after = (dims(past) or ())[2:3], (dims(present) or ())[2:3]
         grows = (not before or before != after or before == ("?",)) and not node.attrs.get("ring", 0)
         found.append(HeldCache(past, present, grows, idiom))
     return found
-
-
-def _readers(tensor: gs.Tensor) -> list[gs.Node]:
-    """The nodes that read a tensor, after Casts."""
-    return [r for n in consumers(tensor) for r in (_readers(n.outputs[0]) if is_float_cast(n) else [n])]
 
 
 def _state_shape(cache: gs.Tensor, update: gs.Tensor) -> None:

@@ -86,10 +86,7 @@ def read_update(candidate: Candidate, samples: Samples) -> Write:
         raise _refusal(candidate, runs, steps)
     if not _is_ragged(candidate, update, axis, perm, runs[0]):
         raise candidate.refusal("it writes a sequence at the position of another")
-    order = _order(candidate, update, perm, runs) if candidate.rows_only else None
-    if order == ():
-        why = f"the output '{candidate.present.name}' has other numbers than the new rows '{update.name}'"
-        raise candidate.refusal(why, "give back what is joined with the past, or Concat(past, new) as a whole")
+    order = _order(candidate, update, perm, runs[0]) if candidate.rows_only else None
     whole = _wanted(candidate, runs[0], axis, perm, cut=False)
     assert whole is not None
     rows = (slice(None),) * axis + (slice(runs[0].step.total),)
@@ -286,19 +283,18 @@ def _turned(candidate: Candidate, run: _Run, wanted: Array) -> Iterator[tuple[gs
             yield tensor, found
 
 
-def _order(candidate: Candidate, update: gs.Tensor, perm: Perm, runs: Sequence[_Run]) -> Perm:
+def _order(candidate: Candidate, update: gs.Tensor, perm: Perm, run: _Run) -> Perm:
     """The axes of the cache in the order in which they lie in an output of new rows, which may merge some."""
     source = trace_back(candidate.updates[0])[0]
-    orders = list(permutations(range(len(perm))))
-    for run in runs:
-        shape = run.step.probe.shape(source.name) or ()
-        probe = run.step.probe.given({source.name: np.arange(prod(shape)).reshape(shape)})
-        given, rows = probe.value(candidate.present.name), probe.value(update.name)
-        if given is None or rows is None:
-            return ()
-        rows = rows.transpose(perm)
-        orders = [o for o in orders if np.array_equal(given.reshape(-1), rows.transpose(o).reshape(-1))]
-    return orders[0] if orders else ()
+    shape = run.step.probe.shape(source.name) or ()
+    probe = run.step.probe.given({source.name: np.arange(prod(shape)).reshape(shape)})
+    given, rows = probe.value(candidate.present.name), probe.value(update.name)
+    if given is not None and rows is not None:
+        for order in permutations(perm):
+            if np.array_equal(given.reshape(-1), rows.transpose(order).reshape(-1)):
+                return tuple(perm.index(axis) for axis in order)
+    why = f"the output '{candidate.present.name}' has other numbers than the new rows '{update.name}'"
+    raise candidate.refusal(why, "give back what is joined with the past, or Concat(past, new) as a whole")
 
 
 def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]) -> UnsupportedModelError:
