@@ -101,7 +101,9 @@ def kept_roles(roles: Iterable[TensorRole], model: ModelProto) -> tuple[TensorRo
     kept = []
     for io, values in (("input", model.graph.input), ("output", model.graph.output)):
         for value in values:
-            role, shape = found[io, value.name], shape_of(value) or ()
+            role = found[io, value.name]
+            # Logits are of more positions than some exporters declare: see `name_axes`.
+            shape = role.shape if role.role is Role.LOGITS else shape_of(value) or ()
             same = role.role is not Role.CACHE and len(role.axes) == len(shape)
             axes = role.axes if same else ("batch", *["?"] * len(shape))[: len(shape)]
             kept.append(replace(role, dtype=dtype_name(elem_type_of(value)), shape=shape, axes=axes))

@@ -254,7 +254,7 @@ class Masks:
             seen.add(tensor.name)
             yield tensor
             node = producer(tensor)
-            pending += [] if node is None else node.inputs
+            pending += [] if node is None or is_op(node, "Shape", "Size") else node.inputs  # no values go on
 
 
 def sinks_of(masks: Masks, heads: int, samples: Samples) -> Sinks:
