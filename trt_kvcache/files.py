@@ -1,9 +1,10 @@
-"""Output files that appear whole or not at all, and the identity of files by content."""
+"""Output files that appear whole or not at all, the identity of files by content, and names of an export's files."""
 
 from __future__ import annotations
 
 import glob
 import os
+import re
 import secrets
 import stat
 import sys
@@ -25,6 +26,7 @@ if sys.platform != "win32":
 
 _BLOCK = 1 << 20
 _OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # files that are open
+_PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
 _NEW = 10.0  # seconds; between the making of a temporary file and its lock is less
 
 
@@ -61,6 +63,12 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
 def is_text(path: Path) -> bool:
     """Whether a path is UTF-8, as it has to be in manifests, in models and for ONNX Runtime."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
+
+
+def export_suffix(model: Path) -> str:
+    """The ending that all files of one export by optimum share, such as ``_fp16``, or nothing."""
+    part = _PART.fullmatch(model.stem)
+    return (part["suffix"] or "") if part is not None and model.suffix == ".onnx" else ""
 
 
 def check_output(path: str | os.PathLike[str]) -> Path:

@@ -69,8 +69,8 @@ def build_engine(
         BuildError: TensorRT refuses the model; the message quotes TensorRT.
     """
     # Not at the top: every other name of the engine package works without ONNX.
+    from trt_kvcache.engine.generation import settings_beside
     from trt_kvcache.importer import import_model
-    from trt_kvcache.importer.files.generation import settings_beside
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op
 

@@ -15,10 +15,10 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.given import given_path, given_switch, given_whole, shown
-from trt_kvcache.importer.files.embedding import find_embeddings
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
+from trt_kvcache.runtime.embedding_files import find_embeddings
 from trt_kvcache.runtime.embeddings import GivenEmbeddings, embedded_input, open_embeddings
 from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_encoder
 from trt_kvcache.runtime.events import TokenEvent

@@ -182,8 +182,8 @@ class GenerationConfig:
             OptionError: a file is unreadable, or a value is out of range.
             ManifestError: that of an engine is unreadable.
         """
+        from trt_kvcache.engine.generation import each_beside
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
-        from trt_kvcache.importer.files.generation import each_beside
 
         path = given_path(model, "model")
         is_engine = path.suffix.lower() != ".onnx" and not path.is_dir() and manifest_path(path).is_file()

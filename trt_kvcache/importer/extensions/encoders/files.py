@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.importer.files.embedding import export_suffix
+from trt_kvcache.files import export_suffix
 
 __all__ = ["decoder_start", "find_encoder", "find_first_step", "named_encoder"]
 

@@ -11,24 +11,17 @@ Embedding models:
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["export_suffix", "find_embeddings", "scaled_by"]
+from trt_kvcache.files import export_suffix
 
-_PART = re.compile(r"(decoder(_with_past)?_model(_merged)?|encoder_model)(?P<suffix>_\w+)?")
+__all__ = ["find_embeddings", "scaled_by"]
 
 
 def find_embeddings(model: Path) -> Path | None:
     """The embedding model that lies beside a decoder or engine (or in its folder), or None."""
     return next((path for path in _candidates(model) if path.is_file()), None)
-
-
-def export_suffix(model: Path) -> str:
-    """What the files of one export by optimum end with, such as ``_fp16``, or nothing."""
-    part = _PART.fullmatch(model.stem)
-    return (part["suffix"] or "") if part is not None and model.suffix == ".onnx" else ""
 
 
 def _candidates(model: Path) -> Iterator[Path]:
@@ -56,7 +49,7 @@ def scaled_by(checkpoint: Path) -> str | None:
     """The setting of ``config.json`` beside a checkpoint by which its model scales embeddings; None: it says nothing.
 
     Where it is done differs: in transformers 5.23, Gemma, MiniCPM3 and BART scale where they look tokens up, Granite
-    behind that. So nothing here tells whether an exported decoder takes them scaled.
+    after that. So nothing here tells whether an exported decoder takes them scaled.
     """
     try:
         config = json.loads((checkpoint.parent / "config.json").read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""What exporters put beside a model about its tokens: ``generation_config.json`` and ``genai_config.json``."""
+"""Settings of tokens that exporters put beside a model: ``generation_config.json`` and ``genai_config.json``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trt_kvcache.errors import OptionError
 __all__ = ["each_beside", "load_settings", "settings_beside"]
 
 _OF_MODEL = (
-    # What the model was trained with, whatever way its tokens are chosen.
+    # The model was trained with these, whatever way its tokens are chosen.
     "eos_token_id",
     "bad_words_ids",
     "suppress_tokens",
@@ -22,7 +22,7 @@ _OF_MODEL = (
 
 
 def settings_beside(model: Path) -> dict[str, Any]:
-    """What the files beside a model say of its tokens, by the names of transformers' ``GenerationConfig``.
+    """Settings that the files beside a model have for its tokens, by the names of transformers' ``GenerationConfig``.
 
     Args:
         model: a file, or the folder of an export.
