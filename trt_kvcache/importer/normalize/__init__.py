@@ -54,7 +54,7 @@ from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows, say_layouts
 from trt_kvcache.importer.normalize.idioms.read_updates import find_kept, read_update
 from trt_kvcache.importer.normalize.idioms.short_masks import find_short_masks
-from trt_kvcache.importer.normalize.idioms.states import find_states, resized
+from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.normalize.residual import (
     NOTE,
     check_padding,
@@ -223,7 +223,7 @@ def _caches(graph: gs.Graph, held: Sequence[HeldCache]) -> tuple[tuple[Candidate
     candidates = tuple(c for c in candidates if c.past.name not in {s.past for s in states})
     for candidate in candidates:
         if candidate.reason:
-            raise resized(candidate) or candidate.refusal(candidate.reason)
+            raise candidate.refusal(candidate.reason)
     return candidates, states
 
 

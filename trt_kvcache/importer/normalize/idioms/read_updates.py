@@ -330,40 +330,36 @@ def _describe(candidate: Candidate, runs: Sequence[_Run]) -> str:
 
 
 def find_kept(candidates: Sequence[Candidate], samples: Samples) -> tuple[Candidate, ...]:
-    """Say how many rows each cache keeps that is cut to the newest ones, from steps after a past that is longer.
+    """Say how many rows each cache keeps that is cut to the newest ones, from a step after a past that is longer.
 
     Args:
         candidates: of a model.
         samples: of it, in which no past is cut.
 
     Raises:
-        UnsupportedModelError: it is another number in other steps, or the rows are not the newest ones.
+        UnsupportedModelError: the rows are not the newest ones, or cannot be computed.
     """
     return tuple(replace(c, kept=_kept(c, samples)) if c.is_cut and not c.reason else c for c in candidates)
 
 
 def _kept(candidate: Candidate, samples: Samples) -> int | None:
-    node, axis = candidate.node, candidate.axis
+    node, axis, past = candidate.node, candidate.axis, 2 * samples.capacity + _FAR
     assert node is not None
     named = " and ".join(f"Slice '{n.name}'" for n in candidate.region if is_op(n, "Slice"))
-    far = 2 * samples.capacity + _FAR
-    counts: set[int] = set()
-    for past, length in ((far, 1), (far + 7, 1), (far, 3)):
-        step = samples.step(1, past, samples.fixed_length or length)
-        sizes = [past if a == axis else 1 for a in range(len(candidate.past.shape))]
-        given = {candidate.past.name: np.arange(past).reshape(sizes)}
-        operand = next(t for t in node.inputs if t is not candidate.updates[0])
-        shape = list(step.probe.given(given).shape(operand.name) or ())
-        if shape:
-            shape[int(node.attrs["axis"])] = step.length
-            given[candidate.updates[0].name] = np.arange(past, step.total).reshape(shape)
-        rows = step.probe.given(given).value(candidate.present.name)
-        if rows is None:
-            raise candidate.refusal(f"which rows {named} leaves cannot be computed from lengths", _CUT)
-        if not rows.size or not np.array_equal(rows.reshape(-1), np.arange(step.total - rows.size, step.total)):
-            raise candidate.refusal(f"{named} does not leave the newest rows", _CUT)
-        counts.add(-1 if rows.size == step.total else rows.size)
-    if len(counts) > 1:
-        raise candidate.refusal(f"{named} leaves more rows in some steps than in others", _CUT)
-    kept = counts.pop()
-    return None if kept < 0 else kept
+    step = samples.step(1, past, samples.fixed_length or 3)
+    given = {
+        candidate.past.name: np.arange(past).reshape(
+            [past if a == axis else 1 for a in range(len(candidate.past.shape))]
+        )
+    }
+    operand = next(t for t in node.inputs if t is not candidate.updates[0])
+    shape = list(step.probe.given(given).shape(operand.name) or ())
+    if shape:
+        shape[int(node.attrs["axis"])] = step.length
+        given[candidate.updates[0].name] = np.arange(past, step.total).reshape(shape)
+    rows = step.probe.given(given).value(candidate.present.name)
+    if rows is None:
+        raise candidate.refusal(f"which rows {named} leaves cannot be computed from lengths", _CUT)
+    if not rows.size or not np.array_equal(rows.reshape(-1), np.arange(step.total - rows.size, step.total)):
+        raise candidate.refusal(f"{named} does not leave the newest rows", _CUT)
+    return None if rows.size == step.total else rows.size

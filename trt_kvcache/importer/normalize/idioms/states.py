@@ -25,10 +25,9 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, dims, dtype_name, elem_type, inputs_behind, is_op, producer
-from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.plan import Dim, StateUpdate
 
-__all__ = ["find_states", "resized"]
+__all__ = ["find_states"]
 
 REASON = "replaced as a whole by every step: TensorRT aliases an output with an input for KV caches and plugins only"
 
@@ -70,25 +69,6 @@ def find_states(graph: gs.Graph, caches: set[str]) -> tuple[StateUpdate, ...]:
         StateUpdate(past.name, pairs[past.name], dtype_name(past), dims(past) or (), REASON)
         for past in inputs
         if past.name in pairs
-    )
-
-
-def resized(cache: Candidate) -> UnsupportedModelError | None:
-    """What to say of a convolution's state that keeps its size at one number of tokens only; None of anything else.
-
-    mobius-onnx writes Jamba's as ``Concat(past, x)[1:]``: as long as the past after one token, longer after several.
-    """
-    before, after = dims(cache.past) or (), dims(cache.present) or ()
-    if cache.idiom != "rolling" or not _is_state_like(cache.past) or _is_cache_like(cache.past):
-        return None
-    if len(before) != len(after) or before[1:] == after[1:]:
-        return None
-    size = next(size for size, other in zip(before[1:], after[1:], strict=True) if size != other)
-    shown = [f"[{', '.join(str(d) for d in shape)}]" for shape in (before, after)]
-    return UnsupportedModelError(
-        f"'{cache.past.name}' {shown[0]} is state that no attention reads, and '{cache.present.name}' {shown[1]}, "
-        "which replaces it, has another size; supported is state that keeps its size whatever the number of tokens: "
-        f"keep the newest {size} in the export, or fix its number of tokens where the size stays, such as to 1"
     )
 
 
