@@ -91,7 +91,7 @@ def test_state_follows_its_sequence_in_a_ragged_batch(hybrid):
 
 def test_state_that_keeps_its_size_for_one_token_only(tmp_path):
     """As mobius-onnx writes Jamba's: all rows but the first."""
-    words = "'past_conv.0' .* its axis 2 has a fixed size, so that a step's result is no input of the next"
+    words = "'past_conv.0' .* Slice 'conv_keep' moves its rows in every step"
     with pytest.raises(UnsupportedModelError, match=words):
         plan_model(graft(tmp_path, first=1), OPTIONS)
     fixed = graft(tmp_path, first=1, length=1)
