@@ -24,7 +24,7 @@ from trt_kvcache.errors import UnsupportedModelError
         ),
         ("LlmExporter", "FusedAttention", "LlmExporter::FusedAttention 'node_y', which holds its cache itself, if"),
         ("", "XlaDynamicUpdateSlice", "found: XlaDynamicUpdateSlice 'node_y', which is no operator of ONNX"),
-        ("LlmExporter", "Other", "found: no cache at all"),
+        ("LlmExporter", "Other", "found: no cache that a step writes"),
     ],
 )
 def test_the_operator_is_named(domain: str, op: str, words: str, tmp_path: Path) -> None:

@@ -29,8 +29,7 @@ from trt_kvcache.importer.plan import (
     UpdateContract,
     UpdateForm,
 )
-from trt_kvcache.importer.planning.attention import analyze_attention, relaxable_mask
-from trt_kvcache.importer.planning.attention_facts import read_attention
+from trt_kvcache.importer.planning.attention import analyze_attention
 from trt_kvcache.importer.planning.caches import analyze_caches
 from trt_kvcache.importer.planning.experts import EXPERTS
 from trt_kvcache.importer.planning.index_limits import index_limits
@@ -67,7 +66,7 @@ def analyze(
     if foreign or (not caches and not any(is_op(n, "Attention") for n in graph.nodes)):
         raise UnsupportedModelError(
             f"{path}: updates no cache that is known here "
-            f"(found: {foreign or _holder(graph) or _read_cache(graph) or 'no cache at all'}); supported are "
+            f"(found: {foreign or _holder(graph) or 'no cache that a step writes'}); supported are "
             "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
             "that give Concat(past, new), or what is joined so"
         )
@@ -80,7 +79,6 @@ def analyze(
         states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
         roles = find_roles(model, _known(caches, states), options.config)
     roles = tuple(open_axes(role) for role in roles)
-    relaxed = _relaxed_masks(graph, options)
     logits, kept = plan_logits(graph, roles, options)
     plan = CachePlan(
         options=options,
@@ -89,7 +87,7 @@ def analyze(
         attention=attention.attention,
         masks=attention.masks,
         spans=attention.spans,
-        tensors=_rewritten_roles(roles, caches, attention.spans, relaxed, logits),
+        tensors=_rewritten_roles(roles, caches, attention.spans, attention.relaxed, logits),
         warnings=(*_warnings(caches), *attention.warnings),
         inlined=inlined,
         states=states,
@@ -143,9 +141,7 @@ def _with_findings(cache: CacheUpdate, findings: Findings) -> CacheUpdate:
     return replace(cache, contract=replace(contract, max_update_length=longest))
 
 
-_VIEWS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze")
 _GENERATORS = ("BeamSearch", "GreedySearch", "Sampling", "WhisperBeamSearch")
-_READS = (*_VIEWS, "Expand", "Cast", "Slice", "Gather", "Split")
 
 
 def _foreign_cache(graph: gs.Graph) -> str:
@@ -169,18 +165,9 @@ def _holder(graph: gs.Graph) -> str:
     return ""
 
 
-def _read_cache(graph: gs.Graph) -> str:
-    """The first sign of a cache that is read, and that nothing writes as a whole, or an empty string."""
-    for node in graph.nodes:
-        for operand in node.inputs if is_op(node, "Concat") else node.inputs[1:] if is_op(node, "MatMul") else ():
-            if past := _input_behind(graph, operand, _READS):
-                return f"{node.op} '{node.name}' on '{past}', or on a part of it"
-    return ""
-
-
-def _input_behind(graph: gs.Graph, tensor: gs.Tensor, ops: tuple[str, ...] = _VIEWS) -> str:
-    """The name of the graph input of rank 3 or more that `tensor` is made of by `ops`, or an empty string."""
-    while (node := producer(tensor)) is not None and is_op(node, *ops):
+def _input_behind(graph: gs.Graph, tensor: gs.Tensor) -> str:
+    """The name of the graph input of rank 3 or more that `tensor` is a view of, or an empty string."""
+    while (node := producer(tensor)) is not None and is_op(node, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
         tensor = node.inputs[0]
     return str(tensor.name) if contains(graph.inputs, tensor) and len(dims(tensor) or ()) >= 3 else ""
 
@@ -202,19 +189,6 @@ def _update_axes(cache: CacheUpdate) -> tuple[str, ...]:
         return "tokens", "?", "?"
     rank = len(cache.logical_shape)
     return tuple("batch" if i == 0 else "sequence" if i == cache.sequence_axis else "?" for i in range(rank))
-
-
-def _relaxed_masks(graph: gs.Graph, options: PlanOptions) -> dict[str, str]:
-    """Mask inputs that may be shorter than the cache, with the symbol of their last dimension."""
-    relaxed: dict[str, str] = {}
-    if options.attention_span:
-        for node in graph.nodes:
-            if is_op(node, "Attention"):
-                facts = read_attention(graph, node)
-                fixed = facts.mask is not None and isinstance((facts.mask.shape or [None])[-1], int)
-                if facts.mask is not None and fixed and relaxable_mask(graph, facts):
-                    relaxed[facts.mask.name] = f"{facts.mask.name}_keys"
-    return relaxed
 
 
 def _changes(roles: tuple[TensorRole, ...], logits: LogitsSpan | None) -> list[InterfaceChange]:

@@ -62,12 +62,17 @@ _BOUNDED = ("Cast", "Squeeze", "Unsqueeze", "Reshape", "Flatten", "Expand", "Min
 
 @dataclass(frozen=True)
 class AttentionAnalysis:
-    """The plans of all Attention nodes, and the masks and spans that they share."""
+    """The plans of all Attention nodes, and the masks and spans that they share.
+
+    Attributes:
+        relaxed: mask inputs that may be shorter than the cache, with the symbol of their last dimension.
+    """
 
     attention: tuple[AttentionPlan, ...]
     masks: tuple[MaskGeometry, ...]
     spans: tuple[SpanInput, ...]
     warnings: tuple[str, ...]
+    relaxed: dict[str, str]
 
 
 def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options: PlanOptions) -> AttentionAnalysis:
@@ -79,7 +84,7 @@ def analyze_attention(graph: gs.Graph, caches: tuple[CacheUpdate, ...], options:
     planner = _Planner(graph, caches, options)
     plans = tuple(planner.plan(node) for node in graph.nodes if is_op(node, "Attention"))
     masks, spans = tuple(planner.masks.values()), tuple(planner.spans.values())
-    return AttentionAnalysis(plans, masks, spans, tuple(planner.warnings))
+    return AttentionAnalysis(plans, masks, spans, tuple(planner.warnings), planner.relaxed)
 
 
 class _Planner:
@@ -95,6 +100,7 @@ class _Planner:
         self.masks: dict[tuple[object, ...], MaskGeometry] = {}
         self.spans: dict[tuple[int, str], SpanInput] = {}
         self.warnings: dict[str, None] = {}
+        self.relaxed: dict[str, str] = {}
 
     def plan(self, node: gs.Node) -> AttentionPlan:
         """Plan one node."""
@@ -191,13 +197,18 @@ class _Planner:
                 "and its scores (qk_matmul_output), which are used, have a column for each; supported beside scores "
                 "are masks over all keys: export it so"
             )
+        may_be_shorter = (
+            self._options.attention_span and isinstance(length, int) and _relaxable_mask(self._graph, facts)
+        )
+        if may_be_shorter:
+            self.relaxed[facts.mask.name] = f"{facts.mask.name}_keys"
         if isinstance(length, int) and isinstance(facts.keys, int):
             if length > facts.keys:
                 raise InvalidModelError(
                     f"the mask '{facts.mask.name}' of Attention '{facts.node.name}' covers {length} keys; there are "
                     f"{facts.keys}"
                 )
-            return length < facts.keys or (self._options.attention_span and relaxable_mask(self._graph, facts))
+            return length < facts.keys or may_be_shorter
         return length != facts.keys or length == "?"
 
     def _geometry(self, facts: AttentionFacts, kind: AttentionKind, span: SpanInput | None) -> MaskGeometry | None:
@@ -249,7 +260,7 @@ def _bounding_input(graph: gs.Graph, lengths: gs.Tensor) -> gs.Tensor | None:
     return tensor
 
 
-def relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
+def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
     """Whether the caller may give a shorter mask: it is a graph input that only Attention nodes over caches read.
 
     ONNX pads a short mask with "masked", so a mask cut to the active length has the same meaning, and the step then
