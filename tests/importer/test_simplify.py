@@ -171,3 +171,17 @@ def test_a_branch_inside_a_branch_keeps_what_it_captures() -> None:
     session = ort.InferenceSession(simplified.SerializeToString(), providers=["CPUExecutionProvider"])
     for chosen, want in ((True, 6.0), (False, 1.5)):
         assert session.run(None, {"x": np.full(2, 3, np.float32), "c": np.array(chosen)})[0].tolist() == [want] * 2
+
+
+def test_presents_of_cross_attention_have_their_heads_apart() -> None:
+    """As mobius-onnx declares those of encoder-decoders: ``[B, S, N*D]``, which the operator does not give."""
+    rows = "float[B,S,8] x, float[B,T,8] k, float[B,T,8] v"
+    model = parser.parse_model(f"""<ir_version: 11, opset_import: ["" : 24]>
+        g ({rows}) => (float[B,S,8] y, float[B,T,8] pk, float[B,T,8] pv) {{
+            y, pk, pv = Attention <q_num_heads = 2, kv_num_heads = 2> (x, k, v)
+        }}""")
+    simplified, _ = simplify(model)
+    assert [(v.name, shape_of(v)) for v in simplified.graph.output][:1] == [("y", ("B", "S", 8))]
+    assert [(v.name, shape_of(v)) for v in simplified.graph.output][1:] == [
+        ("pk", ("B", 2, "T", 4)), ("pv", ("B", 2, "T", 4)),
+    ]  # fmt: skip

@@ -261,8 +261,15 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
         taken += branches
         if not (gone or branches):
             break
-    _replace(model.graph.output, stated)
+    found = {v.name: v for v in model.graph.output}
+    _replace(model.graph.output, [v if _has_rank_of(v, found[v.name]) else found[v.name] for v in stated])
     return model, taken
+
+
+def _has_rank_of(stated: onnx.ValueInfoProto, found: onnx.ValueInfoProto) -> bool:
+    """Whether what an exporter states of an output can be: of another rank than the graph gives it cannot."""
+    of_graph, of_exporter = shape_of(found), shape_of(stated)
+    return of_graph is None or of_exporter is None or len(of_graph) == len(of_exporter)
 
 
 def _take_constants(graph: GraphProto) -> dict[str, Any]:

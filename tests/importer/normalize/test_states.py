@@ -82,6 +82,7 @@ def test_a_fixed_batch_of_the_states_is_that_of_the_engine(tmp_path: Path) -> No
     "names",
     [
         [("past_conv.0", "present_conv.0"), ("past_conv.1", "present_conv.1")],
+        [("past_key_values.0.conv_state", "present.0.conv_state"), ("past_key_values.1.x", "present.1.x")],
         [("cache_params.conv.0", "cache_params_out.conv.0"), ("cache_params.ssm.0", "cache_params_out.ssm.0")],
     ],
 )

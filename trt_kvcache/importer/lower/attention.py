@@ -246,6 +246,8 @@ def onnx_attention(call: Call) -> str | None:
     if past:
         attend = _attend(call, "mask", own)
     else:
+        for name in ("present_key", "present_value"):  # mobius-onnx declares those of cross-attention as [B, S, N*D]
+            call.forget_shape(name)
         given = [f"{name} = {value!r}" for name, value in own.items()]
         attend = f"""
             present_key = Identity (key)

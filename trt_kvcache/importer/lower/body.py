@@ -109,6 +109,12 @@ class Call:
         """The tensor that the node gives as an output; empty where it leaves it out."""
         return self._outputs.get(formal, "")
 
+    def forget_shape(self, output: str) -> None:
+        """Let, in place, inference say the shape of an output of the model: exporters may declare another rank."""
+        for value in self._tensors.graph.output:
+            if value.name == self.output(output):
+                value.type.tensor_type.ClearField("shape")
+
     def integer(self, name: str, default: int = 0) -> int:
         """An integer attribute."""
         return int(self.attributes.get(name, default))

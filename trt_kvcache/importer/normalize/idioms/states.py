@@ -154,7 +154,7 @@ def _match_names(inputs: list[gs.Tensor], alike: dict[str, list[gs.Tensor]]) -> 
 
 def _plain(name: str) -> tuple[str, ...]:
     """The words of a name that say what it is, not on which side of a step."""
-    return tuple(word for word in _words(name) if word not in _DIRECTIONS)
+    return tuple(word for word in _words(name.replace("past_key_values", "past")) if word not in _DIRECTIONS)
 
 
 def _words(name: str) -> list[str]:
