@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from concat_graphs import Build, Decoder, _attend, decoders
+from concat_graphs import TYPES, Build, Decoder, _attend, decoders
+from onnx import helper
 
 from corpus import Entry
 
@@ -25,6 +26,7 @@ class Latent:
 
     Attributes:
         plain, width: columns of the keys without positions, and of the values; 0: as many as of a cache.
+        join: how the two parts of a key come together: "concat", or "scatter", as torch writes them to an empty tensor.
         parts: how keys and values are parted: "split" or "slice".
         norm: of the latents, after the cache: "pieces", "operator" or "".
         bias: is added to keys and values.
@@ -35,6 +37,7 @@ class Latent:
 
     plain: int = 0
     width: int = 0
+    join: str = "concat"
     parts: str = "split"
     norm: str = ""
     bias: bool = False
@@ -52,7 +55,7 @@ class Latent:
         heads, size = g.decoder.heads, g.decoder.size
         plain, values = self._parted(g, latents)
         spread = g.node("Expand", [rotated, g.constant([1, heads, 1, 1])])
-        keys, values = self.keys(g, g.node("Concat", [plain, spread], axis=-1)), self.values(g, values)
+        keys, values = self.keys(g, self._joined(g, plain, spread)), self.values(g, values)
         query = g.node("MatMul", [query, g.weight(size, self._sizes(g)[0] + size)])
         output = self._attention(g, query, keys, values)
         return g.node("MatMul", [output, g.weight(self.width, size)]) if self.width else output
@@ -100,6 +103,18 @@ class Latent:
         shape = g.node("Concat", [*sizes, g.constant([-1, columns])], axis=0)
         return g.node("Transpose", [g.node("Reshape", [flat, shape])], perm=[0, 2, 1, 3])
 
+    def _joined(self, g: Build, plain: str, spread: str) -> str:
+        if self.join == "concat":
+            return g.node("Concat", [plain, spread], axis=-1)
+        size, end = g.decoder.size, self._sizes(g)[0]
+        whole = [g.size_of(g.tokens, 0), g.constant(g.decoder.heads), g.all, g.constant(end + size)]
+        shape = g.node("Concat", [g.node("Unsqueeze", [n, g.constant([0])]) for n in whole], axis=0)
+        zero = helper.make_tensor("", TYPES[g.decoder.dtype], [1], [0])
+        made = g.node("ConstantOfShape", [shape], value=zero)
+        for part, first, last in ((plain, 0, end), (spread, end, 2**63 - 1)):
+            made = written(g, made, part, first, last)
+        return made
+
     def _absorbed(self, g: Build, query: str, latents: str, rotated: str) -> str:
         heads, size = g.decoder.heads, g.decoder.size
         queries = g.node("MatMul", [query, g.weight(heads, size, 2 * size)])
@@ -108,12 +123,23 @@ class Latent:
         return g.node("MatMul", [output, g.weight(heads, size, size)])
 
 
+def written(g: Build, whole: str, part: str, start: int, end: int) -> str:
+    """``whole[..., start:end] = part``, as torch writes it."""
+    perm = [3, 1, 2, 0]
+    columns = g.node("Range", [g.constant(0), g.size_of(whole, 3), g.constant(1)])
+    some = g.node("Slice", [columns, *map(g.constant, ([start], [end], [0], [1]))])
+    rows = g.node("Unsqueeze", [some, g.constant([-1])])
+    parts = [g.node("Transpose", [t], perm=perm) for t in (whole, part)]
+    made = g.node("ScatterND", [parts[0], rows, parts[1]])
+    return g.node("Transpose", [made], perm=perm)
+
+
 def latent_decoder(latent: Latent, **settings: Any) -> Decoder:
     opset = 24 if latent.operator else 18
     return Decoder(kv_heads=1, repeat="none", attend=latent, opset=opset, **settings)
 
 
 def entries() -> Iterator[Entry]:
-    how: list[dict[str, Any]] = [{}, {"parts": "slice"}, {"norm": "pieces"}, {"bias": True}]
+    how: list[dict[str, Any]] = [{}, {"join": "scatter"}, {"parts": "slice"}, {"norm": "pieces"}, {"bias": True}]
     how += [{"absorbed": True}, {"operator": True}]
     yield from decoders("latent", {str(h): latent_decoder(Latent(**h)) for h in how})

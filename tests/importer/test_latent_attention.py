@@ -61,6 +61,7 @@ def _without_mean(axis: int) -> Any:
 ABSORBED: dict[str, tuple[Latent, dict[str, Any]]] = {
     "plain": (Latent(), {}),
     "wide keys, narrow values": (Latent(plain=9, width=1), {}),
+    "written side by side": (Latent(join="scatter", plain=6), {}),
     "cut apart, norm in pieces": (Latent(parts="slice", plain=5, width=3, norm="pieces"), {}),
     "norm": (Latent(norm="operator"), {}),
     "no linear function before the weight": (Latent(latents=_unary("Tanh")), {}),
@@ -116,13 +117,14 @@ def test_latents_that_queries_go_to_in_the_export_are_one_head(tmp_path: Path) -
 
 @pytest.mark.parametrize("form", list(LatentAttention))
 def test_rows_in_use_are_taken_out_of_each_cache_once(tmp_path: Path, form: LatentAttention) -> None:
-    model = make_decoder(latent_decoder(Latent(plain=6, norm="pieces")))
+    model = make_decoder(latent_decoder(Latent(plain=6, join="scatter", norm="pieces")))
     graph = rewritten(model, tmp_path, latent_attention=form).model.graph
     presents = {n.output[0] for n in graph.node if n.op_type == "TensorScatter"}
     readers = [n for n in graph.node if presents & set(n.input)]
     made = {o: n for n in graph.node for o in n.output}
     assert [n.op_type for n in readers] == ["Slice", "Slice"]
     assert [list(made[end].input) for end in {n.input[2] for n in readers}] == [["attention_span"]]
+    assert not {"ScatterND", "ConstantOfShape"} & {n.op_type for n in graph.node}
 
 
 @pytest.mark.parametrize("target", list(Target))
@@ -151,7 +153,7 @@ def test_the_note_says_how_many_tokens_are_too_many(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [np.float16, np.float32])
 @pytest.mark.parametrize(
     ("size", "latent"),
-    [(16, Latent(plain=8, width=24, norm="pieces")), (272, Latent(plain=64, width=64))],
+    [(16, Latent(plain=8, width=24, norm="pieces")), (24, Latent(join="scatter")), (272, Latent(plain=64, width=64))],
 )
 @pytest.mark.parametrize("form", list(LatentAttention))
 def test_builds(tmp_path: Path, size: int, latent: Latent, dtype: Any, form: LatentAttention) -> None:

@@ -304,8 +304,10 @@ def _only_on_tensorrt(model: onnx.ModelProto) -> bool:
     )
 
 
-def _parts_softmax(model: onnx.ModelProto) -> bool:
-    return {"ReduceMax", "Exp", "ReduceSum", "Div"} <= _operators(model)
+def _is_in_parts(model: onnx.ModelProto) -> bool:
+    """A softmax, or what is assigned to slices of zeros, is in several operators."""
+    found = _operators(model)
+    return {"ReduceMax", "Exp", "ReduceSum", "Div"} <= found or {"ScatterND", "ConstantOfShape"} <= found
 
 
 _SIGNS = {onnx.TensorProto.UINT4, onnx.TensorProto.UINT8, onnx.TensorProto.INT8}
@@ -316,7 +318,7 @@ def _holds_integers(model: onnx.ModelProto) -> bool:
 
 
 EXTENSIONS = (
-    Extension("tool_repairs", read=_breaks_rules, choose=_chooses_branch, rewrite=_parts_softmax),
+    Extension("tool_repairs", read=_breaks_rules, choose=_chooses_branch, rewrite=_is_in_parts),
     Extension(
         "quantizers",
         read=_by_quantizer,

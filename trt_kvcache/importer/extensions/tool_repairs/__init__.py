@@ -9,6 +9,7 @@ names of its own casts          its optimizer saves them, and gives them again w
 scalars for lists               onnxsim 0.8.1 keeps one constant for both ``1`` and ``[1]``; ONNX asks for lists
 two steps in one model          `merged`: optimum joins the first step and all others
 Softmax in five operators       `softmax`: ONNX Runtime leaves it so where it has no kernel
+slices that are assigned to     `assigned_slices`: torch.onnx writes parts of keys into zeros by ScatterND
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from graphlib import CycleError, TopologicalSorter
 
 from onnx import GraphProto, ModelProto, OperatorSetIdProto, TensorProto
 
+from trt_kvcache.importer.extensions.tool_repairs import assigned_slices, softmax
 from trt_kvcache.importer.extensions.tool_repairs.merged import choose as choose
-from trt_kvcache.importer.extensions.tool_repairs.softmax import rewrite as rewrite
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
     Scope,
@@ -41,6 +42,11 @@ _LISTS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("Squeeze", "Unsqueeze", "Reshape", "Expand", "Tile", "Split"), (1,)),
     "Slice": (1, 2, 3, 4), "Pad": (1, 3), "ConstantOfShape": (0,), "Concat": tuple(range(64)),
 }  # fmt: skip
+
+
+def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
+    """The model with operators in the place of what they were taken apart into; guesses, which the check compares."""
+    return assigned_slices.rewrite(softmax.rewrite(model)), None
 
 
 def read(model: ModelProto) -> bool:

@@ -15,7 +15,7 @@ from onnx import ModelProto, NodeProto, helper, numpy_helper
 from trt_kvcache.importer.protos import is_op
 
 
-def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
+def rewrite(model: ModelProto) -> ModelProto:
     """Put a Softmax in the place of each that is written in five operators: a guess, which the check compares."""
     edited = ModelProto()
     edited.CopyFrom(model)
@@ -26,7 +26,7 @@ def rewrite(model: ModelProto) -> tuple[ModelProto, None]:
         if axes and axes[0].size == 1:
             node.op_type, node.input[:] = "Softmax", parts[0].input[:1]
             node.attribute.append(helper.make_attribute("axis", int(axes[0].item())))
-    return edited, None
+    return edited
 
 
 def _parts(div: NodeProto, makers: Mapping[str, NodeProto]) -> list[NodeProto]:
