@@ -5,7 +5,7 @@ To add a family: write a record below, and a module with a function for each sta
     read(model)                 edits a file's model before it is checked            -> whether it did
     choose(model)               takes one branch of a decoder, before inlining       -> the model, Finish or None
     standardize(model)          edits a model after inlining, an encoder, too        -> the model, notes for the plan
-    define(model)               says in ONNX what nodes outside of it mean         -> another model, None
+    define(model)               says in ONNX what nodes outside of it mean           -> another model, None
     rewrite(model)              edits a decoder before recognition                   -> the model, Finish or None
     note(model, folder)         looks at the planned model                           -> notes for the plan
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it         -> weights to flip in files
@@ -14,10 +14,10 @@ To add a family: write a record below, and a module with a function for each sta
     open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
 
 `folder` is that of the external data. Planning and rewriting ask for `plugin_route` where a cache takes the plugin's
-route. Four families have no record, since no cheap test tells: a build and a session
-ask for `encoders` where there is an encoder beside the decoder; `normalize` asks for `latent_attention` where no
-attention reads a cache as it is, or tokens meet what is made of positions, for `rounded_attention` where a decoder has
-QuantizeLinear, and for `ring_windows` with ``--sliding circular`` or where a model writes a circular cache.
+route. Four families have no record, since no cheap test tells: a build and a session ask for `encoders` where there is
+an encoder beside the decoder; `normalize` asks for `latent_attention` where no attention reads a cache as it is, or
+tokens meet what is made of positions, for `rounded_attention` where a decoder has QuantizeLinear, and for
+`ring_windows` with ``--sliding circular`` or where a model writes a circular cache.
 """
 
 from __future__ import annotations
