@@ -151,16 +151,14 @@ def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pyt
     """A window is taken for the whole past."""
     import trt_kvcache.importer.normalize as normalize
 
-    honest = normalize.read_exported
+    honest = normalize.find_cores
 
-    def lying(*given: object, **more: object) -> object:
-        exported = honest(*given, **more)
-        cores = [replace(c, visibility=replace(c.visibility, window=None)) for c in exported.cores]
-        return replace(exported, cores=cores)
+    def lying(*given: Any) -> tuple[Any, ...]:
+        return tuple(replace(c, visibility=replace(c.visibility, window=None)) for c in honest(*given))
 
     onnx.save(make_decoder(Decoder(window=5)), tmp_path / "model.onnx")
     plan_model(tmp_path / "model.onnx", PLAN)
-    monkeypatch.setattr(normalize, "read_exported", lying)
+    monkeypatch.setattr(normalize, "find_cores", lying)
     with pytest.raises(UnsupportedModelError, match="computes something else than what was recognized"):
         plan_model(tmp_path / "model.onnx", PLAN)
 
