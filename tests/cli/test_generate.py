@@ -216,7 +216,7 @@ def test_a_stop_string_and_a_forbidden_token(folder: Path) -> None:
 
 
 def test_beams(folder: Path) -> None:
-    """Which give all tokens at the end."""
+    """Beams give all tokens at the end."""
     ((tokens, text),) = expected(folder, ["the cache"], max_new_tokens=6, num_beams=3, early_stopping="never")
     beams = ("--num-beams", "3", "--early-stopping", "never", "--ignore-eos")
     found = report(folder, "--prompt", "the cache", "--max-new-tokens", "6", *beams)

@@ -112,12 +112,12 @@ def in_turn(g: Graph, present: str) -> str:
 
 
 def rows_up_to_own(g: Graph, rows: str, own: str) -> str:
-    """torch's ``arange(L) <= pos[:, None]``: behind the end all rows, those of later tokens too."""
+    """torch's ``arange(L) <= pos[:, None]``: after the end all rows, those of later tokens too."""
     return g.node("LessOrEqual", [rows, own])
 
 
 def newest_of_row(g: Graph, rows: str, own: str) -> str:
-    """How many tokens before a query the row was written, if no later token of the step has been there."""
+    """Tokens between a row and a query, if no later token of the step was written there."""
     return g.node("Mod", [g.node("Sub", [own, rows]), g.constant(CAPACITY)])
 
 
@@ -129,7 +129,7 @@ def rows_by_age(g: Graph, rows: str, own: str) -> str:
 
 
 def rows_by_number(g: Graph, rows: str, own: str) -> str:
-    """A window by the numbers of rows, which sees none behind the end."""
+    """A window by the numbers of rows, which sees none after the end."""
     near = g.node("Greater", [rows, g.node("Sub", [own, g.constant(5)])])
     return g.node("And", [rows_up_to_own(g, rows, own), near])
 

@@ -30,7 +30,7 @@ class Merged:
         apply: how the mask meets the scores: "add", "add in front", "where" or "hide".
         scale: what is scaled: "query" (merged), "scores" (merged), "keys" (merged) or "none".
         sizes: how shapes are given: "numbers" (B * H computed, the last one left open), "heads" (B left open).
-        before, behind: change merged queries, and merged results.
+        before, results: change merged queries, and merged results.
         keys, values: merge keys and values in another way.
     """
 
@@ -40,7 +40,7 @@ class Merged:
     scale: str = "query"
     sizes: str = "numbers"
     before: Change = _same
-    behind: Change = _same
+    results: Change = _same
     keys: Callable[[Merged, Build, str], str] | None = None
     values: Callable[[Merged, Build, str], str] | None = None
 
@@ -70,7 +70,7 @@ class Merged:
             weights = g.node("Cast", [weights], to=TensorProto.FLOAT16)
         if self.split == "softmax":
             weights = merge(self, g, weights)
-        return separate(self, g, self.behind(g, g.node("MatMul", [weights, values])))
+        return separate(self, g, self.results(g, g.node("MatMul", [weights, values])))
 
     def _masked(self, g: Build, scores: str) -> str:
         decoder = g.decoder
@@ -193,8 +193,8 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "float16, upcast": ({"dtype": np.float16, "upcast": True, "size": 16}, {"split": "none"}),
     "queries shifted": ({}, {"before": lambda g, q: g.node("Add", [q, g.number(0.5)])}),
     "queries there and back": ({}, {"before": lambda g, q: _there_and_back(g, q)}),
-    "result times 2": ({}, {"behind": lambda g, y: g.node("Mul", [y, g.number(2.0)])}),
-    "sizes read off the result": ({"after": lambda g, x: _as_result(g, x)}, {"behind": lambda g, y: _kept(g, y)}),
+    "result times 2": ({}, {"results": lambda g, y: g.node("Mul", [y, g.number(2.0)])}),
+    "sizes read off the result": ({"after": lambda g, x: _as_result(g, x)}, {"results": lambda g, y: _kept(g, y)}),
     "capped": ({"scores": lambda g, s: g.node("Tanh", [s])}, {}),
     "beside an encoder": ({"mask": "padding", "positions": "padding", "after": cross_attention}, {}),
     "heads outermost": ({}, {"keys": heads_first, "values": heads_first}),

@@ -161,7 +161,7 @@ FORMS: dict[str, Callable[[Odd], dict[str, Any]]] = {
     "size": cut_shorter,
 }
 BY_STEP_ALONE = ("positions", "guard")
-"""What depends on S alone may stay in the graph here."""
+"""Tensors that depend on S alone may stay in the graph here."""
 
 
 def cancelling(past: int) -> dict[str, Any]:

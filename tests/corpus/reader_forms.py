@@ -77,7 +77,7 @@ def new_rows_first(graph: onnx.GraphProto) -> None:
 
 
 def past_twice(graph: onnx.GraphProto) -> None:
-    """Values are written behind the keys' past."""
+    """Values are written after the past of the keys."""
     node = next(n for n in graph.node if n.output[0] == "present.0.value")
     node.input[0] = "past_key_values.0.key"
 
