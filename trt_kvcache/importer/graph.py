@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +18,7 @@ from trt_kvcache.importer.protos import FLOATS as FLOATS
 # Every bfloat16 or float8 tensor makes graphsurgeon warn that numpy lacks the type; the type is kept all the same.
 G_LOGGER.severity = G_LOGGER.ERROR
 
+_Made = TypeVar("_Made")
 NAME_PREFIX = "trt_kvcache/"
 ONNX_DOMAINS = (None, "", "ai.onnx")
 BOOL = int(onnx.TensorProto.BOOL)
@@ -185,11 +186,11 @@ class Emitter:
             self._constants[key] = OnnxImporter.import_tensor(proto)
         return self._constants[key]
 
-    def once(self, key: object, make: Any) -> Any:
-        """What `make()` returned the first time for this key."""
+    def once(self, key: object, make: Callable[[], _Made]) -> _Made:
+        """The result of the first `make()` for this key."""
         if key not in self._made:
             self._made[key] = make()
-        return self._made[key]
+        return cast(_Made, self._made[key])
 
 
 def replace_uses(old: gs.Tensor, new: gs.Tensor, keep: Sequence[gs.Node] = ()) -> None:

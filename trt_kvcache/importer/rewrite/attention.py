@@ -32,7 +32,7 @@ def rewrite_attention(graph: gs.Graph, emitter: Emitter, plan: CachePlan, views:
     for item in plan.attention:
         node = nodes[item.node]
         facts = _apart(emitter, read_attention(graph, node), queries, keys)
-        mask = build_mask(graph, emitter, facts, item, masks.get(item.mask or ""))
+        mask = build_mask(emitter, facts, item, masks.get(item.mask or ""))
         _rewrite(emitter, node, facts, item, mask, views)
 
 
@@ -152,5 +152,4 @@ def _slice(
         result.shape = [None if d == "?" or i == axis else d for i, d in enumerate(shape or ())] or None
         return result
 
-    result: gs.Tensor = emitter.once(("slice", tensor.name, axis, end.name), make)
-    return result
+    return emitter.once(("slice", tensor.name, axis, end.name), make)

@@ -12,6 +12,8 @@ the model as exported picks the rows, or in which order it does what.
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.extensions.latent_attention.rows import RowFunction, Rows
@@ -64,7 +66,7 @@ class Positioned:
             lambda: emit.op("Reshape", [self._canonical.positions(), emit.ints([-1])], "flat_positions"),
         )
         made = self._emit(function, flat, self._new)
-        sizes = [emit.once((tokens.name, i), lambda i=i: _size(emit, tokens, i)) for i in (0, 1)]
+        sizes = [emit.once((tokens.name, i), partial(_size, emit, tokens, i)) for i in (0, 1)]
         parts = [sizes[0], emit.ints(list(shape[0])), sizes[1], emit.ints(list(shape[1]))]
         whole = emit.op("Concat", [p for p in parts if p.shape != [0]], "rows_shape", INT64, axis=0)
         node.inputs[places[0]] = emit.once(
