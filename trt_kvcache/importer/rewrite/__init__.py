@@ -9,12 +9,11 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import Emitter
-from trt_kvcache.importer.plan import CachePlan, Role, Route
+from trt_kvcache.importer.plan import CachePlan, Route
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
-from trt_kvcache.importer.rewrite.logits import cut_logits
 from trt_kvcache.importer.rewrite.repeats import copy_repeats
-from trt_kvcache.importer.rewrite.spans import add_spans, relax_masks
+from trt_kvcache.importer.rewrite.spans import add_spans, cut_logits, declare_logits, relax_masks
 
 __all__ = ["rewrite_graph"]
 
@@ -25,18 +24,10 @@ def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     relax_masks(graph, plan)
     add_spans(graph, plan)
     cut_logits(graph, emitter, plan)
-    views = rewrite_caches(graph, emitter, plan)
+    views = rewrite_caches(emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     if any(cache.route is Route.PLUGIN for cache in plan.caches):
         extensions.load("plugin_route").rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
-    _declare_logits(graph, plan)
+    declare_logits(graph, plan)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
-
-
-def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
-    """Logits as long as the plan says: ONNX Runtime refuses others than declared where their buffer is given."""
-    planned = plan.tensor(Role.LOGITS, "output")
-    for tensor in graph.outputs:
-        if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
-            tensor.shape = [tensor.shape[0], *planned.shape[1:2], tensor.shape[2]]

@@ -3,18 +3,19 @@
 view:        past [B, P.., S_max, Q..]  -> past [B, P, S_max, Q], update reshaped, readers get the logical shape back
 heads-major: past [B, S_max, N*H]       -> past [B, N, S_max, H], the (small) update transposed instead of the cache
 circular:    TensorScatter(mode=circular, w) -> TensorScatter(w mod S_max)
+functional:  ScatterElements(past, Expand((write_indices + arange(S_new)) [mod S_max]), update) instead
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, input_or_none, is_op, replace_uses
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
 from trt_kvcache.importer.planning.caches import is_plugin_node, split_heads, to_heads_major
-from trt_kvcache.importer.rewrite.functional import rewrite_functional
 from trt_kvcache.plugins.operators import NAMESPACE
 
 
@@ -35,9 +36,9 @@ class CacheView:
     logical_axis: int
 
 
-def rewrite_caches(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
+def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
     """Rewrite every update as planned; returns a view for each tensor that readers may get a cache from."""
-    nodes = {node.name: node for node in graph.nodes}
+    nodes = {node.name: node for node in emitter.graph.nodes}
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
         node = nodes[cache.node]
@@ -51,7 +52,7 @@ def rewrite_caches(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> dict[s
             node.domain, node.attrs = NAMESPACE, {"update_form": "packed_nhd"}
             first_rows(emitter, node)
         if cache.route is Route.FUNCTIONAL:
-            rewrite_functional(emitter, node, cache)
+            _to_scatter_elements(emitter, node, cache)
         elif cache.mode is UpdateMode.CIRCULAR and cache.route is Route.NATIVE:
             _unwrap(emitter, node, cache)
         if cache.layout is PhysicalLayout.VIEW:
@@ -79,11 +80,8 @@ def _to_tensor_scatter(emitter: Emitter, node: gs.Node) -> None:
     node.inputs = node.inputs[:3]
     if len(node.inputs) > 2 and elem_type(node.inputs[2]) == INT32:
         indices = node.inputs[2]
-        cast = emitter.once(
-            ("int64", indices.name),
-            lambda: emitter.op("Cast", [indices], f"{indices.name}_int64", INT64, to=INT64),
-        )
-        node.inputs[2] = cast
+        cast = partial(emitter.op, "Cast", [indices], f"{indices.name}_int64", INT64, to=INT64)
+        node.inputs[2] = emitter.once(("int64", indices.name), cast)
 
 
 def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
@@ -96,6 +94,27 @@ def _unwrap(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
         ("mod", indices.name, cache.capacity),
         lambda: emitter.op("Mod", [indices, emitter.ints(cache.capacity)], f"{indices.name}_mod", INT64),
     )
+
+
+def _to_scatter_elements(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> None:
+    """The update as ScatterElements: for any rank, axis and target, but it writes a whole new cache."""
+    past, update, indices = node.inputs[0], node.inputs[1], input_or_none(node, 2)
+    axis, rank = cache.sequence_axis, len(cache.logical_shape)
+    count = emitter.op("Shape", [update], f"{cache.past}_rows", INT64, start=axis, end=axis + 1)
+    scalar = emitter.op("Squeeze", [count], f"{cache.past}_row_count", INT64)
+    rows = emitter.op("Range", [emitter.ints(0), scalar, emitter.ints(1)], f"{cache.past}_iota", INT64)
+    between = [i for i in range(0 if indices is None else 1, rank) if i != axis]
+    if indices is not None:
+        first = emitter.op("Unsqueeze", [indices, emitter.ints([1])], f"{cache.past}_first", INT64)
+        rows = emitter.op("Add", [first, rows], f"{cache.past}_positions", INT64)
+    if cache.mode is UpdateMode.CIRCULAR:
+        rows = emitter.op("Mod", [rows, emitter.ints(cache.capacity)], f"{cache.past}_wrapped", INT64)
+    if between:
+        rows = emitter.op("Unsqueeze", [rows, emitter.ints(between)], f"{cache.past}_aligned", INT64)
+    shape = emitter.op("Shape", [update], f"{cache.past}_update_shape", INT64)
+    where = emitter.op("Expand", [rows, shape], f"{cache.past}_where", INT64)
+    node.op, node.domain, node.attrs = "ScatterElements", None, {"axis": axis}
+    node.inputs = [past, where, update]
 
 
 def _to_view(emitter: Emitter, node: gs.Node, cache: CacheUpdate) -> tuple[str, CacheView]:

@@ -1,8 +1,13 @@
-"""Inputs whose shape carries how many cache rows a step reads.
+"""Inputs whose shape carries how many rows of the caches a step reads, and of how many positions it gives logits.
 
 An added input ``attention_span`` int64 ``[span]`` holds 0, 1, ... span - 1. The span is its *shape*, so it reaches the
 Slice nodes as a shape tensor without a copy from the device, a CUDA graph captured for one span stays valid for every
 step of that span, and the contents are one constant buffer that serves every span.
+
+K, the shape of another one, says that logits are wanted of the last K positions: the value that they are computed from
+is cut before the tail.
+
+    x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 import onnx_graphsurgeon as gs
 
+from trt_kvcache.importer.graph import INT64, Emitter, dims
 from trt_kvcache.importer.plan import CachePlan, Role
 
 
@@ -25,3 +31,29 @@ def relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
     for tensor in graph.inputs:
         if tensor.name in shapes:
             tensor.shape = [None if d == "?" else d for d in shapes[tensor.name]]
+
+
+def cut_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
+    """Add the plan's logits span to the graph, and cut to it what the logits are computed from."""
+    span = plan.logits_span
+    if span is None:
+        return
+    count = gs.Variable(span.name, dtype=np.int64, shape=[span.symbol])
+    graph.inputs.append(count)
+    tensor = graph.tensors()[span.tensor]
+    axis = span.axis
+    length = emitter.op("Shape", [tensor], "positions", INT64, start=axis, end=axis + 1)
+    kept = emitter.op("Shape", [count], "kept", INT64)
+    first = emitter.op("Max", [emitter.op("Sub", [length, kept], "dropped", INT64), emitter.ints([0])], "first", INT64)
+    last = emitter.op("Slice", [tensor, first, length, emitter.ints([axis])], "last_positions")
+    last.shape = [span.symbol if i == axis else None if d == "?" else d for i, d in enumerate(dims(tensor) or ())]
+    for node in [node for node in graph.nodes if node.name in span.readers]:
+        node.inputs = [last if t is tensor else t for t in node.inputs]
+
+
+def declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
+    """Logits as long as the plan says: ONNX Runtime refuses others than declared where their buffer is given."""
+    planned = plan.tensor(Role.LOGITS, "output")
+    for tensor in graph.outputs:
+        if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
+            tensor.shape = [tensor.shape[0], *planned.shape[1:2], tensor.shape[2]]
