@@ -14,10 +14,10 @@ Shape = tuple[int | str, ...]
 """Sizes and symbols; ``"?"`` where the model gives neither."""
 
 DEFAULT_DOMAINS = ("", "ai.onnx")
+"""Both spellings of the ONNX operators' own domain."""
+
 TENSORRT_UPDATE = "TRT_KVCacheUpdate"
 """TensorRT's own operator: its parser takes it in any domain."""
-
-"""Both spellings of the ONNX operators' own domain."""
 
 FLOATS = frozenset((TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE))
 """Element types that activations may have."""
