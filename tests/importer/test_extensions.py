@@ -73,8 +73,9 @@ def test_latent_attention_is_loaded_for_what_is_computed_row_by_row(tmp_path: Pa
 @pytest.mark.slow
 def test_no_stored_export_of_a_plain_decoder_loads_a_family_or_repairs() -> None:
     """All in one process: whatever one of them loaded would show."""
-    assert len(EXPORTS) > 25
-    assert {*loaded_for(*EXPORTS)} <= {"quantizers"}
+    plain = [path for path in EXPORTS if "deepseek" not in str(path)]
+    assert len(plain) > 25
+    assert {*loaded_for(*plain)} <= {"quantizers"}
 
 
 def test_records_name_what_can_be_loaded() -> None:
