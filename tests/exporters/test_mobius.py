@@ -35,5 +35,5 @@ def test_static_cache_export(name, dtype, tmp_path):
 
 
 def test_an_export_whose_longest_sequence_chooses_the_factors_of_all_is_refused(tmp_path):
-    with pytest.raises(UnsupportedModelError, match="depends on the positions of the others.*LongRoPE"):
+    with pytest.raises(UnsupportedModelError, match="depends on the other sequences.*LongRoPE"):
         plan_model(mobius_export.export("dependent", tmp_path))

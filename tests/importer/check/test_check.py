@@ -302,6 +302,15 @@ def test_faults_that_cut_mutants_found_are_refused(edit: Edit, tmp_path: Path) -
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, edit)
 
 
+def test_a_model_that_runs_in_steps_of_one_token_only_is_run_in_them(tmp_path: Path) -> None:
+    """Its last norm divides every sequence by the size of every other: ``[B, 1, D] / [B, 1]`` is ``[B, B, D]``."""
+    model = onnx.load(MODELS / "optimum/llama/model.onnx")
+    norm = next(n for n in model.graph.node if n.name == "/model/norm/ReduceMean")
+    next(a for a in norm.attribute if a.name == "keepdims").i = 0
+    with pytest.raises(UnsupportedModelError, match="'logits' of one sequence of a batch depends on the other"):
+        check(model, tmp_path, PlanOptions(capacity=40))
+
+
 def test_garbage_of_its_own_is_refused(tmp_path: Path) -> None:
     """The original reads keys of rows without a token, and hides their values; the rewritten model reads both."""
 

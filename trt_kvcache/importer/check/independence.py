@@ -56,16 +56,21 @@ def compare_batches(cut: Cut, regions: Sequence[Region], limits: IndexLimits, lo
         None if sequences do not depend on each other, as far as ONNX Runtime runs this part of the model.
     """
     steps = read_limits(cut.plan, _BATCH)
-    length = steps.length or min(_LENGTH, steps.longest - 1)
-    last = min((c.capacity for c in cut.plan.caches), default=0) - length
+    longest = steps.length or min(_LENGTH, steps.longest - 1)
+    capacity = min((c.capacity for c in cut.plan.caches), default=0)
     batch = min((n for s in cut.plan.states if isinstance(n := s.shape[0], int)), default=steps.batch)
-    if batch < 2 or length < 1 or last < 1:
+    if batch < 2 or longest < 1 or capacity <= longest:
         return None
     try:
-        outside = _Outside(cut, regions, batch, length, load)
-        if not outside.runs([0] * batch, limits):
-            alone = _Outside(cut, regions, 1, length, load)
-            return Verdict("", "alone") if alone.runs([0], limits) else None
+        for length in dict.fromkeys((longest, steps.length or 1)):  # some models run in steps of one token only
+            last = capacity - length
+            outside = _Outside(cut, regions, batch, length, load)
+            if outside.runs([0] * batch, limits):
+                break
+            if _Outside(cut, regions, 1, length, load).runs([0], limits):
+                return Verdict("", "alone")
+        else:
+            return None
         if most := outside.longest_past(last, limits):
             return Verdict(str(most - 1 + length), "ends")
         starts = ((0, last), (last, 0)) if steps.ragged else ((0, 0), (last, last))
@@ -101,7 +106,8 @@ class _Outside:
         made = [name for name in every if name not in after and name in graph.makes]
         if not made:
             raise EngineError("nothing is computed outside of the regions of caches")
-        self._axes = {name: axis for name in made if (axis := self._axis(_shape(cut, name))) is not None}
+        self._axes = {t.name: t.axes.index("batch") for t in cut.plan.tensors if t.name in made and "batch" in t.axes}
+        self._axes |= {name: axis for name in made if (axis := self._axis(_shape(cut, name))) is not None}
         nodes, self._fed, used = graph.cone(made, stops)
         nodes, constants = _light(nodes, {name: graph.constants[name] for name in used}, cut)
         self._exact = not any(node.op_type in _OF_ALL for node in nodes)
