@@ -346,7 +346,18 @@ def _compare(plain: Plain, plan: CachePlan, rewritten: onnx.ModelProto) -> Outco
             for least in (True, False):
                 got = run(rewritten, _as_planned(plain, plan, {**feeds, **physical}, step, least))
                 where = f"{step} with {'the least' if least else 'every'} key"
-                compared += _compare_outputs(plain, plan, want, got, step, where)
+                try:
+                    compared += _compare_outputs(plain, plan, want, got, step, where)
+                except _DiffersError:
+                    # The sum of a score and -10,000 has few digits left; a query that sees no other key says nothing.
+                    masks = {n: v for n, v in feeds.items() if n in plain.masks and v.dtype.kind != "b"}
+                    low = {
+                        n: np.where(v < _LOW, v * rng.uniform(1, 2, v.shape), v).astype(v.dtype)
+                        for n, v in masks.items()
+                    }
+                    other = evaluate(plain.model, {**logical, **feeds, **low})
+                    certain = {n: _where_equal(v, other[n]) for n, v in want.items()}
+                    compared += _compare_outputs(plain, plan, certain, got, step, where)
             logical = {past: want[present] for past, present in plain.presents.items()}
             carried = {c.past: got[c.present] for c in plan.caches if c.carried}
             physical = {p: carried[p] if p in carried else logical[p] for p in physical}
@@ -487,7 +498,14 @@ def _newest(cache: CacheUpdate, expected: Array, result: Array, step: Step) -> t
     return np.stack([a for a, _ in pairs]), np.stack([b for _, b in pairs])
 
 
+_LOW = -1e3  # of numbers in a mask that hide a key
 _TOLERANCE = {"float32": 5e-4, "float16": 3e-2, "bfloat16": 2e-1, "float64": 1e-4}
+
+
+def _where_equal(values: Array, other: Array) -> Array:
+    """NaN in place of vectors that are not the same in both."""
+    same = ((values == other) | (values != values)).all(-1, keepdims=True)
+    return values if values.dtype.kind in "iub" else np.where(same, values, values.dtype.type("nan"))
 
 
 def _close(name: str, result: Array, expected: Array, where: str, tolerance: float) -> int:

@@ -92,8 +92,10 @@ def take(values: Array, shape: Sequence[Term], rows: slice, batch: int) -> Array
 
 
 def last(values: Array, shape: Sequence[Term], kept: int, length: int) -> Array:
-    """The last positions of `length`, which the model may have fixed."""
+    """The last positions of `length`, which the model may have fixed; values without such an axis stay whole."""
     axes = [i for i, t in enumerate(shape) if t.sequence] + [i for i, n in enumerate(values.shape) if i and n == length]
+    if not axes:
+        return values
     axis = axes[0]
     return np.moveaxis(np.moveaxis(values, axis, 0)[-kept:], 0, axis)
 

@@ -27,6 +27,7 @@ from trt_kvcache.importer.plan import (
     PhysicalLayout,
     PlanOptions,
     Route,
+    Target,
     UpdateForm,
     UpdateMode,
 )
@@ -118,6 +119,8 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
         obstacle=find_obstacle(graph, found),
     )
     decision = decide(facts, options)
+    if decision.route is Route.FUNCTIONAL and options.target is Target.TENSORRT_RTX and facts.dtype == "int8":
+        _check_one_reader(found)
     return planned_update(graph, found, decision, *_physical(found, decision.route, options))
 
 
@@ -235,6 +238,17 @@ def _check_zero_points(found: Found) -> None:
                 )
 
 
+def _check_one_reader(found: Found) -> None:
+    """Refuse int8 keys or values of two attentions: the builder of TensorRT for RTX 1.7.1 dies of SIGSEGV."""
+    readers = _readers(found.present, "DequantizeLinear")
+    if len(readers) > 1:
+        raise UnsupportedModelError(
+            f"cache '{found.past.name}' of int8 is read by {len(readers)} attentions "
+            f"({', '.join(map(repr, readers))}); TensorRT for RTX crashes as it builds such a model: keep a shared "
+            "cache in float16 or bfloat16, or build for --target tensorrt"
+        )
+
+
 def find_obstacle(graph: gs.Graph, found: Found) -> str:
     """Why past and present cannot be one buffer, or an empty string."""
     node, past, present = found.node, found.past, found.present
@@ -256,8 +270,13 @@ def find_obstacle(graph: gs.Graph, found: Found) -> str:
     return ""
 
 
-def _readers(present: gs.Tensor) -> tuple[str, ...]:
-    """The Attention nodes that get this cache as K or V, through operators that only move values or compute it."""
+def _readers(present: gs.Tensor, *through: str) -> tuple[str, ...]:
+    """The Attention nodes that get this cache as K or V.
+
+    Args:
+        present: the cache.
+        through: operators that may stand in between, beside those that only move values or compute the cache.
+    """
     found: list[str] = []
     seen: set[int] = set()
     queue = [(present, False)]
@@ -270,7 +289,7 @@ def _readers(present: gs.Tensor) -> tuple[str, ...]:
             if is_op(node, "Attention"):
                 if any(t is tensor for t in node.inputs[1:3]) and node.name not in found:
                     found.append(node.name)
-            elif computed or is_cut(node) or (is_op(node, *VIEW_OPS) and node.inputs[0] is tensor):
+            elif computed or is_cut(node) or (is_op(node, *VIEW_OPS, *through) and node.inputs[0] is tensor):
                 queue += [(output, computed or is_cut(node)) for output in node.outputs]
     return tuple(found)
 

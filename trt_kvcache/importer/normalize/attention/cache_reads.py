@@ -177,7 +177,10 @@ def _turns(made: Array, cache: Array, lead: Sequence[int] | None, heads: int) ->
         heads: of the queries.
     """
     batch, count, *row = cache.shape
-    whole = np.broadcast_to(made, (*(made.shape[:-2] if lead is None else lead), *made.shape[-2:]))
+    try:
+        whole = np.broadcast_to(made, (*(made.shape[:-2] if lead is None else lead), *made.shape[-2:]))
+    except ValueError:
+        return None
     each, rest = divmod(whole.size, cache.size or 1)
     if rest or not each or heads % (each * count) or list(made.shape[-2:]) != row:
         return None
