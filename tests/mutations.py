@@ -340,7 +340,9 @@ def extra_reader(m: Mutator) -> str:
     pool = [*node.input, *node.output, *m.caches()]
     shown = m.random.choice([n for n in pool if m.types.get(n, (0, None))[0]] or [node.output[0]])
     kind, shape = m.types[shown]
-    logits = next(v.name for v in m.graph.output if v.name not in m.caches() and "present" not in v.name)
+    logits = next((v.name for v in m.graph.output if v.name not in m.caches() and "present" not in v.name), None)
+    if logits is None:
+        raise UnsuitableError
     style = m.random.choice(["output", "number", "shape"])
     if not shape or (len(shape) < 2 and style != "number"):  # sizes of a batch: each row of it runs by itself
         raise UnsuitableError

@@ -19,7 +19,10 @@ TAKEN = [
     for name in sorted(path.parent.relative_to(MODELS).as_posix() for path in MODELS.glob("*/*/model.onnx"))
     if "Error: " not in net.load()["plans"][f"stored/{name}"][0]
 ]
-DECODERS = [name for name in TAKEN if not name.startswith("plain-torch/")]  # the others are attention blocks
+# The others are attention blocks, and a decoder that reads what an encoder has made.
+DECODERS = [name for name in TAKEN if not name.startswith("plain-torch/") and name != "optimum/t5"]
+# Attention of others reads what an encoder has made, or latent rows.
+GROUPED = [name for name in TAKEN if name not in ("optimum/t5", "torch/deepseek_v3_dynamic_eager")]
 
 
 def _path(name: str) -> Path:
@@ -27,7 +30,7 @@ def _path(name: str) -> Path:
 
 
 @pytest.mark.few(6)
-@pytest.mark.parametrize("name", TAKEN)
+@pytest.mark.parametrize("name", GROUPED)
 def test_each_cache_is_read_once_for_all_heads_of_its_group(name):
     model = import_model(_path(name), PlanOptions(capacity=CAPACITY)).model
     operators = Counter(node.op_type for node in model.graph.node)

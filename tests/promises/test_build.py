@@ -13,6 +13,13 @@ from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.importer import plan_model
 from trt_kvcache.importer.plan import PlanOptions
 
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "extras": {"bias": (2, 4)},
+    "prefixed": {"prefix": (2, 4, 16)},
+    "any number of planes": {"position_ids": (3, 2, 8)},
+}
+"""Largest sizes that nothing else tells, by a part of the name of a model."""
+
 
 def _distinct() -> list[Entry]:
     """One model for each plan with caches; single nodes are built by ``tests/conformance``."""
@@ -30,8 +37,10 @@ def test_each_cache_is_one_buffer(entry: Entry, tmp_path: Path) -> None:
     path, options = make(tmp_path), PlanOptions(**given)
     plan = plan_model(path, options)
     heard = 16 if any("encoder" in t.axes for t in plan.tensors) else None
-    build = BuildOptions(max_encoder=heard, max_shapes={"bias": (2, 4)} if "extras" in entry[0] else {})
+    build = BuildOptions(max_encoder=heard, max_shapes=next((s for n, s in SHAPES.items() if n in entry[0]), {}))
     if not any(isinstance(d, int) for c in plan.caches for d in (c.logical_shape[0], c.update_length)):
-        build = replace(build, max_batch=2, max_chunk=min(8, *(c.capacity for c in plan.caches)))
+        bounds = [c.contract.max_update_length for c in plan.caches if c.contract is not None]
+        chunk = min(8, *(c.capacity for c in plan.caches), *(b for b in bounds if b is not None))
+        build = replace(build, max_batch=2, max_chunk=chunk)
     manifest = build_engine(path, tmp_path / "model.engine", options=options, build=build)
     assert manifest.aliases == {c.present: c.past for c in plan.caches if c.in_place}

@@ -12,7 +12,7 @@ from corpus import Entry, entries
 from trt_kvcache import build_engine, errors
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.importer import plan_model, rewrite_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.plan import PlanOptions, Target
 
 RECORD = net.load()["plans"]
 REFUSED = [entry for entry in entries() if re.match(r"\w+Error: ", RECORD[entry[0]][0])]
@@ -23,7 +23,7 @@ REFUSED = [entry for entry in entries() if re.match(r"\w+Error: ", RECORD[entry[
 def test_what_is_not_planned_is_neither_rewritten_nor_built(entry: Entry, tmp_path: Path) -> None:
     _, make, options = entry
     (tmp_path / "model").mkdir()
-    path, plan_options = make(tmp_path / "model"), PlanOptions(**options)
+    path, plan_options = make(tmp_path / "model"), PlanOptions(**{**options, "target": Target.TENSORRT_RTX})
     with pytest.raises(TrtKvCacheError) as planned:
         plan_model(path, plan_options)
     with pytest.raises(type(planned.value), match=re.escape(str(planned.value))):

@@ -171,7 +171,7 @@ class Masks:
         added = self.added(sample)
         keys = added[..., :-1] if self.has_sinks else added
         most = keys.max(axis=-1, keepdims=True, initial=-np.inf)
-        made: Array = keys - np.where(most > _HIDDEN, most, 0)
+        made: Array = keys - np.where((most > _HIDDEN) & np.isfinite(most), most, 0)
         return made
 
     def is_biased(self, sample: Sample) -> bool:
