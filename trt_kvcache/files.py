@@ -60,6 +60,21 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
     return FileIdentity(path.name if name is None else name, size, digest.hexdigest())
 
 
+def stamp(file: Path | int) -> tuple[int, ...]:
+    """Return what changes with a file: device, inode, size, and the times of its content and of its inode, in ns.
+
+    The last one changes if a file is moved away and back.
+
+    Args:
+        file: its path, or the descriptor of the open file.
+
+    Raises:
+        OSError: the file cannot be looked up.
+    """
+    found = os.stat(file)  # noqa: PTH116 - of a descriptor, too
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
 def is_text(path: Path) -> bool:
     """Whether a path is UTF-8, as it has to be in manifests, in models and for ONNX Runtime."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))

@@ -168,6 +168,7 @@ class _Part:
     Attributes:
         path: of the model's file; external data lie in the same folder.
         files: all files of the model, by path, with their names in the manifest.
+        sources: the models as read.
         model: the rewritten model; taken out when it is sent to TensorRT.
         flipped: external data whose bytes change for TensorRT.
         weights: their size in bytes.
@@ -175,6 +176,7 @@ class _Part:
 
     path: Path
     files: dict[Path, str]
+    sources: tuple[SourceModel, ...]
     model: list[onnx.ModelProto]
     flipped: tuple[Flipped, ...]
     weights: int
@@ -199,7 +201,7 @@ def _part(sources: Sequence[SourceModel], model: onnx.ModelProto) -> _Part:
     files = {path: os.path.relpath(path, folder) for path in paths}
     flipped = for_tensorrt(model, folder)
     weights = sum(byte_size(tensor) or 0 for tensor in iter_tensors(model))
-    return _Part(sources[0].path, files, [model], flipped, weights)
+    return _Part(sources[0].path, files, tuple(sources), [model], flipped, weights)
 
 
 def _of_decoder(build: BuildOptions, plan: CachePlan, encoder: EncoderJob) -> BuildOptions:
@@ -275,6 +277,8 @@ def _built(
             job = Job(backend.target, backend.title, *paths, plan, profiles, build, part.flipped)
             done, warnings = run_worker(job, lambda: serialize_model(part.model.pop()), setup.progress)
             model = identities.result()
+        for source in part.sources:  # TensorRT and the digests read the files at different times
+            source.check_unchanged()
         yield _Built(file, done, warnings, model)
 
 

@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import mmap
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, TensorProto
 
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.files import is_text
+from trt_kvcache.files import is_text, stamp
 from trt_kvcache.given import given_path
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.files.checks import check_graph, check_text
@@ -63,6 +64,7 @@ class SourceModel:
         path: absolute path of the model file.
         proto: the graph, with its nodes sorted; weights in external data are references relative to ``path.parent``.
         external_files: absolute paths of the external data files, in order of first use.
+        stamps: the state of each of these files, and of the model's, when it was checked; see `files.stamp`.
         is_edited: the graph says what the file says in other operators, which ONNX Runtime knows, with lists
             for scalars, or without defaults of inputs.
     """
@@ -70,7 +72,25 @@ class SourceModel:
     path: Path
     proto: ModelProto
     external_files: tuple[Path, ...]
+    stamps: Mapping[Path, tuple[int, ...]] = field(default_factory=dict)
     is_edited: bool = False
+
+    def check_unchanged(self) -> None:
+        """Check that no file has been changed or replaced since it was read.
+
+        Raises:
+            InvalidModelError: naming the first one.
+        """
+        for path, before in self.stamps.items():
+            try:
+                same = stamp(path) == before
+            except OSError:
+                same = False
+            if not same:
+                raise InvalidModelError(
+                    f"{path}: was changed or replaced while it was read; nothing is written. Run the command again "
+                    "when the file stays as it is"
+                )
 
 
 def load_source(path: str | os.PathLike[str], *, first_step: bool = False, config: str | None = None) -> SourceModel:
@@ -94,16 +114,16 @@ def load_source(path: str | os.PathLike[str], *, first_step: bool = False, confi
         raise InvalidModelError(f"{path}: cannot be read: {error.strerror}") from error
     if not is_text(path):
         raise InvalidModelError(f"{path}: this name is not UTF-8, as ONNX Runtime wants names; rename the file")
-    proto = _parse(path)
+    proto, own = _parse(path)
     check_text(proto, str(path))
     is_edited = extensions.read(proto)
     check_graph(proto, str(path))
     is_edited |= drop_defaults(proto.graph, load_patterns(config) if config is not None else ())
     if not first_step:
         check_takes_past(proto.graph, path)
-    files = _check_tensor_data(proto, path)
+    stamps = _check_tensor_data(proto, path)
     take_readable(proto, path.parent)
-    return SourceModel(path.absolute(), proto, files, is_edited)
+    return SourceModel(path.absolute(), proto, tuple(stamps), {path.absolute(): own, **stamps}, is_edited)
 
 
 def take_readable(proto: ModelProto, folder: Path) -> None:
@@ -147,8 +167,8 @@ def _read(tensor: TensorProto, folder: Path) -> None:
     del tensor.external_data[:]
 
 
-def _parse(path: Path) -> ModelProto:
-    """The decoded file."""
+def _parse(path: Path) -> tuple[ModelProto, tuple[int, ...]]:
+    """The decoded file, and its stamp."""
     if not path.exists():
         raise InvalidModelError(f"{path}: no such file; {_ONNX_WANTED}")
     if not path.is_file():
@@ -159,7 +179,8 @@ def _parse(path: Path) -> ModelProto:
             start = file.read(_SAMPLE)
             if found := _recognize(start):
                 raise InvalidModelError(f"{path}: {found}")
-            size = os.fstat(file.fileno()).st_size
+            read = stamp(file.fileno())
+            size = read[2]
             if size > PROTOBUF_LIMIT:
                 raise InvalidModelError(
                     f"{path}: {size} bytes in one file, but an ONNX file cannot be longer than 2 GiB; "
@@ -184,7 +205,7 @@ def _parse(path: Path) -> ModelProto:
     ]
     if missing:
         raise InvalidModelError(f"{path}: not an ONNX model, or truncated (no {' and no '.join(missing)}); {_AGAIN}")
-    return proto
+    return proto, read
 
 
 def _recognize(start: bytes) -> str | None:
@@ -216,9 +237,9 @@ def _is_text(start: bytes) -> bool:
     return all(c.isprintable() or c in "\t\n\r\f" for c in text)
 
 
-def _check_tensor_data(proto: ModelProto, path: Path) -> tuple[Path, ...]:
-    """Check that every tensor's data are there in full; returns the external files."""
-    files: dict[str, tuple[Path, int]] = {}
+def _check_tensor_data(proto: ModelProto, path: Path) -> dict[Path, tuple[int, ...]]:
+    """Check that every tensor's data are there in full; returns the external files, each with its stamp."""
+    files: dict[str, tuple[Path, tuple[int, ...]]] = {}
     for tensor in iter_tensors(proto):
         try:
             needed = byte_size(tensor)
@@ -231,11 +252,13 @@ def _check_tensor_data(proto: ModelProto, path: Path) -> tuple[Path, ...]:
                 f"{path}: tensor '{tensor.name}' has {len(tensor.raw_data)} bytes of data where its dtype and shape "
                 f"need {needed}; {_AGAIN}"
             )
-    return tuple(dict.fromkeys(file.absolute() for file, _ in files.values()))
+    return {file.absolute(): found for file, found in files.values()}
 
 
-def _check_external(tensor: TensorProto, needed: int | None, path: Path, files: dict[str, tuple[Path, int]]) -> None:
-    """Check one tensor's reference; `files` collects location -> (path, size).
+def _check_external(
+    tensor: TensorProto, needed: int | None, path: Path, files: dict[str, tuple[Path, tuple[int, ...]]]
+) -> None:
+    """Check one tensor's reference; `files` collects location -> (path, stamp).
 
     Keys and meaning of the reference: https://onnx.ai/onnx/repo-docs/ExternalData.html
     """
@@ -255,7 +278,7 @@ def _check_external(tensor: TensorProto, needed: int | None, path: Path, files: 
         )
     if location not in files:
         files[location] = _external_file(location, path, where)
-    _, size = files[location]
+    size = files[location][1][2]
     end = offset + max(length, needed or 0)
     if length >= 0 and needed is not None and length < needed:
         raise InvalidModelError(
@@ -268,8 +291,8 @@ def _check_external(tensor: TensorProto, needed: int | None, path: Path, files: 
         )
 
 
-def _external_file(location: str, path: Path, where: str) -> tuple[Path, int]:
-    """The file that a location names, and its size. It must lie in the model's folder, also after symbolic links.
+def _external_file(location: str, path: Path, where: str) -> tuple[Path, tuple[int, ...]]:
+    """The file that a location names, and its stamp. It must lie in the model's folder, also after symbolic links.
 
     A model that is itself a symbolic link (as in the Hugging Face cache) may have its data beside the real file too.
     """
@@ -287,7 +310,7 @@ def _external_file(location: str, path: Path, where: str) -> tuple[Path, int]:
         if not real.is_file():
             state = "is not a regular file" if real.exists() else "is missing"
             raise InvalidModelError(f"{where} are in {location}, which {state}; put that file into {path.parent}")
-        with real.open("rb"):
-            return file, real.stat().st_size
+        with real.open("rb") as opened:
+            return file, stamp(opened.fileno())
     except (OSError, ValueError, RuntimeError) as error:  # a name with a null byte, a loop of links, no permission
         raise InvalidModelError(f"{where} are in {location!r}, which cannot be read ({error})") from None

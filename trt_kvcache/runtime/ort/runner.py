@@ -6,7 +6,6 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ import onnx
 import onnxruntime as ort
 
 from trt_kvcache.errors import OptionError, SessionError
-from trt_kvcache.files import identify
+from trt_kvcache.files import identify, stamp
 from trt_kvcache.given import given_whole
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
@@ -101,7 +100,8 @@ class OnnxRuntimeRunner:
         imported = import_model(model, options or PlanOptions())
         self._source = imported.source
         self._identity: str | None = None
-        self._stamps = [(path, _stamp(path)) for path in (self._source.path, *self._source.external_files)]
+        # Without the time of the inode, which a backup by hard links changes.
+        self._stamps = [(path, found[:-1]) for path, found in self._source.stamps.items()]
         self._plan = imported.plan
         self._carried = {c.past: c for c in carried_buffers(imported.plan)}
         self._inputs = StepInputs(imported.plan)
@@ -115,6 +115,7 @@ class OnnxRuntimeRunner:
         self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
         admit_weights(model_run)
         self._session: Any = _open(imported, model_run, threads)
+        imported.source.check_unchanged()
         # What GroupQueryAttention cannot do; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
         self._run_options: ort.RunOptions | None = None  # looking into one costs 30 us per step (1.31.1)
@@ -179,8 +180,8 @@ class OnnxRuntimeRunner:
         try:
             if self._identity is None:
                 identity = model_identity([identify(path) for path, _ in self._stamps])
-                for path, stamp in self._stamps:
-                    if _stamp(path) != stamp:
+                for path, before in self._stamps:
+                    if stamp(path)[:-1] != before:
                         raise SessionError(
                             f"{path}: has changed since the session was opened, and nothing else tells which model the "
                             "caches belong to; save before models are replaced, or open the session again"
@@ -307,12 +308,6 @@ def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
     if inputs.fixed_rows is None and inputs.fixed_length in (None, 1):
         model = fuse_attention(model, imported.plan)
     return keep_experts(model, imported.source.proto)
-
-
-def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes with a file."""
-    stat = path.stat()
-    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
