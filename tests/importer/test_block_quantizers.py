@@ -20,7 +20,6 @@ from trt_kvcache import (
     DecodeSession,
     PlanOptions,
     UnsupportedModelError,
-    plan_model,
     rewrite_model,
 )
 from trt_kvcache.importer import ImportedModel
@@ -62,7 +61,6 @@ def test_operators_and_weights_stay_as_they_are(tmp_path: Path, form: str) -> No
     assert weights
     for tensor in weights:
         assert kept[tensor.name] == tensor.SerializeToString()
-    assert plan_model(tmp_path / "out.onnx") == result.plan
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -74,7 +74,6 @@ def test_verify_runs_them(caches: int, defined: bool, tmp_path: Path) -> None:
     onnx.save(hand_made(operator, FLOATS, defined=defined, capacity=16), tmp_path / "model.onnx")
     plan = rewrite_model(tmp_path / "model.onnx", tmp_path / "rewritten.onnx", FULL)
     assert plan == plan_model(tmp_path / "model.onnx", FULL)
-    assert plan_model(tmp_path / "rewritten.onnx", FULL) == plan
     report = verify_model(tmp_path / "model.onnx", FULL)
     report.check()
     assert {o.name for o in report.outputs} == set(operator.outputs)

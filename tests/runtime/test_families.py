@@ -17,7 +17,6 @@ from trt_kvcache import (
     GenerationConfig,
     PlanOptions,
     build_engine,
-    rewrite_model,
     verify_model,
 )
 
@@ -179,21 +178,13 @@ def test_to_the_last_row_of_the_cache(corpus: Corpus, name: str, rows: int, devi
     assert result.tokens == wanted(corpus, name, 0, rows - 2)
 
 
-def test_a_rewritten_model_decodes_as_its_original(corpus: Corpus, tmp_path: Path) -> None:
-    """The capacity joins the other options, and is that of the rewritten model."""
-    made = corpus.made("growing")
-    rewrite_model(made.model, tmp_path / "rewritten.onnx", PlanOptions(capacity=32, attention_span=False))
-    config = GenerationConfig(max_new_tokens=12)
+def test_the_capacity_joins_the_other_options(corpus: Corpus) -> None:
     options = PlanOptions(attention_span=False)
-    for opened in (
-        DecodeSession.open(made.model, capacity=32, plan_options=options, max_batch=2),
-        DecodeSession.open(tmp_path / "rewritten.onnx", max_batch=2),
-    ):
-        with opened as session:
-            assert session.cache.capacity == 32
-            assert not session.plan.spans
-            found = [result.tokens for result in session.generate(PROMPTS[:3], config)]
-        assert found == [wanted(corpus, "growing", i, 12) for i in range(3)]
+    with DecodeSession.open(corpus.made("growing").model, capacity=32, plan_options=options, max_batch=2) as session:
+        assert session.cache.capacity == 32
+        assert not session.plan.spans
+        found = [result.tokens for result in session.generate(PROMPTS[:3], GenerationConfig(max_new_tokens=12))]
+    assert found == [wanted(corpus, "growing", i, 12) for i in range(3)]
 
 
 @pytest.mark.few(2)

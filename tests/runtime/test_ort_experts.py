@@ -14,7 +14,6 @@ from mixtures import Mixture
 from onnx import ModelProto
 
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.pipeline import rewrite_model
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.ort import runner as ort_runner
 from trt_kvcache.runtime.ort.experts import keep_experts
@@ -80,12 +79,6 @@ def test_float16_stays(tmp_path: Path) -> None:
 
 def test_shares_that_do_not_sum_to_one_stay(tmp_path: Path) -> None:
     assert not operators(decoder(tmp_path, replace(SMALL, normalized=False)))["MoE"]
-
-
-def test_a_rewritten_model_stays(tmp_path: Path) -> None:
-    rewrite_model(decoder(tmp_path, SMALL), tmp_path / "out.onnx")
-    imported = import_model(tmp_path / "out.onnx", PlanOptions())
-    assert keep_experts(imported.model, imported.source.proto) is imported.model
 
 
 @pytest.mark.few(2)

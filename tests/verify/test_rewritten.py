@@ -1,4 +1,4 @@
-"""Rewritten models are verified against their source; the record that they carry is believed in its options alone."""
+"""Files that `rewrite_model` wrote: verified against their source, never planned, and no authority on anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import onnx
 import pytest
@@ -14,10 +16,11 @@ from decoders import DecoderConfig, write_decoder
 from onnx import ModelProto, NodeProto, helper, numpy_helper
 from plain_models import plain_model
 
-from trt_kvcache.errors import InvalidModelError, OptionError
-from trt_kvcache.importer import rewrite_model
+from trt_kvcache import build_engine
+from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError, UnsupportedModelError
+from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import CacheLayout, PlanOptions
-from trt_kvcache.importer.rewritten import DIGEST_KEY, PLAN_KEY, graph_digest
+from trt_kvcache.runtime.session import DecodeSession
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_model
 
 CONFIG = DecoderConfig(form="heads-major")
@@ -36,17 +39,15 @@ def _verify(source: Path, made: Path) -> VerifyReport:
     return verify_model(source, verify=SHORT, rewritten=made)
 
 
-def _forge(path: Path, edit: Callable[[ModelProto], None]) -> None:
-    """Changes a rewritten model, and its digest with it."""
+def _edit(path: Path, edit: Callable[[ModelProto], None]) -> None:
     model = onnx.load(path)
     edit(model)
-    next(m for m in model.metadata_props if m.key == DIGEST_KEY).value = graph_digest(model)
     onnx.save(model, path)
 
 
 def _edit_record(path: Path, edit: Callable[[dict[str, object]], None]) -> None:
     model = onnx.load(path)
-    entry = next(m for m in model.metadata_props if m.key == PLAN_KEY)
+    (entry,) = model.metadata_props
     record = json.loads(entry.value)
     edit(record)
     entry.value = json.dumps(record)
@@ -95,24 +96,70 @@ def test_each_has_data_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mistake", [_swap_presents, _shift_lengths])
-@pytest.mark.parametrize("forged", [False, True])
-def test_a_changed_one_fails(tmp_path: Path, mistake: Callable[[ModelProto], None], forged: bool) -> None:
+def test_a_changed_one_fails(tmp_path: Path, mistake: Callable[[ModelProto], None]) -> None:
     source, made = _written(tmp_path)
-    _forge(made, mistake)
-    if forged:  # a plan without caches, outputs and lengths has nothing that could differ
-        _edit_record(made, lambda record: record.update(tensors=[], caches=[], attention=[], notes=["verified"]))
+    _edit(made, mistake)
     report = _verify(source, made)
     assert not report.passed
     assert report.failure is None, "it runs, and gives other numbers"
 
 
-def test_a_forged_plan_changes_nothing(tmp_path: Path) -> None:
+def _swapped_caches(plan: dict[str, Any]) -> None:
+    """Keys are values, and values keys."""
+    first, second = plan["caches"][:2]
+    first["present"], second["present"] = second["present"], first["present"]
+
+
+def _swapped_roles(plan: dict[str, Any]) -> None:
+    """Where tokens are written is taken for how many are valid."""
+    roles = {"write_indices": "valid_lengths", "valid_lengths": "write_indices"}
+    for tensor in plan["tensors"]:
+        tensor["role"] = roles.get(tensor["role"], tensor["role"])
+
+
+def _longer(plan: dict[str, Any]) -> None:
+    for cache in plan["caches"]:
+        cache["capacity"] *= 2
+
+
+def _routed(plan: dict[str, Any]) -> None:
+    for cache in plan["caches"]:
+        cache["route"] = "functional"
+
+
+@pytest.mark.parametrize("key", ["trt_kvcache.plan", "trt_kvcache.options"])
+@pytest.mark.parametrize("forge", [_swapped_caches, _swapped_roles, _longer, _routed])
+def test_a_plan_in_a_file_is_no_authority(tmp_path: Path, forge: Callable[[dict[str, Any]], None], key: str) -> None:
+    """Neither beside the original's graph, nor in a rewritten file, which is not planned at all."""
     source, made = _written(tmp_path)
-    plain = _verify(source, made)
-    _edit_record(made, lambda record: record.update(tensors=[], caches=None, schema_version=99))
-    forged = _verify(source, made)
-    assert forged.outputs == plain.outputs
-    assert forged.steps == plain.steps
+    plan = json.loads(msgspec.json.encode(plan_model(source)))
+    forge(plan)
+
+    def carry(model: ModelProto) -> None:
+        del model.metadata_props[:]
+        model.metadata_props.add(key=key, value=json.dumps(plan))
+
+    for path in (source, made):
+        _edit(path, carry)
+        for use in (plan_model, lambda path: build_engine(path, tmp_path / "e.engine"), DecodeSession.open):
+            with pytest.raises(UnsupportedModelError, match=r"was rewritten by trt_kvcache already.*--rewritten"):
+                use(path)
+
+
+@pytest.mark.parametrize("edit", [lambda model: None, _swap_presents, _shift_lengths])
+def test_without_its_record_one_is_planned_as_what_it_is(tmp_path: Path, edit: Callable[[ModelProto], None]) -> None:
+    """What was in the record has no part in it; this one has spans, which hide the sizes of heads."""
+    _, made = _written(tmp_path)
+    _edit(made, lambda model: (edit(model), model.ClearField("metadata_props"))[0])
+    with pytest.raises(TrtKvCacheError, match="head size or type of Attention"):
+        plan_model(made)
+
+
+def test_forged_options_make_another_model(tmp_path: Path) -> None:
+    source, made = _written(tmp_path)
+    _edit_record(made, lambda record: record.update(logits="all"))
+    with pytest.raises(InvalidModelError, match="'logits_span' is .* and missing in a rewrite of"):
+        _verify(source, made)
 
 
 def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
@@ -127,7 +174,7 @@ def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
         first: NodeProto = model.functions[0].node[0]
         first.name += "/other"
 
-    _forge(made, edit)
+    _edit(made, edit)
     with pytest.raises(InvalidModelError, match=r"out\.onnx: defines KVCacheUpdateCircularPair otherwise than"):
         _verify(source, made)
 
@@ -136,7 +183,7 @@ def test_no_record_is_refused(tmp_path: Path) -> None:
     source, made = _written(tmp_path)
     with pytest.raises(InvalidModelError, match="carries no record of the options"):
         _verify(source, source)
-    _edit_record(made, lambda record: record.pop("options"))
+    _edit_record(made, lambda record: record.update(logits=7))
     with pytest.raises(InvalidModelError, match="its record of options cannot be read"):
         _verify(source, made)
 
@@ -146,7 +193,7 @@ def test_another_interface_is_refused(tmp_path: Path) -> None:
     other = write_decoder(tmp_path / "other.onnx", replace(CONFIG, kv_heads=4))
     with pytest.raises(InvalidModelError, match=r"out\.onnx: input 'key_cache\.0' is float.*other\.onnx"):
         _verify(other, made)
-    _forge(made, lambda model: model.graph.output[0].type.tensor_type.shape.dim[0].Clear())
+    _edit(made, lambda model: model.graph.output[0].type.tensor_type.shape.dim[0].Clear())
     with pytest.raises(InvalidModelError, match="output 'logits' is"):
         _verify(tmp_path / "m.onnx", made)
 
@@ -154,5 +201,5 @@ def test_another_interface_is_refused(tmp_path: Path) -> None:
 def test_options_of_the_caller_must_agree(tmp_path: Path) -> None:
     source, made = _written(tmp_path, PlanOptions(attention_span=False))
     _verify(source, made).check()
-    with pytest.raises(OptionError, match="already rewritten with cache_layout auto, and preserve is asked for"):
+    with pytest.raises(OptionError, match="was rewritten with cache_layout auto, and preserve is asked for"):
         verify_model(source, PlanOptions(cache_layout=CacheLayout.PRESERVE), SHORT, made)

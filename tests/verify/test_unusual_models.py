@@ -220,7 +220,7 @@ def test_caches_that_no_caller_carries_are_no_decode(tmp_path: Path) -> None:
 
 def test_a_rewritten_model_has_no_original_here(tmp_path: Path) -> None:
     rewrite_model(write_decoder(tmp_path / "m.onnx", DecoderConfig()), tmp_path / "rewritten.onnx")
-    with pytest.raises(UnsupportedModelError, match="verify the model that it was made from"):
+    with pytest.raises(UnsupportedModelError, match="give the model that it was made from"):
         verify_model(tmp_path / "rewritten.onnx")
 
 

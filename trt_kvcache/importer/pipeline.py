@@ -18,7 +18,7 @@ from trt_kvcache.importer.graph import fold_identities
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
 from trt_kvcache.importer.rewrite import rewrite_graph
-from trt_kvcache.importer.rewritten import record_plan, recorded_plan
+from trt_kvcache.importer.rewritten import record_options, refuse_rewritten
 
 __all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
 
@@ -52,9 +52,6 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
         OptionError: an option does not fit the model.
     """
     source = load_source(model, config=given_options(options, PlanOptions, "options").config)
-    recorded = recorded_plan(source.proto, options)
-    if recorded is not None:
-        return recorded
     _, plan, rewritten = _rewrite(source, options)
     extensions.check_roundings(rewritten, source.path.parent)
     return plan
@@ -78,13 +75,7 @@ def import_model(
 
 
 def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS, *, thorough: bool = False) -> ImportedModel:
-    """Plan and rewrite a model that was already read. `source` is not changed.
-
-    A model that `rewrite_model` wrote is taken as it is, with the plan that it carries.
-    """
-    recorded = recorded_plan(source.proto, options)
-    if recorded is not None:
-        return ImportedModel(source, recorded, source.proto)
+    """Plan and rewrite a model that was already read. `source` is not changed."""
     prepared, plan, rewritten = _rewrite(source, options, thorough=thorough)
     attach_weights(rewritten, prepared.weights)
     take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
@@ -109,8 +100,7 @@ def rewrite_model(
     """
     imported = import_model(model, options)
     flipped = extensions.for_tensorrt(imported.model, imported.source.path.parent)
-    if imported.model is not imported.source.proto:
-        record_plan(imported.model, imported.plan)
+    record_options(imported.model, imported.plan.options)
     save_model(imported.model, output, imported.source, flipped)
     return imported.plan
 
@@ -119,6 +109,7 @@ def _rewrite(
     source: SourceModel, options: PlanOptions, *, thorough: bool = False
 ) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
     """The plan and the rewritten model, checked; its weights are stand-ins."""
+    refuse_rewritten(source.proto, source.path)
     start_check(options)
     prepared, graph = _prepare(source, options)
     plan = _plan(source, prepared, graph, options)

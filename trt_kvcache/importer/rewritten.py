@@ -1,58 +1,43 @@
-"""Models that this package rewrote: they carry their plan, and are taken as they are.
+"""Files that this package rewrote, and the options that they were rewritten with.
 
-`rewrite_model` writes the plan into the model's metadata, with a digest of the graph. Given again, such a model is not
-analyzed a second time (its span inputs and masks would look like the model's own): the recorded plan is its plan.
+`rewrite_model` writes its options into the metadata, and nothing else: no plan is read from a file. A rewritten file is
+the end of the way, for TensorRT and other runtimes. Plans come from the model that it was made from, which `verify` can
+compare it with.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
-import blake3
 import msgspec
 import onnx
 
-from trt_kvcache.errors import InvalidModelError, OptionError
+from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions
 from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
 
-PLAN_KEY = "trt_kvcache.plan"
-DIGEST_KEY = "trt_kvcache.graph"
-_SMALL = 1 << 14  # elements; larger tensors are weights, which an optimizer may replace without changing the plan
+_RECORD = "trt_kvcache.options"
+_KEYS = (_RECORD, "trt_kvcache.plan")  # the second one: older files held a plan
 
 
-def record_plan(model: onnx.ModelProto, plan: CachePlan) -> None:
-    """Write the plan that was followed, and a digest of the resulting graph, into the model's metadata."""
-    model.metadata_props.add(key=PLAN_KEY, value=msgspec.json.encode(plan).decode())
-    model.metadata_props.add(key=DIGEST_KEY, value=graph_digest(model))
+def record_options(model: onnx.ModelProto, options: PlanOptions) -> None:
+    """Write the options that a model was rewritten with into its metadata."""
+    model.metadata_props.add(key=_RECORD, value=msgspec.json.encode(options).decode())
 
 
-def recorded_plan(model: onnx.ModelProto, options: PlanOptions) -> CachePlan | None:
-    """The plan of a model that was already rewritten; None for any other model.
+def refuse_rewritten(model: onnx.ModelProto, path: Path) -> None:
+    """Refuses a model that was rewritten already: its added inputs and masks would be taken for its own.
 
     Raises:
-        InvalidModelError: the graph was changed since, or the record is unreadable.
-        OptionError: `options` ask for something else than the model was rewritten for.
+        UnsupportedModelError: it says so in its metadata.
     """
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
-    if PLAN_KEY not in metadata:
-        return None
-    again = "give the original model, or rewrite it again"
-    try:
-        plan = msgspec.json.decode(metadata[PLAN_KEY], type=CachePlan)
-    except msgspec.MsgspecError as error:
-        raise InvalidModelError(
-            f"the model was rewritten by another version of trt_kvcache ({error}): {again}"
-        ) from None
-    if metadata.get(DIGEST_KEY) != graph_digest(model):
-        raise InvalidModelError(f"the model was rewritten by trt_kvcache and its graph was changed since: {again}")
-    _check_options(options, plan.options, "target")
-    if why := misfit(model, plan):
-        raise InvalidModelError(f"the model carries a plan that is not its own ({why}): {again}")
-    return plan
+    if any(entry.key in _KEYS for entry in model.metadata_props):
+        raise UnsupportedModelError(
+            f"{path}: was rewritten by trt_kvcache already, for TensorRT and other runtimes; give the model that it "
+            f"was made from, and compare the two with 'verify MODEL --rewritten {path.name}'"
+        )
 
 
 def misfit(model: onnx.ModelProto, plan: CachePlan) -> str:
@@ -92,7 +77,7 @@ def _fits(planned: Sequence[Dim], declared: Sequence[Dim] | None) -> bool:
 
 
 def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -> PlanOptions:
-    """The options that a model says it was rewritten with. Nothing else of its record is read.
+    """The options that a model says it was rewritten with.
 
     Args:
         model: the rewritten model.
@@ -103,20 +88,26 @@ def recorded_options(model: onnx.ModelProto, options: PlanOptions, path: Path) -
         InvalidModelError: the model has no record, or it is unreadable.
         OptionError: `options` ask for something else.
     """
-    record = next((entry.value for entry in model.metadata_props if entry.key == PLAN_KEY), None)
+    record = next((entry.value for entry in model.metadata_props if entry.key == _RECORD), None)
     if record is None:
         raise InvalidModelError(
             f"{path}: carries no record of the options that it was rewritten with; give a file that 'rewrite' wrote"
         )
     try:
-        made = msgspec.json.decode(record, type=_Record).options
+        made = msgspec.json.decode(record, type=PlanOptions)
     except (msgspec.MsgspecError, OptionError) as error:
         raise InvalidModelError(f"{path}: its record of options cannot be read ({error}): rewrite it again") from None
     if made.config is not None and options.config is None:
         raise OptionError(f"{path}: was rewritten with a file of patterns for roles; give the same one (--config)")
     own = {name: getattr(options, name) for name in ("config", "check_seconds", "check_memory")}
-    made = dataclasses.replace(made, **own)
-    _check_options(options, made)
+    made, default = dataclasses.replace(made, **own), PlanOptions()
+    for field in dataclasses.fields(PlanOptions):
+        wanted, had = getattr(options, field.name), getattr(made, field.name)
+        if wanted not in (had, getattr(default, field.name)):
+            raise OptionError(
+                f"{path}: was rewritten with {field.name} {_text(had)}, and {_text(wanted)} is asked for: leave the "
+                "option out, or rewrite the model again"
+            )
     return made
 
 
@@ -148,43 +139,10 @@ def check_same_interface(found: onnx.ModelProto, fresh: onnx.ModelProto, path: P
                 )
 
 
-class _Record(msgspec.Struct):
-    options: PlanOptions
-
-
-def _check_options(asked: PlanOptions, made: PlanOptions, *exact: str) -> None:
-    """Refuses options that a model was not rewritten with; defaults ask for nothing, but for the `exact` ones."""
-    default = PlanOptions()
-    for field in dataclasses.fields(PlanOptions):
-        if field.name.startswith("check_"):  # limits of the check, which the model has passed
-            continue
-        wanted, had = getattr(asked, field.name), getattr(made, field.name)
-        if wanted != had and (field.name in exact or wanted != getattr(default, field.name)):
-            raise OptionError(
-                f"the model was already rewritten with {field.name} {_text(had)}, and {_text(wanted)} is asked for: "
-                "give the original model to change that"
-            )
-
-
 def _type(value: onnx.ValueInfoProto) -> str:
     kind = value.type.tensor_type
     dims = [d.dim_value if d.HasField("dim_value") else d.dim_param for d in kind.shape.dim]
     return f"{onnx.TensorProto.DataType.Name(kind.elem_type).lower()}{dims}"
-
-
-def graph_digest(model: onnx.ModelProto) -> str:
-    """BLAKE3 (hex) of everything that the plan depends on: nodes, inputs, outputs, functions and small constants."""
-    digest = blake3.blake3()
-    for item in (*model.graph.node, *model.graph.input, *model.graph.output, *model.functions, *model.opset_import):
-        digest.update(item.SerializeToString(deterministic=True))
-    for tensor in model.graph.initializer:
-        small = tensor.data_location != onnx.TensorProto.EXTERNAL and math.prod(tensor.dims) < _SMALL
-        digest.update(
-            tensor.SerializeToString(deterministic=True)
-            if small
-            else f"{tensor.name}:{tensor.data_type}:{list(tensor.dims)}".encode()
-        )
-    return digest.hexdigest()
 
 
 def _text(value: object) -> str:

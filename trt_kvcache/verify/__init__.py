@@ -61,7 +61,7 @@ def verify_model(
         options: what to plan; the original runs with the same capacity.
         verify: what to run.
         rewritten: a file that `rewrite_model` wrote, to be compared with `model` in the place of a fresh rewrite. The
-            model is planned afresh, with the options that the file records; no other word of its record is read.
+            model is planned afresh, with the options that the file records.
 
     Returns:
         The report, also where the verification failed: `VerifyReport.check` raises then.

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.check.runnable import with_exact_products
 from trt_kvcache.importer.extensions import define, for_cpu
@@ -34,11 +33,6 @@ def verify_import(
         verify: what to run.
         folder: of the rewritten model's external data, if it is a file of its own.
     """
-    if imported.model is imported.source.proto:
-        raise UnsupportedModelError(
-            f"{imported.source.path}: a rewritten model, and verification compares one with its original; verify the "
-            "model that it was made from, with the same options, or that model with --rewritten and this file"
-        )
     kind = NormalizedVerification if imported.plan.original else Verification
     source, twin = imported.source, has_bfloat16(imported.source.proto) or has_bfloat16(imported.model)
     # What does not fit into memory is refused here, before weights are written anywhere.
