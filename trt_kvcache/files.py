@@ -1,8 +1,10 @@
-"""Output files that appear whole or not at all, the identity of files by content, and names of an export's files."""
+"""Files: small ones read within limits, outputs that appear whole or not at all, identities, names of an export."""
 
 from __future__ import annotations
 
+import errno
 import glob
+import json
 import os
 import re
 import secrets
@@ -14,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from blake3 import blake3
 
@@ -23,6 +25,9 @@ from trt_kvcache.given import given_path
 
 if sys.platform != "win32":
     import fcntl
+
+SETTINGS = 16 << 20
+"""Bytes; files of settings and templates are smaller."""
 
 _BLOCK = 1 << 20
 _OPEN = ("/dev/stdout", "/dev/stderr", "/dev/fd/", "/proc/self/fd/")  # files that are open
@@ -60,6 +65,57 @@ def identify(path: Path, name: str | None = None, cancelled: threading.Event | N
     return FileIdentity(path.name if name is None else name, size, digest.hexdigest())
 
 
+def read_file(path: Path, limit: int = SETTINGS) -> bytes:
+    """Read a regular file whole. A pipe or a device, which may have no end, is refused without waiting for it.
+
+    Args:
+        path: of the file; symbolic links are followed.
+        limit: most bytes.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is larger; `strerror` says which.
+    """
+    with open_regular(path) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"larger than {limit >> 20} MiB, the most that is read of such a file", str(path))
+    return data
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file to be read.
+
+    Raises:
+        OSError: it cannot be opened, or is no regular file; `strerror` says which.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # no wait for a pipe's writer
+    descriptor = os.open(path, flags)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        return open(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_object(path: Path, limit: int = SETTINGS) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        OSError: see `read_file`.
+        ValueError: the file holds none; the text says why.
+    """
+    data = read_file(path, limit)
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"holds {type(found).__name__}, not an object")
+    return found
+
+
 def stamp(file: Path | int) -> tuple[int, ...]:
     """Return what changes with a file: device, inode, size, and the times of its content and of its inode, in ns.
 
@@ -78,6 +134,11 @@ def stamp(file: Path | int) -> tuple[int, ...]:
 def is_text(path: Path) -> bool:
     """Whether a path is UTF-8, as it has to be in manifests, in models and for ONNX Runtime."""
     return not any("\ud800" <= character <= "\udfff" for character in str(path.absolute()))
+
+
+def is_inside(name: str) -> bool:
+    """Return False for a file name in a config that leads out of the config's folder."""
+    return "\0" not in name and not Path(name).is_absolute() and ".." not in Path(name).parts
 
 
 def export_suffix(model: Path) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.files import read_object
 
 __all__ = ["each_beside", "load_settings", "settings_beside"]
 
@@ -54,11 +54,8 @@ def load_settings(path: Path) -> dict[str, Any]:
         OptionError: there is none.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except OSError as error:
         raise OptionError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{path} is not JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise OptionError(f"{path} holds {type(data).__name__}, not an object of settings")
-    return data
+    except ValueError as error:
+        raise OptionError(f"{path} {error}") from None

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from trt_kvcache.errors import ManifestError
-from trt_kvcache.files import FileIdentity, atomic_file, identify
+from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import CachePlan, Target
 
@@ -29,6 +29,7 @@ __all__ = [
     "save_manifest",
 ]
 
+_LARGEST = 1 << 28  # bytes
 SCHEMA_VERSION = 1
 ENCODER = "encoder"
 """The profile of an encoder's engine."""
@@ -151,7 +152,7 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise ManifestError(f"{path}: a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)
     try:
-        data = file.read_bytes()
+        data = read_file(file, _LARGEST)
     except FileNotFoundError:
         if not path.exists():
             raise ManifestError(f"{path}: no such file; check the path") from None

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from trt_kvcache.errors import CacheFileError, OutputError, PromptError
-from trt_kvcache.files import check_output, publish, sync, temporary_file
+from trt_kvcache.files import check_output, open_regular, publish, sync, temporary_file
 from trt_kvcache.given import given_path
 from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -157,6 +157,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
     """
     path = given_path(path, "path", CacheFileError)
     try:
+        open_regular(path).close()  # a pipe would stop all threads until something writes to it
         file = safe_open(path, framework="numpy")
     except (OSError, SafetensorError) as error:
         raise CacheFileError(f"{path}: not a saved cache: {error}") from error

@@ -14,7 +14,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from trt_kvcache.files import export_suffix
+from trt_kvcache.files import export_suffix, is_inside, read_object
 
 __all__ = ["find_embeddings", "scaled_by"]
 
@@ -38,10 +38,10 @@ def _candidates(model: Path) -> Iterator[Path]:
 
 def _named_by_genai(folder: Path) -> Iterator[Path]:
     try:
-        name = json.loads((folder / "genai_config.json").read_text(encoding="utf-8"))["model"]["embedding"]["filename"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):  # none, or another layout
+        name = read_object(folder / "genai_config.json")["model"]["embedding"]["filename"]
+    except (OSError, ValueError, KeyError, TypeError):  # none, or another layout
         return
-    if isinstance(name, str):
+    if isinstance(name, str) and is_inside(name):
         yield folder / name
 
 
@@ -52,10 +52,10 @@ def scaled_by(checkpoint: Path) -> str | None:
     after that. So nothing here tells whether an exported decoder takes them scaled.
     """
     try:
-        config = json.loads((checkpoint.parent / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        config = read_object(checkpoint.parent / "config.json")
+    except (OSError, ValueError):
         return None
-    parts = [config, config.get("text_config")] if isinstance(config, dict) else []
+    parts = [config, config.get("text_config")]
     for part in (p for p in parts if isinstance(p, dict)):
         kind = part.get("model_type")
         if isinstance(kind, str) and "gemma" in kind:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, SessionError
+from trt_kvcache.files import open_regular
 from trt_kvcache.importer.plan import CachePlan, TensorRole
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embedding_files import scaled_by
@@ -204,6 +205,7 @@ def _split(given: str) -> tuple[Path, str]:
 
 def _read_npy(path: Path) -> Array:
     try:
+        open_regular(path).close()
         table: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise OptionError(f"{path}: cannot be read as an .npy table: {error}") from None
@@ -215,6 +217,7 @@ def _read_safetensors(path: Path, name: str, tensor: TensorRole) -> tuple[Array,
     from safetensors import SafetensorError, safe_open
 
     try:
+        open_regular(path).close()
         with safe_open(path, framework="numpy") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118
             tables = [key for key, shape in shapes.items() if len(shape) == 2]

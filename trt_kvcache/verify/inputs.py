@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.files import open_regular
 from trt_kvcache.importer.check.schedule import Step
 from trt_kvcache.importer.plan import CachePlan, Role, SpanInput
 
@@ -26,6 +28,7 @@ def load_inputs(path: str | None) -> dict[str, Array]:
     if path is None:
         return {}
     try:
+        open_regular(Path(path)).close()
         file = np.load(path, allow_pickle=False)
         if isinstance(file, np.ndarray):
             raise TypeError("one array without a name, as in an .npy file; np.savez writes names")

@@ -1,6 +1,7 @@
 """Name patterns for roles, from YAML: the shipped ones in ``configs/``, and the user's own (``--config``).
 
-A file looks like this; every pattern is a regular expression that must match a whole name::
+A file looks like this; every pattern is a regular expression of RE2, which matches in time linear in the name's length,
+whatever the pattern. It must match a whole name::
 
     roles:
       tokens: input_ids
@@ -18,14 +19,19 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import re2
 import yaml
 
 from trt_kvcache.errors import OptionError
+from trt_kvcache.files import read_file
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.resources import resource_dir
 
 NAMED_ROLES = tuple(role for role in Role if role not in (Role.CACHE, Role.SPAN, Role.STATE))
 """The roles that a pattern can give. `Role.OTHER` says that a tensor has none, against what the graph suggests."""
+
+_QUIET = re2.Options()
+_QUIET.log_errors = False
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,7 @@ class NamePattern:
     """
 
     role: Role
-    regex: re.Pattern[str]
+    regex: re2._Regexp
     source: str
 
     def matches(self, name: str, io: str) -> bool:
@@ -68,7 +74,7 @@ def load_patterns(path: str | Path) -> tuple[NamePattern, ...]:
     """
     path = Path(path)
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.safe_load(read_file(path, 1 << 20).decode())
     except OSError as error:
         raise OptionError(f"{path}: the role config cannot be read ({error.strerror}); give a YAML file") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of dates that are none, too
@@ -94,7 +100,10 @@ def _patterns(key: Any, value: Any, path: Path) -> list[NamePattern]:
         if not isinstance(text, str) or not text:
             raise OptionError(f"{path}: role '{key}' has the pattern {text!r}; give a name or a list of names, as text")
         try:
-            patterns.append(NamePattern(Role(key), re.compile(text), path.name))
-        except re.error as error:
-            raise OptionError(f"{path}: role '{key}' has '{text}', which is no regular expression: {error}") from None
+            patterns.append(NamePattern(Role(key), re2.compile(text, _QUIET), path.name))
+        except (re2.error, UnicodeEncodeError) as error:
+            said = error.args[0].decode(errors="replace") if isinstance(error, re2.error) else error
+            raise OptionError(
+                f"{path}: role '{key}' has '{text}', which is no regular expression of RE2: {said}"
+            ) from None
     return patterns

@@ -25,15 +25,12 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
         name: of the tokenizer, for messages.
 
     Raises:
-        OptionError: Jinja2 is missing, the template is broken or does what the sandbox forbids, or it refuses the
-            messages.
+        OptionError: the template is broken or does what the sandbox forbids, or it refuses the messages.
+        MemoryError: it needs too much.
     """
-    try:
-        from jinja2 import TemplateError, nodes
-        from jinja2.ext import Extension, loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-    except ImportError:
-        raise OptionError("a chat template needs Jinja2: pip install 'trt-kvcache[text]'") from None
+    from jinja2 import TemplateError, nodes
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
         """``{% generation %}`` marks answers for training; for a prompt it is its content."""
@@ -61,6 +58,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], special_tokens:
         text: str = environment.from_string(template).render(
             messages=list(messages), add_generation_prompt=True, tools=None, documents=None, **special_tokens
         )
+    except MemoryError:
+        raise
     except Exception as error:  # noqa: BLE001 - a template runs code of its own, which can raise anything
         raise OptionError(f"the chat template of {name} failed: {type(error).__name__}: {error}") from None
     return text

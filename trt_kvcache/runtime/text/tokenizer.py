@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.files import read_file, read_object
 
 if TYPE_CHECKING:
     import tokenizers
 
 __all__ = ["Tokenizer"]
+
+_LARGEST = 1 << 28
+"""Bytes of a ``tokenizer.json``; that of Gemma 3, with 262,144 tokens, has 33 MB."""
 
 
 class Tokenizer:
@@ -58,7 +61,7 @@ class Tokenizer:
                 f"{path} needs the tokenizers library: pip install 'trt-kvcache[text]'; or give token ids"
             ) from None
         try:
-            made = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+            made = tokenizers.Tokenizer.from_buffer(read_file(path, _LARGEST))
         except OSError as error:
             raise OptionError(f"{path} cannot be read: {error.strerror}") from None
         except Exception as error:  # noqa: BLE001 - the library raises Exception itself, whatever is wrong in the file
@@ -127,9 +130,13 @@ class Tokenizer:
         Raises:
             OptionError: there is no chat template, or it fails on the messages.
         """
-        from trt_kvcache.runtime.text.chat import render
+        try:
+            import jinja2  # noqa: F401 - in the child process
+        except ImportError:
+            raise OptionError("a chat template needs Jinja2: pip install 'trt-kvcache[text]'") from None
+        from trt_kvcache.runtime.text.template_process import render_in_process
 
-        return render(self._template(), messages, self.special_tokens, self.name)
+        return render_in_process(self._template(), messages, self.special_tokens, self.name)
 
     def _template(self) -> str:
         template = self._settings.get("chat_template")
@@ -150,16 +157,14 @@ def _settings_beside(path: Path) -> dict[str, Any]:
     config, template = path.with_name("tokenizer_config.json"), path.with_name("chat_template.jinja")
     try:
         if config.exists():
-            settings = json.loads(config.read_text(encoding="utf-8"))
-        if not isinstance(settings, dict):
-            raise OptionError(f"{config} holds {type(settings).__name__}, not an object")
+            settings = read_object(config)
         if template.exists():
             # transformers 5 writes the template to a file of its own, which counts.
             settings["chat_template"] = _text(template)
     except OSError as error:
         raise OptionError(f"{error.filename} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise OptionError(f"{config} is not JSON: {error}") from None
+    except ValueError as error:
+        raise OptionError(f"{config} {error}") from None
     return settings
 
 
@@ -169,6 +174,6 @@ def _is_unicode(text: str) -> bool:
 
 def _text(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_file(file).decode()
     except UnicodeDecodeError as error:
         raise OptionError(f"{file} is not UTF-8 text: {error}") from None

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import BackendError, OutputError
-from trt_kvcache.files import atomic_file
+from trt_kvcache.files import atomic_file, read_file
 from trt_kvcache.runtime.trt.load import TensorRT
 
 __all__ = ["KernelCache", "kernel_cache_path", "warn_not_kept"]
 
+_LARGEST = 1 << 32  # bytes of compiled kernels
 _KEEP = "keep the kernels that it compiles"
 
 
@@ -46,7 +47,7 @@ class KernelCache:
         trt.check(self._cache, _KEEP)
         self._config = config  # TensorRT's bindings do not say whether the cache needs it
         try:
-            stored = path.read_bytes()
+            stored = read_file(path, _LARGEST)
         except OSError:
             stored = b""
         self.loaded = bool(stored) and bool(self._cache.deserialize(stored))

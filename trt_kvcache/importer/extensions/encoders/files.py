@@ -13,12 +13,11 @@ optimum. The other exporters have them in the encoder or in the decoder.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.files import export_suffix
+from trt_kvcache.files import export_suffix, is_inside, read_object
 
 __all__ = ["decoder_start", "find_encoder", "find_first_step", "named_encoder"]
 
@@ -62,8 +61,8 @@ def _encoders(model: Path) -> Iterator[Path]:
         yield folder / f"encoder_model{suffix}.onnx"
     encoder = _read(folder / "genai_config.json").get("model", {})
     encoder = encoder.get("encoder") if isinstance(encoder, dict) else None
-    if isinstance(encoder, dict) and isinstance(encoder.get("filename"), str):
-        yield folder / encoder["filename"]
+    if isinstance(encoder, dict) and isinstance(name := encoder.get("filename"), str) and is_inside(name):
+        yield folder / name
     yield folder / "encoder.onnx"
     yield folder / "encoder" / "model.onnx"
     if folder.absolute().name == "decoder":
@@ -77,7 +76,6 @@ def _folder(model: Path) -> Path:
 def _read(file: Path) -> dict[str, Any]:
     """A config, or an empty one where there is none that can be read."""
     try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        return read_object(file)
+    except (OSError, ValueError):
         return {}
-    return config if isinstance(config, dict) else {}

@@ -1,0 +1,116 @@
+"""A child process with limits, for work that a file from anywhere decides: it may need any time and any memory."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import trt_kvcache
+
+__all__ = ["Child", "ChildError", "limit_memory"]
+
+if sys.platform == "win32":
+    _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
+else:
+    _GROUP = 0
+_ROOT = Path(trt_kvcache.__file__).parents[1]
+
+
+class ChildError(Exception):
+    """The child gave no answer; the text says why, for the user."""
+
+
+class Child:
+    """A Python process that answers lines with lines. It ends with its parent.
+
+    Args:
+        module: to run with ``python -m``. It reads requests from stdin and writes one line for each to stdout.
+        arguments: of the module.
+    """
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._owner = os.getpid()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=_ROOT,  # where python -m finds this very package
+            start_new_session=True,  # Ctrl-C at a terminal reaches the parent only, which then ends the child
+            creationflags=_GROUP,
+        )
+        self._answers: queue.Queue[bytes] = queue.Queue()
+        threading.Thread(target=self._listen, name=module, daemon=True).start()
+        atexit.register(self.end)
+
+    @property
+    def alive(self) -> bool:
+        """It can take a request: a fork of the parent has no child."""
+        return self._owner == os.getpid() and self._process.poll() is None
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as answers:
+            for line in answers:
+                self._answers.put(line)
+        self._answers.put(b"")
+
+    def ask(self, parts: Sequence[bytes], seconds: float) -> bytes:
+        """Return the answer to a request, without its line break.
+
+        Args:
+            parts: of the request, one after the other.
+            seconds: the longest wait. After that the child is ended.
+
+        Raises:
+            ChildError: it takes longer, or it died.
+        """
+        assert self._process.stdin is not None
+        try:
+            for part in parts:
+                self._process.stdin.write(part)
+            self._process.stdin.flush()
+            line = self._answers.get(timeout=seconds)
+        except queue.Empty:
+            self.end()
+            raise ChildError(f"took more than {seconds:g} s") from None
+        except OSError:  # it died before it had read everything
+            line = b""
+        except BaseException:  # an interrupt: nobody reads the answer
+            self.end()
+            raise
+        if not line:
+            self.end()
+            raise ChildError(f"ended with exit code {self._process.returncode}, as for want of memory")
+        return line.rstrip(b"\n")
+
+    def end(self) -> None:
+        """End the process."""
+        if self._owner == os.getpid():
+            self._process.kill()
+            self._process.wait()
+            if self._process.stdin is not None:
+                with suppress(OSError):  # what it has not read is lost
+                    self._process.stdin.close()
+        atexit.unregister(self.end)
+
+
+def limit_memory(size: int) -> None:
+    """In the child: let this process have no more than `size` bytes of address space, and no core dumps.
+
+    On Windows, which has no such limit, nothing happens.
+    """
+    if sys.platform != "win32":
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
