@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -36,7 +36,6 @@ class Interface:
         found: its caches.
         config: the user's name patterns.
         states: its state that is no cache.
-        kept: rows, at most, of caches that are cut to the newest ones, by name of past or present.
 
     Raises:
         UnsupportedModelError: no input brings new tokens.
@@ -49,7 +48,6 @@ class Interface:
         found: Sequence[Candidate | HeldCache],
         config: str | None,
         states: Sequence[StateUpdate] = (),
-        kept: Mapping[str, int] | None = None,
     ) -> None:
         self.states = tuple(states)
         self._found = {f.past.name: f for f in found}
@@ -69,7 +67,8 @@ class Interface:
         for role in self.roles:
             original = self._role(role)
             axes = self._axes(role, original)
-            rows = (kept or {}).get(role.name)
+            cache = self._found.get(role.name) or self._presents.get(role.name)
+            rows = None if cache is None else cache.kept
             tensors.append(OriginalTensor(role.name, role.io, original, role.dtype, role.shape, axes, rows))
             if original is OriginalRole.MASK and role.role is not Role.MASK:
                 mask = ("batch", *["?"] * (len(axes) - 3), "sequence", "keys")[-len(axes) :]

@@ -1,10 +1,10 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
     Einsum -> MatMul, Mul                               einsum
-    samples of a step                                   evidence: samples, probe (blueprint), sizes
+    samples of a step                                   evidence: samples, probe
     constants in disguise                               evidence: fixed
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
-                                                        read_updates; short_masks, new_rows
+                                                        read_updates; new_rows
     attention over them                                 attention: search (cache_reads, head_order), masks
                                                         (square_masks, bias), extensions: rounded_attention
     keys and values computed from caches                extensions: latent_attention
@@ -29,7 +29,18 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import Emitter, consumers, contains, dims, export_inferred, fold_identities, is_op
+from trt_kvcache.importer.graph import (
+    INT32,
+    INT64,
+    Emitter,
+    consumers,
+    contains,
+    dims,
+    elem_type,
+    export_inferred,
+    fold_identities,
+    is_op,
+)
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.head_order import in_groups
@@ -38,8 +49,8 @@ from trt_kvcache.importer.normalize.attention.square_masks import SINGLY, hold_b
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
 from trt_kvcache.importer.normalize.einsum import lower_einsum
-from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
+from trt_kvcache.importer.normalize.evidence.probe import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.idioms.attention_past import (
@@ -53,7 +64,6 @@ from trt_kvcache.importer.normalize.idioms.attention_past import (
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows, say_layouts
 from trt_kvcache.importer.normalize.idioms.read_updates import find_kept, read_update
-from trt_kvcache.importer.normalize.idioms.short_masks import find_short_masks
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.normalize.residual import (
     NOTE,
@@ -157,7 +167,7 @@ def _recognize(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options
     candidates, states = _caches(graph, held)
     if not candidates and not held:
         return None
-    candidates, interface, samples = _sampled(graph, Blueprint(model, weights), candidates, held, states, options)
+    candidates, interface, samples = _sampled(Blueprint(model, weights), candidates, held, states, options)
     if (folded := fold_fixed(samples)) is not None:
         graph = gs.import_onnx(folded)
         fold_identities(graph)
@@ -228,7 +238,6 @@ def _caches(graph: gs.Graph, held: Sequence[HeldCache]) -> tuple[tuple[Candidate
 
 
 def _sampled(
-    graph: gs.Graph,
     blueprint: Blueprint,
     candidates: tuple[Candidate, ...],
     held: Sequence[HeldCache],
@@ -236,22 +245,12 @@ def _sampled(
     options: PlanOptions,
 ) -> tuple[tuple[Candidate, ...], Interface, Samples]:
     """Interface and samples; and the caches again, where some are cut, with the rows that these keep."""
-
-    def read(shorter: Mapping[str, int]) -> Interface:
-        return Interface(blueprint.model, [*candidates, *held], options.config, states, shorter)
-
-    interface = read({})
-    capacity = interface.capacity(options.capacity)
-    samples = Samples(blueprint, interface, capacity)
-    if not any(candidate.is_cut for candidate in candidates):
-        return candidates, interface, samples
-    candidates = find_kept(candidates, samples)
-    kept = {t.name: c.kept for c in candidates if c.kept is not None for t in (c.past, c.present)}
-    interface = read(kept)
-    samples = Samples(blueprint, interface, capacity)
-    if short := find_short_masks(graph, interface, samples):
-        interface = read(kept | short)
-        samples = Samples(blueprint, interface, capacity)
+    interface = Interface(blueprint.model, [*candidates, *held], options.config, states)
+    samples = Samples(blueprint, interface, interface.capacity(options.capacity))
+    if any(candidate.is_cut for candidate in candidates):
+        candidates = find_kept(candidates, samples)
+        interface = Interface(blueprint.model, [*candidates, *held], options.config, states)
+        samples = Samples(blueprint, interface, samples.capacity)
     return candidates, interface, samples
 
 
@@ -349,7 +348,8 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
     """Take away outputs that count the tokens in the cache: the caller knows."""
     counts = set()
     for tensor in list(graph.outputs):
-        if all(_counts(tensor, sample) for sample in samples.plain):
+        is_integer = elem_type(tensor) in (INT32, INT64)
+        if is_integer and all(_counts(tensor, sample) for sample in samples.plain):
             counts.add(str(tensor.name))
             graph.outputs = [t for t in graph.outputs if t is not tensor]
     return counts
@@ -357,7 +357,7 @@ def _drop_counts(graph: gs.Graph, samples: Samples) -> set[str]:
 
 def _counts(tensor: gs.Tensor, sample: Sample) -> bool:
     value = sample.probe.value(tensor.name)
-    return value is not None and value.dtype.kind in "iu" and bool((value == sample.total).all())
+    return value is not None and bool((value == sample.total).all())
 
 
 def _drop_inputs(graph: gs.Graph, interface: Interface) -> None:

@@ -41,8 +41,7 @@ from trt_kvcache.importer.graph import (
     export_inferred,
     fold_identities,
 )
-from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
-from trt_kvcache.importer.normalize.evidence.probe import Probe
+from trt_kvcache.importer.normalize.evidence.probe import Blueprint, Probe
 from trt_kvcache.importer.plan import CachePlan, Dim, PlanOptions, Role, Stack, TensorRole
 from trt_kvcache.importer.planning.attention import analyze_attention
 from trt_kvcache.importer.prepare import (

@@ -12,8 +12,7 @@ import numpy as np
 import onnx
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.normalize.evidence.blueprint import Blueprint
-from trt_kvcache.importer.normalize.evidence.probe import Probe
+from trt_kvcache.importer.normalize.evidence.probe import Blueprint, Probe
 from trt_kvcache.importer.planning.index_limits import table_rows
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import is_op, shape_of

@@ -23,7 +23,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import OptionError
 from trt_kvcache.importer.graph import INT32, INT64, dims, elem_type, is_op, made_of_constants
 from trt_kvcache.importer.normalize.canonical import Canonical
-from trt_kvcache.importer.normalize.evidence.blueprint import Array
+from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import is_float_cast

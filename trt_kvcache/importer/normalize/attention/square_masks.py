@@ -17,7 +17,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import INT64, NAME_PREFIX, Emitter, is_op, producer
-from trt_kvcache.importer.normalize.evidence.blueprint import Array
+from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.views import is_float_cast
 
@@ -48,7 +48,7 @@ def pad_square_masks(graph: gs.Graph, samples: Samples) -> bool:
     found = [pair for node in graph.nodes if is_op(node, "Softmax") for pair in _masked(node, samples)]
     for node, place in found:
         mask = node.inputs[place]
-        for sample in (*samples.plain, *samples.learning):
+        for sample in samples.plain:
             _check(mask.name, sample)
         value = samples.plain[0].probe.value(mask.name)
         assert value is not None
@@ -76,7 +76,7 @@ def hold_by_position(graph: gs.Graph, samples: Samples) -> None:
             if value is None or samples.blueprint.is_constant(tensor.name):
                 continue
             axes = [axis for axis, size in enumerate(value.shape) if size == samples.capacity > 1]
-            for sample in (s for s in (*samples.plain, *samples.learning) if s.batch == 1):
+            for sample in (s for s in samples.plain if s.batch == 1):
                 _check_by_position(str(node.name), str(tensor.name), value, axes, sample)
 
 

@@ -1,13 +1,12 @@
-"""Evaluate parts of a model on one sample, lazily.
+"""Evaluate parts of a model in one step, lazily, by ONNX's own means.
 
-What a mask looks like, where a scatter writes, how a chain of operators moves data: a sample fixes the shape of every
-graph input and the value of some. From these follow the exact shape of every tensor, and the exact value of every one
-that no weight and no token reaches: shape arithmetic, positions, masks. Any tensor may be given a value, which then
-stands for what its producer would make; so a chain of operators can be fed numbers and its result compared with what it
-should be. Operators are evaluated by the `Blueprint` of the model, one by one, only for what is asked.
+Recognizers look at what a mask holds, where a scatter writes, or how operators move numbers. A step fixes the shape of
+every graph input and the value of some. From these follow the type of each tensor, and the value of each that no weight
+and no token reaches. Any tensor may be given a value, which stands for what its producer would make: so a chain of
+operators can be fed numbers, and its result be compared.
 
-The layers of a decoder do the same with tensors of the same shapes, and much is the same in every step. So what an
-operator makes of the same types and values is made once; of small values, once for all samples:
+Types come from ONNX shape inference, values from ONNX's reference evaluator, one operator at a time, only for what is
+asked. The layers of a decoder do the same with equal types and values; that is made once:
 
     layers.0   Transpose(float16 [2, 3, 8, 64])  ->  inferred: float16 [2, 8, 3, 64]
     layers.31  Transpose(float16 [2, 3, 8, 64])  ->  found
@@ -15,28 +14,205 @@ operator makes of the same types and values is made once; of small values, once 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeVar
+from math import prod
+from typing import Any, NamedTuple, cast
 
 import numpy as np
+import numpy.typing as npt
 import onnx
+from onnx import numpy_helper
+from onnx.reference.ops import load_op
 
-from trt_kvcache.importer.normalize.evidence.blueprint import LARGEST, SIZES, Array, Blueprint, Maker, content, is_small
+from trt_kvcache.importer.protos import cut_squares, is_op, may_be_bias
 
+Array = npt.NDArray[Any]
 Shape = tuple[int, ...]
-_Type = bytes  # an onnx.TypeProto, serialized: hashable, and equal only where all of it is
-_Fact = tuple[str, bool]  # a tensor's value, or its type
-_Made = TypeVar("_Made")
 
-COUNTS = ("NonZero", "Compress", "Unique")  # the contents of their inputs decide how much they give
-FILLED = ("ScatterElements", "ScatterND")  # as large as their first input, whatever is written into it
-_KEPT = 1 << 12  # results, at most, that all samples share
-_VALUE, _TYPE = True, False
+_SMALL = 1 << 12  # bytes; larger values are compared as objects
+_FEW = 64  # elements of a value that may decide a shape
+_LARGEST = 1 << 26  # elements of one value: a foreign model runs here in the caller's own process
+_KEPT = 1 << 12  # results, at most, that all steps share
+_SLOW = {"Conv", "ConvTranspose", "Einsum"}  # no mask and no position is made of these
+_COUNTING = {"NonZero", "Compress", "Unique"}  # their contents decide how much they give: no more than they get
+_RANDOM = {"RandomUniform", "RandomNormal", "RandomUniformLike", "RandomNormalLike", "Bernoulli", "Multinomial"}
+_READABLE = {  # masks kept as buffers, and rows counted over a capacity
+    onnx.TensorProto.BOOL, onnx.TensorProto.UINT8, onnx.TensorProto.INT8, onnx.TensorProto.INT32,
+    onnx.TensorProto.INT64,
+}  # fmt: skip
+
+
+class _Fact(NamedTuple):
+    """What is known of a tensor.
+
+    Attributes:
+        kind: an onnx.TypeProto, serialized: hashable, and equal only where all of it is. None: unknown.
+        value: None where weights, tokens or an unknown operator take part in it.
+    """
+
+    kind: bytes | None
+    value: Array | None = None
+
+
+_UNKNOWN = _Fact(None)
+
+
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """What makes a tensor. Protos are slow to read, so this is read once.
+
+    Attributes:
+        node: the node.
+        index: of the output.
+        op: its operator, with the domain where that is not ONNX's own.
+        form: equal for nodes that do the same to their inputs.
+        inputs: names; empty where one is left out.
+    """
+
+    node: onnx.NodeProto
+    index: int
+    op: str
+    form: int
+    inputs: tuple[str, ...]
+
+
+class Blueprint:
+    """A model as probes read it: made once, shared by all steps.
+
+    Args:
+        model: flat, with named tensors. Not kept in sync with later edits.
+        weights: large inline initializers that were detached from `model`, by name; only integers, masks and what has
+            the shape of a bias are read.
+    """
+
+    def __init__(self, model: onnx.ModelProto, weights: Mapping[str, onnx.TensorProto]) -> None:
+        self.model = model
+        self.opsets = {o.domain if o.domain != "ai.onnx" else "": o.version for o in model.opset_import}
+        self.initializers = {t.name: t for t in model.graph.initializer}
+        self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
+        self._weights = weights
+        self._masks = cut_squares(model.graph)
+        self._producers: dict[str, tuple[onnx.NodeProto, int]] = {}
+        self._places: dict[str, int] = {}
+        for place, node in enumerate(model.graph.node):
+            if is_op(node, "Constant") and (held := next((a.t for a in node.attribute if a.name == "value"), None)):
+                self.initializers[node.output[0]] = held
+                continue
+            for index, name in enumerate(node.output):
+                if name:
+                    self._producers[name] = (node, index)
+                    self._places[name] = place
+        self._makers: dict[str, Maker | None] = {}
+        self._forms: dict[Hashable, int] = {}
+        self._operators: dict[int, Callable[..., Any] | None] = {}
+        self._stated: dict[str, _Fact] = {}
+        self.made: dict[Hashable, Sequence[_Fact]] = {}
+
+    def place(self, name: str) -> int:
+        """What a tensor is made of has smaller numbers; below 0: constants and inputs."""
+        return self._places.get(name, -1)
+
+    def is_constant(self, name: str) -> bool:
+        """Whether a tensor is an initializer or comes from a Constant."""
+        return name in self.initializers or (name in self._producers and is_op(self._producers[name][0], "Constant"))
+
+    def maker(self, name: str) -> Maker | None:
+        """What makes a tensor; None for constants and inputs of the graph."""
+        if name not in self._makers:
+            made = self._producers.get(name)
+            self._makers[name] = None if made is None else self._maker(*made)
+        return self._makers[name]
+
+    def _maker(self, node: onnx.NodeProto, index: int) -> Maker:
+        op = str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
+        inputs = tuple(node.input)
+        places = tuple(inputs.index(n) if n else -1 for n in inputs)
+        attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
+        form = (op, attributes, places, tuple(map(bool, node.output)))
+        return Maker(node, index, op, self._forms.setdefault(form, len(self._forms)), inputs)
+
+    def stated(self, name: str) -> _Fact:
+        """What is known of a constant: its value if it is small or may be a mask."""
+        if name not in self._stated:
+            tensor = self.initializers[name]
+            external = tensor.data_location == onnx.TensorProto.EXTERNAL
+            may_be_mask = tensor.data_type in _READABLE or may_be_bias(tensor) or name in self._masks
+            if external and name in self._weights and may_be_mask:
+                tensor, external = self._weights[name], False
+            value = None if external else np.asarray(numpy_helper.to_array(tensor))
+            self._stated[name] = _Fact(_kind(tensor.data_type, tuple(tensor.dims)), value)
+        return self._stated[name]
+
+    def run(self, maker: Maker, facts: Sequence[_Fact | None]) -> Sequence[_Fact]:
+        """What a node makes of what is known of its inputs; None: one is left out."""
+        if maker.op == "Range":  # ONNX Runtime takes [1] for a scalar, and exporters rely on it
+            facts = [
+                _fact(f.value.reshape(())) if f and f.value is not None and f.value.size == 1 else f for f in facts
+            ]
+        kinds = self._infer(maker, facts)
+        values = self._evaluate(maker, facts, kinds)
+        return [_Fact(k) if v is None else _fact(v) for k, v in zip(kinds, values, strict=True)]
+
+    def _infer(self, maker: Maker, facts: Sequence[_Fact | None]) -> list[bytes | None]:
+        """The types of the outputs of a node, by ONNX's shape inference."""
+        given = {n: f for n, f in zip(maker.inputs, facts, strict=True) if f is not None}
+        types = {n: onnx.TypeProto.FromString(f.kind or b"") for n, f in given.items()}
+        data = {
+            n: numpy_helper.from_array(v) for n, f in given.items() if (v := f.value) is not None and _may_decide(v)
+        }
+        node, domain = maker.node, "" if maker.node.domain == "ai.onnx" else maker.node.domain
+        try:
+            schema = onnx.defs.get_schema(node.op_type, self.opsets.get(domain, 1), domain)
+            if maker.op == "Attention":
+                node = _without_own(node, schema)
+            found = onnx.shape_inference.infer_node_outputs(schema, node, types, data)
+        except Exception:  # noqa: BLE001 - no schema, or shapes that do not fit: unknown
+            found = {}
+        return [found[n].SerializeToString(deterministic=True) if n in found else None for n in maker.node.output]
+
+    def _evaluate(
+        self, maker: Maker, facts: Sequence[_Fact | None], kinds: Sequence[bytes | None]
+    ) -> Sequence[Array | None]:
+        """The outputs of a node, by ONNX's reference implementation of its operator; None where they are unknown."""
+        values = [None if f is None else f.value for f in facts]
+        nothing = [None] * len(kinds)
+        if maker.op in ("Shape", "Size"):
+            shape = _shape(facts[0].kind) if facts[0] is not None else None
+            if shape is None:
+                return nothing
+            bounds = {a.name: a.i for a in maker.node.attribute}
+            part = shape[bounds.get("start", 0) : bounds.get("end", len(shape))]
+            return [np.asarray(part if maker.op == "Shape" else prod(shape), np.int64)]
+        if maker.op == "CastLike" and kinds[0] is not None and values[0] is not None:
+            return [values[0].astype(onnx.helper.tensor_dtype_to_np_dtype(_elem_type(kinds[0])))]
+        if any(v is None or v.dtype.kind not in "biufcV" for f, v in zip(facts, values, strict=True) if f is not None):
+            return nothing
+        shapes = [_shape(kind) for kind, name in zip(kinds, maker.node.output, strict=True) if name]
+        is_bounded = all(shape is not None and prod(shape) <= _LARGEST for shape in shapes)
+        if maker.op in _SLOW or not (is_bounded or maker.op in _COUNTING):
+            return nothing
+        if maker.form not in self._operators:
+            self._operators[maker.form] = self._operator(maker.node)
+        return _run(maker, self._operators[maker.form], values) or nothing
+
+    def _operator(self, node: onnx.NodeProto) -> Callable[..., Any] | None:
+        """The reference implementation of a node, with its attributes."""
+        domain = "" if node.domain == "ai.onnx" else node.domain
+        if any(a.type in (a.GRAPH, a.GRAPHS) for a in node.attribute) or node.op_type in _RANDOM:
+            return None
+        try:
+            made = load_op(domain, node.op_type, self.opsets.get(domain, 1))
+            settings = {"log": lambda *_: None, "opsets": self.opsets, "verbose": 0, "new_ops": None}
+            return cast("Callable[..., Any]", made(node, settings).run)
+        except Exception:  # noqa: BLE001 - no such operator: its values are unknown
+            return None
 
 
 class Probe:
-    """The tensors of a model in one sample.
+    """The tensors of a model in one step.
 
     Args:
         blueprint: the model.
@@ -50,40 +226,23 @@ class Probe:
         self._given = dict(values)
         self._other: Probe | None = None  # with fewer values: knows the same of what comes before these
         self._first = 0
-        self._shared: dict[Hashable, Probe] = {}
-        self._values: dict[str, Array | None] = dict(values)
-        self._types: dict[str, _Type | None] = {}
-        # What was made of what, in this sample only: by large values as objects, which live as long as the probe.
-        self._evaluated: dict[Hashable, Sequence[Array | None]] = {}
-        self._inferred: dict[Hashable, Sequence[_Type | None]] = {}
-
-    @property
-    def values(self) -> Mapping[str, Array]:
-        """What was given."""
-        return self._given
+        self._facts = {name: _fact(value) for name, value in values.items()}
+        self._made: dict[Hashable, Sequence[_Fact]] = {}  # of large values, by object: they live as long as the probe
 
     def given(self, values: Mapping[str, Array]) -> Probe:
-        """The same sample with more values."""
+        """The same step with more values."""
         made = Probe(self._blueprint, self._shapes, self._given | dict(values))
         made._other = self
         made._first = min(map(self._blueprint.place, values), default=0)
         return made
 
-    def shared(self, values: Mapping[str, Array]) -> Probe:
-        """As `given`, but the same one for the same small values: it stays, with all that is found out from it."""
-        key = tuple((name, content(value)) for name, value in values.items())
-        if key not in self._shared:
-            self._shared[key] = self.given(values)
-        return self._shared[key]
-
     def shape(self, name: str) -> Shape | None:
         """The shape of a tensor, or None where an operator is unknown or its shape hangs on weights or tokens."""
-        kind = self._type(name)
-        return None if kind is None else _shape(kind)
+        return _shape(self._fact(name).kind)
 
     def elem_type(self, name: str) -> int | None:
         """The ONNX element type of a tensor, or None where it is unknown."""
-        kind = self._type(name)
+        kind = self._fact(name).kind
         return None if kind is None else _elem_type(kind)
 
     def value(self, name: str) -> Array | None:
@@ -91,161 +250,119 @@ class Probe:
 
         Not to be changed: it may be the value of other tensors, too.
         """
-        if name not in self._values:
-            self._find((name, _VALUE))
-        return self._values[name]
+        return self._fact(name).value
 
-    def _type(self, name: str) -> _Type | None:
-        if name not in self._types:
-            self._find((name, _TYPE))
-        return self._types[name]
-
-    def _find(self, wanted: _Fact) -> None:
-        """Find out a fact, after those that it follows from: without recursion, for chains of any length."""
-        pending = [wanted]
+    def _fact(self, name: str) -> _Fact:
+        """What is known of a tensor, after all that it follows from: without recursion, for chains of any length."""
+        pending = [name]
         while pending:
-            name, is_value = pending[-1]
-            known = name in (self._values if is_value else self._types)
-            missing = () if known else self._find_value(name) if is_value else self._find_type(name)
-            if missing:
+            name = pending[-1]
+            maker = None if name in self._facts else self._blueprint.maker(name)
+            missing = [n for n in maker.inputs if n and n not in self._facts] if maker is not None else []
+            if name in self._facts:
+                pending.pop()
+            elif maker is None:
+                self._facts[name] = self._stated(name)
+            elif self._other is not None and self._blueprint.place(name) < self._first:
+                self._facts[name] = self._other._fact(name)
+            elif missing:
                 pending += missing
             else:
-                pending.pop()
+                self._facts[name] = self._make(maker)[maker.index]
+        return self._facts[name]
 
-    def _before(self, name: str) -> Probe | None:
-        """Who knows the same of a tensor, since nothing that it is made of was given a value behind their back."""
-        is_before = self._other is not None and self._blueprint.place(name) < self._first
-        return self._other if is_before else None
-
-    def _find_value(self, name: str) -> Sequence[_Fact]:
-        """Find out a value, or say what has to be known before."""
-        maker, values, types = self._blueprint.maker(name), self._values, self._types
-        if (other := self._before(name)) is not None and (value := other.value(name)) is not None:
-            values[name] = value
-            return ()
-        if maker is None:
-            values[name] = self._blueprint.constant(name)
-            return ()
-        if missing := [(n, _VALUE) for n in maker.operands if n and n not in values]:
-            return missing
-        inputs = [values[n] if n else None for n in maker.operands]
-        if any(v is None and n for n, v in zip(maker.operands, inputs, strict=True)):
-            values[name] = None
-            return ()
-        if missing := [(n, _TYPE) for n in maker.likes if n not in types]:
-            return missing
-        likes = [types[n] for n in maker.likes]
-        key = (maker.form, *map(content, inputs), *likes)
-        made = self._blueprint.evaluated.get(key) or self._evaluated.get(key)
+    def _make(self, maker: Maker) -> Sequence[_Fact]:
+        facts = [self._facts[n] if n else None for n in maker.inputs]
+        key = (maker.form, *(f and _content(f) for f in facts))
+        shared = self._blueprint.made
+        made = shared.get(key) or self._made.get(key)
         if made is None:
-            made = self._evaluate(maker, inputs, likes)
-            _place(self._blueprint.evaluated, self._evaluated, (*inputs, *made))[key] = made
-        values[name] = made[maker.index]
-        return ()
+            made = self._blueprint.run(maker, facts)
+            is_small = all(f is None or _is_small(f.value) for f in (*facts, *made))
+            (shared if is_small and len(shared) < _KEPT else self._made)[key] = made
+        return made
 
-    def _evaluate(
-        self, maker: Maker, inputs: Sequence[Array | None], likes: Sequence[_Type | None]
-    ) -> Sequence[Array | None]:
-        if not likes:
-            return self._blueprint.evaluate(maker.node, inputs)
-        kind = likes[0]
-        if kind is None:
-            return [None]
-        if maker.op == "CastLike":
-            wanted = _elem_type(kind)
-            dtype = onnx.helper.tensor_dtype_to_np_dtype(wanted) if wanted else None
-            return [None if value is None or dtype is None else value.astype(dtype) for value in inputs]
-        shape = _shape(kind)
-        if shape is None:
-            return [None]
-        if maker.op == "Size":
-            return [np.asarray(int(np.prod(shape)), np.int64)]
-        if maker.op == "Shape":
-            bounds = {a.name: a.i for a in maker.node.attribute}
-            return [np.asarray(shape[bounds.get("start", 0) : bounds.get("end", len(shape))], np.int64)]
-        return self._blueprint.evaluate(maker.node, inputs) if int(np.prod(shape)) <= LARGEST else [None]
-
-    def _find_type(self, name: str) -> Sequence[_Fact]:
-        """Find out a type, or say what has to be known before."""
-        values, types = self._values, self._types
-        if (value := values.get(name)) is not None:
-            types[name] = _type(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape)
-            return ()
-        if (other := self._before(name)) is not None and (kind := other._type(name)) is not None:
-            types[name] = kind
-            return ()
-        maker = self._blueprint.maker(name)
-        if maker is None or maker.op in SIZES:
-            if name in self._blueprint.producers and name not in values:
-                return [(name, _VALUE)]
-            types[name] = self._stated(name)
-            return ()
-        if maker.op in FILLED:
-            if (first := maker.inputs[0]) not in types:
-                return [(first, _TYPE)]
-            types[name] = types[first]
-            return ()
-        if maker.op in COUNTS and name not in values:
-            return [(name, _VALUE)]  # which is the type, too, if it is known
-        if missing := [(n, _TYPE) for n in maker.inputs if n and n not in types]:
-            return missing
-        kinds = [types[n] for n in maker.inputs if n]
-        if None in kinds:
-            types[name] = None
-            return ()
-        if missing := [(n, _VALUE) for n in maker.shaped_by if n not in values]:
-            return missing
-        data = [values[n] for n in maker.shaped_by]
-        key = (maker.form, *kinds, *map(content, data))
-        made = self._blueprint.inferred.get(key) or self._inferred.get(key)
-        if made is None:
-            made = self._infer(maker)
-            _place(self._blueprint.inferred, self._inferred, data)[key] = made
-        types[name] = made[maker.index]
-        return ()
-
-    def _infer(self, maker: Maker) -> Sequence[_Type | None]:
-        kinds = {n: onnx.TypeProto.FromString(kind) for n in maker.inputs if (kind := self._types.get(n)) is not None}
-        data = {n: value for n in maker.shaped_by if (value := self._values[n]) is not None}
-        outputs = maker.node.output
-        if len(data) < len(set(maker.shaped_by)):
-            return [None] * len(outputs)
-        found = self._blueprint.infer(maker.node, kinds, data)
-        return [found[n].SerializeToString(deterministic=True) if n in found else None for n in outputs]
-
-    def _stated(self, name: str) -> _Type | None:
-        """The type of a weight or a graph input."""
+    def _stated(self, name: str) -> _Fact:
+        """What is known of a weight or a graph input."""
         if name in self._blueprint.initializers:
-            tensor = self._blueprint.initializers[name]
-            return _type(tensor.data_type, tuple(tensor.dims))
+            return self._blueprint.stated(name)
         if name in self._shapes:
-            return _type(self._blueprint.inputs[name].type.tensor_type.elem_type, self._shapes[name])
-        if (tensor := self._blueprint.constant_tensor(name)) is not None:
-            return _type(tensor.data_type, tuple(tensor.dims))
+            return _Fact(_kind(self._blueprint.inputs[name].type.tensor_type.elem_type, self._shapes[name]))
+        return _UNKNOWN
+
+
+def _fact(value: Array) -> _Fact:
+    return _Fact(_kind(onnx.helper.np_dtype_to_tensor_dtype(value.dtype), value.shape), value)
+
+
+def _content(fact: _Fact) -> Hashable:
+    """What is equal for equal types and small values, and for large ones where they are the same object."""
+    value = fact.value
+    if value is None:
+        return fact.kind
+    return (fact.kind, value.tobytes()) if _is_small(value) else id(value)
+
+
+def _is_small(value: Array | None) -> bool:
+    return value is None or (value.nbytes <= _SMALL and not value.dtype.hasobject)
+
+
+def _may_decide(value: Array) -> bool:
+    """Whether a value may decide a shape: sizes, axes, bounds."""
+    return value.ndim <= 1 and value.size <= _FEW and value.dtype.kind in "iuf"
+
+
+def _run(
+    maker: Maker, operator: Callable[..., Any] | None, inputs: Sequence[Array | None]
+) -> Sequence[Array | None] | None:
+    if operator is None:
         return None
+    if maker.op == "Pad":
+        inputs = _without_negative_pads(inputs)
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            warnings.simplefilter("ignore")
+            made = [None if value is None else np.asarray(value) for value in operator(*inputs)]
+    except Exception:  # noqa: BLE001 - an index out of range, a shape that does not fit: the step is none for this node
+        return None
+    count = len(maker.node.output)
+    return [*made, *[None] * count][:count]
 
 
-def _place(
-    shared: dict[Hashable, _Made], own: dict[Hashable, _Made], values: Iterable[Array | None]
-) -> dict[Hashable, _Made]:
-    """Where to keep what was made of some values, or is one of them."""
-    fits = len(shared) < _KEPT and all(value is None or is_small(value) for value in values)
-    return shared if fits else own
+def _without_negative_pads(inputs: Sequence[Array | None]) -> Sequence[Array | None]:
+    """The same inputs of Pad with what negative pads take away already gone: the reference implementation fails there.
+
+    torch.onnx writes them where it cuts a padding mask to the length of a window.
+    """
+    data, pads, value, axes = (*inputs, *[None] * 4)[:4]
+    if data is None or pads is None or pads.min(initial=0) >= 0:
+        return inputs
+    kept = [slice(None)] * data.ndim
+    for axis, begin, end in zip(range(data.ndim) if axes is None else axes, *np.split(pads, 2), strict=True):
+        kept[axis] = slice(max(-begin, 0), data.shape[axis] + min(end, 0))
+    return [data[tuple(kept)], np.maximum(pads, 0), value, *([] if axes is None else [axes])]
+
+
+def _without_own(node: onnx.NodeProto, schema: onnx.defs.OpSchema) -> onnx.NodeProto:
+    """An Attention without the inputs and attributes that only the importer gives, see `lower.attention`."""
+    known = [a for a in node.attribute if a.name in schema.attributes]
+    inputs = node.input[: len(schema.inputs)]
+    return onnx.NodeProto(op_type=node.op_type, input=inputs, output=node.output, attribute=known)
 
 
 @lru_cache(1 << 16)
-def _type(elem_type: int, shape: Shape) -> _Type:
-    kind: _Type = onnx.helper.make_tensor_type_proto(elem_type, list(shape)).SerializeToString(deterministic=True)
+def _kind(elem_type: int, shape: Shape) -> bytes:
+    kind: bytes = onnx.helper.make_tensor_type_proto(elem_type, list(shape)).SerializeToString(deterministic=True)
     return kind
 
 
 @lru_cache(1 << 16)
-def _shape(kind: _Type) -> Shape | None:
-    tensor = onnx.TypeProto.FromString(kind).tensor_type
+def _shape(kind: bytes | None) -> Shape | None:
+    tensor = onnx.TypeProto.FromString(kind or b"").tensor_type
     if not tensor.HasField("shape") or not all(d.HasField("dim_value") for d in tensor.shape.dim):
         return None
     return tuple(d.dim_value for d in tensor.shape.dim)
 
 
-def _elem_type(kind: _Type) -> int:
+def _elem_type(kind: bytes) -> int:
     return int(onnx.TypeProto.FromString(kind).tensor_type.elem_type)

@@ -42,6 +42,7 @@ class HeldCache:
         idiom: the operator as exported, for the plan.
         axis: the sequence axis.
         positions: names of the graph inputs that say where the rows go: none.
+        kept: rows are never cut off.
     """
 
     past: gs.Tensor
@@ -50,6 +51,7 @@ class HeldCache:
     idiom: str
     axis: int | None = 2
     positions: tuple[str, ...] = ()
+    kept: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,12 +20,11 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import consumers, elem_type, is_op, producer
 from trt_kvcache.importer.normalize.candidate import Candidate
-from trt_kvcache.importer.normalize.evidence.blueprint import Array
-from trt_kvcache.importer.normalize.evidence.probe import Probe, Shape
+from trt_kvcache.importer.normalize.evidence.probe import Array, Probe, Shape
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.evidence.sizes import SIZES, why_unknown
 from trt_kvcache.importer.normalize.findings import Write
 from trt_kvcache.importer.normalize.views import is_view, static_layout, trace_back
+from trt_kvcache.importer.planning.experts import EXPERTS
 
 __all__ = ["find_kept", "read_update"]
 
@@ -35,6 +34,10 @@ _ROWS = 32
 _MOST = 60  # of such numbers, halved: all types of caches have them
 _LARGEST = 1 << 22  # elements of a past that is not cut
 _FAR = 64  # tokens beyond twice the capacity
+_SIZES = (
+    f"export sizes that follow from the number of tokens: {EXPERTS}; with transformers, give caches to "
+    "DynamicCache(past, config=config), which counts the rows that it is given, and leave cumulative_length alone"
+)
 _CUT = "cut the cache to a number of its newest rows that is the same in every step, Concat(past, new)[:, :, -R:]"
 
 Perm = tuple[int, ...]
@@ -219,22 +222,25 @@ def _wanted(candidate: Candidate, run: _Run, axis: int, perm: Perm, ring: int = 
 
 
 def _is_ragged(candidate: Candidate, update: gs.Tensor, axis: int, perm: Perm, run: _Run) -> bool:
-    """Whether sequences of other lengths have their new rows at positions of their own, or all have them at one."""
+    """Whether sequences of other lengths have their new rows at positions of their own, or all have them at one.
+
+    The check runs a model as exported sequence by sequence, so that it does not see those of others.
+    """
     step, name = run.step, next(iter(candidate.positions), "")
     value = step.probe.value(name) if name else None
-    if step.batch == 1 or value is None or value.ndim not in (1, 2) or len(value) != step.batch:
+    if step.batch == 1 or value is None or value.shape[:1] != (step.batch,):
         return True
     if value.ndim == 1 and np.unique(value).size > 1:  # of tokens, not of sequences
         return True
     offsets = np.arange(step.batch)[::-1]
-    pasts = step.past + offsets
     moved = {name: (value + offsets.reshape(-1, *[1] * (value.ndim - 1))).astype(value.dtype)}
     ragged = _given(candidate, update, step, run.past.shape, run.new.shape, moved)
-    alike = [_wanted(candidate, replace(ragged, step=replace(step, past=int(p))), axis, perm) for p in pasts]
-    if ragged.whole is None or any(whole is None for whole in alike):
-        return all(whole is None for whole in alike)  # there is no room
-    own = np.stack([whole[row] for row, whole in enumerate(alike) if whole is not None])
-    return any(whole is not None and np.array_equal(ragged.whole, whole) for whole in (own, *alike))
+    longer = [replace(ragged, step=replace(step, past=step.past + int(offset))) for offset in offsets]
+    alike = [whole for run in longer if (whole := _wanted(candidate, run, axis, perm)) is not None]
+    if len(alike) < step.batch:
+        return True  # there is no room
+    own = np.stack([whole[row] for row, whole in enumerate(alike)])
+    return ragged.whole is not None and any(np.array_equal(ragged.whole, whole) for whole in (own, *alike))
 
 
 def _is_circular(
@@ -302,10 +308,33 @@ def _refusal(candidate: Candidate, runs: Sequence[_Run], steps: Sequence[Sample]
     update = candidate.updates[0]
     unknown = next((step for step in steps if step.probe.shape(update.name) is None), None)
     if unknown is not None:
-        return candidate.refusal(why_unknown(update, unknown), SIZES)
+        return candidate.refusal(_why_unknown(update, unknown), _SIZES)
     if not runs:
         return candidate.refusal(f"the new rows in '{update.name}' do not have one axis for each axis of the cache")
     return candidate.refusal(_describe(candidate, runs))
+
+
+def _why_unknown(tensor: gs.Tensor, sample: Sample) -> str:
+    """The operator that makes the shape of a tensor unknown in a step, in words.
+
+        counts = tokens per expert -> Range(0, counts[0]) -> Gather -> MatMul -> Concat over the experts -> next layer
+
+    Nothing says how long the result is, although it is the number of tokens in the end.
+    """
+    node, name = producer(tensor), tensor.name
+    unknown = [tensor]
+    while unknown and (before := producer(unknown[0])) is not None:
+        node = before
+        unknown = [t for t in node.inputs if not t.is_empty() and sample.probe.shape(t.name) is None]
+    step = f"nothing says the shape of '{name}' with {sample.past} tokens before {sample.length} new ones"
+    if node is None:
+        return step
+    known = [(t.name, sample.probe.shape(t.name)) for t in node.inputs if not t.is_empty()]
+    shapes = " and ".join(f"'{n}' {'' if shape is None else list(shape)}" for n, shape in known)
+    return (
+        f"{step}: {node.op} '{node.name}' combines {shapes}, which do not fit each other, as where an exporter chose "
+        "one side of a condition for good, or tokens or weights decide how much it gives"
+    )
 
 
 def _describe(candidate: Candidate, runs: Sequence[_Run]) -> str:
