@@ -57,7 +57,7 @@ def bench(
     options = planning.session_options(model)
     import msgspec
 
-    from trt_kvcache.cli.output import console
+    from trt_kvcache.cli.output import console, json_text
     from trt_kvcache.runtime.bench import bench_session, default_sizes, report
     from trt_kvcache.runtime.session import DecodeSession
 
@@ -79,7 +79,7 @@ def bench(
     out = console()
     if not json:
         _print(measured)
-    out.print(msgspec.json.encode(measured).decode(), soft_wrap=True)
+    out.print(json_text(msgspec.json.encode(measured).decode()), soft_wrap=True)
     if plot is not None:
         draw(pyplot, measured, plot)
 

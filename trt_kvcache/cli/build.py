@@ -243,8 +243,11 @@ class ProgressBars:
             if event.phase in self._tasks:
                 self._progress.remove_task(self._tasks.pop(event.phase)[0])
             return
+        from trt_kvcache.cli.output import visible
+
         total = event.steps if event.steps > 1 else None  # a phase of one step has no progress to show
         if event.phase not in self._tasks:
             depth = self._tasks[event.parent][1] + 1 if event.parent in self._tasks else 0
-            self._tasks[event.phase] = (self._progress.add_task("  " * depth + event.phase, total=total), depth)
+            task = self._progress.add_task("  " * depth + visible(event.phase), total=total)
+            self._tasks[event.phase] = (task, depth)
         self._progress.update(self._tasks[event.phase][0], completed=event.step)

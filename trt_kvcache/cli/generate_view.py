@@ -11,7 +11,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from trt_kvcache.cli.output import print_json
+from trt_kvcache.cli.output import print_json, visible
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
@@ -189,7 +189,8 @@ class LiveView:
         self._write(f"--- {index} ({reason})\n{body}\n")
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text)
+        # A file or a pipe gets the model's text as it is.
+        sys.stdout.write(visible(text, "\n\t") if sys.stdout.isatty() else text)
         sys.stdout.flush()
 
 

@@ -1,8 +1,13 @@
-"""The output of commands: results on stdout; progress, warnings and errors on stderr."""
+"""The output of commands: results on stdout; progress, warnings and errors on stderr.
+
+Names and texts in it come from files from anywhere. Everything printed here goes through `visible`, so that none of
+them can move the cursor, hide a line or make one up.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import IO, TYPE_CHECKING, Any
 
@@ -14,8 +19,21 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
+"""Control characters, line breaks, and marks that turn the direction of text."""
+
 _PIPED_WIDTH = 1000
 """Columns of output that is no terminal: wide enough that no name is folded."""
+
+
+def visible(text: str, kept: str = "") -> str:
+    """Return a text with its control characters as Python's escapes.
+
+    Args:
+        text: any.
+        kept: control characters that stay, such as line breaks of our own.
+    """
+    return _CONTROL.sub(lambda found: found[0] if found[0] in kept else ascii(found[0])[1:-1], text)
 
 
 def console(stream: IO[str] | None = None) -> Console:
@@ -25,9 +43,13 @@ def console(stream: IO[str] | None = None) -> Console:
     """
     from rich.console import Console
 
+    class Escaping(Console):
+        def print(self, *objects: Any, **how: Any) -> None:
+            super().print(*(visible(o, "\n") if isinstance(o, str) else o for o in objects), **how)
+
     stream = stream or sys.stdout
     width = None if stream.isatty() or "COLUMNS" in os.environ else _PIPED_WIDTH
-    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
+    return Escaping(file=stream, width=width, highlight=False, markup=False, emoji=False, soft_wrap=False)
 
 
 def table(*columns: str, title: str = "") -> Table:
@@ -36,9 +58,13 @@ def table(*columns: str, title: str = "") -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    made = Table(
+    class Escaping(Table):
+        def add_row(self, *cells: Any, **how: Any) -> None:
+            super().add_row(*(visible(cell, "\n") if isinstance(cell, str) else cell for cell in cells), **how)
+
+    made = Escaping(
         box=box.SIMPLE_HEAD,
-        title=Text(title, style="bold") if title else None,
+        title=Text(visible(title), style="bold") if title else None,
         title_justify="left",
         header_style="bold",
         pad_edge=False,
@@ -54,7 +80,12 @@ def print_json(data: Any) -> None:
     """Write `data` (dataclasses, enums and plain values) to stdout as indented JSON, and nothing else."""
     import msgspec
 
-    sys.stdout.write(msgspec.json.format(msgspec.json.encode(data), indent=2).decode() + "\n")
+    sys.stdout.write(json_text(msgspec.json.format(msgspec.json.encode(data), indent=2).decode()) + "\n")
+
+
+def json_text(encoded: str) -> str:
+    """Return JSON with all control characters as JSON's escapes; encoders write those from U+007F on as they are."""
+    return _CONTROL.sub(lambda f: f[0] if f[0] == "\n" else f"\\u{ord(f[0]):04x}", encoded)
 
 
 def print_error(message: str) -> None:
@@ -69,8 +100,8 @@ def print_warnings(messages: Iterable[str]) -> None:
 
 
 def one_line(message: str) -> str:
-    """Join the lines of a message (TensorRT's own words come in several) into one."""
-    return " ".join(message.split())
+    """Join the lines of a message (TensorRT's own words come in several) into one, without control characters."""
+    return visible(" ".join(message.split()))
 
 
 def human_bytes(count: int) -> str:

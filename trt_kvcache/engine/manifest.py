@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from trt_kvcache.engine.network import DTYPES
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
 from trt_kvcache.given import given_path
@@ -30,6 +32,8 @@ __all__ = [
 ]
 
 _LARGEST = 1 << 28  # bytes
+_SIZES = 1 << 31  # TensorRT counts elements of an axis in 32 bits
+_FEW = 4
 SCHEMA_VERSION = 1
 ENCODER = "encoder"
 """The profile of an encoder's engine."""
@@ -183,25 +187,69 @@ def load_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def _check(manifest: Manifest) -> None:
-    """Check that axes, profiles and shapes agree. All readers of a manifest rely on that.
+    """Check that a manifest does not contradict itself. All readers rely on that.
 
     Raises:
-        ValidationError: they disagree, or the backend is unknown.
+        ValidationError: it does, with everything that was found.
     """
+    found = [*_limits(manifest), *_tensors(manifest), *_profiles(manifest)]
+    in_place = {c.present: c.past for c in manifest.plan.caches if c.carried and c.in_place}
+    if manifest.aliases != in_place:
+        pairs = ", ".join(f"{present!r} is {past!r}" for present, past in manifest.aliases.items() - in_place.items())
+        found.append(f"aliases are not those of the plan's caches in place ({pairs or 'some are missing'})")
+    if manifest.double_buffered != manifest.plan.double_buffered:
+        found.append("the tensors with two buffers are not those of the plan")
+    if found:
+        more = f"; and {len(found) - _FEW} more" if len(found) > _FEW else ""
+        raise msgspec.ValidationError("; ".join(found[:_FEW]) + more)
+
+
+def _limits(manifest: Manifest) -> Iterator[str]:
     backends = [target.value for target in Target]
     if manifest.backend not in backends:
-        raise msgspec.ValidationError(f"backend {manifest.backend!r}; there are {', '.join(backends)}")
-    for cache in manifest.plan.caches:
-        if not 0 <= cache.physical_sequence_axis < len(cache.physical_shape):
-            shape = list(cache.physical_shape)
-            raise msgspec.ValidationError(f"cache {cache.past!r} {shape} has no axis {cache.physical_sequence_axis}")
+        yield f"backend {manifest.backend!r}; there are {', '.join(backends)}"
+    for name in ("max_batch", "max_chunk", "max_logits", "vocab", "max_positions"):
+        value = getattr(manifest, name)
+        if value is not None and not 0 < value < _SIZES:
+            yield f"{name} is {value}, which is no size"
+
+
+def _tensors(manifest: Manifest) -> Iterator[str]:
+    seen = set()
     for tensor in manifest.plan.tensors:
+        called = f"{tensor.io} {tensor.name!r}"
+        if not tensor.name.isprintable():
+            yield f"{called} has a control character or line break in its name"
+        if (tensor.io, tensor.name) in seen:
+            yield f"{called} is there twice"
+        seen.add((tensor.io, tensor.name))
+        if tensor.dtype not in DTYPES:
+            yield f"{called} has the dtype {tensor.dtype!r}, which no engine has"
+        if any(isinstance(dim, int) and not 0 <= dim < _SIZES for dim in tensor.shape):
+            yield f"{called} has the shape {list(tensor.shape)}"
         ranges = [r for p in manifest.profiles for name, r in p.shapes.items() if name == tensor.name]
         ranks = {len(tensor.axes), *(len(shape) for r in ranges for shape in (r.min, r.opt, r.max))}
         if ranks != {len(tensor.shape)}:
-            raise msgspec.ValidationError(
-                f"{tensor.io} {tensor.name!r} {list(tensor.shape)} has axes or profiles of another length"
-            )
+            yield f"{called} {list(tensor.shape)} has axes or profiles of another length"
+    for cache in manifest.plan.caches:
+        if not 0 <= cache.physical_sequence_axis < len(cache.physical_shape):
+            yield f"cache {cache.past!r} {list(cache.physical_shape)} has no axis {cache.physical_sequence_axis}"
+        for name, io in ((cache.past, "input"), (cache.present, "output")):
+            if cache.carried and (io, name) not in seen:
+                yield f"cache {name!r} is no {io} of the engine"
+
+
+def _profiles(manifest: Manifest) -> Iterator[str]:
+    if not manifest.profiles:
+        yield "it has no profiles"
+    inputs = {tensor.name for tensor in manifest.plan.tensors if tensor.io == "input"}
+    for profile in manifest.profiles:
+        for name, shapes in profile.shapes.items():
+            sizes = list(zip(shapes.min, shapes.opt, shapes.max, strict=False))
+            if name not in inputs:
+                yield f"profile {profile.name!r} has {name!r}, which is no input"
+            elif not all(0 <= low <= typical <= high < _SIZES for low, typical, high in sizes):
+                yield f"profile {profile.name!r} has sizes of {name!r} in no order: {sizes}"
 
 
 def check_engine(manifest: Manifest, engine: str | os.PathLike[str]) -> None:
