@@ -20,35 +20,73 @@ from trt_kvcache.runtime.generation.sampling import Sampler
 
 Logits = npt.NDArray[np.float32]
 
-HISTORY = np.array([0], np.int64)
-
-
 def row(*values: float) -> Logits:
     return np.array(values, np.float32)
 
 
+def history(length: int) -> npt.NDArray[np.int64]:
+    return np.zeros(length, np.int64)
+
+
 def drawn(config: GenerationConfig, index: int, rows: Sequence[Logits]) -> list[int]:
+    """One token after the other, behind a prompt of one token."""
     sampler = Sampler(config, index)
-    return [sampler.choose(logits, HISTORY, 0)[0] for logits in rows]
+    return [sampler.choose(logits, history(1 + at), 0)[0] for at, logits in enumerate(rows)]
 
 
 def test_a_sequence_draws_the_same_whatever_else_runs() -> None:
-    """Streams interleaved, alone, or in another order: the tokens of a sequence are its own."""
+    """Interleaved, alone, or in another order: the tokens of a sequence are its own."""
     config = GenerationConfig(do_sample=True, seed=7, temperature=1.5)
     rows = [np.random.default_rng(at).normal(size=50).astype(np.float32) for at in range(20)]
     alone = {index: drawn(config, index, rows) for index in (3, 0, 2, 1)}
     samplers = [Sampler(config, index) for index in range(4)]
-    together = [[sampler.choose(logits, HISTORY, 0)[0] for sampler in samplers] for logits in rows]
+    together = [
+        [sampler.choose(logits, history(1 + at), 0)[0] for sampler in samplers] for at, logits in enumerate(rows)
+    ]
     for index in range(4):
         assert [tokens[index] for tokens in together] == alone[index]
     assert len({tuple(tokens) for tokens in alone.values()}) == 4
     assert drawn(GenerationConfig(do_sample=True, seed=8, temperature=1.5), 0, rows) != alone[0]
 
 
-def test_a_stream_is_the_same_in_every_release() -> None:
-    """Pinned: a change of the stream would silently change what a seed means."""
+def test_a_sequence_goes_on_with_the_same_tokens_wherever_it_was_cut() -> None:
+    """As a prompt somewhere else: the number of a token belongs to its place in the sequence."""
+    config = GenerationConfig(do_sample=True, seed=3, temperature=1.5, max_new_tokens=20)
+    rows = [np.random.default_rng(at).normal(size=50).astype(np.float32) for at in range(20)]
+    whole = Continuation(0, [1, 2], config, index=4)
+    tokens = [whole.advance(logits).token for logits in rows]
+    for cut in range(20):
+        later = Continuation(9, [1, 2, *tokens[:cut]], config, index=4)
+        assert [later.advance(logits).token for logits in rows[cut:]] == tokens[cut:]
+    again = Sampler(config, 4)
+    for at in (7, 3, 3, 15, 0):
+        assert again.choose(rows[at], history(2 + at), 0)[0] == tokens[at]
+
+
+def philox(key: Sequence[int], counter: int) -> int:
+    """Philox4x64-10 of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3": the first of its four numbers."""
+    most, (first, second), (a, b, c, d) = (1 << 64) - 1, key, (counter, 0, 0, 0)
+    for _ in range(10):
+        left, right = 0xD2E7470EE14C6C93 * a, 0xCA5A826395121157 * c
+        a, b, c, d = (right >> 64) ^ b ^ first, right & most, (left >> 64) ^ d ^ second, left & most
+        first, second = (first + 0x9E3779B97F4A7C15) & most, (second + 0xBB67AE8584CAA73B) & most
+    return a
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**80), st.integers(0, 1000), st.integers(1, 100_000))
+def test_a_number_is_philox_of_the_position(seed: int, index: int, position: int) -> None:
+    """Among equal tokens the draw is the number itself, cut to so many."""
+    key = np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(2, np.uint64).tolist()
+    number = (philox(key, position + 1) >> 11) * 2.0**-53
+    sampler = Sampler(GenerationConfig(do_sample=True, seed=seed, top_k=0), index)
+    assert sampler.choose(np.zeros(1024, np.float32), history(position), 0)[0] == int(number * 1024)
+
+
+def test_a_seed_is_the_same_in_every_release() -> None:
+    """Pinned: another number would silently change what a seed means."""
     rows = [np.zeros(1000, np.float32)] * 5
-    assert drawn(GenerationConfig(do_sample=True, seed=0, top_k=0), 0, rows) == [942, 316, 722, 125, 422]
+    assert drawn(GenerationConfig(do_sample=True, seed=0, top_k=0), 0, rows) == [190, 368, 972, 311, 516]
 
 
 def test_frequencies_are_the_probabilities() -> None:
@@ -85,10 +123,10 @@ def test_logprob_is_of_the_models_own_distribution() -> None:
     logits = row(1, 2, 3)
     expected = [value - math.log(sum(math.exp(v) for v in (1, 2, 3))) for value in (1, 2, 3)]
     plain = Sampler(GenerationConfig(output_logprobs=True))
-    assert plain.choose(logits, HISTORY, 0) == (2, pytest.approx(expected[2], abs=1e-6))
+    assert plain.choose(logits, history(1), 0) == (2, pytest.approx(expected[2], abs=1e-6))
     shaped = Sampler(GenerationConfig(output_logprobs=True, do_sample=True, top_k=1, sequence_bias={0: 9.0}))
-    assert shaped.choose(logits, HISTORY, 0) == (0, pytest.approx(expected[0], abs=1e-6))
-    assert Sampler(GenerationConfig()).choose(logits, HISTORY, 0) == (2, None)
+    assert shaped.choose(logits, history(1), 0) == (0, pytest.approx(expected[0], abs=1e-6))
+    assert Sampler(GenerationConfig()).choose(logits, history(1), 0) == (2, None)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf], ids=str)

@@ -245,8 +245,9 @@ def test_the_same_tokens_are_drawn_from_few_scores_as_from_all(dtype: str) -> No
             row = logits[i, positions - keep + j]
             assert Sampler(GREEDY).choose(chosen[i, j], PROMPT, 0) == Sampler(GREEDY).choose(row, PROMPT, 0)
             one, other = Sampler(config, i), Sampler(config, i)
-            for _ in range(3):
-                assert one.choose(chosen[i, j], PROMPT, 0) == other.choose(row, PROMPT, 0), config
+            for length in (3, 4, 900):  # one after the other, and after a sequence has moved
+                tokens = np.zeros(length, np.int64)
+                assert one.choose(chosen[i, j], tokens, 0) == other.choose(row, tokens, 0), config
             few += 1
     assert few > 200
     cuda.close()

@@ -42,7 +42,7 @@ class Continuation:
             prompt: token ids, at least one; the caller has checked them against the vocabulary.
             config: the settings.
             tokenizer: gives events their text, and stop strings their meaning.
-            index: of its random stream among those that share the seed; `sequence` where None.
+            index: of its random numbers among those that share the seed; `sequence` where None.
 
         Raises:
             PromptError: the prompt is empty.

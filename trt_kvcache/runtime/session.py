@@ -294,7 +294,7 @@ class DecodeSession:
             config: how to continue it.
             slot: continue this one, which does not run: the prompt comes after its tokens. None: a new slot.
             keep: the slot stays when the sequence ends, with its tokens and caches.
-            index: of its random stream among sequences of one seed.
+            index: of its random numbers among sequences of one seed; with the same one, forks draw the same numbers.
             constants: what the model reads beside the text of a new slot, see `Given`; other slots have theirs.
             inputs_embeds: float ``[S, H]``, of a model that takes embeddings: what stands for the tokens of the prompt,
                 images and sound included. The prompt has an id for each all the same: penalties, n-grams and prompt

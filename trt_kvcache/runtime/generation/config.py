@@ -58,8 +58,10 @@ class GenerationConfig:
             its own sequence where it raises.
         eos_token_id: the token, or tokens, that end a sequence.
         stop_strings: text, or texts, that end a sequence; needs a tokenizer. The text ends before it.
-        seed: of sampling. Sequence `i` of a call draws from a stream of its own, made of `seed` and `i`, so that its
-            tokens do not depend on what else runs. None takes a fresh one.
+        seed: of sampling. The random number that chooses a token follows from `seed`, the number `i` of the sequence in
+            its call and the position of the token in the sequence: tokens do not depend on what else runs, and a
+            sequence that goes on in another session or process, or is cropped and goes on, gets the same ones. None
+            takes a fresh one.
         num_beams: hypotheses kept by beam search; 1 is no beam search.
         length_penalty: beams are compared by log-probability / length ** length_penalty.
         early_stopping: beam search ends as soon as `num_beams` hypotheses ended (True), when the best live one cannot

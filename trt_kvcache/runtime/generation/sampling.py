@@ -18,21 +18,26 @@ __all__ = ["Sampler"]
 
 
 class Sampler:
-    """The random stream and the rules of one sequence.
+    """The random numbers and the rules of one sequence.
 
-    The stream is made of the seed and the sequence's index alone: what a sequence draws does not depend on what else
-    runs, nor on when it joined.
+    The number that chooses a token follows from the seed, the sequence's index and the position of the token in the
+    sequence (how many tokens come before it), and from nothing else: not from what else runs, nor from what this
+    sampler drew before. So a sequence that goes on elsewhere, or again, draws the same.
     """
 
     def __init__(self, config: GenerationConfig, index: int = 0) -> None:
-        """Start the stream.
+        """Take the seed.
 
         Args:
             config: the settings; with no seed, a fresh one is taken.
             index: of the sequence among those that share the seed.
         """
         self._config = config
-        self._random = np.random.Generator(np.random.PCG64(np.random.SeedSequence(config.seed, spawn_key=(index,))))
+        seed = np.random.SeedSequence(config.seed, spawn_key=(index,))
+        # Philox is a function of key and counter: the position of a token is the counter of its number.
+        self._philox = np.random.Philox(key=seed.generate_state(2, np.uint64))
+        self._numbers = np.random.Generator(self._philox)
+        self._counter = 0
 
     def looks_at(self, new_tokens: int) -> int:
         """How many of the highest scores `choose` looks at, now and ever after; see `StepBatch.highest`."""
@@ -46,7 +51,7 @@ class Sampler:
     def choose(
         self, logits: npt.NDArray[Any], tokens: npt.NDArray[np.int64], new_tokens: int
     ) -> tuple[int, float | None]:
-        """Choose the token after `tokens`. Draws exactly one random number where it samples, none where it does not.
+        """Choose the token after `tokens`. Where it samples, one random number decides, that of the position.
 
         Args:
             logits: ``[V]``, of the model, in its own float type, or a `CHOICE` of those that it looks at. Neither
@@ -68,22 +73,28 @@ class Sampler:
         if logits.dtype == CHOICE:
             if config.do_sample:
                 known = logits[logits["token"] >= 0]
-                token = self._draw(warp(Candidates(known["score"], known["token"]), config))
+                token = self._draw(warp(Candidates(known["score"], known["token"]), config), tokens.size)
             return token, None
         ruled = rules_apply(new_tokens, config)
         if ruled or config.do_sample:
             scores = process(as_scores(logits), tokens, new_tokens, config)
             if ruled:
                 _check_ruled(float(scores.max()))
-            token = self._draw(warp(scores, config)) if config.do_sample else int(scores.argmax())
+            token = self._draw(warp(scores, config), tokens.size) if config.do_sample else int(scores.argmax())
         return token, _logprob(as_scores(logits), token, top) if config.output_logprobs else None
 
-    def _draw(self, left: Candidates) -> int:
+    def _draw(self, left: Candidates, position: int) -> int:
         """Invert the cumulative distribution of the tokens that are left, in the order of their ids."""
         kept = left.scores.astype(np.float64)
         cumulative = np.cumsum(np.exp(kept - kept.max()))
-        at = min(int(np.searchsorted(cumulative, self._random.random() * cumulative[-1], side="right")), kept.size - 1)
+        at = min(int(np.searchsorted(cumulative, self._number(position) * cumulative[-1], side="right")), kept.size - 1)
         return at if left.ids is None else int(left.ids[at])
+
+    def _number(self, position: int) -> float:
+        """The random number of a position, 0 to 1: ``Generator(Philox(key=key, counter=position)).random()``."""
+        self._philox.advance(position - self._counter)  # and forgets the other three numbers of the last counter
+        self._counter = position + 1
+        return self._numbers.random()
 
 
 def _check_ruled(top: float) -> None:
