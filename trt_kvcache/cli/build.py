@@ -43,6 +43,14 @@ class DecodeWeights(str, Enum):
     OWN = "own"
 
 
+class Refit(str, Enum):
+    """Weights that can be set after the build."""
+
+    NONE = "none"
+    ANY = "any"
+    IDENTICAL = "identical"
+
+
 class Verbosity(str, Enum):
     """Detail in which an engine describes its layers."""
 
@@ -135,7 +143,13 @@ class BuildFlags:
         ),
     ] = False
     strip_plan: Annotated[bool, _build_flag("--strip-plan", help="Leave the weights out of the engine.")] = False
-    refit: Annotated[bool, _build_flag("--refit", help="Weights can be changed after the build.")] = False
+    refit: Annotated[
+        Refit,
+        _build_flag(
+            help="Weights can be set after the build: any, or identical ones alone, such as those that --strip-plan "
+            "left out."
+        ),
+    ] = Refit.NONE
     profiling_verbosity: Annotated[Verbosity, _build_flag(help="Detail in which the engine describes its layers.")] = (
         Verbosity.LAYER_NAMES_ONLY
     )

@@ -48,6 +48,12 @@ PACKAGES = {
 PACKED_NATIVE_SINCE = (11, 0)
 """The first TensorRT whose KV-cache layer takes packed updates. TensorRT for RTX takes them since its floor."""
 
+WRONG_REFIT = (11, 0), (11, 3)
+"""The first and the last TensorRT that may take a bias for 0 if any weights can be refitted (``kREFIT``), even if none
+are; ``kREFIT_IDENTICAL`` is not affected. Source: the known issue in NVIDIA's documentation of 11.3,
+https://docs.nvidia.com/deeplearning/tensorrt/11.3.0/inference-library/refitting-engines.html; not run here.
+"""
+
 RTX_COMPUTE_CAPABILITIES = ("sm75", "sm80", "sm86", "sm89", "sm120", "sm121")
 """The members of ``tensorrt_rtx.ComputeCapability`` in 1.7."""
 
@@ -149,6 +155,13 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
                 f"--compute-capabilities {','.join(build.compute_capabilities)} is for TensorRT for RTX; "
                 f"{backend.title} builds for the GPU that it runs on: leave it out, or use --backend tensorrt-rtx"
             )
+        first, last = WRONG_REFIT
+        if build.refit == "any" and first <= _release(backend.version) <= last:
+            raise OptionError(
+                f"--refit any: {backend.title} may give wrong numbers, because it can drop the bias of a product "
+                "(TensorRT 11.0 to 11.3, a known issue of NVIDIA's); use --refit identical if the weights stay those "
+                "of the build, or TensorRT 11.4 or later, or leave it out"
+            )
         return
     here = build.compute_capabilities == (CURRENT,)
     if here and not driver_present():
@@ -171,7 +184,8 @@ def check_build_options(backend: Backend, build: BuildOptions) -> None:
     for flag, (given, why) in useless.items():
         if given:
             raise OptionError(f"{flag} has no use here: {backend.title} {why}; leave it out, or use --backend tensorrt")
-    gpu_only = [flag for flag, given in (("--refit", build.refit), ("--strip-plan", build.strip_plan)) if given]
+    asked = {"--refit": build.refit != "none", "--strip-plan": build.strip_plan}
+    gpu_only = [flag for flag, given in asked.items() if given]
     if gpu_only and not driver_present():
         raise OptionError(
             f"{' and '.join(gpu_only)}: {backend.title} needs an NVIDIA GPU and driver to build such an engine, and "

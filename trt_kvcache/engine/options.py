@@ -12,6 +12,7 @@ from trt_kvcache.given import given_list, given_path, given_switch, given_whole,
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
 VERBOSITIES = ("none", "layer-names-only", "detailed")
+REFITS = ("none", "any", "identical")
 DEFAULT_CHUNK = 512
 DEFAULT_LOGITS = 16
 """Enough to verify drafts of 15 tokens in one step."""
@@ -64,7 +65,8 @@ class BuildOptions:
         declare_aliases: tell TensorRT that the plugin's present and past caches are one buffer, instead of only binding
             one address to both (TensorRT only). TensorRT may then copy whole caches to keep its own promises.
         strip_plan: leave the weights that can be refitted out of the engine.
-        refit: weights can be changed after the build.
+        refit: weights can be set after the build: ``"any"``, or ``"identical"``, those of the build alone, which an
+            engine without them (`strip_plan`) gets back. ``"none"``.
         profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: detail in which the engine
             describes its layers.
         memory_check: refuse a build that would not fit into this machine's memory, by an estimate (TensorRT for RTX
@@ -93,7 +95,7 @@ class BuildOptions:
     version_compatible: bool = False
     declare_aliases: bool = False
     strip_plan: bool = False
-    refit: bool = False
+    refit: str = "none"
     profiling_verbosity: str = "layer-names-only"
     memory_check: bool = True
 
@@ -101,6 +103,7 @@ class BuildOptions:
         _one_of("backend", self.backend, BACKENDS)
         _one_of("decode_weights", self.decode_weights, DECODE_WEIGHTS)
         _one_of("profiling_verbosity", self.profiling_verbosity, VERBOSITIES)
+        _one_of("refit", self.refit, REFITS)
         for name in ("max_batch", "opt_batch", "max_chunk", "max_logits", "max_encoder", "opt_encoder", "workspace"):
             if getattr(self, name) is None:
                 continue
@@ -111,7 +114,7 @@ class BuildOptions:
             if value > limit:
                 raise OptionError(f"{name} is {value}; it must be at most {limit}")
             object.__setattr__(self, name, value)
-        for name in ("version_compatible", "declare_aliases", "strip_plan", "refit", "memory_check"):
+        for name in ("version_compatible", "declare_aliases", "strip_plan", "memory_check"):
             given_switch(getattr(self, name), name)
         for name in ("min_shapes", "opt_shapes", "max_shapes"):
             object.__setattr__(self, name, _shapes(getattr(self, name), name))

@@ -265,7 +265,7 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
         "profiles": profiles,
         "profiling_verbosity": getattr(trt.ProfilingVerbosity, build.profiling_verbosity.upper().replace("-", "_")),
         "memory_pool_limits": None if build.workspace is None else {trt.MemoryPoolType.WORKSPACE: build.workspace},
-        "refittable": build.refit,
+        "refittable": build.refit == "any",
         "strip_plan": build.strip_plan,
         "version_compatible": build.version_compatible,
         "builder_optimization_level": build.opt_level,
@@ -287,6 +287,8 @@ def create_config(trt: Any, builder: Any, network: Any, job: Job, monitor: Any) 
             config = loader(builder, network)
     except PolygraphyException as error:
         raise BuildError(f"{job.title} cannot be configured: {' '.join(str(error).split())}") from error
+    if build.refit == "identical":
+        config.set_flag(trt.BuilderFlag.REFIT_IDENTICAL)
     if job.target is Target.TENSORRT_RTX:
         import tensorrt_rtx
 
