@@ -90,6 +90,9 @@ def test_prints_a_table_and_json(
     if name == "build":
         assert data["ours"]["peak_bytes"][0] > data["model_bytes"]
         assert data["ratios"]["seconds"] == data["ours"]["seconds"][0] / data["bare"]["seconds"][0]
+        for side in ("ours", "bare"):
+            assert [*data["stages"][side]] == ["planning", "parsing", "building", "finishing"]
+            assert sum(data["stages"][side].values()) == pytest.approx(data[side]["seconds"][0], abs=0.1)
     if name == "decode":
         assert {"session", "rewritten", "original", "products alone"} <= set(data["results"][0]["tokens_per_second"])
     if name == "idioms":

@@ -20,6 +20,7 @@ from trt_kvcache.runtime.generation.sampling import Sampler
 
 Logits = npt.NDArray[np.float32]
 
+
 def row(*values: float) -> Logits:
     return np.array(values, np.float32)
 
