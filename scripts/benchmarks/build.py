@@ -8,15 +8,19 @@ Both sides start a new Python, read the same model with its weights in external 
 hashes it and the engine, waits until the engine is on disk, and writes the manifest. The bare side does none of that,
 and its engine gives wrong tokens: the native parser drops the valid lengths and aligns the causal mask wrongly.
 
-Time is from start to end of the process; memory is the largest sum of resident memory over the whole
-process tree, looked at every 10 ms (pages that parent and child share count twice). Where the
-machine does other work too, look at the processor time.
+Time is from start to end of the process; memory is the largest sum of resident memory over the whole process tree,
+looked at every 50 ms (pages that parent and child share count twice). The two builds of a pair follow each other, now
+one first and now the other; a pair gives one ratio, so that a machine that slows down for a while moves few of them.
+The table has the median of these ratios and their quartiles, and where the time goes: of ours, "planning" ends when
+TensorRT begins to parse; "finishing" begins when it has handed over the engine. Where the machine does other work too,
+processor times say more, and a line says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import os
 import resource
 import shutil
@@ -27,14 +31,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from decoders import DecoderConfig, write_decoder
 
-from benchmarks.report import Report, spread
-from benchmarks.turns import interleave
+from benchmarks.report import Report, quartiles, spread
 
 # 16 layers of width 2048 are 1.3 GB in fp16; the vocabulary brings the rest.
 LARGE = DecoderConfig(
@@ -47,13 +49,16 @@ SMALL = DecoderConfig(
 )  # fmt: skip
 
 OPTIONS = {
-    "small": (False, "a decoder of a few megabytes"), "turns": (3, "builds of each side"),
+    "small": (False, "a decoder of a few megabytes"), "turns": (9, "pairs of builds, at most"),
+    "minutes": (10, "no pair begins later"),
     "model": (Path, "a model of your own that the native parser takes"),
     "keep": (Path, "a folder: write the decoder there and keep it"), "max-batch": (4, "of both"),
-    "max-chunk": (128, "of both"), "bare": (Path, argparse.SUPPRESS),
+    "max-chunk": (128, "of both"), "bare": (Path, argparse.SUPPRESS), "ours": (Path, argparse.SUPPRESS),
 }  # fmt: skip
-_INTERVAL = 0.01  # seconds between two looks at the memory
+_INTERVAL = 0.05  # seconds between two looks at the memory, which cost a processor about 1 ms each
+_MOST_BUSY = 0.2  # processors that others use
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+SIDES = {"ours": "trt-kvcache build", "bare": "bare parser, builder"}
 
 
 @dataclass(frozen=True)
@@ -65,22 +70,44 @@ class Sample:
         cpu: processor time of the whole process tree, in seconds.
         memory: largest resident memory of the whole process tree, in bytes.
         engine: size of the engine in bytes.
+        stages: seconds of each, in order; all of `seconds`.
+        others: processors that other processes used meanwhile.
     """
 
     seconds: float
     cpu: float
     memory: int
     engine: int
+    stages: dict[str, float]
+    others: float
+
+
+class Stages:
+    """When each stage of a build began; printed as JSON at its end."""
+
+    def __init__(self) -> None:
+        self.begun: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        """A stage begins, and the one before it is over."""
+        self.begun.setdefault(name, time.time())
+
+    def tell(self) -> None:
+        """The last line of the process."""
+        sys.stdout.write("\n" + json.dumps(self.begun) + "\n")
+        sys.stdout.flush()
 
 
 def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> None:
     """What a short script does: TensorRT's parser, two profiles, the builder, one file."""
+    stages = Stages()
     import tensorrt_rtx as trt
 
     logger = trt.Logger(trt.Logger.ERROR)
     builder = trt.Builder(logger)
     network = builder.create_network(0)
     parser = trt.OnnxParser(network, logger)
+    stages.begin("parsing")
     if not parser.parse_from_file(str(model)):
         raise SystemExit(f"the native parser refuses {model}: {parser.get_error(0).desc()}")
     config = builder.create_builder_config()
@@ -96,16 +123,47 @@ def bare_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> Non
             smallest = [1 if size == -1 else size for size in tensor.shape]
             profile.set_shape(tensor.name, smallest, largest, largest)
         config.add_optimization_profile(profile)
+    stages.begin("building")
     engine = builder.build_serialized_network(network, config)
     if engine is None:
         raise SystemExit(f"the native builder refuses {model}")
+    stages.begin("finishing")
     output.write_bytes(engine)
+    stages.tell()
+
+
+def our_build(model: Path, output: Path, max_batch: int, max_chunk: int) -> None:
+    """The command, listened to."""
+    from unittest.mock import patch
+
+    from trt_kvcache.__main__ import main
+    from trt_kvcache.engine.protocol import STAGES
+
+    stages, names = Stages(), {STAGES[1]: "parsing", STAGES[3]: "building"}
+
+    @contextlib.contextmanager
+    def listening() -> Iterator[Any]:
+        def listen(event: Any) -> None:
+            if event.phase in names and event.parent is None:
+                stages.begin("finishing" if event.finished and event.phase == STAGES[3] else names[event.phase])
+
+        yield listen
+
+    sizes = ["--max-batch", str(max_batch), "--max-chunk", str(max_chunk)]
+    sys.argv = ["trt-kvcache", "build", str(model), "-o", str(output), "--backend", "tensorrt-rtx", *sizes]
+    with patch("trt_kvcache.cli.build.build_progress", listening):
+        try:
+            main()
+        except SystemExit as ended:
+            if ended.code:
+                raise
+    stages.tell()
 
 
 def measure(command: Sequence[str], output: Path) -> Sample:
     """Run one build in a new process, and remove what it has written."""
     os.sync()  # the pages of the last engine must not be written out during this build
-    start, start_cpu = time.perf_counter(), _cpu_of_children()
+    began, busy, start, start_cpu = time.time(), _busy(), time.perf_counter(), _cpu_of_children()
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(command, stdout=said, stderr=said)
         peak = 0
@@ -117,13 +175,26 @@ def measure(command: Sequence[str], output: Path) -> Sample:
         finally:
             process.kill()
             process.wait()
+        said.seek(0)
+        words = said.read().decode(errors="replace")
         if process.returncode:
-            said.seek(0)
-            raise SystemExit(f"{' '.join(command)} failed:\n{said.read().decode(errors='replace')}")
+            raise SystemExit(f"{' '.join(command)} failed:\n{words}")
     size = output.stat().st_size
     for path in output.parent.glob(f"{output.name}*"):
         path.unlink()
-    return Sample(seconds, _cpu_of_children() - start_cpu, peak, size)
+    cpu = _cpu_of_children() - start_cpu
+    begun = {"planning": began, **json.loads(words.splitlines()[-1]), "": began + seconds}
+    stages = {name: end - at for (name, at), end in zip(begun.items(), [*begun.values()][1:], strict=False)}
+    return Sample(seconds, cpu, peak, size, stages, max(0.0, _busy() - busy - cpu) / seconds)
+
+
+def _busy() -> float:
+    """Seconds that all processors were busy since the machine started; no number where nothing says so."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
+    except OSError:
+        return float("nan")
+    return sum(int(fields[i]) for i in (0, 1, 2, 5, 6, 7)) / os.sysconf("SC_CLK_TCK")
 
 
 def _cpu_of_children() -> float:
@@ -150,24 +221,30 @@ def _resident(pid: int) -> int:
         return 0
 
 
-def compare(model: Path, turns: int, sizes: Sequence[str]) -> dict[str, list[Sample]]:
-    """Builds of both sides, in turns."""
+def compare(model: Path, turns: int, minutes: float, sizes: Sequence[str]) -> list[dict[str, Sample]]:
+    """Pairs of builds, as many as there is time for; of those that follow each other, another side begins."""
+    ends = time.perf_counter() + 60 * minutes
     with tempfile.TemporaryDirectory(dir=model.parent) as folder:
         output = Path(folder) / "model.engine"
         bench = str(Path(__file__).resolve().parents[1] / "bench.py")
-        commands = {
-            "ours": ["-m", "trt_kvcache", "build", str(model), "-o", str(output), "--backend", "tensorrt-rtx", *sizes],
-            "bare": [bench, "build", "--bare", str(output), "--model", str(model), *sizes],
-        }
-        ways = {side: partial(measure, [sys.executable, *command], output) for side, command in commands.items()}
-        return interleave({side: lambda way=way: [way()] for side, way in ways.items()}, turns)
+        common = ["--model", str(model), *sizes]
+        commands = {side: [sys.executable, bench, "build", f"--{side}", str(output), *common] for side in SIDES}
+        pairs: list[dict[str, Sample]] = []
+        longest = 0.0
+        while len(pairs) < turns and (not pairs or time.perf_counter() + longest < ends):
+            began = time.perf_counter()
+            order = [*SIDES][:: 1 if len(pairs) % 2 else -1]
+            pairs.append({side: measure(commands[side], output) for side in order})
+            longest = max(longest, time.perf_counter() - began)
+        return pairs
 
 
 def run(given: argparse.Namespace, keep: Any) -> Report:
     """See the module."""
-    if given.bare is not None:
-        bare_build(given.model, given.bare, given.max_batch, given.max_chunk)
-        raise SystemExit(0)
+    for output, build in ((given.bare, bare_build), (given.ours, our_build)):
+        if output is not None:
+            build(given.model, output, given.max_batch, given.max_chunk)
+            raise SystemExit(0)
     folder = None if given.model else given.keep or Path(tempfile.mkdtemp(prefix="bench-build-"))
     try:
         model = given.model
@@ -177,28 +254,47 @@ def run(given: argparse.Namespace, keep: Any) -> Report:
             if not model.exists():
                 write_decoder(model, SMALL if given.small else LARGE, 1024)
         sizes = ["--max-batch", str(given.max_batch), "--max-chunk", str(given.max_chunk)]
-        samples = compare(model, given.turns, sizes)
+        pairs = compare(model, given.turns, given.minutes, sizes)
         weights = sum(p.stat().st_size for p in model.parent.glob(f"{model.name}*") if p.is_file())
     finally:
         if folder is not None and folder != given.keep:
             shutil.rmtree(folder)
-    numbers = {
-        side: {"seconds": [s.seconds for s in found], "cpu_seconds": [s.cpu for s in found],
-               "peak_bytes": [s.memory for s in found]}
-        for side, found in samples.items()
-    }  # fmt: skip
-    ratios = {
-        kind: statistics.median(numbers["ours"][kind]) / statistics.median(numbers["bare"][kind])
-        for kind in numbers["ours"]
+    return report(pairs, weights)
+
+
+def report(pairs: Sequence[dict[str, Sample]], weights: int) -> Report:
+    """The table of some pairs.
+
+    Args:
+        pairs: at least one.
+        weights: bytes of the model.
+    """
+    kinds = {"seconds": "seconds", "cpu_seconds": "cpu", "peak_bytes": "memory"}
+    numbers = {side: {kind: [getattr(p[side], name) for p in pairs] for kind, name in kinds.items()} for side in SIDES}
+    each = {kind: [getattr(p["ours"], name) / getattr(p["bare"], name) for p in pairs] for kind, name in kinds.items()}
+    stages = {
+        side: {name: statistics.median(p[side].stages[name] for p in pairs) for name in pairs[0][side].stages}
+        for side in SIDES
     }
     rows = [
         [title, spread(numbers[side]["seconds"]), spread(numbers[side]["cpu_seconds"]),
-         spread([b / 1e6 for b in numbers[side]["peak_bytes"]], 0), f"{samples[side][0].engine / 1e6:,.0f}"]
-        for side, title in (("ours", "trt-kvcache build"), ("bare", "bare parser, builder"))
+         spread([b / 1e6 for b in numbers[side]["peak_bytes"]], 0), f"{pairs[0][side].engine / 1e6:,.0f}"]
+        for side, title in SIDES.items()
     ]  # fmt: skip
-    rows.append(["ratio", *(f"{ratio:.3f}" for ratio in ratios.values()), ""])
+    rows.append(["ratio of a pair", *(spread(ratios, 3) for ratios in each.values()), ""])
+    rows.append(["least and most", *(f"{min(ratios):.3f} to {max(ratios):.3f}" for ratios in each.values()), ""])
+    others = statistics.median(p[side].others for p in pairs for side in SIDES)
+    notes = [
+        f"{title}: " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in stages[side].items())
+        for side, title in SIDES.items()
+    ]
+    if others > _MOST_BUSY:
+        notes.append(f"others used {others:.1f} processors meanwhile: these times are no benchmark")
     return Report(
-        [f"{weights / 1e9:.2f} GB of model, {given.turns} builds of each: median (quartiles)"],
+        [f"{weights / 1e9:.2f} GB of model, {len(pairs)} pairs of builds: median (quartiles)"],
         ["", "seconds", "CPU s", "peak MB", "engine MB"], rows,
-        {"model_bytes": weights, "ratios": ratios, **numbers},
+        {"model_bytes": weights, "ratios": {kind: statistics.median(ratios) for kind, ratios in each.items()},
+         "quartiles": {kind: quartiles(ratios) for kind, ratios in each.items()}, "pairs": each, **numbers,
+         "stages": stages, "others": others},
+        notes=notes,
     )  # fmt: skip
