@@ -31,11 +31,11 @@ from mutations import Mutator
 
 from trt_kvcache.errors import TrtKvCacheError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.check.schedule import Limits, Step
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.verify import VerifyOptions, decode, normalized, verify_import
+from trt_kvcache.importer.steps.schedule import Limits, Step
+from trt_kvcache.verify import VerifyOptions, decode, verify_import
 from trt_kvcache.verify.compare import difference, tolerance
-from trt_kvcache.verify.normalized import NormalizedVerification
+from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.report import VerifyReport
 from trt_kvcache.verify.schedule import Episode
 from trt_kvcache.verify.sessions import EngineError
@@ -90,7 +90,7 @@ def judge(
 
 
 def _at_every_length(imported: ImportedModel, verify: VerifyOptions) -> VerifyReport:
-    with patch.object(decode, "plan_schedule", every_length), patch.object(normalized, "plan_schedule", every_length):
+    with patch.object(decode, "plan_schedule", every_length):
         return verify_import(imported, verify)
 
 
@@ -125,7 +125,7 @@ def _no_specification(imported: ImportedModel, verify: VerifyOptions) -> str | N
     source = imported.source
     if not imported.plan.original:
         return None
-    check = NormalizedVerification(imported, verify, source.proto, imported.model, source.path.parent, twin=False)
+    check = Verification(imported, verify, source.proto, imported.model, source.path.parent, twin=False)
     batch, random_signs = check.limits.batch, np.random.default_rng(0)
     for length in (check.limits.length or 3, check.limits.length or 1):
         step = Step(length, (4,) * batch, (4 + length,) * batch)

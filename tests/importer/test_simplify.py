@@ -11,10 +11,10 @@ import pytest
 from onnx import TensorProto, numpy_helper, parser
 from stored import MODELS
 
-from trt_kvcache.importer.check.runnable import with_exact_products
 from trt_kvcache.importer.prepare import detach_weights
 from trt_kvcache.importer.protos import Shape, shape_of
 from trt_kvcache.importer.simplify import simplify
+from trt_kvcache.importer.steps.runnable import with_exact_products
 
 BATCH, PAST, NEW, HEAD = 1, 8, 3, 16  # GroupQueryAttention takes several tokens of one sequence only
 START = PAST - NEW  # of the new rows in caches of a fixed length

@@ -20,8 +20,8 @@ from verify.test_catches import verify_mutated
 from trt_kvcache import machine
 from trt_kvcache.errors import OptionError, OutputError
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.check.caches import find_caches
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.steps.contents import find_caches
 from trt_kvcache.verify import VerifyOptions, verify_model
 from trt_kvcache.verify.memory import Needs, needs, weigh
 from trt_kvcache.verify.record import Tape
@@ -142,7 +142,7 @@ def test_large_models_that_grow_take_fewer_steps_over_as_many_tokens(
     onnx.save(make_foreign("concat", DecoderConfig()), tmp_path / "m.onnx")
     options = PlanOptions(capacity=64)
     small = verify_model(tmp_path / "m.onnx", options)
-    monkeypatch.setattr("trt_kvcache.verify.normalized._HEAVY", 0)
+    monkeypatch.setattr("trt_kvcache.verify.decode._HEAVY", 0)
     large = verify_model(tmp_path / "m.onnx", options)
     large.check()
     ends = [{step.episode: step.valid for step in report.steps} for report in (small, large)]

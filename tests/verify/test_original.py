@@ -15,7 +15,7 @@ from originals import OriginalConfig, import_pair
 from verify import mistakes as m
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.check.original import OriginalInterface
+from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import
 
 HEADS = DecoderConfig(form="heads-major")

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer.check.caches import CacheTensor, first_contents
-from trt_kvcache.importer.check.schedule import Limits
 from trt_kvcache.importer.plan import CacheUpdate, PhysicalLayout, Role, Route, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.importer.protos import iter_tensors
+from trt_kvcache.importer.steps.contents import CacheTensor, first_contents
+from trt_kvcache.importer.steps.schedule import Limits
 from trt_kvcache.verify.compare import Comparison, difference
 from trt_kvcache.verify.record import chosen_rows, same_bits, written_rows
 from trt_kvcache.verify.report import VerifyOptions

@@ -14,8 +14,9 @@ from decoders import DecoderConfig, write_decoder
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import rewrite_model
+from trt_kvcache.importer.steps.engine import EngineError, ReferenceEngine
 from trt_kvcache.verify import VerifyReport, sessions, verify_model
-from trt_kvcache.verify.sessions import EngineError, OrtSession, ReferenceSession
+from trt_kvcache.verify.sessions import OrtSession
 
 QKV = "float[B,4,S,16] q, float[B,2,S,16] k, float[B,2,S,16] v"
 CACHES = "float[B,2,32,16] kc, float[B,2,32,16] vc"
@@ -229,5 +230,5 @@ def test_numbers_that_are_not_finite_warn_nobody(tmp_path: Path) -> None:
     model = onnx.parser.parse_model(text)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        (found,) = ReferenceSession(model, tmp_path).run({"x": np.zeros(2, np.float32)}).values()
+        (found,) = ReferenceEngine(model).run({"x": np.zeros(2, np.float32)}).values()
     assert np.isnan(found).all()

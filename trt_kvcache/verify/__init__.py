@@ -42,7 +42,7 @@ def verify_model(
     model take a tight, a bucketed and the full value in turn.
 
     Where normalization changed the interface, the original runs in its own, row by row
-    (`trt_kvcache.importer.check.original`): a past that grows has one length for all rows. Valid lengths shorter than
+    (`trt_kvcache.importer.steps.original`): a past that grows has one length for all rows. Valid lengths shorter than
     the update do not exist there. The decode covers at least three times the prompt, in fewer and longer steps where
     weights are large, and the report counts equal greedy tokens.
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.importer.check.caches import NUMPY, CacheTensor
+from trt_kvcache.importer.steps.contents import NUMPY, CacheTensor
 from trt_kvcache.verify.record import Written, chosen_rows, same_bits
 from trt_kvcache.verify.report import OutputDifference
 
@@ -48,6 +48,10 @@ class Comparison:
         override: tolerance for every output, or None: by dtype.
         twin: both sides are float32 twins of a bfloat16 model.
         half: caches are float16, and so is what outputs of float32 are made of.
+
+    Attributes:
+        clear: positions at which the original's best token is clear.
+        same: those of them at which the rewritten model chooses it, too.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Comparison:
         self._override = override
         self._worst: dict[str, _Worst] = {}
         self._steps: dict[int, float] = {}
+        self.clear = self.same = 0
 
     def plain(self, name: str, original: Array, rewritten: Array, step: int, span: int | None) -> None:
         """Compares an output as it is."""
@@ -88,6 +93,16 @@ class Comparison:
             stale &= ~expected.free
         numbers = difference(expected.values, chosen_rows(after, expected.rows))
         self._note(name, expected.values, *numbers, int(stale.sum()), step, span)
+
+    def greedy(self, original: Array, rewritten: Array) -> None:
+        """Counts positions of logits ``[..., V]`` at which the best token is clear."""
+        if original.shape != rewritten.shape or original.shape[-1] < 2:
+            return
+        best = np.sort(original.astype(np.float64), axis=-1)
+        allowed = tolerance(original.dtype, twin=self._twin) if self._override is None else self._override
+        clear = best[..., -1] - best[..., -2] > allowed * np.abs(best).max(initial=0.0)
+        self.clear += int(clear.sum())
+        self.same += int(((original.argmax(-1) == rewritten.argmax(-1)) & clear).sum())
 
     def differ(self, name: str, like: Array, step: int, span: int | None) -> None:
         """Notes an output that cannot be compared: it has another shape."""

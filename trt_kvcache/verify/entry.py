@@ -9,12 +9,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.check.runnable import with_exact_products
 from trt_kvcache.importer.extensions import define, for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
+from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.verify.decode import Verification
 from trt_kvcache.verify.inline import moved_out
-from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.report import VerifyOptions, VerifyReport
 from trt_kvcache.verify.rounding import Side, judge_rounding
 from trt_kvcache.verify.runnable import check_runnable
@@ -33,10 +32,9 @@ def verify_import(
         verify: what to run.
         folder: of the rewritten model's external data, if it is a file of its own.
     """
-    kind = NormalizedVerification if imported.plan.original else Verification
     source, twin = imported.source, has_bfloat16(imported.source.proto) or has_bfloat16(imported.model)
     # What does not fit into memory is refused here, before weights are written anywhere.
-    kind(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)
+    Verification(imported, verify, source.proto, imported.model, source.path.parent, twin=twin)
     source_folder = source.path.parent
     del source
     with (
@@ -46,7 +44,7 @@ def verify_import(
     ):
 
         def run(left: Side, right: Side, anywhere: bool) -> VerifyReport:
-            verification = kind(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin)
+            verification = Verification(imported, verify, left[0], right[0], (left[1], right[1]), twin=twin)
             verification.anywhere = anywhere
             verification.notes += notes
             return verification.run()

@@ -11,8 +11,8 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
 from trt_kvcache.files import open_regular
-from trt_kvcache.importer.check.schedule import Step
 from trt_kvcache.importer.plan import CachePlan, Role, SpanInput
+from trt_kvcache.importer.steps.schedule import Step
 
 Array = npt.NDArray[Any]
 

@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from onnx import ModelProto, TensorProto
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.check.caches import CacheTensor, numpy_dtype
 from trt_kvcache.importer.plan import CachePlan, Role
 from trt_kvcache.importer.protos import byte_size, is_op, iter_scopes, iter_tensors
+from trt_kvcache.importer.steps.contents import CacheTensor, numpy_dtype
 from trt_kvcache.machine import free_memory, memory
 
 _CONVERTED = 2.7  # of the bytes of float16 weights

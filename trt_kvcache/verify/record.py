@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OutputError
-from trt_kvcache.importer.check.caches import CacheTensor
+from trt_kvcache.importer.steps.contents import CacheTensor
 
 Array = npt.NDArray[Any]
 

@@ -6,9 +6,9 @@ import onnxruntime as ort
 from onnx import ModelProto, NodeProto, TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.runnable import ACCURACY, rounds
 from trt_kvcache.importer.planning.experts import ROUNDING
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, Scope, iter_scopes
+from trt_kvcache.importer.steps.runnable import ACCURACY, rounds
 
 _MENDED = (1, 32)  # ONNX Runtime, whose experts of float16 count from here on (measured with 1.31.1 and 1.32.0)
 

@@ -7,15 +7,14 @@ from pathlib import Path
 from threading import Event, Thread
 from typing import Any
 
-import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime as ort
 from onnx import ModelProto
 
-from trt_kvcache.importer.check.engine import ORT_ERRORS, REFERENCE_ERRORS, EngineError, one_line
-from trt_kvcache.importer.check.engine import Engine as Session
 from trt_kvcache.importer.files.links import without_links
+from trt_kvcache.importer.steps.engine import ORT_ERRORS, EngineError, ReferenceEngine, one_line
+from trt_kvcache.importer.steps.engine import Engine as Session
 from trt_kvcache.verify.memory import Weights, weigh
 
 Array = npt.NDArray[Any]
@@ -85,31 +84,12 @@ class OrtSession:
         return dict(zip(self._outputs, values, strict=True))
 
 
-class ReferenceSession:
-    """ONNX's reference evaluator (https://onnx.ai/onnx/api/reference.html): slow, and right by definition."""
-
-    def __init__(self, model: ModelProto, folder: Path) -> None:
-        # Imported here: it loads every operator of ONNX, and few models need it.
-        from onnx.reference import ReferenceEvaluator
-
-        self.engine = f"ONNX reference evaluator {onnx.__version__}"
-        linked, folder = without_links(model, folder)
-        loaded = ModelProto()
-        loaded.CopyFrom(linked)
-        onnx.load_external_data_for_model(loaded, str(folder))
-        try:
-            self._evaluator = ReferenceEvaluator(loaded)
-        except REFERENCE_ERRORS as error:
-            raise EngineError(one_line(error)) from None
-
-    def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
-        """All outputs by name."""
-        try:
-            with np.errstate(all="ignore"):  # numbers that are not finite are compared, not warned of
-                values = self._evaluator.run(None, dict(feeds))
-        except REFERENCE_ERRORS as error:
-            raise EngineError(one_line(error)) from None
-        return dict(zip(self._evaluator.output_names, values, strict=True))
+def _open_reference(model: ModelProto, folder: Path) -> ReferenceEngine:
+    linked, folder = without_links(model, folder)
+    loaded = ModelProto()
+    loaded.CopyFrom(linked)
+    onnx.load_external_data_for_model(loaded, str(folder))
+    return ReferenceEngine(loaded)
 
 
 def _interruptible(call: Callable[[], Any], stop: Callable[[], None]) -> Any:
@@ -183,7 +163,7 @@ def open_session(
     else:
         return session, None
     try:
-        evaluator = ReferenceSession(model, folder)
+        evaluator = _open_reference(model, folder)
         evaluator.run(trial)
     except EngineError as error:
         raise EngineError(f"{refusal}; the ONNX reference evaluator: {error}") from None

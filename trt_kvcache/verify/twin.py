@@ -13,34 +13,21 @@ from collections.abc import Hashable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
-from onnx import (
-    AttributeProto,
-    GraphProto,
-    ModelProto,
-    TensorProto,
-    TypeProto,
-    external_data_helper,
-    helper,
-    numpy_helper,
-)
+from onnx import GraphProto, ModelProto, TensorProto, external_data_helper, helper, numpy_helper
 
 from trt_kvcache.errors import OutputError
 from trt_kvcache.importer.protos import byte_size, iter_scopes, iter_tensors
+from trt_kvcache.importer.steps.element_types import all_types, state_type
 from trt_kvcache.verify.widenable import widenable
 
 _DATA = "twin.data"
 _BLOCK = 1 << 25  # bytes read at a time
 _SMALL = 1024  # bytes; smaller tensors stay in the proto, where shape inference can read them
-_DTYPE_ATTRIBUTES = frozenset({"to", "dtype", "output_dtype", "softmax_precision", "stash_type"})
 
 
 def has_bfloat16(model: ModelProto) -> bool:
     """Whether any tensor, declared value or operator of the model is bfloat16."""
-    return (
-        any(t.data_type == TensorProto.BFLOAT16 for t in iter_tensors(model))
-        or any(t.tensor_type.elem_type == TensorProto.BFLOAT16 for t in _types(model))
-        or any(True for _ in _dtype_attributes(model, TensorProto.BFLOAT16))
-    )
+    return TensorProto.BFLOAT16 in all_types(model)
 
 
 class Data:
@@ -120,11 +107,7 @@ class TwinFolder:
         twin = ModelProto()
         twin.CopyFrom(widenable(model) if self.wide == TensorProto.DOUBLE else model)
         self._check_room(twin)
-        for attribute in _dtype_attributes(twin, self.dtype):
-            attribute.i = self.wide
-        for kind in _types(twin):
-            if kind.tensor_type.elem_type == self.dtype:
-                kind.tensor_type.elem_type = self.wide
+        state_type(twin, (self.dtype,), self.wide)
         initializers = {t.name for s in iter_scopes(twin) if isinstance(s, GraphProto) for t in s.initializer}
         for tensor in iter_tensors(twin):
             self._convert(tensor, tensor.name in initializers)
@@ -187,37 +170,3 @@ def _read(path: Path, offset: int, length: int) -> Iterator[bytes]:
             block = file.read(min(length, _BLOCK))
             yield block
             length -= len(block)
-
-
-def _dtype_attributes(model: ModelProto, dtype: int) -> Iterator[AttributeProto]:
-    """Every attribute that asks for a type."""
-    for scope in iter_scopes(model):
-        for node in scope.node:
-            for attribute in node.attribute:
-                if (
-                    attribute.name in _DTYPE_ATTRIBUTES
-                    and attribute.type == AttributeProto.INT
-                    and attribute.i == dtype
-                ):
-                    yield attribute
-
-
-def _types(model: ModelProto) -> Iterator[TypeProto]:
-    """Every type declared anywhere in the model that can hold an element type."""
-    for scope in iter_scopes(model):
-        infos = list(scope.value_info)
-        if isinstance(scope, GraphProto):
-            infos += [*scope.input, *scope.output]
-        for info in infos:
-            yield from _nested(info.type)
-        for node in scope.node:
-            for attribute in node.attribute:
-                if attribute.HasField("tp"):
-                    yield from _nested(attribute.tp)
-
-
-def _nested(kind: TypeProto) -> Iterator[TypeProto]:
-    yield kind
-    for field in ("sequence_type", "optional_type"):
-        if kind.HasField(field):
-            yield from _nested(getattr(kind, field).elem_type)

@@ -20,7 +20,7 @@ from onnx import TensorProto, helper, numpy_helper
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel, import_model, pipeline, plan_model
 from trt_kvcache.importer.check import check_rewrite
-from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.importer.plan import CachePlan, InterfaceChange, PlanOptions
 
 CAPACITY = 24
 PLAN = PlanOptions(capacity=CAPACITY)
@@ -145,6 +145,24 @@ def test_the_message_names_query_and_key(tmp_path: Path) -> None:
         check(make_decoder(Decoder(window=5)), tmp_path, PLAN, open_mask)
 
 
+@pytest.mark.parametrize("layer", [0, 1])
+def test_the_message_names_the_layer(layer: int, tmp_path: Path) -> None:
+    def late(graph: onnx.GraphProto) -> None:
+        graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
+        graph.node.insert(0, helper.make_node("Add", [node(graph, "TensorScatter").input[2], "one"], ["late"]))
+        for i in range(2):
+            node(graph, "TensorScatter", 2 * layer + i).input[2] = "late"
+
+    with pytest.raises(UnsupportedModelError, match=rf"around '\w+' of layer {layer} the model computes"):
+        check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, late)
+
+
+def test_the_message_names_a_key_among_new_tokens(tmp_path: Path) -> None:
+    words = "after 0 tokens, 4 new, sequence 0: .* query 0 of the step sees key 1 in the rewritten model alone"
+    with pytest.raises(UnsupportedModelError, match=words):
+        check(make_decoder(Decoder()), tmp_path, PLAN, open_mask)
+
+
 def test_a_recognizer_that_lies_is_not_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A window is taken for the whole past."""
     import trt_kvcache.importer.normalize as normalize
@@ -250,6 +268,18 @@ def test_an_output_that_is_lost_is_refused(tmp_path: Path) -> None:
         check_rewrite(imported.source.proto, without_output(imported.model, "twice"), imported.plan, {}, tmp_path)
 
 
+def test_only_counters_and_copies_may_be_gone(tmp_path: Path) -> None:
+    """The plan says that the output is gone, and so do both interfaces."""
+    imported = planned(beside(), tmp_path)
+    plan = replace(
+        imported.plan,
+        tensors=tuple(t for t in imported.plan.tensors if t.name != "twice"),
+        changes=(InterfaceChange("output", "twice [B, 2, S, 8]", "", "nothing reads it"),),
+    )
+    with pytest.raises(UnsupportedModelError, match="has no output 'twice', which depends on the tokens"):
+        check_rewrite(imported.source.proto, without_output(imported.model, "twice"), plan, {}, tmp_path)
+
+
 @pytest.mark.parametrize("name", ["twice", "present"])
 def test_an_output_of_the_rewritten_model_alone_is_refused(name: str, tmp_path: Path) -> None:
     imported = planned(beside(), tmp_path)
@@ -334,6 +364,58 @@ def test_garbage_of_its_own_is_refused(tmp_path: Path) -> None:
     imported = planned(made(hides=False), tmp_path)
     with pytest.raises(UnsupportedModelError, match="computes something else"):
         check_rewrite(made(hides=True), imported.model, imported.plan, {}, tmp_path)
+
+
+def masked(
+    keys_of: Callable[[Graph, str, str], str] = lambda graph, keys, held: keys, lowest: float = -np.inf
+) -> onnx.ModelProto:
+    """Attention over fixed caches in plain operators; `lowest` stands for the scores of hidden keys, or is added."""
+    graph = Graph()
+    past = [graph.input(name, TensorProto.FLOAT, ["B", 1, 16, 8]) for name in ("past_k", "past_v")]
+    new = [graph.input(name, TensorProto.FLOAT, ["B", 1, "S", 8]) for name in ("query", "key", "value")]
+    where = graph.input("write_indices", TensorProto.INT64, ["B"])
+    lengths = graph.input("nonpad_kv_seqlen", TensorProto.INT64, ["B"])
+    keys, values = (
+        graph.node("TensorScatter", [p, n, where], name, axis=2)
+        for p, n, name in zip(past, new[1:], ("present_k", "present_v"), strict=True)
+    )
+    for name in (keys, values):
+        graph.output(name, TensorProto.FLOAT, ["B", 1, 16, 8])
+    ends = graph.node("Unsqueeze", [lengths, graph.constant([1, 2, 3])])
+    held = graph.node("Less", [graph.constant(np.arange(16).reshape(1, 1, 1, 16)), ends])
+    turned = graph.node("Transpose", [keys_of(graph, keys, held)], perm=[0, 1, 3, 2])
+    scores = graph.node("MatMul", [new[0], turned])
+    if lowest == -np.inf:
+        scores = graph.node("Where", [held, scores, graph.constant(lowest, np.float32)])
+    else:
+        bias = graph.node("Where", [held, graph.constant(0, np.float32), graph.constant(lowest, np.float32)])
+        scores = graph.node("Add", [scores, bias])
+    seen = graph.node("MatMul", [graph.node("Softmax", [scores], axis=-1), values], "seen")
+    graph.output(seen, TensorProto.FLOAT, ["B", 1, "S", 8])
+    return graph.model(opset=24)
+
+
+def test_keys_that_are_no_numbers_are_refused_though_a_mask_hides_them(tmp_path: Path) -> None:
+    """Where hides NaN; a kernel that adds the mask does not. The original divides by the norm of tokens alone."""
+
+    def divided(graph: Graph, keys: str, held: str) -> str:
+        return graph.node("Div", [keys, graph.node("ReduceL2", [keys, graph.constant([-1])])])
+
+    def safe(graph: Graph, keys: str, held: str) -> str:
+        rows = graph.node("Transpose", [held], perm=[0, 1, 3, 2])
+        return graph.node("Where", [rows, divided(graph, keys, held), graph.constant(0, np.float32)])
+
+    imported = planned(masked(), tmp_path)
+    check_rewrite(masked(), masked(), imported.plan, {}, tmp_path)
+    with pytest.raises(UnsupportedModelError, match="which is no finite number in rows of the cache without a token"):
+        check_rewrite(masked(safe), masked(divided), imported.plan, {}, tmp_path)
+
+
+def test_garbage_is_as_large_as_the_original_hides(tmp_path: Path) -> None:
+    """A mask of -60 hides numbers of 10, and one of -15 does not; both hide numbers of 1."""
+    imported = planned(masked(), tmp_path)
+    with pytest.raises(UnsupportedModelError, match="computes something else"):
+        check_rewrite(masked(lowest=-60.0), masked(lowest=-15.0), imported.plan, {}, tmp_path)
 
 
 def doubled(graph: Graph, query: str) -> str:

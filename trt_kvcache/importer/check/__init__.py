@@ -8,9 +8,7 @@ apart.
     shapes        shapes in batch and new tokens
     region        between boundaries, caches and inputs on one end, joins and presents on the other
     schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows
-    inputs        values of a step (caches), and how the original takes them (original)
-    runnable      both models in operators that ONNX Runtime runs (engine)
-    run, compare  both sides of a region, and where they differ first
+    run, compare  both sides of a region over these steps (`trt_kvcache.importer.steps`), and where they differ first
     independence  the rest of the model in two batches that share a sequence
     models        both models in, verdicts out
     process       all of this in a process with limits on memory and time (worker)
@@ -96,12 +94,13 @@ def check_rewrite(
             "the longest sequence chooses (LongRoPE, dynamic NTK); supported are sequences that do not depend on each "
             "other: export with a batch of 1, or take a capacity below the length at which the factors change"
         )
+    where = f"around '{first.name}'" + ("" if first.layer is None else f" of layer {first.layer}")
     if first.answer == "different":
         raise UnsupportedModelError(
-            f"around '{first.name}' the model computes something else than what was recognized there: {first.why}; "
+            f"{where} the model computes something else than what was recognized there: {first.why}; "
             "it is refused, since an engine of it would give wrong numbers"
         )
     raise UnsupportedModelError(
-        f"around '{first.name}' the rewritten model could not be compared with the original ({first.why}), and nothing "
+        f"{where} the rewritten model could not be compared with the original ({first.why}), and nothing "
         "is built that was not compared"
     )

@@ -9,11 +9,11 @@ import numpy as np
 import numpy.typing as npt
 from onnx import TensorProto
 
-from trt_kvcache.importer.check.caches import CacheTensor
 from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.runnable import NARROW, types_of
-from trt_kvcache.importer.check.schedule import Step
 from trt_kvcache.importer.check.shapes import Term
+from trt_kvcache.importer.steps.contents import CacheTensor
+from trt_kvcache.importer.steps.runnable import NARROW, types_of
+from trt_kvcache.importer.steps.schedule import Step
 
 Array = npt.NDArray[Any]
 

@@ -21,16 +21,16 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.caches import find_caches, find_states, first_contents
-from trt_kvcache.importer.check.engine import EngineError, OrtEngine
-from trt_kvcache.importer.check.inputs import StepInputs, draw_constants
 from trt_kvcache.importer.check.process import Verdict
 from trt_kvcache.importer.check.region import Cut, Region
-from trt_kvcache.importer.check.runnable import open_types
-from trt_kvcache.importer.check.schedule import Step, read_limits
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read
+from trt_kvcache.importer.steps.contents import find_caches, find_states, first_contents
+from trt_kvcache.importer.steps.engine import EngineError, OrtEngine
+from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.runnable import open_types
+from trt_kvcache.importer.steps.schedule import Step, read_limits
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]

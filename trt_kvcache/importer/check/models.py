@@ -86,7 +86,8 @@ def _judge(
         done[region.key] = (
             _unread(region, plan) if loaded is None else run_region(loaded, plan, limits, thorough=thorough)
         )
-    return replace(done[region.key], name=next(iter(region.joins), ", ".join(region.presents)))
+    name = next(iter(region.joins), ", ".join(region.presents))
+    return replace(done[region.key], name=name, layer=region.layer)
 
 
 def _with_batch(tensor: TensorRole) -> TensorRole:

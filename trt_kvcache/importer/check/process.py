@@ -44,12 +44,14 @@ class Verdict:
             tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch.
         why: the reason in words; empty for most equal regions.
         steps: number of steps that were compared.
+        layer: see `Region`.
     """
 
     name: str
     answer: str
     why: str = ""
     steps: int = 0
+    layer: int | None = None
 
 
 @dataclass(frozen=True)

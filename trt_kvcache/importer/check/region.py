@@ -18,14 +18,15 @@ from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.check.caches import find_caches, fixed_rows
 from trt_kvcache.importer.check.graph import Graph
 from trt_kvcache.importer.check.shapes import Kind, Kinds, Term
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
-from trt_kvcache.importer.protos import dtype_name, names_read
+from trt_kvcache.importer.protos import dtype_name, is_op, names_read
+from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
+_PRODUCTS = ("Attention", "Einsum", "MatMul")
 _FEW = 4  # numbers in a constant that lengths are computed with
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
@@ -60,6 +61,7 @@ class Region:
         key: regions of one key give the same verdict.
         integers: whole numbers that either side computes lengths with.
         rows: of caches that the original holds in a fixed length, by name of the past.
+        layer: number of the attention that reads its caches, from 0; None: it reads none, or there is one attention.
     """
 
     joins: Mapping[str, tuple[Term, ...]]
@@ -70,6 +72,7 @@ class Region:
     key: str
     integers: tuple[int, ...]
     rows: Mapping[str, int]
+    layer: int | None
 
 
 @dataclass
@@ -201,6 +204,7 @@ def find_regions(cut: Cut) -> list[Region]:
         if (kind := cut.kinds[0].get(name)) and kind.elem_type in _FLOATS and not _is_mask(plan, name)
     }
     data |= {t.name for t in plan.tensors if t.role is Role.TOKENS}
+    over_rows = _over_rows(cut)
     candidates = {
         name
         for name in original.makes
@@ -208,6 +212,7 @@ def find_regions(cut: Cut) -> list[Region]:
         and name not in presents
         and name not in cut.refuted
         and plain[0].get(name) != plain[1].get(name)
+        and name not in over_rows
         and _is_text(cut, name)
     }
     outputs = [name for name in rewritten.outputs if name not in presents]
@@ -254,14 +259,39 @@ def find_regions(cut: Cut) -> list[Region]:
     return sorted(regions, key=lambda r: not r.presents)
 
 
+def _over_rows(cut: Cut) -> set[str]:
+    """Keys, values and scores of the original with a number for each row of a cache, whether it holds a token or not.
+
+    They are no joins: rows without a token hold garbage, and the numbers that a join is fed with are none.
+    """
+    graph = cut.original
+    softmax = [name for node in graph.nodes if node.op_type == "Softmax" for name in node.output]
+    products = [node for node in graph.nodes if node.op_type in _PRODUCTS]
+    ends = {name for node in products for name in node.output}
+    weights = graph.tainted(softmax, through=ends, shapes=False)
+    sums = {
+        n for node in products if is_op(node, "Attention") or not weights.isdisjoint(node.input) for n in node.output
+    }
+    capacities = {Term(c.capacity, 0, 0) for c in cut.plan.caches}
+    read = graph.tainted({c.past for c in cut.plan.caches}, through=sums, shapes=False)
+    found = {n for n in read if (kind := cut.kinds[0].get(n)) and not capacities.isdisjoint(kind.shape or ())}
+    return found - set(graph.outputs)
+
+
 def _check_interface(cut: Cut, presents: set[str]) -> None:
     """Every output of one side is one of the other, of the type and shape of the plan; the plan says what is gone."""
     original, rewritten = cut.sides
     gone = [c.old for c in cut.plan.changes if c.io == "output" and not c.new]
-    gone += [f"{s.name} " for s in cut.plan.stacks if s.io == "output"]  # its parts are outputs of both
+    whole = {s.name for s in cut.plan.stacks if s.io == "output"}  # its parts are outputs of both
+    gone += [f"{name} " for name in whole]
     for name in original.outputs:
         if name not in rewritten.outputs and not any(old.startswith(f"{name} ") for old in gone):
             raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
+        if name not in rewritten.outputs and name not in whole and _depends_on_text(cut, name):
+            raise UnsupportedModelError(
+                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
+                "that come out again may be gone"
+            )
     for name in rewritten.outputs:
         if name not in original.outputs:
             raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original has not")
@@ -280,6 +310,15 @@ def _check_interface(cut: Cut, presents: set[str]) -> None:
                 f"the rewritten model's output '{tensor.name}' is {kind}, and the plan says {tensor.dtype} "
                 f"[{', '.join(map(str, tensor.shape))}]"
             )
+
+
+def _depends_on_text(cut: Cut, name: str) -> bool:
+    """An output of the original is made of numbers of tokens, keys or values; it may be one of them unchanged."""
+    graph = cut.original
+    inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in _FLOATS}
+    inputs |= {t.name for t in cut.plan.original if t.role is OriginalRole.TOKENS}
+    same, _ = graph.digests({n: n for n in graph.inputs})
+    return name in graph.tainted(inputs, shapes=False) and same.get(name) not in graph.inputs
 
 
 def _check_outputs(
@@ -364,7 +403,31 @@ def _region(cut: Cut, joins: list[str], presents: list[str], stops: Sequence[Map
         key,
         tuple(integers),
         fixed_rows(cut.plan, cut.original.inputs.values()),
+        _layer(cut.plan, _inputs(models[1])),
     )
+
+
+def _layer(plan: CachePlan, inputs: Iterable[str]) -> int | None:
+    readers = (i for i, a in enumerate(plan.attention) if not set(a.caches).isdisjoint(inputs))
+    return next(readers, None) if len(plan.attention) > 1 else None
+
+
+def products_of(model: onnx.ModelProto, caches: Iterable[str]) -> list[str]:
+    """Names of what a region multiplies with queries and with the weights of a softmax: keys and values."""
+    graph = Graph(model)
+    weights = {name for node in graph.nodes if node.op_type == "Softmax" for name in node.output}
+    of_caches = graph.tainted(caches, through=weights, shapes=False)
+    products = [n for n in graph.nodes if is_op(n, "Attention") or is_op(n, "MatMul")]
+    return sorted({n for node in products for n in node.input[:3] if n in of_caches and n in graph.makes})
+
+
+def with_outputs(model: onnx.ModelProto, names: Iterable[str]) -> onnx.ModelProto:
+    """The model with other outputs."""
+    made = onnx.ModelProto()
+    made.CopyFrom(model)
+    del made.graph.output[:]
+    made.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)
+    return made
 
 
 def _by_digest(names: Iterable[str], digests: Mapping[str, str]) -> dict[str, tuple[str, ...]]:

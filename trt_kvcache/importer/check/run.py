@@ -11,14 +11,6 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.check.caches import (
-    CacheTensor,
-    as_text,
-    find_caches,
-    find_states,
-    first_contents,
-    ring_window,
-)
 from trt_kvcache.importer.check.compare import (
     FAR,
     apart,
@@ -31,27 +23,37 @@ from trt_kvcache.importer.check.compare import (
     take,
     tolerances,
 )
-from trt_kvcache.importer.check.engine import Engine, EngineError, open_engine
-from trt_kvcache.importer.check.inputs import StepInputs, draw_constants
-from trt_kvcache.importer.check.original import OriginalInterface
 from trt_kvcache.importer.check.process import Verdict
-from trt_kvcache.importer.check.region import Region
-from trt_kvcache.importer.check.runnable import as_bytes, is_half, is_narrow, open_types, runnable
-from trt_kvcache.importer.check.schedule import Limits, Step, end_steps, plan_steps, read_limits, rows_needed
+from trt_kvcache.importer.check.region import Region, products_of, with_outputs
+from trt_kvcache.importer.check.schedule import end_steps, plan_steps, rows_needed
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, OriginalRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op
+from trt_kvcache.importer.steps.contents import (
+    CacheTensor,
+    as_text,
+    find_caches,
+    find_states,
+    first_contents,
+    ring_window,
+)
+from trt_kvcache.importer.steps.engine import Engine, EngineError, open_engine
+from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.original import OriginalInterface
+from trt_kvcache.importer.steps.runnable import as_bytes, is_half, is_narrow, open_types, runnable
+from trt_kvcache.importer.steps.schedule import Step, read_limits
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
-_GARBAGE = (1e4, 1e2, 1.0)
+_GARBAGE = (1e4, 1e3, 1e2, 30.0, 10.0, 3.0, 1.0)
 """Magnitudes of garbage in rows without a token, tried from the first on until the original hides it. At the last one
 both sides have to be equal even if the original reads it: it must not hide what the rewritten model alone reads."""
-_HALF_GARBAGE = (30.0, 1.0)
+_HALF_GARBAGE = _GARBAGE[3:]
 """In float16 ONNX Runtime adds the lowest number to scores that a mask hides, and scores of more would outweigh it."""
 _BATCH = 2
+_FEW = 64  # keys, each of which is changed to find the one that only one side sees
 _TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
 _BYTES = 256 << 20  # of the caches of a step
 _LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
@@ -67,8 +69,8 @@ def run_region(
     plan = as_bytes(plan)
     try:
         for run in _runs(region, plan, limits, seed, thorough=thorough):
-            why = run.compare()
-            compared += run.compared
+            why = run.compare() or ("" if compared else run.reads_no_number())
+            compared += len(run.compared)
             alive |= run.alive
             if why:
                 return Verdict(name, "different", why, compared)
@@ -82,7 +84,7 @@ def run_region(
 
 
 def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, thorough: bool) -> Iterator[_Run]:
-    model_limits = _limits(plan)
+    model_limits = read_limits(plan, _BATCH)
     capacity = min(
         (c.capacity for c in _caches(region, plan)), default=max((c.capacity for c in plan.caches), default=1)
     )
@@ -97,7 +99,7 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, th
     if not thorough and 2 * rows < capacity and all(c.mode is UpdateMode.LINEAR for c in plan.caches):
         # Whatever holds no number of the capacity runs on short caches, too.
         short = _shortened(plan, rows)
-        run = make(short, plan_steps(_limits(short), region.integers, rows, thorough=thorough), wide=wide)
+        run = make(short, plan_steps(read_limits(short, _BATCH), region.integers, rows, thorough=thorough), wide=wide)
         if run.opens():
             at = short
             yield run
@@ -107,14 +109,14 @@ def _runs(region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, th
     if at is plan:
         yield make(plan, plan_steps(model_limits, region.integers, capacity, thorough=thorough), wide=wide)
     if wide and is_half(region.models):
-        yield make(at, plan_steps(_limits(at), (), min(capacity, rows))[:6], wide=False)
+        yield make(at, plan_steps(read_limits(at, _BATCH), (), min(capacity, rows))[:6], wide=False)
 
 
 class _Run:
     """Both sides of a region, opened in one type.
 
     Attributes:
-        compared: number of steps that were compared.
+        compared: steps that were compared.
         alive: joins that are not one number throughout.
     """
 
@@ -122,7 +124,7 @@ class _Run:
         self, region: Region, plan: CachePlan, limits: IndexLimits, steps: Sequence[Step], seed: int, *, wide: bool
     ) -> None:
         self.region, self.plan, self.seed = region, plan, seed
-        self.compared = 0
+        self.compared: list[Step] = []
         self.tolerance, self.exact = tolerances(region, wide=wide, caches=bool(_caches(region, plan)))
         attention = [n for n in region.models[0].graph.node if is_op(n, "Attention")]
         self.scores = {name for node in attention for name in node.output[3:]}
@@ -136,6 +138,8 @@ class _Run:
         self.caches = [c for c in (*find_caches(plan), *find_states(plan)) if c.role.name in names]
         self.by_output = {c.output: c for c in find_caches(plan)}
         self.interface = self._interface(parts) if plan.original else None
+        growing = {t.name for t in plan.original if t.role is OriginalRole.GROWING_CACHE}
+        self.shows_garbage = any(c.update is not None and c.role.name not in growing for c in self.caches)
         self.limits = limits
         fed = {name for b in region.boundaries for side in b.names for name in side}
         if fed.issuperset(self.needed[0] | self.needed[1]):  # nothing says how many tokens there were before
@@ -169,9 +173,29 @@ class _Run:
             if self.changes_past and not self.settled:
                 self.settled = True
                 why, step = self._first_difference()
-            if not why or not self._reads_garbage(step):
+            if not self._reads_garbage([step] if why else self.compared):
                 return why
         return why
+
+    def reads_no_number(self) -> str:
+        """A product of the rewritten side over rows without a token that are no finite numbers, in words, or nothing.
+
+        The caches hold finite numbers there. ONNX hides what a mask hides with Where; a kernel may add the mask, and
+        NaN stays NaN.
+        """
+        names = products_of(self.models[1], [c.role.name for c in self.caches])
+        if not names or not self.compared:
+            return ""
+        step = self.compared[0]
+        feeds = self._second(step, self._shared(step), self._contents(step, self.garbage), step.length)
+        ran = open_engine(with_outputs(self.models[1], names), feeds).run(feeds)
+        found = next((n for n in names if ran[n].dtype.kind == "f" and not np.isfinite(ran[n]).all()), None)
+        if found is None:
+            return ""
+        return (
+            f"the rewritten model multiplies '{found}', which is no finite number in rows of the cache without a "
+            f"token, after {said(step.starts)} tokens, {step.length} new"
+        )
 
     def opens(self) -> bool:
         """True if both sides run a step."""
@@ -181,14 +205,19 @@ class _Run:
             return False
         return bool(self.engines)
 
-    def _reads_garbage(self, step: Step) -> bool:
-        """True if the original itself lets garbage of this magnitude through."""
-        shared = self._shared(step)
-        full, clean = (self._original(step, shared, self._contents(step, g)) for g in (self.garbage, 0.0))
-        return any(apart(clean[name], full[name], self.tolerance) is not None for name in self.region.joins)
+    def _reads_garbage(self, steps: Sequence[Step]) -> bool:
+        """True if the original itself lets garbage of this magnitude through: it may outweigh what differs."""
+        if not self.shows_garbage:
+            return False
+        for step in steps:
+            shared = self._shared(step)
+            full, clean = (self._original(step, shared, self._contents(step, g)) for g in (self.garbage, 0.0))
+            if any(apart(clean[name], full[name], self.tolerance) is not None for name in self.region.joins):
+                return True
+        return False
 
     def _first_difference(self) -> tuple[str, Step]:
-        self.compared = 0
+        self.compared = []
         for step in self.steps:
             shared, contents = self._shared(step), self._contents(step, self.garbage)
             try:
@@ -204,7 +233,7 @@ class _Run:
                 why = self._differ(step, first, second, kept)
                 if why:
                     return why, step
-            self.compared += 1
+            self.compared.append(step)
         return "", step
 
     def _fits(self, step: Step) -> bool:
@@ -258,16 +287,13 @@ class _Run:
             made[f"boundary {number}"] = rng.standard_normal(shape, np.float32)
         return made
 
-    def _contents(self, step: Step, garbage: float, poke: int | None = None) -> Feeds:
+    def _contents(self, step: Step, garbage: float) -> Feeds:
         """Caches as the original has them, in the layout of the plan."""
         made = {}
         for number, cache in enumerate(self.caches):
             rng = np.random.default_rng([self.seed, 2, number])
             held = self._as_text(cache, step)
             values = first_contents(held, step.starts, garbage, rng, twin=True)
-            if poke is not None and held.update is not None:
-                rows = np.moveaxis(values, held.update.sequence_axis, 1)
-                rows[:, poke % rows.shape[1]] += 3
             made[cache.role.name] = values.astype(np.float32) if self.wide and values.dtype == np.float16 else values
         return self._settle(step, made) if self.settled else made
 
@@ -341,6 +367,9 @@ class _Run:
     def _original(self, step: Step, shared: Feeds, contents: Feeds) -> Feeds:
         """The original's joins and presents."""
         ran = [(rows, self.engines[0].run(feeds)) for rows, feeds in self._feeds(step, shared, contents)]
+        for name, shape in self.region.joins.items():
+            if any(out[name].ndim != len(shape) for _, out in ran):
+                raise UnsupportedModelError(f"'{name}' has {ran[0][1][name].ndim} axes in the original")
         made = {name: joined([out[name] for _, out in ran], shape) for name, shape in self.region.joins.items()}
         if self.interface is None:
             return made | {name: ran[0][1][name] for name in self.region.presents}
@@ -384,37 +413,36 @@ class _Run:
     def _where(self, step: Step, name: str, shape: Sequence[Term], row: int, at: tuple[int, ...], kept: int) -> str:
         """The query at which the sides differ, and a key that only one side sees, in words."""
         axis = next((i for i, t in enumerate(shape) if t.sequence == 1 and t.factor == 1), None)
-        words = (
-            ""
-            if axis is None
-            else f"; query {at[axis] + (step.length - kept if name in self.region.kept else 0)} of the step"
-        )
-        if kept != step.length or max(step.starts) > 64:
+        query = None if axis is None else at[axis] + (step.length - kept if name in self.region.kept else 0)
+        words = "" if query is None else f"; query {query} of the step"
+        first_new = step.starts[row]
+        if kept != step.length or first_new > _FEW:
             return words
-        shared = self._shared(step)
         before: list[float] = []
-        for token in (None, *range(max(step.starts))):
-            contents = self._contents(step, self.garbage, token)
+        for key in (None, *range(first_new + min(step.length, _FEW))):
+            if query is not None and key == first_new + query:
+                continue  # its own
+            shared, contents = self._shared(step), self._contents(step, self.garbage)
+            if key is not None:
+                self._change_key(key, first_new, shared, contents)
             ran = (self._original(step, shared, contents), self._rewritten(step, shared, contents, kept))
             after = [float(take(v[name], shape, slice(row, row + 1), len(step.starts))[at]) for v in ran]
             before = before or after
             moved = [abs(a - b) > 1e-7 for a, b in zip(before, after, strict=True)]
             if moved[0] != moved[1]:
-                return f"{words} sees key {token} in the {'original' if moved[0] else 'rewritten model'} alone"
+                return f"{words} sees key {key} in the {'original' if moved[0] else 'rewritten model'} alone"
         return words
 
-
-def _limits(plan: CachePlan) -> Limits:
-    limits = read_limits(plan, _BATCH)
-    fixed = any(isinstance(c.logical_shape[0], int) for c in plan.caches)
-    interface = OriginalInterface(plan, twin=True) if plan.original else None
-    together = interface.together if interface else None
-    return replace(
-        limits,
-        batch=limits.batch if together is None else together,
-        fixed_batch=fixed or together is not None,
-        ragged=limits.ragged and together is None,
-    )
+    def _change_key(self, key: int, first_new: int, shared: Feeds, contents: Feeds) -> None:
+        """Another number for one token of the text: in the caches, or in the new rows."""
+        for cache in self.caches:
+            if key < first_new and cache.update is not None:
+                rows = np.moveaxis(contents[cache.role.name], cache.update.sequence_axis, 1)
+                rows[:, key % rows.shape[1]] += 3
+        for number, b in enumerate(self.region.boundaries):
+            axis = next((i for i, t in enumerate(b.shape) if t.sequence == 1 and t.factor == 1), None)
+            if key >= first_new and axis is not None:
+                np.moveaxis(shared[f"boundary {number}"], axis, 0)[key - first_new] += 3
 
 
 def _caches(region: Region, plan: CachePlan) -> list[CacheUpdate]:

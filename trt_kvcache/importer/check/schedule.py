@@ -1,15 +1,12 @@
-"""Steps of a decode, the limits that a model sets them, and the steps that a region runs."""
+"""The steps that a region runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from itertools import permutations
 
-from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, UpdateMode
+from trt_kvcache.importer.steps.schedule import Limits, Step
 
-_ANY_LENGTH = 1 << 20  # of an update, where no cache bounds it
 _MOST_INTEGERS = 8
 _LARGEST_BATCH = 64
 _LONGEST_PROMPT = 2048  # tokens; masks have that squared
@@ -19,88 +16,6 @@ _PLAIN = ((0, 4), (5, 3), (9, 1), (1, 1), (0, 1), (7, 8), (11, 2), (0, 9))
 _RAGGED = (((0, 5, 11), 2), ((12, 1), 1), ((3, 0), 3))
 _SHORT = (((3, 4), (2, 0)), ((0, 2, 0), (1, 3, 0)), ((4, 1), (1, 2)), ((2, 0), (0, 1)))
 """Tokens before a step, and how many of the new ones count: 0 is an idle row."""
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step: `length` tokens per row, written from `starts`; `valid` tokens per row count afterwards."""
-
-    length: int
-    starts: tuple[int, ...]
-    valid: tuple[int, ...]
-
-    def __str__(self) -> str:
-        """For messages."""
-        return f"{self.length} tokens from {list(self.starts)}, valid {list(self.valid)}"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The steps that a model allows.
-
-    Attributes:
-        batch: rows.
-        length: the fixed update length, or None.
-        longest: the longest update.
-        linear: the shortest linear cache, or None.
-        circular: capacities of the circular caches.
-        no_straddle: capacities of the circular caches whose contract forbids updates across the wrap.
-        indexed: rows are written at an index; otherwise always from row 0.
-        ragged: rows may start at different places.
-        lengths: valid lengths are an input.
-        fixed_batch: the model has no other batch than `batch`.
-    """
-
-    batch: int
-    length: int | None
-    longest: int
-    linear: int | None
-    circular: tuple[int, ...]
-    no_straddle: tuple[int, ...]
-    indexed: bool
-    ragged: bool
-    lengths: bool
-    fixed_batch: bool = False
-
-
-def read_limits(plan: CachePlan, batch: int) -> Limits:
-    """The steps that the model allows.
-
-    Args:
-        plan: of the model.
-        batch: rows, where the model does not say.
-
-    Raises:
-        OptionError: a circular cache takes no update of the model's.
-    """
-    fixed_batches = {c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)}
-    batch = min(fixed_batches, default=batch)
-    fixed_lengths = {c.update_length for c in plan.caches if isinstance(c.update_length, int)}
-    fixed_lengths |= {d for t in plan.original for d, axis in zip(t.shape, t.axes, strict=True)
-                      if t.role is OriginalRole.TOKENS and axis == "sequence" and isinstance(d, int)}  # fmt: skip
-    too_short = [c for c in plan.caches if c.contract and c.capacity < max(fixed_lengths, default=1)]
-    if too_short:
-        raise OptionError(
-            f"cache '{too_short[0].past}' holds {too_short[0].capacity} rows, and the model's updates are fixed at "
-            f"{max(fixed_lengths)} tokens: none fits without straddling the wrap; plan with --fallback functional"
-        )
-    contracts = [c.contract for c in plan.caches if c.contract is not None]
-    bounds = [c.max_update_length for c in contracts if c.max_update_length is not None]
-    roles = {Role.WRITE_INDICES, Role.VALID_LENGTHS}
-    if plan.original:  # the model as exported runs row by row, with positions and masks of its own for each
-        roles |= {Role.POSITIONS, Role.MASK}
-    driven = [t for t in plan.tensors if t.io == "input" and t.role in roles]
-    return Limits(
-        batch=batch,
-        length=min(fixed_lengths, default=None),
-        longest=min([c.capacity for c in plan.caches] + bounds, default=_ANY_LENGTH),
-        linear=min((c.capacity for c in plan.caches if c.mode is UpdateMode.LINEAR), default=None),
-        circular=tuple(sorted({c.capacity for c in plan.caches if c.mode is UpdateMode.CIRCULAR})),
-        no_straddle=tuple(sorted({c.capacity for c in plan.caches if c.contract and c.contract.no_straddle})),
-        indexed=any(c.write_indices is not None for c in plan.caches),
-        ragged=all("batch" in t.axes or batch in t.shape for t in driven),
-        lengths=any(t.role is Role.VALID_LENGTHS for t in driven),
-    )
 
 
 def rows_needed(integers: Iterable[int], longest: int) -> int:

@@ -13,8 +13,8 @@ import onnx
 from onnx import TensorProto, numpy_helper
 
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.importer.check.engine import EngineError, open_engine
 from trt_kvcache.importer.protos import dtype_name
+from trt_kvcache.importer.steps.engine import EngineError, open_engine
 
 POINTS = ({"batch": 2, "sequence": 5, "past": 11, "total": 16}, {"batch": 3, "sequence": 7, "past": 13, "total": 20})
 """Two sets of sizes, which no product of others explains."""

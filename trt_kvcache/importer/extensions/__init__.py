@@ -38,8 +38,8 @@ from trt_kvcache.importer.protos import TENSORRT_UPDATE, elem_type_of, iter_scop
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.check.engine import Engine as Session
     from trt_kvcache.importer.files.flipped import Flipped
+    from trt_kvcache.importer.steps.engine import Engine as Session
 
 __all__ = [
     "EXTENSIONS",

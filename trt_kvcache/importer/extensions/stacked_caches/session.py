@@ -11,8 +11,8 @@ import numpy.typing as npt
 from trt_kvcache.importer.plan import CachePlan, Stack
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.check.engine import Engine as Session
     from trt_kvcache.importer.extensions import Opener
+    from trt_kvcache.importer.steps.engine import Engine as Session
 
 Array = npt.NDArray[Any]
 

@@ -13,9 +13,10 @@ import numpy as np
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.check.caches import numpy_dtype
 from trt_kvcache.importer.plan import CachePlan
-from trt_kvcache.importer.protos import Scope, is_op, iter_scopes
+from trt_kvcache.importer.protos import Scope, is_op, iter_scopes, iter_tensors
+from trt_kvcache.importer.steps.contents import numpy_dtype
+from trt_kvcache.importer.steps.element_types import state_type
 
 ACCURACY = "accuracy_level"
 _MOVED = (
@@ -183,26 +184,13 @@ def open_types(model: ModelProto, *, wide: bool) -> ModelProto:
         value.type.tensor_type.elem_type = TensorProto.INT8
     if moved:
         _quantize_to_bytes(made.graph)
-    if not wide:
-        return made
-    _widen_graph(made.graph)
+    if wide:
+        state_type(made, NARROW, TensorProto.FLOAT)
+        for tensor in iter_tensors(made):
+            if tensor.data_type in NARROW:
+                values = numpy_helper.to_array(tensor).astype(np.float32)
+                tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     return made
-
-
-def _widen_graph(graph: GraphProto) -> None:
-    for value in (*graph.input, *graph.output, *graph.value_info):
-        if value.type.tensor_type.elem_type in NARROW:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-    for tensor in graph.initializer:
-        _widen(tensor)
-    for node in graph.node:
-        for a in node.attribute:
-            if a.name in ("to", "dtype", "output_dtype", "softmax_precision", "stash_type") and a.i in NARROW:
-                a.i = TensorProto.FLOAT
-            elif a.type == a.TENSOR:
-                _widen(a.t)
-            elif a.type == a.GRAPH:
-                _widen_graph(a.g)
 
 
 def _quantize_to_bytes(graph: GraphProto) -> None:
@@ -216,12 +204,6 @@ def _quantize_to_bytes(graph: GraphProto) -> None:
         for a in node.attribute:
             if a.name == "output_dtype" and a.i in _MOVED:
                 a.i = TensorProto.INT8
-
-
-def _widen(tensor: TensorProto) -> None:
-    if tensor.data_type in NARROW:
-        values = numpy_helper.to_array(tensor).astype(np.float32)
-        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
 
 
 def is_narrow(models: Iterable[ModelProto]) -> bool:

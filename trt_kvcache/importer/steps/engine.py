@@ -1,4 +1,4 @@
-"""Engines for regions on the CPU: ONNX Runtime without optimizations; if it refuses, ONNX's reference evaluator."""
+"""Engines on the CPU: ONNX Runtime without optimizations; if it refuses, ONNX's reference evaluator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ORT_ERRORS = (
     ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
     ort_errors.InvalidProtobuf, ort_errors.NoSuchFile, ort_errors.NotImplemented, ort_errors.RuntimeException,
 )  # fmt: skip
-REFERENCE_ERRORS = (
+_REFERENCE_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, IndexError, KeyError, RuntimeError, TypeError,
     ValueError,
 )  # fmt: skip
@@ -48,7 +48,7 @@ class Engine(Protocol):
 class OrtEngine:
     """ONNX Runtime, node by node: fusions would hide differences."""
 
-    engine = "ONNX Runtime"
+    engine = f"ONNX Runtime {ort.__version__}"
 
     def __init__(self, model: onnx.ModelProto) -> None:
         options = ort.SessionOptions()
@@ -78,7 +78,7 @@ class OrtEngine:
 class ReferenceEngine:
     """ONNX's reference evaluator (https://onnx.ai/onnx/api/reference.html): slow, and right by definition."""
 
-    engine = "ONNX reference evaluator"
+    engine = f"ONNX reference evaluator {onnx.__version__}"
 
     def __init__(self, model: onnx.ModelProto) -> None:
         # Imported here: it loads every operator of ONNX, and few models need it.
@@ -87,15 +87,16 @@ class ReferenceEngine:
         self._kinds = {v.name: v.type.tensor_type.elem_type for v in model.graph.input}
         try:
             self._evaluator = ReferenceEvaluator(model)
-        except REFERENCE_ERRORS as error:
+        except _REFERENCE_ERRORS as error:
             raise EngineError(one_line(error)) from None
 
     def run(self, feeds: Mapping[str, Array]) -> dict[str, Array]:
         """All outputs by name."""
         dtypes = {name: onnx.helper.tensor_dtype_to_np_dtype(kind) for name, kind in self._kinds.items()}
         try:
-            values = self._evaluator.run(None, {n: np.asarray(feeds[n], dtype) for n, dtype in dtypes.items()})
-        except REFERENCE_ERRORS as error:
+            with np.errstate(all="ignore"):  # numbers that are not finite are compared, not warned of
+                values = self._evaluator.run(None, {n: np.asarray(feeds[n], dtype) for n, dtype in dtypes.items()})
+        except _REFERENCE_ERRORS as error:
             raise EngineError(one_line(error)) from None
         return dict(zip(self._evaluator.output_names, values, strict=True))
 

@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError
-from trt_kvcache.importer.check.caches import numpy_dtype
-from trt_kvcache.importer.check.schedule import Step
 from trt_kvcache.importer.interface.mrope import place_positions
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, Role, TensorRole, UpdateMode
 from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.steps.contents import numpy_dtype
+from trt_kvcache.importer.steps.schedule import Step
 
 Array = npt.NDArray[Any]
 

@@ -26,10 +26,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
-from trt_kvcache.importer.check.caches import find_caches, find_states, numpy_dtype, size_of
-from trt_kvcache.importer.check.engine import Engine as Session
-from trt_kvcache.importer.check.inputs import arrange
 from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, UpdateMode
+from trt_kvcache.importer.steps.contents import find_caches, find_states, numpy_dtype, size_of
+from trt_kvcache.importer.steps.engine import Engine as Session
+from trt_kvcache.importer.steps.inputs import arrange
+from trt_kvcache.importer.steps.schedule import rows_together
 
 Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
@@ -85,10 +86,7 @@ class OriginalInterface:
         self._same = {
             t.name for t in self._inputs if t.name in roles and roles[t.name] is _COUNTED.get(t.role, roles[t.name])
         }
-        batches = {
-            n for t in self._inputs for a, d in zip(t.axes, t.shape, strict=True) if a == "batch" and (n := size_of(d))
-        }
-        self.together = max(batches) if max(batches, default=1) > 1 else None
+        self.together = rows_together(plan.original)
         kept = {t.name for t in plan.tensors if t.io == "output"}
         self.unseen = tuple(
             t.name for t in self._outputs.values() if t.role is OriginalRole.OTHER and t.name not in kept
