@@ -14,7 +14,6 @@ from onnx import ModelProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.extensions import opener_of
 from trt_kvcache.importer.plan import CachePlan, Role, UpdateMode
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.importer.steps.contents import (
@@ -199,7 +198,7 @@ class Verification:
             )
         self._note_schedule(episodes)
         comparison = Comparison(
-            {name: self._role(name) for name in (*(o.name for o in self.models[0].graph.output), *self._parts())},
+            {name: self._role(name) for name in (o.name for o in self.models[0].graph.output)},
             self.verify.tolerance,
             twin=self.twin,
             half=any(c.role.dtype == "float16" for c in self.caches),
@@ -329,20 +328,19 @@ class Verification:
         return engine, None
 
     def _open_original(self, trial: Feeds) -> Session:
-        """A session of the original, its caches one by one.
+        """A session of the original that takes the rewritten model's inputs.
 
         Raises:
             UnsupportedModelError: no engine runs it.
         """
-        opened = opener_of(self.plan, self._open_whole)
         if self.interface is None:
-            return opened(trial)
+            return self._open_as_exported(trial)
         if self.interface.singles(trial):
             trial = {**trial, **self.interface.single(trial, 0)}
         rows, past = self.interface.groups(trial)[0]
-        return OriginalSession(opened(self.interface.feeds(trial, rows, past)), self.interface)
+        return OriginalSession(self._open_as_exported(self.interface.feeds(trial, rows, past)), self.interface)
 
-    def _open_whole(self, trial: Feeds) -> Session:
+    def _open_as_exported(self, trial: Feeds) -> Session:
         """A session of the original: as it is, or with masks or norms spelled out, or on the reference evaluator.
 
         Raises:
@@ -497,10 +495,6 @@ class Verification:
             )
         if self.interface.unseen:
             self.notes.append(f"outputs that the rewritten model does not have: {', '.join(self.interface.unseen)}")
-
-    def _parts(self) -> list[str]:
-        """Names of the outputs that lie in one tensor of the original."""
-        return [part.name for stack in self.plan.stacks if stack.io == "output" for part in stack.parts]
 
     def _role(self, name: str) -> str:
         return next((t.role.value for t in self.plan.tensors if t.io == "output" and t.name == name), Role.OTHER.value)

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.extensions import define, for_cpu
+from trt_kvcache.importer.extensions import apart, define, for_cpu
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.steps.runnable import with_exact_products
 from trt_kvcache.verify.decode import Verification
@@ -61,7 +61,7 @@ def verify_import(
 @contextmanager
 def _both_sides(imported: ImportedModel, left: Path, right: Path) -> Iterator[tuple[Side, Side, bool, list[str]]]:
     """Original and rewritten model, whether they are float32 twins, and notes; `left`, `right`: of external data."""
-    original, notes = for_cpu(with_exact_products(define(imported.source.proto)))
+    original, notes = for_cpu(with_exact_products(define(apart(imported.source.proto, imported.plan))))
     rewritten, _ = for_cpu(imported.model)
     check_runnable(rewritten)
     if not has_bfloat16(original) and not has_bfloat16(rewritten):

@@ -8,7 +8,8 @@ apart.
     shapes        shapes in batch and new tokens
     region        between boundaries, caches and inputs on one end, joins and presents on the other
     schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows
-    run, compare  both sides of a region over these steps (`trt_kvcache.importer.steps`), and where they differ first
+    sides         both sides of a region, and what a step feeds them (`trt_kvcache.importer.steps`)
+    run, compare  both sides over these steps, and where they differ first
     independence  the rest of the model in two batches that share a sequence
     models        both models in, verdicts out
     process       all of this in a process with limits on memory and time (worker)

@@ -43,14 +43,12 @@ class Verdict:
             ``"dependent"``: a sequence of a batch changes it for another one; ``"ends"``: the model takes no more
             tokens than `name` says; ``"alone"``: it takes one sequence only, and states an open batch.
         why: the reason in words; empty for most equal regions.
-        steps: number of steps that were compared.
         layer: see `Region`.
     """
 
     name: str
     answer: str
     why: str = ""
-    steps: int = 0
     layer: int | None = None
 
 

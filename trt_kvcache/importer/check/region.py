@@ -101,7 +101,7 @@ def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
         rewritten: the rewritten model.
         plan: the roles of inputs and outputs; nothing else of it is believed.
     """
-    sides = (Graph(_with_parts(_runnable(original), plan)), Graph(_runnable(rewritten)))
+    sides = (Graph(_runnable(extensions.apart(original, plan))), Graph(_runnable(rewritten)))
     roles = {t.name: t for t in plan.tensors if t.io == "input"}
     caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
     constants = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
@@ -132,27 +132,6 @@ def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: Cac
     if plan.logits_span is not None:
         cut.last_positions = sides[1].tainted([plan.logits_span.name])
     return cut
-
-
-def _with_parts(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
-    """The original with an output for each cache that it gives back inside of another tensor."""
-    made = onnx.ModelProto()
-    made.CopyFrom(model)
-    graph = made.graph
-    parts = [(s, p) for s in plan.stacks if s.io == "output" for p in s.parts if p.name != s.name]
-    types = {v.name: v.type.tensor_type.elem_type for v in graph.output}
-    for stack, part in parts:
-        name = stack.name
-        for axis, place in reversed([*enumerate(part.place)]):  # the last one first: axes in front keep their numbers
-            if place is not None:
-                index = onnx.helper.make_tensor(f"{part.name}/place_{axis}", onnx.TensorProto.INT64, [], [place])
-                graph.initializer.append(index)
-                taken = f"{part.name}/along_{axis}"
-                graph.node.append(onnx.helper.make_node("Gather", [name, index.name], [taken], taken, axis=axis))
-                name = taken
-        graph.node.append(onnx.helper.make_node("Identity", [name], [part.name], f"{part.name}/part"))
-        graph.output.append(onnx.helper.make_tensor_value_info(part.name, types[stack.name], None))
-    return made if parts else model
 
 
 def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -282,12 +261,10 @@ def _check_interface(cut: Cut, presents: set[str]) -> None:
     """Every output of one side is one of the other, of the type and shape of the plan; the plan says what is gone."""
     original, rewritten = cut.sides
     gone = [c.old for c in cut.plan.changes if c.io == "output" and not c.new]
-    whole = {s.name for s in cut.plan.stacks if s.io == "output"}  # its parts are outputs of both
-    gone += [f"{name} " for name in whole]
     for name in original.outputs:
         if name not in rewritten.outputs and not any(old.startswith(f"{name} ") for old in gone):
             raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
-        if name not in rewritten.outputs and name not in whole and _depends_on_text(cut, name):
+        if name not in rewritten.outputs and _depends_on_text(cut, name):
             raise UnsupportedModelError(
                 f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
                 "that come out again may be gone"

@@ -11,7 +11,7 @@ To add a family: write a record below, and a module with a function for each sta
     for_tensorrt(model, folder) edits a rewritten model before TensorRT reads it         -> weights to flip in files
     for_cpu(model)              a model in operators that ONNX Runtime runs          -> another model, notes
     unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
-    open_original(plan, open)   opens the model as exported in `verify`              -> opens a session
+    apart(model, plan)          gives each cache an input and an output of its own   -> another model
 
 `folder` is that of the external data. Planning and rewriting ask for `plugin_route` where a cache takes the plugin's
 route. Four families have no record, since no cheap test tells: a build and a session ask for `encoders` where there is
@@ -39,11 +39,11 @@ from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.files.flipped import Flipped
-    from trt_kvcache.importer.steps.engine import Engine as Session
 
 __all__ = [
     "EXTENSIONS",
     "Extension",
+    "apart",
     "check_roundings",
     "choose",
     "define",
@@ -52,7 +52,6 @@ __all__ = [
     "is_update_outside_onnx",
     "load",
     "notes",
-    "opener_of",
     "read",
     "rewrite",
     "standardize",
@@ -60,7 +59,6 @@ __all__ = [
 ]
 
 Test = Callable[[onnx.ModelProto], bool]
-Opener = Callable[[dict[str, Any]], "Session"]
 Finish = Callable[[CachePlan], CachePlan]
 """Adds to a plan what the edited model does not say."""
 
@@ -85,7 +83,7 @@ class Extension:
     for_tensorrt: Test | None = None
     for_cpu: Test | None = None
     unround: Test | None = None
-    open_original: Callable[[CachePlan], bool] | None = None
+    apart: Callable[[CachePlan], bool] | None = None
 
 
 def load(name: str) -> Any:
@@ -202,16 +200,11 @@ def unround(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Counter[Hashable]]
     return model, sum(steps, Counter())
 
 
-def opener_of(plan: CachePlan, open_session: Opener) -> Opener:
-    """Opens a session of the model as exported whose inputs and outputs are those that the plan knows.
-
-    Args:
-        plan: of the model.
-        open_session: opens a session of the model as exported, given the inputs of a step.
-    """
-    for function in _at("open_original", plan):
-        open_session = function(plan, open_session)
-    return open_session
+def apart(model: onnx.ModelProto, plan: CachePlan) -> onnx.ModelProto:
+    """The model as exported with the inputs and outputs that the plan knows (`CachePlan.original`)."""
+    for function in _at("apart", plan):
+        model = function(model, plan)
+    return model
 
 
 def _stacks_caches(model: onnx.ModelProto) -> bool:
@@ -330,5 +323,5 @@ EXTENSIONS = (
     ),
     Extension("plugin_route", define=_updates_outside_onnx),
     Extension("signed_weights", for_tensorrt=_holds_integers),
-    Extension("stacked_caches", rewrite=_stacks_caches, open_original=lambda plan: bool(plan.stacks)),
+    Extension("stacked_caches", rewrite=_stacks_caches, apart=lambda plan: bool(plan.stacks)),
 )

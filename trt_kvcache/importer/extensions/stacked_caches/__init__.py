@@ -9,7 +9,7 @@
     past [L, B, T, W] -- ScatterND(rows of layer 0, new) -- Gather(1) ..    becomes    past.0 [B, T, W] -- ScatterND, ..
 
 Written by ONNX Runtime's converter of GPT-2 (keys and values of a layer in one tensor) and by sherpa-onnx' Whisper (the
-layers in one tensor, each written in place). `session` is the model as exported in `verify` and in the check.
+layers in one tensor, each written in place). `apart` is the model as exported in `verify` and in the check.
 
 Inputs are taken apart if constants choose every place of them along one axis and nothing else reads them, outputs if
 they are joined of such places; then the same again, along the next axis. Later stages see each cache by itself.
@@ -27,7 +27,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import Finish
-from trt_kvcache.importer.extensions.stacked_caches.session import open_original as open_original
+from trt_kvcache.importer.extensions.stacked_caches.apart import apart as apart
 from trt_kvcache.importer.graph import (
     FLOATS,
     INT64,
@@ -46,7 +46,7 @@ from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, Stack, StackPart
 from trt_kvcache.importer.protos import shape_of
 
-__all__ = ["open_original", "rewrite"]
+__all__ = ["apart", "rewrite"]
 
 _LEAST_RANK = 4
 _SURELY = 5  # no single cache has as many axes

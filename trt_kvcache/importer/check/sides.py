@@ -1,0 +1,254 @@
+"""Both sides of a region: what a step feeds them, and what they give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.check.compare import joined, last, take
+from trt_kvcache.importer.check.region import Region, products_of, with_outputs
+from trt_kvcache.importer.check.shapes import UNKNOWN
+from trt_kvcache.importer.plan import CachePlan, OriginalRole
+from trt_kvcache.importer.planning.index_limits import IndexLimits
+from trt_kvcache.importer.steps.contents import (
+    CacheTensor,
+    as_text,
+    find_caches,
+    find_states,
+    first_contents,
+    ring_window,
+)
+from trt_kvcache.importer.steps.engine import Engine, EngineError, open_engine
+from trt_kvcache.importer.steps.inputs import StepInputs, draw_constants
+from trt_kvcache.importer.steps.original import OriginalInterface
+from trt_kvcache.importer.steps.runnable import open_types, runnable
+from trt_kvcache.importer.steps.schedule import Step
+
+Array = npt.NDArray[Any]
+Feeds = dict[str, Array]
+
+_TRIALS = 4  # steps that the original may refuse before it counts as one that does not run
+_BYTES = 256 << 20  # of the caches of a step
+_LARGEST = 1 << 30  # of those of a step of one sequence; longer caches are checked at a shorter length only
+
+
+class Sides:
+    """Both sides of a region, in one type.
+
+    Attributes:
+        caches: caches and states that either side reads.
+        interface: the original's own, if it has one.
+        shows_garbage: the original is given rows of caches without a token.
+        garbage: magnitude of the numbers in such rows.
+        settled: tokens of a past are as a step of the original leaves them, for models that round a whole cache.
+        engines: of the original and of the rewritten side, once they are open.
+
+    Args:
+        region: to run.
+        plan: of the model; its capacities count.
+        limits: of token ids and positions.
+        seed: of all numbers.
+        wide: both compute in float32.
+    """
+
+    def __init__(self, region: Region, plan: CachePlan, limits: IndexLimits, seed: int, *, wide: bool) -> None:
+        self.region, self.plan, self.wide = region, plan, wide
+        self._limits, self._seed = limits, seed
+        self._models = tuple(open_types(m, wide=wide) for m in (runnable(region.models[0]), region.models[1]))
+        self._needed = [{v.name for v in model.graph.input} for model in region.models]
+        self.caches = [
+            c for c in (*find_caches(plan), *find_states(plan)) if c.role.name in self._needed[0] | self._needed[1]
+        ]
+        self.by_output = {c.output: c for c in find_caches(plan)}
+        growing = {t.name for t in plan.original if t.role is OriginalRole.GROWING_CACHE}
+        self.shows_garbage = any(c.update is not None and c.role.name not in growing for c in self.caches)
+        self.interface = self._interface() if plan.original else None
+        self.engines: list[Engine] = []
+        self.garbage = 0.0
+        self.settled = False
+
+    def _interface(self) -> OriginalInterface:
+        original = tuple(
+            t
+            for t in self.plan.original
+            if (t.io == "input" and (t.name in self._needed[0] or t.role is OriginalRole.TOKENS))
+            or (t.io == "output" and t.name in self.region.presents)
+        )
+        return OriginalInterface(replace(self.plan, original=original), twin=True)
+
+    @property
+    def counts_tokens(self) -> bool:
+        """An input says how many tokens there were before a step."""
+        fed = {name for b in self.region.boundaries for side in b.names for name in side}
+        return not fed.issuperset(self._needed[0] | self._needed[1])
+
+    def fits(self, step: Step) -> bool:
+        """True if the step is not too large, and the original can run its rows."""
+        together = self.interface.together if self.interface else None
+        if together is not None and len(set(step.starts)) > 1:
+            return False
+        partly = any(0 < v < s + step.length for s, v in zip(step.starts, step.valid, strict=True))
+        if partly and self._has_rings(step):
+            return False  # a ring made of a window takes whole updates, and idle rows: the plan says so
+        size = sum(np.prod(c.logical_shape(len(step.starts)), dtype=np.int64) * 4 for c in self.caches if c.update)
+        return bool(size <= (_BYTES if len(step.starts) > 1 else _LARGEST))
+
+    def open(self, steps: Iterable[Step]) -> None:
+        """Opens both sides with the first of some steps that the original runs.
+
+        Raises:
+            EngineError: a side does not run.
+        """
+        refusals = []
+        # A past that holds tokens first: some originals take no empty one.
+        for step in sorted(steps, key=lambda s: not all(s.starts))[:_TRIALS]:
+            feeds = self.feeds(step)
+            try:
+                original = open_engine(self._models[0], self._of_original(step, feeds)[0][1])
+            except EngineError as error:
+                refusals.append(str(error))
+                continue
+            try:
+                given = self._of_rewritten(step, feeds, step.length)
+                self.engines = [original, open_engine(self._models[1], given, strict=True)]
+            except EngineError as error:
+                raise EngineError(f"the rewritten part does not run: {error}") from None
+            return
+        if refusals:
+            raise EngineError(f"the original's part does not run: {refusals[0]}")
+
+    def feeds(self, step: Step, garbage: float | None = None) -> Feeds:
+        """All numbers of a step: inputs, boundaries by number, and caches as the original has them.
+
+        Args:
+            step: the step.
+            garbage: magnitude, if another than that of both sides.
+        """
+        batch = len(step.starts)
+        inputs = StepInputs(
+            self.plan, self._limits, draw_constants(self.plan, batch, self._seed, twin=True), self._rng(step, 0),
+            twin=True, unknown=UNKNOWN, rings=self._has_rings(step),
+        )  # fmt: skip
+        made = inputs.shared(step)
+        rng = self._rng(step, 1)
+        for number, b in enumerate(self.region.boundaries):
+            made[f"boundary {number}"] = rng.standard_normal([t.at(batch, step.length) for t in b.shape], np.float32)
+        for number, cache in enumerate(self.caches):
+            values = first_contents(
+                self._as_text(cache, step), step.starts, self.garbage if garbage is None else garbage,
+                np.random.default_rng([self._seed, 2, number]), twin=True,
+            )  # fmt: skip
+            made[cache.role.name] = values.astype(np.float32) if self.wide and values.dtype == np.float16 else values
+        if self.settled:
+            self._settle(step, made)
+        return made
+
+    def _rng(self, step: Step, what: int) -> np.random.Generator:
+        return np.random.default_rng([self._seed, what, step.length, *step.starts])
+
+    def _settle(self, step: Step, feeds: Feeds) -> None:
+        ran = self.original(step, feeds)
+        for name in self.region.presents:
+            cache = self.by_output[name]
+            if cache.update is not None and ran[name].shape == feeds[cache.role.name].shape:
+                old = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
+                new = np.moveaxis(ran[name], cache.update.sequence_axis, 1)
+                for row, tokens in enumerate(step.starts):
+                    old[row, :tokens] = new[row, :tokens]
+
+    def change_key(self, key: int, first_new: int, feeds: Feeds) -> None:
+        """Puts another number in the place of one token of the text, in caches or in the new rows."""
+        for cache in self.caches:
+            if key < first_new and cache.update is not None:
+                rows = np.moveaxis(feeds[cache.role.name], cache.update.sequence_axis, 1)
+                rows[:, key % rows.shape[1]] += 3
+        for number, b in enumerate(self.region.boundaries):
+            axis = next((i for i, t in enumerate(b.shape) if t.sequence == 1 and t.factor == 1), None)
+            if key >= first_new and axis is not None:
+                np.moveaxis(feeds[f"boundary {number}"], axis, 0)[key - first_new] += 3
+
+    def original(self, step: Step, feeds: Feeds) -> Feeds:
+        """The original's joins and presents.
+
+        Raises:
+            EngineError: it does not run the step.
+            UnsupportedModelError: a join has fewer axes than inference found.
+        """
+        ran = [(rows, self.engines[0].run(given)) for rows, given in self._of_original(step, feeds)]
+        made: Feeds = {}
+        for name, shape in self.region.joins.items():
+            parts = [out[name] for _, out in ran]
+            if any(part.ndim < len(shape) for part in parts):
+                raise UnsupportedModelError(f"'{name}' has {parts[0].ndim} axes in the original, not {len(shape)}")
+            made[name] = joined(parts, shape)
+        if self.interface is None:
+            return made | {name: ran[0][1][name] for name in self.region.presents}
+        return made | self.interface.outputs(feeds, [(rows, step.starts[rows.start], out) for rows, out in ran])
+
+    def _of_original(self, step: Step, feeds: Feeds) -> list[tuple[slice, Feeds]]:
+        """The original's inputs, for one or several runs of a part of the rows each."""
+        batch = len(step.starts)
+
+        def boundaries(rows: slice) -> Feeds:
+            made: Feeds = {}
+            for number, b in enumerate(self.region.boundaries):
+                made |= dict.fromkeys(b.names[0], take(feeds[f"boundary {number}"], b.shape, rows, batch))
+            return made
+
+        if self.interface is None:
+            every = slice(0, batch)
+            return [(every, {n: feeds[n] for n in self._needed[0] if n in feeds} | boundaries(every))]
+        return [
+            (rows, self.interface.feeds(feeds, rows, past) | boundaries(rows))
+            for rows, past in self.interface.groups(feeds)
+        ]
+
+    def kept(self, step: Step) -> tuple[int, ...]:
+        """Numbers of last positions whose logits the rewritten side is asked for, in one run each."""
+        span = self.plan.logits_span
+        if span is None or span.name not in self._needed[1]:
+            return (step.length,)
+        return tuple(dict.fromkeys((step.length, 1, (step.length + 1) // 2)))
+
+    def rewritten(self, step: Step, feeds: Feeds, kept: int) -> Feeds:
+        """The rewritten side's joins and presents; caches in its own layout."""
+        return self.engines[1].run(self._of_rewritten(step, feeds, kept))
+
+    def _of_rewritten(self, step: Step, feeds: Feeds, kept: int) -> Feeds:
+        made = {name: values for name, values in feeds.items() if name in self._needed[1]}
+        for cache in (c for c in self.caches if c.role.name in made):
+            values = made[cache.role.name]
+            if self._as_text(cache, step) is not cache:
+                rng = np.random.default_rng([self._seed, 3])
+                values = ring_window(values, cache, step.starts, self.garbage, rng, twin=True)
+            made[cache.role.name] = cache.to_physical(values)
+        tight = max(1, *step.valid)
+        for i, span in enumerate(self.plan.spans):
+            low = min(tight, span.capacity)
+            made[span.name] = np.arange(low + (span.capacity - low) * ((step.length + sum(step.starts) + i) % 3) // 2)
+        if self.plan.logits_span is not None:
+            made[self.plan.logits_span.name] = np.arange(kept)
+        for number, b in enumerate(self.region.boundaries):
+            values = feeds[f"boundary {number}"]
+            made |= dict.fromkeys(b.names[1], last(values, b.shape, kept, step.length) if b.kept else values)
+        return made
+
+    def products(self, step: Step) -> Feeds:
+        """The keys and values that the rewritten side multiplies, by name."""
+        names = products_of(self._models[1], [c.role.name for c in self.caches])
+        if not names:
+            return {}
+        given = self._of_rewritten(step, self.feeds(step), step.length)
+        return open_engine(with_outputs(self._models[1], names), given).run(given)
+
+    def _as_text(self, cache: CacheTensor, step: Step) -> CacheTensor:
+        """The cache as the original holds it, where it became a ring."""
+        return as_text(cache, self.plan, self.region.rows, max(s + step.length for s in step.starts))
+
+    def _has_rings(self, step: Step) -> bool:
+        return any(self._as_text(cache, step) is not cache for cache in self.caches)
