@@ -14,7 +14,6 @@ from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, S
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.normalize.candidate import Candidate
-    from trt_kvcache.importer.normalize.idioms.attention_past import HeldCache
 
 _FLOATS = ("float", "float16", "bfloat16", "double")
 _INTEGERS = ("int64", "int32")
@@ -45,7 +44,7 @@ class Interface:
     def __init__(
         self,
         model: onnx.ModelProto,
-        found: Sequence[Candidate | HeldCache],
+        found: Sequence[Candidate],
         config: str | None,
         states: Sequence[StateUpdate] = (),
     ) -> None:

@@ -55,7 +55,6 @@ from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
 from trt_kvcache.importer.normalize.idioms.attention_past import (
     HeldAttention,
-    HeldCache,
     find_held,
     holds_cache,
     read_held,
@@ -205,7 +204,7 @@ def _is_read(write: Write) -> bool:
     return any(not is_op(node, "Shape") for t in tensors for node in consumers(t))
 
 
-def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[HeldCache]]:
+def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Candidate]]:
     """The same in standard operators, as a graph and as a model; caches in operators."""
     lower_einsum(graph)
     graph.cleanup().toposort()
@@ -224,7 +223,7 @@ def _outputs(candidate: Candidate) -> list[gs.Tensor]:
     return [] if candidate.node is None else candidate.node.outputs
 
 
-def _caches(graph: gs.Graph, held: Sequence[HeldCache]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
+def _caches(graph: gs.Graph, held: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
     """What may be caches outside of operators, and what is state."""
     candidates = find_candidates(graph)
     caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
@@ -240,7 +239,7 @@ def _caches(graph: gs.Graph, held: Sequence[HeldCache]) -> tuple[tuple[Candidate
 def _sampled(
     blueprint: Blueprint,
     candidates: tuple[Candidate, ...],
-    held: Sequence[HeldCache],
+    held: Sequence[Candidate],
     states: Sequence[StateUpdate],
     options: PlanOptions,
 ) -> tuple[tuple[Candidate, ...], Interface, Samples]:

@@ -66,14 +66,14 @@ class Maker:
 
     Attributes:
         node: the node.
-        index: of the output.
+        place: of the node in the graph; what it reads is made at lower ones.
         op: its operator, with the domain where that is not ONNX's own.
         form: equal for nodes that do the same to their inputs.
         inputs: names; empty where one is left out.
     """
 
     node: onnx.NodeProto
-    index: int
+    place: int
     op: str
     form: int
     inputs: tuple[str, ...]
@@ -81,6 +81,10 @@ class Maker:
 
 class Blueprint:
     """A model as probes read it: made once, shared by all steps.
+
+    Attributes:
+        makers: by the names of what they make, which are no constants.
+        made: what operators make of small values and types, by form and inputs, in any step.
 
     Args:
         model: flat, with named tensors. Not kept in sync with later edits.
@@ -93,46 +97,30 @@ class Blueprint:
         self.opsets = {o.domain if o.domain != "ai.onnx" else "": o.version for o in model.opset_import}
         self.initializers = {t.name: t for t in model.graph.initializer}
         self.inputs = {v.name: v for v in model.graph.input if v.name not in self.initializers}
+        self.makers: dict[str, Maker] = {}
+        self.made: dict[Hashable, Sequence[_Fact]] = {}
         self._weights = weights
         self._masks = cut_squares(model.graph)
-        self._producers: dict[str, tuple[onnx.NodeProto, int]] = {}
-        self._places: dict[str, int] = {}
-        for place, node in enumerate(model.graph.node):
-            if is_op(node, "Constant") and (held := next((a.t for a in node.attribute if a.name == "value"), None)):
-                self.initializers[node.output[0]] = held
-                continue
-            for index, name in enumerate(node.output):
-                if name:
-                    self._producers[name] = (node, index)
-                    self._places[name] = place
-        self._makers: dict[str, Maker | None] = {}
         self._forms: dict[Hashable, int] = {}
         self._operators: dict[int, Callable[..., Any] | None] = {}
         self._stated: dict[str, _Fact] = {}
-        self.made: dict[Hashable, Sequence[_Fact]] = {}
-
-    def place(self, name: str) -> int:
-        """What a tensor is made of has smaller numbers; below 0: constants and inputs."""
-        return self._places.get(name, -1)
+        for place, node in enumerate(model.graph.node):
+            if is_op(node, "Constant") and (held := next((a.t for a in node.attribute if a.name == "value"), None)):
+                self.initializers[node.output[0]] = held
+            else:
+                self.makers |= dict.fromkeys(node.output, self._maker(node, place))
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is an initializer or comes from a Constant."""
-        return name in self.initializers or (name in self._producers and is_op(self._producers[name][0], "Constant"))
+        return name in self.initializers or (name in self.makers and self.makers[name].op == "Constant")
 
-    def maker(self, name: str) -> Maker | None:
-        """What makes a tensor; None for constants and inputs of the graph."""
-        if name not in self._makers:
-            made = self._producers.get(name)
-            self._makers[name] = None if made is None else self._maker(*made)
-        return self._makers[name]
-
-    def _maker(self, node: onnx.NodeProto, index: int) -> Maker:
+    def _maker(self, node: onnx.NodeProto, place: int) -> Maker:
         op = str(node.op_type) if node.domain in ("", "ai.onnx") else f"{node.domain}::{node.op_type}"
         inputs = tuple(node.input)
         places = tuple(inputs.index(n) if n else -1 for n in inputs)
         attributes = tuple(sorted(a.SerializeToString(deterministic=True) for a in node.attribute))
         form = (op, attributes, places, tuple(map(bool, node.output)))
-        return Maker(node, index, op, self._forms.setdefault(form, len(self._forms)), inputs)
+        return Maker(node, place, op, self._forms.setdefault(form, len(self._forms)), inputs)
 
     def stated(self, name: str) -> _Fact:
         """What is known of a constant: its value if it is small or may be a mask."""
@@ -233,7 +221,8 @@ class Probe:
         """The same step with more values."""
         made = Probe(self._blueprint, self._shapes, self._given | dict(values))
         made._other = self
-        made._first = min(map(self._blueprint.place, values), default=0)
+        makers = self._blueprint.makers
+        made._first = min((makers[n].place if n in makers else -1 for n in values), default=0)
         return made
 
     def shape(self, name: str) -> Shape | None:
@@ -257,18 +246,19 @@ class Probe:
         pending = [name]
         while pending:
             name = pending[-1]
-            maker = None if name in self._facts else self._blueprint.maker(name)
+            maker = None if name in self._facts else self._blueprint.makers.get(name)
             missing = [n for n in maker.inputs if n and n not in self._facts] if maker is not None else []
             if name in self._facts:
                 pending.pop()
             elif maker is None:
                 self._facts[name] = self._stated(name)
-            elif self._other is not None and self._blueprint.place(name) < self._first:
+            elif self._other is not None and maker.place < self._first:
                 self._facts[name] = self._other._fact(name)
             elif missing:
                 pending += missing
             else:
-                self._facts[name] = self._make(maker)[maker.index]
+                for output, fact in zip(maker.node.output, self._make(maker), strict=True):
+                    self._facts.setdefault(output, fact)  # which may be given
         return self._facts[name]
 
     def _make(self, maker: Maker) -> Sequence[_Fact]:

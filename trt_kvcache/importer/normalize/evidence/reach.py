@@ -62,30 +62,24 @@ def deciding(*tensors: gs.Tensor) -> Reach:
     inputs: dict[str, gs.Tensor] = {}
     searches: list[gs.Node] = []
     weights = shapes = False
-    fed: dict[int, bool] = {}  # by tensor: whether values of graph inputs take part
-    stack = [(tensor, False) for tensor in tensors]
-    while stack:
-        current, ready = stack.pop()
-        node = producer(current)
-        if ready:
-            assert node is not None
-            fed[id(current)] = any(fed.get(id(t), False) for t in node.inputs)
-            if fed[id(current)] and is_op(node, *_SEARCHES):
-                searches.append(node)
-        elif id(current) not in fed and not current.is_empty():
-            fed[id(current)] = False
-            if isinstance(current, gs.Constant):
-                weights = weights or _is_weight(current)
-            elif node is None:
-                fed[id(current)] = True
-                inputs[current.name] = current
-            elif is_op(node, "Shape", "Size"):
-                shapes = True
-            else:
-                weights = weights or is_op(node, *_PROJECTIONS)
-                stack.append((current, True))
-                stack.extend((t, False) for t in node.inputs)
-    return Reach(inputs, tuple(searches), weights, shapes)
+    pending, seen = list(tensors), set[int]()
+    while pending:
+        tensor = pending.pop()
+        node = producer(tensor)
+        if id(tensor) in seen or tensor.is_empty():
+            continue
+        seen.add(id(tensor))
+        if isinstance(tensor, gs.Constant):
+            weights = weights or _is_weight(tensor)
+        elif node is None:
+            inputs[tensor.name] = tensor
+        elif is_op(node, "Shape", "Size"):
+            shapes = True
+        else:
+            weights = weights or is_op(node, *_PROJECTIONS)
+            searches += [node] if is_op(node, *_SEARCHES) else []
+            pending += node.inputs
+    return Reach(inputs, tuple(n for n in searches if deciding(*n.inputs).inputs), weights, shapes)
 
 
 def _is_weight(constant: gs.Constant) -> bool:

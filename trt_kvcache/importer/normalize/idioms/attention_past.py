@@ -23,6 +23,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import SINKS, consumers, contains, dims, input_or_none, is_op
 from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, check_bias, classify
+from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.normalize.findings import Visibility
@@ -32,34 +33,11 @@ _MASK, _PASTS, _PRESENTS = 3, (4, 5), (1, 2)
 
 
 @dataclass(frozen=True, eq=False)
-class HeldCache:
-    """A cache ``[B, N, L, D]`` that an operator takes and gives back.
-
-    Attributes:
-        past: the graph input.
-        present: the graph output.
-        growing: past holds as many rows as there are tokens, present more; else both are one buffer.
-        idiom: the operator as exported, for the plan.
-        axis: the sequence axis.
-        positions: names of the graph inputs that say where the rows go: none.
-        kept: rows are never cut off.
-    """
-
-    past: gs.Tensor
-    present: gs.Tensor
-    growing: bool
-    idiom: str
-    axis: int | None = 2
-    positions: tuple[str, ...] = ()
-    kept: int | None = None
-
-
-@dataclass(frozen=True, eq=False)
 class HeldAttention:
-    """An Attention with its caches, and the keys that its queries see."""
+    """An Attention with its caches ``[B, N, L, D]``, and the keys that its queries see."""
 
     node: gs.Node
-    caches: tuple[HeldCache, ...]
+    caches: tuple[Candidate, ...]
     seen: Visibility
 
 
@@ -68,7 +46,7 @@ def holds_cache(graph: gs.Graph) -> bool:
     return any(map(_is_held, graph.nodes))
 
 
-def find_held(graph: gs.Graph) -> list[HeldCache]:
+def find_held(graph: gs.Graph) -> list[Candidate]:
     """The caches inside operators, in graph order: of each operator keys, then values.
 
     Head counts and sizes that exporters leave as symbols are written into the shapes of the caches.
@@ -123,7 +101,7 @@ def _is_held(node: gs.Node) -> bool:
     return is_op(node, "Attention") and any(input_or_none(node, index) is not None for index in _PASTS)
 
 
-def _caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
+def _caches(graph: gs.Graph, node: gs.Node) -> list[Candidate]:
     idiom = str(node.attrs.get("operator", node.op))
     found = []
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
@@ -143,7 +121,7 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[HeldCache]:
         _state_shape(present, update)
         before, after = (dims(past) or ())[2:3], (dims(present) or ())[2:3]
         grows = (not before or before != after or before == ("?",)) and not node.attrs.get("ring", 0)
-        found.append(HeldCache(past, present, grows, idiom))
+        found.append(Candidate(idiom, past, present, node, 2, grows))
     return found
 
 

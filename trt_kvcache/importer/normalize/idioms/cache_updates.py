@@ -23,7 +23,6 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.graph import (
-    consumers,
     contains,
     dims,
     dtype_name,
@@ -106,7 +105,12 @@ def find_candidates(graph: gs.Graph) -> tuple[Candidate, ...]:
     found = [replace(c, reason=c.reason or _other_type(c)) for c in found if not _is_constant(c, found)]
     found += _find_new_rows(graph, found)
     found += _find_lost(graph, found)
-    return tuple(c if c.reason else replace(c, reason=_second_use(graph, c, found)) for c in found)
+    return tuple(c if c.reason else replace(c, reason=_two_results(c, found)) for c in found)
+
+
+def _two_results(candidate: Candidate, found: Sequence[Candidate]) -> str:
+    results = [f"'{c.present.name}'" for c in found if c.past is candidate.past]
+    return f"it has two results, {' and '.join(results[:2])}" if len(results) > 1 else ""
 
 
 def _other_type(candidate: Candidate) -> str:
@@ -348,21 +352,3 @@ def _find_lost(graph: gs.Graph, found: Sequence[Candidate]) -> list[Candidate]:
             reason = "the result is no output of the model, so that the new rows are lost"
             lost.append(Candidate(node.op, past, node.outputs[0], node, reason=reason))
     return lost
-
-
-def _second_use(graph: gs.Graph, candidate: Candidate, found: Sequence[Candidate]) -> str:
-    """Why a past that something else reads as well cannot be updated in place; "" if nothing does."""
-    for other in found:
-        if other is not candidate and other.past is candidate.past:
-            return f"it has two results, '{candidate.present.name}' and '{other.present.name}'"
-    own = {id(node) for node in candidate.region}
-    stack = [candidate.past]
-    while stack:
-        tensor = stack.pop()
-        for node in consumers(tensor):
-            is_cut = is_op(node, "Slice") and not contains(graph.outputs, node.outputs[0])  # for its shape
-            if is_view(node) or is_cut:
-                stack.extend(node.outputs)
-            elif id(node) not in own and not is_op(node, "Shape", "Size"):
-                return f"{node.op} '{node.name}' reads its past as well"
-    return ""
