@@ -15,14 +15,7 @@ from runtime.fake_tensorrt import MAGIC, VERSIONS, fake_module
 
 from trt_kvcache.engine.build import _bound_contracts
 from trt_kvcache.engine.encoder import find_job
-from trt_kvcache.engine.manifest import (
-    Manifest,
-    Profile,
-    encoder_path,
-    load_manifest,
-    manifest_path,
-    save_manifest,
-)
+from trt_kvcache.engine.manifest import Manifest, Profile, encoder_path, load_manifest, manifest_path, save_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.files import identify

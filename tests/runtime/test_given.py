@@ -16,11 +16,7 @@ from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
-KINDS = (
-    (("linear", 64),),
-    (("circular", 8),),
-    (("linear", 64), ("circular", 8), ("circular", 16)),
-)
+KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
 TOKENS = st.lists(st.tuples(st.integers(0, VOCAB - 1), st.integers(0, 200), *[st.integers(0, 40)] * 3), min_size=1,
                   max_size=18)  # fmt: skip
 """Of each token its id, the number of its embedding, and its positions."""

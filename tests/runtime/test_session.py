@@ -17,11 +17,7 @@ from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
-KINDS = (
-    (("linear", 64),),
-    (("circular", 8),),
-    (("linear", 64), ("circular", 8), ("circular", 16)),
-)
+KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
 PROMPTS = ([1, 2, 3], list(range(30)), [5], [7, 7, 7, 7], [9, 8], [4] * 11)
 
 

@@ -69,10 +69,7 @@ def test_tokens_are_those_of_the_model_as_exported(folder: Path) -> None:
             assert [r.tokens for r in session.generate(prompts, CONFIG, constants)] == wanted
         for given, words in (
             ({STACKS[0]: key}, "all of them together: n_layer_cross_k, n_layer_cross_v"),
-            (
-                made | {STACKS[0]: key[:1]},
-                rf"k' is \[1, 1, {HEARD}, {WIDTH}\], and .* takes \[{LAYERS}, n_audio",
-            ),
+            (made | {STACKS[0]: key[:1]}, rf"k' is \[1, 1, {HEARD}, {WIDTH}\], and .* takes \[{LAYERS}, n_audio"),
             (made | {"cross": key}, "'cross' is no input of the model"),
         ):
             with pytest.raises(PromptError, match=words):
