@@ -76,21 +76,26 @@ class Alone:
 
     Attributes:
         windows: of the caches.
+        plain: the model takes ids, and holds them.
         codes: of its tokens.
         places: their positions.
+        most: tokens that it ever had.
     """
 
     windows: list[int | None]
+    plain: bool = False
     codes: list[int] = field(default_factory=list)
     places: list[tuple[int, ...]] = field(default_factory=list)
+    most: int = 0
 
     @classmethod
     def of(cls, runner: HashRunner) -> Alone:
         """An empty one."""
-        return cls([None if c.mode is UpdateMode.LINEAR else c.capacity for c in runner.plan.caches])
+        windows = [None if c.mode is UpdateMode.LINEAR else c.capacity for c in runner.plan.caches]
+        return cls(windows, not isinstance(runner, EmbeddedRunner))
 
     def copy(self) -> Alone:
-        return Alone(self.windows, list(self.codes), list(self.places))
+        return replace(self, codes=list(self.codes), places=list(self.places))
 
     def cut(self, length: int) -> None:
         del self.codes[length:], self.places[length:]
@@ -100,7 +105,12 @@ class Alone:
         for i, number in enumerate(numbers):
             after = max((max(place) for place in self.places), default=-1) + 1
             self.places.append(tuple(places[i]) if places is not None else (after,) * 3)
-            self.codes.append(code(int(number), self.places[-1]))
+            self.codes.append(int(number) if self.plain else code(int(number), self.places[-1]))
+        self.most = max(self.most, len(self.codes))
+
+    def take(self, tokens: Sequence[int]) -> None:
+        """Take tokens by their ids."""
+        self.extend(tokens if self.plain else TABLE[list(tokens), 0])
 
     def next(self) -> int:
         """The token that the model chooses now."""
@@ -111,5 +121,5 @@ class Alone:
         ahead, tokens = self.copy(), []
         for _ in range(count):
             tokens.append(ahead.next())
-            ahead.extend([TABLE[tokens[-1], 0]])
+            ahead.take(tokens[-1:])
         return tokens

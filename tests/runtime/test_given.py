@@ -1,4 +1,4 @@
-"""Prompts as embeddings and positions of the caller's, in any schedule: each sequence gives what it gives alone."""
+"""Prompts as embeddings and positions of the caller's: where they stand, refusals. Any schedule: test_schedules."""
 
 from __future__ import annotations
 
@@ -6,136 +6,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from runtime.embedded_runner import TABLE, Alone, EmbeddedRunner, rows
-from runtime.hash_runner import VOCAB, HashRunner
+from runtime.hash_runner import HashRunner
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.events import FinishReason
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
-KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
-TOKENS = st.lists(st.tuples(st.integers(0, VOCAB - 1), st.integers(0, 200), *[st.integers(0, 40)] * 3), min_size=1,
-                  max_size=18)  # fmt: skip
-"""Of each token its id, the number of its embedding, and its positions."""
-GIVEN = st.tuples(TOKENS, st.booleans(), st.booleans())
-"""And whether the embeddings count, and the positions."""
-COUNT, SLOT = st.integers(1, 12), st.integers(0, 5)
-ACTIONS = st.one_of(
-    st.tuples(st.just("add"), GIVEN, COUNT),
-    st.tuples(st.just("speculate"), GIVEN, COUNT),
-    st.tuples(st.just("continue"), SLOT, GIVEN, COUNT),
-    st.tuples(st.just("park"), GIVEN, st.integers(0, 20)),
-    st.tuples(st.just("step"), st.integers(1, 6)),
-    st.tuples(st.just("fork"), SLOT),
-    st.tuples(st.just("swap"), SLOT, SLOT),
-    st.tuples(st.just("move"), SLOT),
-    st.tuples(st.just("travel"), SLOT),
-    st.tuples(st.just("remove"), SLOT),
-)  # fmt: skip
-Given = tuple[list[tuple[int, ...]], bool, bool]
-
 
 def config(count: int, **more: Any) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=count, **more)
-
-
-def arguments(what: Given) -> tuple[list[int], dict[str, Any]]:
-    """Token ids of a prompt and what is given beside them."""
-    tokens, as_embeds, placed = what
-    beside: dict[str, Any] = {}
-    if as_embeds:
-        beside["inputs_embeds"] = rows([t[1] for t in tokens])
-    if placed:
-        beside["positions"] = np.array([t[2:] for t in tokens]).T
-    return [t[0] for t in tokens], beside
-
-
-def extend(alone: Alone, what: Given) -> None:
-    tokens, as_embeds, placed = what
-    numbers = [t[1] if as_embeds else TABLE[t[0], 0] for t in tokens]
-    alone.extend(numbers, [t[2:] for t in tokens] if placed else None)
-
-
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    kinds=st.sampled_from(KINDS), chunk=st.integers(1, 8), rows=st.integers(1, 5), per_row=st.booleans(),
-    schedule=st.lists(ACTIONS, min_size=1, max_size=25), garbage=st.booleans(),
-)  # fmt: skip
-def test_any_schedule(
-    tmp_path_factory: pytest.TempPathFactory, kinds: Any, chunk: int, rows: int, per_row: bool, schedule: list[Any],
-    garbage: bool,
-) -> None:  # fmt: skip
-    """Sequences of ids and of embeddings, with and without positions, join, leave, fork, move, wait and travel."""
-    runner = EmbeddedRunner(kinds, rows, chunk, per_row=per_row)
-    for buffer in runner.buffers.values():
-        buffer[...] = 1e30 if garbage else 0
-    session = DecodeSession(runner, embeddings=TABLE)
-    cache = session.cache
-    want: dict[int, list[int]] = {}  # by slot, what is still to come
-    parked: dict[int, Alone] = {}
-
-    def join(what: Given, count: int, slot: int | None = None, **more: Any) -> None:
-        tokens, beside = arguments(what)
-        alone = Alone.of(runner) if slot is None else parked.pop(slot)
-        extend(alone, what)
-        name = session.add(tokens, config(count, **more), slot=slot, **beside)
-        want[name] = alone.continued(count)
-
-    def step() -> None:
-        for event in session.step():
-            assert event.token == want[event.sequence].pop(0)
-            if event.finish_reason:
-                assert want.pop(event.sequence) == []
-
-    for action, *values in schedule:
-        chosen = [list(parked)[v % len(parked)] for v in values if parked and isinstance(v, int)]
-        if action == "step":
-            for _ in range(values[0]):
-                step()
-        elif action == "remove" and cache.slots:
-            slot = cache.slots[values[0] % len(cache.slots)]
-            session.remove(slot)
-            want.pop(slot, None)
-            parked.pop(slot, None)
-        elif action in ("add", "speculate") and cache.free:
-            join(values[0], values[1], **({"prompt_lookup_num_tokens": 3} if action == "speculate" else {}))
-        elif action == "continue" and parked and len(parked[chosen[0]].codes) <= 30:
-            join(values[1], values[2], chosen[0])
-        elif action == "park" and cache.free:
-            slot, alone = cache.acquire(), Alone.of(runner)
-            tokens, beside = arguments(values[0])
-            extend(alone, values[0])
-            by_slot = {name: {slot: array} for name, array in beside.items()}
-            logits = session.update({slot: tokens}, **by_slot)[slot]
-            assert int(logits[0].argmax()) == alone.next()
-            length = min(values[1], len(tokens))
-            if len(tokens) <= 8 or length >= len(tokens) - 1:  # no circular cache has lost what it needs
-                cache.crop(slot, length)
-                alone.cut(length)
-            parked[slot] = alone
-        elif action == "fork" and parked and cache.free:
-            parked[cache.fork(chosen[0])] = parked[chosen[0]].copy()
-        elif action == "swap" and len(set(chosen)) == 2:
-            cache.reorder([1, 0], chosen)
-            parked[chosen[0]], parked[chosen[1]] = parked[chosen[1]], parked[chosen[0]]
-        elif action == "move" and parked and cache.free:
-            used = {cache.slot(slot).row for slot in cache.slots}
-            cache.move(chosen[0], max(set(range(rows)) - used))
-        elif action == "travel" and parked:
-            path = tmp_path_factory.mktemp("saved") / "slot"
-            cache.save(path, chosen)
-            session.remove(chosen[0])
-            parked[cache.load(path)[chosen[0]]] = parked.pop(chosen[0])
-    while session.running:
-        step()
-    assert want == {}
-    for slot, alone in parked.items():  # what is left over still knows where it stands
-        if len(alone.codes) < 60:
-            alone.extend([TABLE[5, 0]])
-            assert int(session.update({slot: [5]})[slot][0].argmax()) == alone.next()
 
 
 def test_rows_that_were_given_nothing_share_steps_with_the_others() -> None:

@@ -1,16 +1,27 @@
-"""Sessions: sequences that join, leave, wait, stop and fail, against what each would give alone."""
+"""Sessions: no step more than needed, ends, failures, interrupts, refusals. Any schedule: test_schedules."""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
+import sys
 import threading
-from collections.abc import Sequence
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from itertools import count
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from runtime.engines import drain
+from runtime.engines import drain, open_engine
+from runtime.fake_cuda import Machine
 from runtime.hash_runner import VOCAB, HashRunner, continued
+from runtime.interrupts import interrupted
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, SlotError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
@@ -18,35 +29,23 @@ from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.session import DecodeSession
 
 KINDS = ((("linear", 64),), (("circular", 8),), (("linear", 64), ("circular", 8), ("circular", 16)))
-PROMPTS = ([1, 2, 3], list(range(30)), [5], [7, 7, 7, 7], [9, 8], [4] * 11)
+RINGED = (("linear", 64), ("circular", 8))
 
 
 def config(count: int, **more: Any) -> GenerationConfig:
     return GenerationConfig(max_new_tokens=count, **more)
 
 
-@pytest.mark.parametrize("kinds", KINDS)
-@pytest.mark.parametrize("chunk", [1, 3, 8])
-@pytest.mark.parametrize("rows", [1, 2, 4])
-def test_more_prompts_than_rows(kinds: Sequence[tuple[str, int]], chunk: int, rows: int) -> None:
-    runner = HashRunner(kinds, rows, chunk)
-    with DecodeSession(runner) as session:
-        results = session.generate(PROMPTS, config(20))
-        assert session.cache.slots == ()
-    for prompt, result in zip(PROMPTS, results, strict=True):
-        assert result.prompt == prompt
-        assert result.tokens == continued(runner, prompt, 20)
-        assert result.finish_reason is FinishReason.LENGTH
-
-
 @pytest.mark.parametrize(
     ("prompts", "count", "runner", "steps"),
     [([[1, 2], [3, 4], [5, 6], [7, 8]], 3, {"max_batch": 4}, [(0, 4, 2, 1), (0, 4, 1, 1), (0, 4, 1, 1)]),
      ([[1, 2, 3], [3, 4], [5, 6]], 2, {"max_batch": 3}, [(0, 1, 3, 1), (1, 2, 2, 1), (0, 3, 1, 1)]),
+     ([[1, 2, 3], [3, 4], [5, 6]], 2, {"max_batch": 3, "per_row": False},
+      [(0, 1, 3, 1), (1, 2, 2, 1), (0, 1, 1, 1), (1, 2, 1, 1)]),
      ([[*range(10)]], 1, {"max_chunk": 4}, [(0, 1, 4, 0), (0, 1, 4, 0), (0, 1, 2, 1)]),
      ([[*range(12)]], 4, {"kinds": [("circular", 8)]}, [(0, 1, 8, 0), *[(0, 1, 1, 0)] * 3, *[(0, 1, 1, 1)] * 4])],
-    ids=["rows of one length together", "ragged rows apart, then together", "prefill wants the last logits only",
-         "a wrapped cache takes one token at a time"],
+    ids=["rows of one length together", "ragged rows apart, then together", "one write index for all rows",
+         "prefill wants the last logits only", "a wrapped cache takes one token at a time"],
 )  # fmt: skip
 def test_no_step_more_than_needed(prompts: Any, count: int, runner: dict[str, Any], steps: list[Any]) -> None:
     """First row, rows, tokens and positions with logits of each step."""
@@ -54,16 +53,8 @@ def test_no_step_more_than_needed(prompts: Any, count: int, runner: dict[str, An
     with DecodeSession(opened) as session:
         results = session.generate(prompts, config(count))
     assert [(b.first_row, b.rows, b.length, b.keep) for b in opened.steps] == steps
-    assert [r.tokens for r in results] == [continued(opened, prompt, count) for prompt in prompts]
-
-
-def test_models_with_one_write_index_step_rows_of_one_length_together() -> None:
-    runner = HashRunner(max_batch=3, per_row=False)
-    with DecodeSession(runner) as session:
-        results = session.generate([[1, 2, 3], [3, 4], [5, 6]], config(5))
-    assert [r.tokens for r in results] == [continued(runner, r.prompt, 5) for r in results]
-    assert all((batch.starts == batch.starts[0]).all() for batch in runner.steps)
-    assert max(batch.rows for batch in runner.steps) == 2
+    assert [(r.prompt, r.tokens) for r in results] == [(p, continued(opened, p, count)) for p in prompts]
+    assert {r.finish_reason for r in results} == {FinishReason.LENGTH}
 
 
 def test_capacity_ends_a_sequence() -> None:
@@ -94,43 +85,6 @@ def test_threads_share_the_steps() -> None:
     assert max(batch.rows for batch in runner.steps) > 1
 
 
-def test_streams_and_added_sequences_get_their_own_events() -> None:
-    runner = HashRunner()
-    with DecodeSession(runner) as session:
-        slot = session.add([1, 2], config(5))
-        events = list(session.stream([[3, 4], [5]], config(8)))
-        added = session.step()
-        while session.running:
-            added += session.step()
-    assert [e.token for e in added] == continued(runner, [1, 2], 5)
-    assert {e.sequence for e in added} == {slot}
-    for i, prompt in enumerate(([3, 4], [5])):
-        assert [e.token for e in events if e.sequence == i] == continued(runner, prompt, 8)
-
-
-def test_ctrl_c_in_a_step_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = HashRunner(KINDS[2])
-    session = DecodeSession(runner)
-    slot = session.add([5, 6, 7], config(10))
-    tokens = [e.token for e in session.step()]
-    stream = session.stream([[1, 2]], config(20))
-    next(stream)
-    real = runner.step
-
-    def interrupted(batch: Any) -> Any:
-        real(batch)  # the rows are written, the session does not know
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(runner, "step", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        list(stream)
-    monkeypatch.undo()
-    assert session.cache.slots == (slot,)
-    while session.running:
-        tokens += [e.token for e in session.step()]
-    assert tokens == continued(runner, [5, 6, 7], 10)
-
-
 def test_async_iteration_and_cancellation() -> None:
     runner = HashRunner()
     session = DecodeSession(runner)
@@ -147,7 +101,7 @@ def test_async_iteration_and_cancellation() -> None:
         seen: list[TokenEvent] = []
 
         async def consume() -> None:
-            async for event in session.astream([[1]], GenerationConfig(max_new_tokens=60)):
+            async for event in session.astream([[1]], config(60)):
                 seen.append(event)
 
         task = asyncio.create_task(consume())
@@ -161,58 +115,10 @@ def test_async_iteration_and_cancellation() -> None:
     assert session.cache.slots == ()
 
 
-def test_a_failing_sequence_ends_alone() -> None:
-    runner = HashRunner()
-    session = DecodeSession(runner)
-    good = session.add([1, 2, 3], config(12))
-    runner.fail = {96}
-    bad = session.add([9, 96, 9, 9], config(5))
-    tokens: list[int | None] = []
-    with pytest.raises(SessionError, match="the step failed on purpose"):
-        session.step()
-    assert session.running == (good,)
-    assert bad not in session.cache.slots
-    while session.running:
-        tokens += [e.token for e in session.step()]
-    assert tokens == continued(runner, [1, 2, 3], 12)
-
-
-def test_a_failing_stream_leaves_other_streams_alone() -> None:
-    runner = HashRunner()
-    session = DecodeSession(runner)
-    runner.fail = {96}
-    good = session.stream([[1, 2, 3]], config(12))
-    bad = session.stream([[96, 9]], config(12))
-    first = next(good)
-    with pytest.raises(SessionError, match="the step failed on purpose"):
-        next(bad)
-    assert [first.token, *(e.token for e in good)] == continued(runner, [1, 2, 3], 12)
-    assert session.cache.slots == ()
-
-
-def test_nan_logits_end_one_sequence_and_its_row_is_cleaned() -> None:
-    runner = HashRunner(max_batch=2)
-    session = DecodeSession(runner)
-    real = runner.step
-
-    def overflowed(batch: Any) -> Any:
-        logits = real(batch)
-        logits[batch.tokens[:, 0] == 13] = np.nan
-        return logits
-
-    runner.step = overflowed  # type: ignore[method-assign]
-    good, bad = session.add([1], config(6)), session.add([13], config(6))
-    with pytest.raises(SessionError, match="overflowed"):
-        session.step()
-    assert session.running == (good,)
-    assert bad not in session.cache.slots
-    assert drain(session).popitem()[1] == continued(runner, [1], 6)
-
-
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_more_logits_than_a_step_gives_take_more_steps(kinds: Sequence[tuple[str, int]], most: int) -> None:
-    """Of an engine that gives logits of a few positions: the same numbers, and no step more than needed."""
+    """Of an engine that gives logits of a few positions: the same numbers, and drafts that are no longer."""
     runner, bounded = HashRunner(kinds), HashRunner(kinds, max_logits=most)
     text = [list(range(20)), [7, 3], [5] * 9]
     for keep in (1, 4, 9, 30):
@@ -228,16 +134,10 @@ def test_more_logits_than_a_step_gives_take_more_steps(kinds: Sequence[tuple[str
             assert np.array_equal(wanted, made)
         expected = [continued(runner, text[0][: i + 1], 1)[0] for i in range(20)][-keep:]
         assert found[0][0].argmax(-1).tolist() == expected
-
-
-@pytest.mark.parametrize("most", [1, 2, 3, 8])
-def test_drafts_are_as_long_as_a_step_gives_logits(most: int) -> None:
-    runner = HashRunner(max_logits=most)
     prompts = [[1, 2, 3, 1, 2, 3, 1, 2], list(range(20)) * 2]
-    with DecodeSession(runner) as session:
-        drafted = session.generate(prompts, config(20, prompt_lookup_num_tokens=5, max_matching_ngram_size=1))
+    drafted = session.generate(prompts, config(20, prompt_lookup_num_tokens=5, max_matching_ngram_size=1))
     assert [r.tokens for r in drafted] == [continued(runner, p, 20) for p in prompts]
-    assert max(step.keep for step in runner.steps) <= most
+    assert max(step.keep for step in bounded.steps) <= most
 
 
 def test_a_failed_update_is_undone() -> None:
@@ -282,52 +182,42 @@ def test_bad_prompts(prompts: Any, error: type[Exception], words: str) -> None:
 
 
 def test_bad_additions() -> None:
-    runner = HashRunner(max_batch=1)
-    session = DecodeSession(runner)
-    with pytest.raises(PromptError, match="the prompt is empty"):
-        session.add([])
-    with pytest.raises(SlotError, match="slot 7 is not in use"):
-        session.add([1], slot=7)
-    with pytest.raises(OptionError, match="for beam search use generate"):
-        session.add([1], config(4, num_beams=2))
-    settings: Any = {"max_new_tokens": 4}
-    for call in (session.generate, session.stream):
-        with pytest.raises(OptionError, match="config is dict; give a GenerationConfig"):
-            call([[1]], settings)
-    with pytest.raises(OptionError, match="config is dict; give a GenerationConfig"):
-        session.add([1], settings)
-    with pytest.raises(OptionError, match="need a tokenizer"):
-        session.add([1], config(4, stop_strings="x"))
-    assert session.cache.slots == ()
-    slot = session.add([1], config(4))
-    with pytest.raises(SlotError, match="all 1 rows hold a sequence"):
-        session.add([2], config(4))
-    with pytest.raises(SlotError, match=f"slot {slot} is generating"):
-        session.add([2], config(4), slot=slot)
-    with pytest.raises(SlotError, match="slot 9 is not in use"):
-        session.remove(9)
+    session = DecodeSession(HashRunner(max_batch=1))
+    add, cache, settings = session.add, session.cache, {"max_new_tokens": 4}
+
+    def refused(error: type[Exception], words: str, call: Any, *given: Any, **more: Any) -> None:
+        before = cache.lengths
+        with pytest.raises(error, match=words):
+            call(*given, **more)
+        assert cache.lengths == before
+
+    refused(PromptError, "the prompt is empty", add, [])
+    refused(SlotError, "slot 7 is not in use", add, [1], slot=7)
+    refused(OptionError, "for beam search use generate", add, [1], config(4, num_beams=2))
+    for call, prompt in ((session.generate, [[1]]), (session.stream, [[1]]), (add, [1])):
+        refused(OptionError, "config is dict; give a GenerationConfig", call, prompt, settings)
+    refused(OptionError, "need a tokenizer", add, [1], config(4, stop_strings="x"))
+    slot = add([1], config(4))
+    refused(SlotError, "all 1 rows hold a sequence", add, [2], config(4))
+    refused(SlotError, f"slot {slot} is generating", add, [2], config(4), slot=slot)
+    refused(SlotError, "slot 9 is not in use", session.remove, 9)
     session.remove(slot)
     for ids, words in (([-4], "token id -4 is out of range"), ([1.5], "float64"), ([True], "bool"), ("12", "integers")):
-        with pytest.raises(PromptError, match=words):
-            session.cache.acquire(ids)
-    assert session.cache.slots == ()
-    slot = session.cache.acquire()
+        refused(PromptError, words, cache.acquire, ids)
+    slot = cache.acquire()
     session.update({slot: [1] * 60})
-    with pytest.raises(CapacityError, match=f"slot {slot} with the prompt has 65 tokens, and a sequence may have 64"):
-        session.add([1] * 5, slot=slot)
-    with pytest.raises(CapacityError, match=f"slot {slot} has 65 tokens"):
-        session.update({slot: [1] * 5})
-    with pytest.raises(PromptError, match=f"slot {slot}: no tokens to write"):
-        session.update({slot: []})
-    assert session.cache.lengths == {slot: 60}
-    with pytest.raises(SlotError, match=r"rows hold sequences that do not run, so no row will ever be free"):
-        session.generate([[1]])
+    words = f"slot {slot} with the prompt has 65 tokens, and a sequence may have 64"
+    refused(CapacityError, words, add, [1] * 5, slot=slot)
+    refused(CapacityError, f"slot {slot} has 65 tokens", session.update, {slot: [1] * 5})
+    refused(PromptError, f"slot {slot}: no tokens to write", session.update, {slot: []})
+    words = r"rows hold sequences that do not run, so no row will ever be free"
+    refused(SlotError, words, session.generate, [[1]])
 
 
 def test_after_close() -> None:
     runner = HashRunner()
     session = DecodeSession(runner)
-    stream = session.stream([[1, 2]], config(9))
+    cache, stream = session.cache, session.stream([[1, 2]], config(9))
     next(stream)
     session.close()
     session.close()
@@ -335,7 +225,419 @@ def test_after_close() -> None:
     calls: list[Any] = [
         lambda: session.generate([[1]]), lambda: session.stream([[1]]), lambda: session.add([1]), session.step,
         lambda: session.remove(0), lambda: session.update({0: [1]}), lambda: session.running, lambda: next(stream),
+        lambda: cache.lengths, lambda: cache.view("cache.0"), lambda: cache.load("x"), cache.acquire,
+        lambda: cache.tokens(5), lambda: cache.reset(5), lambda: cache.crop(5, 0), lambda: cache.fork(5),
+        lambda: cache.release(5), lambda: cache.move(5, 0), lambda: cache.save("x", [5]),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(SessionError, match="the session is closed; open the model again"):
             call()
+
+
+# What fails, or is interrupted.
+
+
+class Breaks:
+    """A logits processor that raises once."""
+
+    def __init__(self, call: int, error: BaseException) -> None:
+        self.calls, self.call, self.error = 0, call, error
+
+    def __call__(self, tokens: Any, scores: Any) -> Any:
+        self.calls += 1
+        if self.calls == self.call:
+            raise self.error
+        return scores
+
+
+class Letters:
+    """A tokenizer that knows fewer tokens than the model has, as where a vocabulary was padded."""
+
+    def __init__(self, unknown: int = -1) -> None:
+        self.unknown = unknown
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        if self.unknown in tokens:
+            raise IndexError("piece id is out of range")
+        return "".join("abcdefghij"[token % 10] for token in tokens)
+
+
+def drain_all(session: DecodeSession, tokens: dict[int, list[int | None]]) -> set[str]:
+    """Step until nothing runs and all is told, whatever fails; returns what failed."""
+    failures, idle = set(), 0
+    while idle < 5:  # an error comes by itself, and what others chose with the next step
+        idle += not session.running
+        try:
+            for event in session.step():
+                tokens.setdefault(event.sequence, []).append(event.token)
+        except (SessionError, KeyboardInterrupt) as error:
+            failures.add(str(error) or type(error).__name__)
+    return failures
+
+
+WAYS = {
+    "step": "the step failed on purpose",
+    "scores": "overflowed",
+    "tokenizer": "the tokenizer failed on token {token}: IndexError: piece id is out of range; forbid it, or do",
+    "processor": "no rule for this",
+    "interrupt": "the sequence was interrupted while it chose a token: KeyboardInterrupt",
+}
+
+
+@cache
+def repeating() -> list[int]:
+    """A prompt whose first draft is right."""
+    pairs = ([a, b] for a in range(VOCAB) for b in range(VOCAB))
+    return next(pair for pair in pairs if continued(HashRunner(RINGED), pair, 1) == pair[:1])
+
+
+@pytest.mark.parametrize("drafts", [{}, {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 1}], ids=str)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("place", range(3))
+def test_what_fails_ends_alone(way: str, place: int, drafts: dict[str, Any]) -> None:
+    """All rows of the step are written then. What was chosen before is told, and in the slot that is kept; no more."""
+    runner = HashRunner(RINGED)
+    for call in range(1, 6):
+        prompts: list[list[int]] = [[1, 2], [3, 4], [5]]
+        own: list[dict[str, Any]] = [{}, {}, {}]
+        prompts[place] = repeating()
+        others = [p + continued(runner, p, 12) for i, p in enumerate(prompts) if i != place]
+        never = next(token for token in range(VOCAB) if not any(token in text for text in others))
+        if way == "step":
+            prompts[place] = [9, never, 9, 9]
+        want = [continued(runner, prompt, 12) for prompt in prompts]
+        token = next(t for t in want[place][call - 1 :] if not any(t in prompt for prompt in prompts))
+        error = {"processor": RuntimeError("no rule for this"), "interrupt": KeyboardInterrupt()}.get(way)
+        if error is not None:
+            own[place] = {"logits_processor": Breaks(call, error)}
+        session = DecodeSession(runner, Letters(token) if way == "tokenizer" else None)
+        added = [session.add(p, config(12, **drafts, **o), keep=i == place)
+                 for i, (p, o) in enumerate(zip(prompts, own, strict=True))]  # fmt: skip
+        tokens: dict[int, list[int | None]] = {slot: [] for slot in added}
+        ends = {place: 0 if way in ("step", "scores") else call - 1}
+        if way == "tokenizer":
+            ends = {i: w.index(token) for i, w in enumerate(want) if token in w}
+        real = HashRunner.step.__get__(runner)
+
+        def step(batch: Any, real: Any = real, bad: Any = prompts[place]) -> Any:
+            made = real(batch)
+            for row, start, ids in zip(made, batch.starts, batch.tokens, strict=True):
+                if way == "scores" and start == 0 and ids.tolist() == bad:
+                    row[...] = np.nan
+            return made
+
+        runner.step, runner.fail = step, {never} if way == "step" else set()  # type: ignore[method-assign]
+        failures = drain_all(session, tokens)
+        runner.fail = set()
+        for i, slot in enumerate(added):
+            assert tokens[slot] == want[i][: ends.get(i, 12)]
+        assert any(WAYS[way].format(token=token) in failure for failure in failures)
+        assert session.cache.slots == (added[place],)
+        held = [*prompts[place], *want[place][: ends[place]]]
+        assert session.cache.tokens(added[place]) == held
+        if way != "tokenizer":
+            session.add([3], config(5), slot=added[place])
+            assert drain(session)[added[place]] == continued(runner, [*held, 3], 5)
+
+
+def test_a_failing_stream_leaves_other_streams_alone() -> None:
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    runner.fail = {96}
+    good = session.stream([[1, 2, 3]], config(12))
+    bad = session.stream([[96, 9]], config(12))
+    first = next(good)
+    with pytest.raises(SessionError, match="the step failed on purpose"):
+        next(bad)
+    assert [first.token, *(e.token for e in good)] == continued(runner, [1, 2, 3], 12)
+    assert session.cache.slots == ()
+
+
+def test_what_was_not_chosen_yet_may_be_removed_or_forked() -> None:
+    """And the scores that wait are copies: a runner may write the next step's logits where the last ones are."""
+    runner = HashRunner(max_batch=4)
+    session = DecodeSession(runner)
+    real, buffer = runner.step, np.empty((4, 1, VOCAB), np.float32)
+
+    def step(batch: Any) -> Any:
+        view = buffer[: batch.rows, : batch.keep]
+        view[...] = real(batch)
+        return view
+
+    runner.step = step  # type: ignore[method-assign]
+    session.add([1, 2], config(12, logits_processor=Breaks(2, KeyboardInterrupt())))
+    second, third = session.add([3, 4], config(12)), session.add([5], config(12))
+    tokens: dict[int, list[int | None]] = {}
+    with pytest.raises(KeyboardInterrupt):
+        drain(session, tokens)
+    buffer[...] = 0
+    session.remove(second)
+    again = session.add([8, 9], config(6))  # in the row that is free now
+    branch = session.cache.fork(third)
+    with pytest.raises(SessionError, match="interrupted"):
+        drain(session, tokens)
+    drain(session, tokens)
+    assert tokens[again] == continued(runner, [8, 9], 6)
+    assert tokens[third] == continued(runner, [5], 12)
+    assert tokens[second] == continued(runner, [3, 4], 1)
+    session.add([7], config(4), slot=branch)
+    assert drain(session)[branch] == continued(runner, [5, *continued(runner, [5], 1), 7], 4)
+
+
+def test_a_stream_that_is_left_within_a_step_ends_before_the_next() -> None:
+    """As where the step collects it as garbage."""
+    runner = HashRunner()
+    session = DecodeSession(runner)
+    left = session.stream([[9], [8, 7]], config(9))
+    next(left)
+    kept = session.add([1, 2], config(8, logits_processor=lambda tokens, scores: (left.close(), scores)[1]))
+    other = session.add([3], config(8))
+    assert drain(session) == {kept: continued(runner, [1, 2], 8), other: continued(runner, [3], 8)}
+    assert session.cache.slots == ()
+
+
+CHANGES: dict[str, Callable[[DecodeSession, list[int], Path], object]] = {
+    "step": lambda s, slots, _: s.step(),
+    "generate": lambda s, slots, _: s.generate([[7]], config(2)),
+    "update": lambda s, slots, _: s.update({slots[2]: [7]}),  # which would write over the scores of others
+    "add": lambda s, slots, _: s.add([7], config(2)),
+    "remove itself": lambda s, slots, _: s.remove(slots[0]),
+    "remove another": lambda s, slots, _: s.remove(slots[1]),
+    "close": lambda s, slots, _: s.close(),
+    "move": lambda s, slots, _: s.cache.move(slots[1], 3),
+    "compact": lambda s, slots, _: s.cache.compact(),
+    "fork": lambda s, slots, _: s.cache.fork(slots[0]),
+    "acquire": lambda s, slots, _: s.cache.acquire(),
+    "crop": lambda s, slots, _: s.cache.crop(slots[2], 0),
+    "reset": lambda s, slots, _: s.cache.reset(slots[2]),
+    "reorder": lambda s, slots, _: s.cache.reorder([0], [slots[2]]),
+    "save": lambda s, slots, path: s.cache.save(path, [slots[2]]),
+    "load": lambda s, slots, path: s.cache.load(path),
+}
+
+
+@pytest.mark.parametrize("act", CHANGES)
+@pytest.mark.parametrize("calls", ["processor", "tokenizer"])
+def test_what_a_step_calls_may_not_change_the_session(calls: str, act: str, tmp_path: Path) -> None:
+    """In its middle, rows are about to be written and scores to be read, which a change would move or write over."""
+    runner = HashRunner()
+
+    class Caller(Letters):
+        ready = False
+
+        def change(self, way: str, length: int) -> None:
+            if self.ready and calls == way and length == 5:
+                self.ready = False
+                assert session.cache.tokens(slots[0])[0] == 1  # to ask is no matter
+                CHANGES[act](session, slots, tmp_path / "saved")
+
+        def __call__(self, tokens: Any, scores: Any) -> Any:
+            self.change("processor", len(tokens))
+            return scores
+
+        def decode(self, tokens: Sequence[int]) -> str:
+            self.change("tokenizer", len(session.cache.tokens(slots[0])) if self.ready else 0)
+            return super().decode(tokens)
+
+    caller = Caller()
+    session = DecodeSession(runner, caller)
+    slots = [session.add([1, 2], config(8, **({"logits_processor": caller} if calls == "processor" else {})))]
+    slots += [session.add([3], config(8)), session.cache.acquire()]
+    session.update({slots[2]: [4, 5]})
+    caller.ready = True
+    tokens: dict[int, list[int | None]] = {}
+    words = "in the middle of a step; .* a logits_processor or a tokenizer, must not change"
+    with pytest.raises(SessionError, match=words):
+        drain(session, tokens)
+    drain_all(session, tokens)
+    for slot, prompt in zip(slots[:2], ([1, 2], [3]), strict=True):
+        assert tokens[slot] == continued(runner, prompt, 8)[: len(tokens[slot])]
+    assert max(len(told) for told in tokens.values()) == 8
+    assert session.cache.slots == (slots[2],)
+    session.close()
+
+
+TORN = tuple(f"runtime/{name}.py" for name in ("loop", "cache", "continuation", "streams", "session", "guard"))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_an_interrupt_at_any_line_of_the_loop_loses_and_changes_nothing(seed: int) -> None:
+    """What it tears ends with an error; all the rest goes on, drafts included, and what is kept can be continued."""
+    rng = random.Random(seed)
+    runner = HashRunner(rng.choice([RINGED[:1], RINGED]), max_chunk=rng.choice([1, 3, 8]))
+    session = DecodeSession(runner)
+    wanted: dict[int, list[int]] = {}
+    tokens: dict[int, list[int | None]] = {}
+    kept = set()
+    for _ in range(rng.choice([1, 2, 4])):
+        prompt, most = [rng.randrange(4) for _ in range(rng.choice([1, 3, 9]))], rng.randrange(3, 14)
+        drafts = {"prompt_lookup_num_tokens": rng.choice([None, 3])}
+        slot = session.add(prompt, config(most, **drafts), keep=(keep := rng.random() < 0.5))
+        kept |= {slot} if keep else set()
+        wanted[slot], tokens[slot] = continued(runner, prompt, most), []
+    left, failures, idle = rng.randrange(1, 400), 0, 0
+    while idle < 5:  # as in `drain_all`
+        idle += not session.running
+        with interrupted(left, *TORN) as lines:
+            try:
+                for event in session.step():
+                    tokens[event.sequence].append(event.token)
+            except KeyboardInterrupt:
+                pass
+            except SessionError:
+                failures += 1
+        left = lines[0]
+    for slot, want in wanted.items():
+        assert tokens[slot] == want[: len(tokens[slot])]
+        failures -= len(tokens[slot]) < len(want)
+    assert failures == 0
+    assert {*session.cache.slots} <= kept
+    other = threading.Thread(target=lambda: session.running, daemon=True)
+    other.start()
+    other.join(timeout=10)  # for ever, where the lock was left taken
+    assert not other.is_alive()
+    for slot in session.cache.slots:
+        held = session.cache.tokens(slot)
+        session.add([5], config(3), slot=slot)
+        assert drain(session)[slot] == continued(runner, [*held, 5], 3)
+
+
+def leave(session: DecodeSession) -> None:
+    events = session.stream([[1, 2], [3]], config(9))
+    next(events)
+    events.close()  # type: ignore[attr-defined]
+
+
+ACTS: dict[str, Callable[[DecodeSession, int, int, Path], object]] = {
+    "update": lambda s, a, b, _: s.update({a: [7, 8], b: [9]}),
+    "crop": lambda s, a, b, _: s.cache.crop(a, 2),
+    "reorder": lambda s, a, b, _: s.cache.reorder([1, 1]),
+    "compact": lambda s, a, b, _: (s.cache.move(a, 3), s.cache.compact()),
+    "reset": lambda s, a, b, _: s.cache.reset(a),
+    "fork": lambda s, a, b, _: s.cache.fork(a),
+    "acquire": lambda s, a, b, _: s.cache.acquire([7]),
+    "load": lambda s, a, b, path: s.cache.load(path),
+    "add": lambda s, a, b, _: s.add([7], config(3)),
+    "beams": lambda s, a, b, _: s.generate([[1, 2]], config(3, num_beams=2)),
+    "stream": lambda s, a, b, _: s.generate([[1, 2], [3]], config(2)),
+    "leave": lambda s, a, b, _: leave(s),
+}
+MAKING = [*ACTS][5:]
+"""Which make slots, that nobody would know of after an interrupt."""
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("act", ACTS)
+def test_an_interrupt_at_any_line_leaves_no_slot_that_holds_something_else(act: str, tmp_path: Path) -> None:
+    """Each slot that is left gives what its tokens alone give, or is gone; and new ones that nobody knows are gone."""
+    for line in count(1, 7 if act in ("update", "beams") else 1):
+        runner = HashRunner(RINGED)
+        session = DecodeSession(runner)
+        held = session.cache
+        a, b = held.acquire(), held.acquire()
+        session.update({a: [1, 2, 3, 4], b: [5, 6]})
+        if line == 1 and act == "load":
+            held.save(tmp_path / "two")
+        with interrupted(line) as left, suppress(KeyboardInterrupt):
+            ACTS[act](session, a, b, tmp_path / "two")
+        session.step()
+        drain_all(session, {})  # what nobody reads any more
+        for slot in held.slots:
+            tokens = [*held.tokens(slot), 30]
+            assert int(session.update({slot: [30]})[slot][-1].argmax()) == continued(runner, tokens, 1)[0]
+        assert len({held.slot(slot).row for slot in held.slots}) == len(held.slots)
+        if left[0] > 0:
+            return
+        assert act not in MAKING or held.slots == (a, b)
+
+
+# A session belongs to the process that opened it.
+
+no_fork = pytest.mark.skipif(sys.platform == "win32", reason="Windows does not fork")
+
+
+def in_a_child(work: Callable[[], object]) -> str:
+    """What `work` brings in a process that is forked here; fails where that does not end."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12 on, where threads run
+        child = os.fork()
+    if child == 0:
+        try:
+            said = str(work())
+        except BaseException as error:  # noqa: BLE001 - the child must not go on as a test
+            said = f"{type(error).__name__}: {error}"
+        os.write(write, said.encode())
+        os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + 20
+    while os.waitpid(child, os.WNOHANG) == (0, 0):
+        if time.monotonic() > deadline:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+            os.close(read)
+            return "it hangs"
+        time.sleep(0.01)
+    with os.fdopen(read) as pipe:
+        return pipe.read()
+
+
+CALLS: dict[str, Callable[[DecodeSession], object]] = {
+    "step": lambda s: s.step(),
+    "add": lambda s: s.add([1]),
+    "generate": lambda s: s.generate([[1]]),
+    "stream": lambda s: next(iter(s.stream([[1]]))),
+    "update": lambda s: s.update({0: [1]}),
+    "encode": lambda s: s.encode([1]),
+    "running": lambda s: s.running,
+    "lengths": lambda s: s.cache.lengths,
+    "acquire": lambda s: s.cache.acquire(),
+}
+
+
+@no_fork
+@pytest.mark.parametrize("busy", [True, False], ids=["while another thread steps", "idle"])
+@pytest.mark.parametrize("call", CALLS)
+def test_a_forked_process_is_refused_and_waits_for_nobody(call: str, busy: bool) -> None:
+    session, begun, go_on = DecodeSession(HashRunner()), threading.Event(), threading.Event()
+
+    def wait(tokens: Any, scores: Any) -> Any:
+        begun.set()
+        go_on.wait(60)
+        return scores
+
+    session.add([1, 2], config(1, logits_processor=wait))
+    other = threading.Thread(target=session.step)
+    if busy:
+        other.start()
+        begun.wait(60)
+    said = in_a_child(lambda: CALLS[call](session))
+    go_on.set()
+    if busy:
+        other.join()
+    assert said.startswith("SessionError: the session was opened in process ")
+    assert f"{os.getpid()}" in said
+    assert "open the model in this one" in said
+    session.generate([[3]])  # nothing has changed here
+
+
+@no_fork
+def test_a_forked_process_closes_nothing_of_its_parents(engine: Path) -> None:
+    """Nor hides the end of a ``with`` block there what ended it; and the GPU's memory is its parent's."""
+
+    def leave() -> None:
+        with session:
+            raise LookupError("this ended it")
+
+    session = DecodeSession(HashRunner())
+    events = session.stream([[1]])
+    next(events)
+    assert in_a_child(leave) == "LookupError: this ended it"
+    assert in_a_child(events.close) == "None"  # type: ignore[attr-defined]
+    assert in_a_child(lambda: (session.close(), session._runner.closed)) == "(None, False)"  # type: ignore[attr-defined]
+    machine = Machine()
+    runner = open_engine(engine, machine)
+    used = machine.used
+    assert in_a_child(lambda: (runner._end(), machine.used)) == f"(None, {used})"
+    runner.close()
+    assert machine.used == 0
