@@ -29,7 +29,7 @@ from typing import Any
 
 import onnxruntime as ort
 from benchmarks.report import Report
-from gpu_measure import write_json
+from gpu_steps import write_json
 
 NAMES = ("build", "decode", "host", "idioms", "latents", "logits", "span", "choice", "kernel")
 

@@ -15,9 +15,10 @@ first:
 
 - answers, for each backend: does it run here at all, in its own words; do engines that were built without a GPU, or
   elsewhere, open; aliases; garbage and NaN in unused rows; CUDA graphs; IAttention's masks and lengths
-  (``gpu_answers.py``);
+  (``gpu_steps.py answers``). A question that kills its process, or that takes too long, has that as its answer, and
+  another process asks the rest;
 - measure, for each backend and capacity: decode latency against position, span and CUDA graphs, prefill, batches,
-  bandwidth (``gpu_measure.py``). Behind the first capacity:
+  bandwidth (``gpu_steps.py measure``). After the first capacity:
 - bench: the cache-update kernel against a device-to-device copy, an empty kernel, torch's ``index_copy_`` and
   FlashInfer's append kernel (``bench.py kernel``);
 - choice: greedy tokens chosen on the GPU against those of the host, and the time of both (``bench.py choice``);
@@ -50,19 +51,16 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from xml.etree.ElementTree import ParseError
+from xml.etree import ElementTree
 
 from cuda.pathfinder import load_nvidia_dynamic_lib
-from gpu_measure import BUILT_FOR, write_json
-from gpu_outcomes import counted, counts, unfinished
-from gpu_report import table
-from gpu_supervise import runs_only_if_built_here, without_modules
+from gpu_steps import AGAIN, BUILT_FOR, ENGINE, limit, runs_only_if_built_here, write_json
 
 from trt_kvcache.cli.signals import end_by_unwinding
 from trt_kvcache.engine import backend, doctor
@@ -91,6 +89,7 @@ class Step:
         command: ``{out}`` is the JSON or XML file that it writes. Empty: there is no compute-sanitizer to run it.
         limit: seconds.
         merged: its results are lists to append to those of the part.
+        asks: it may end at a question, which has its own limit: another process asks the rest.
     """
 
     part: str
@@ -98,6 +97,7 @@ class Step:
     command: tuple[str, ...]
     limit: float
     merged: bool = False
+    asks: bool = False
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -161,6 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 FAILED = ("failed", "timeout")
 MOST_LOG = 1 << 20  # bytes of what a step prints
+MOST_WORDS = 1500  # of what a question printed that ended its process
+MOST_FAILURES, MOST_TRACES = 40, 10  # of tests
 MOST_FOR_DRIVER = 60.0  # seconds until it says which GPUs there are
 ANSWERS = "answers"
 PACKAGES = ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", "numpy", "onnx", "onnxruntime", "torch")
@@ -210,12 +212,12 @@ def steps(backends: Sequence[str], options: argparse.Namespace, capability: str)
     found = []
     for name in backends:
         given = [f"--engine={path.resolve()}" for path in options.engine]
-        command = (python, str(SCRIPTS / "gpu_answers.py"), f"--backend={name}", "--output={out}", *given)
-        found.append(Step(name, ANSWERS, command, 200, merged=True))  # each has its own limit, too
+        command = (python, str(SCRIPTS / "gpu_steps.py"), "answers", f"--backend={name}", "--output={out}", *given)
+        found.append(Step(name, ANSWERS, (*command, "--folder={folder}"), 200, merged=True, asks=True))
     for i, capacity in enumerate(CAPACITIES[options.small]):
         found += [bench, choice] if i == 1 else []
         for name in backends:
-            command = (python, str(SCRIPTS / "gpu_measure.py"), f"--backend={name}", f"--capacity={capacity}")
+            command = (python, str(SCRIPTS / "gpu_steps.py"), "measure", f"--backend={name}", f"--capacity={capacity}")
             command += ("--output={out}", *(["--small"] if options.small else []))
             found.append(Step(name, f"measure {capacity}", command, 130, merged=True))
     for name in backends:
@@ -256,8 +258,8 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     about: dict[str, Any] = {"step": step.name}
     if not step.command:
         return about | {"status": "not possible", "output": "compute-sanitizer is neither on PATH nor in CUDA_HOME"}
-    limit = min(step.limit, deadline - time.monotonic())
-    if limit < 5:
+    most = min(step.limit, deadline - time.monotonic())
+    if most < 5:
         return about | {"status": "no time"}
     out = _out(step, folder)
     log = out.with_suffix(".log")
@@ -272,26 +274,10 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
         environment["TRT_KVCACHE_GPU_BACKENDS"] = step.part
         if "built_for" in part:
             environment[BUILT_FOR] = part["built_for"]
-    start = time.monotonic()
+    start, end = time.monotonic(), time.monotonic() + most
+    command = [word.replace("{out}", str(out)).replace("{folder}", str(folder)) for word in step.command]
     with log.open("wb") as file:
-        # A session of its own: pytest's and the builder's children end with it.
-        process = subprocess.Popen(
-            [word.replace("{out}", str(out)) for word in step.command], cwd=ROOT, env=environment,
-            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
-        try:
-            code: int | None = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-            for kind in (signal.SIGINT, signal.SIGABRT):  # pytest writes its report, Python says where it is
-                _signal(process, kind)
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(4)
-                    break
-        finally:
-            _signal(process, signal.SIGKILL)  # and its children, which may outlive it and keep the GPU's memory
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(4)  # no longer: one that waits for a GPU that is lost cannot be killed
+        code = ask(command, environment, file, out, end) if step.asks else run(command, environment, file, lambda: end)
     text = without_modules(log.read_text(errors="replace"))
     about |= {"status": "timeout" if code is None else "failed" if code else "ok", "exit_code": code}
     about["seconds"] = round(time.monotonic() - start, 1)
@@ -307,6 +293,79 @@ def run_step(step: Step, part: dict[str, Any], folder: Path, deadline: float) ->
     except Exception as error:  # noqa: BLE001 - whatever it wrote, the next step is run
         about["unreadable"] = f"{type(error).__name__}: {error}"
     return about
+
+
+def run(command: Sequence[str], environment: dict[str, str], log: Any, end: Callable[[], float]) -> int | None:
+    """The exit code of a process; None where it was ended at the time that `end` says."""
+    # A session of its own: pytest's and the builder's children end with it.
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        while time.monotonic() < end():
+            with suppress(subprocess.TimeoutExpired):
+                return process.wait(0.1)
+        for kind in (signal.SIGINT, signal.SIGABRT):  # pytest writes its report, Python says where it is
+            _signal(process, kind)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(4)
+                break
+        return None
+    finally:
+        _signal(process, signal.SIGKILL)  # and its children, which may outlive it and keep the GPU's memory
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(4)  # no longer: one that waits for a GPU that is lost cannot be killed
+
+
+def ask(
+    command: Sequence[str], environment: dict[str, str], log: Any, out: Path, end: float,
+    limit: Callable[[str], float] = limit,
+) -> int | None:  # fmt: skip
+    """Run a process that asks questions until all have an answer; `limit` gives the seconds of each, by its name.
+
+    Returns:
+        0; 1 where a question ended a process; None where the time was over.
+    """
+    write_json(out, {"answers": {}, "engines": [], "asking": ""})
+    worst: int | None = 0
+    while True:
+        asking = [0, end, 0.0]  # when the file was written, when its question must be answered, in how many seconds
+
+        def until(asking: list[float] = asking) -> float:
+            if (now := out.stat().st_mtime_ns) != asking[0]:
+                most = limit(json.loads(out.read_text())["asking"])
+                asking[:] = now, min(time.monotonic() + most, end), most
+            return asking[1]
+
+        begin = log.tell()
+        code = run(command, environment, log, until)
+        result = json.loads(out.read_text())
+        asked = result.pop("asking")
+        if not asked and code in (0, AGAIN):
+            if code == AGAIN:
+                continue
+            return worst
+        if not asked:
+            return 1  # before it asked anything, as its output says
+        worst = 1
+        how = f"it took more than {asking[2]:g} seconds" if code is None else f"exit {code}"
+        if code is not None and code < 0:
+            how = f"it was killed by {signal.Signals(-code).name}"
+        said = without_modules(Path(log.name).read_bytes()[begin:].decode(errors="replace"))
+        answer = {"yes": False, "error": f"{how}: {said[-MOST_WORDS:].strip()}", "unexpected": True}
+        if asked.startswith(ENGINE):
+            result["engines"].append({"engine": asked.removeprefix(ENGINE)} | answer)
+        else:
+            result["answers"][asked] = answer
+        write_json(out, result | {"asking": ""})
+        if time.monotonic() >= end:
+            return None
+
+
+def without_modules(text: str) -> str:
+    """What a process printed, without the list of all its modules that Python puts after the place of a crash."""
+    return re.sub(r"^Extension modules: .*\n?", "", text, flags=re.MULTILINE)
 
 
 def _out(step: Step, folder: Path) -> Path:
@@ -333,7 +392,7 @@ def _take(step: Step, part: dict[str, Any], out: Path, text: str) -> bool:
             found = {"kernels": len(rows), "most_registers": most, "with_spills": spills}
         else:
             found = json.loads(out.read_text())
-    except (OSError, ValueError, ParseError):
+    except (OSError, ValueError, ElementTree.ParseError):
         return False  # it ended before it had anything; its status and its output say why
     if step.merged:
         for key, value in found.items():
@@ -386,6 +445,171 @@ def _table(part: dict[str, Any]) -> str:
         return table(part)
     except Exception as error:  # noqa: BLE001 - the results are in the JSON file, and the next step is run
         return f"no table of {part['backend']}: {type(error).__name__}: {error}\n"
+
+
+# What became of tests: from pytest's report, or from its output without one.
+
+
+def counts(report: Path) -> dict[str, Any]:
+    """What pytest counted, why tests were skipped, and which failed where."""
+    suite = next(ElementTree.parse(report).getroot().iter("testsuite"))
+    found = {k: int(suite.get(k, 0)) for k in ("tests", "failures", "errors", "skipped")}
+    bad = found["failures"] + found["errors"]
+    problems = [
+        (str(case.get("name")), problem)
+        for case in suite.iter("testcase")
+        for problem in (*case.iter("failure"), *case.iter("error"))
+    ]
+    return {
+        "passed": found["tests"] - bad - found["skipped"],
+        "failed": bad,
+        "skipped": found["skipped"],
+        "reasons": sorted({s.get("message", "") for s in suite.iter("skipped")}),
+        "failures": {name: str(problem.get("message", ""))[:500] for name, problem in problems[:MOST_FAILURES]},
+        "traces": {name: (problem.text or "")[-1500:] for name, problem in problems[:MOST_TRACES]},
+    }
+
+
+def counted(text: str) -> dict[str, Any]:
+    """The same from pytest's output, where it was ended before its report: as far as it came."""
+    outcomes = re.findall(r"^\S+::(\S.*?) (PASSED|FAILED|ERROR|SKIPPED)\b", text, re.MULTILINE)
+    found = {kind: sum(outcome == kind for _, outcome in outcomes) for kind in ("PASSED", "SKIPPED")}
+    bad = [name for name, kind in outcomes if kind in ("FAILED", "ERROR")]
+    return {
+        "passed": found["PASSED"],
+        "failed": len(bad),
+        "skipped": found["SKIPPED"],
+        "reasons": [],
+        "failures": dict.fromkeys(bad[:MOST_FAILURES], "see the output"),
+    }
+
+
+def unfinished(text: str) -> str:
+    """The test that pytest was at."""
+    lines = re.findall(r"^\S+::(\S.*)", text, re.MULTILINE)
+    open_ = [line for line in lines if not re.search(r" (PASSED|FAILED|ERROR|SKIPPED)\b", line)]
+    return open_[-1].partition(" Fatal Python error")[0].strip() if open_ else ""
+
+
+# Tables, for the README.
+
+
+def table(part: dict[str, Any]) -> str:
+    """Everything in one file of results, as Markdown."""
+    gpu = part["gpu"]
+    title = f"{part['backend']} {part['version']}" if part["version"] else "cache-update kernel"
+    lines = [f"### {gpu['name']} (compute capability {gpu['compute_capability']}), {title}", ""]
+    lines += _answers(part) + _measured(part) + _kernels(part) + _choice(part)
+    for name in part:
+        if name.endswith("_tests") or name == "sanitizer":
+            counts = ", ".join(f"{part[name][k]} {k}" for k in ("passed", "failed", "skipped"))
+            lines += [f"{name.replace('_', ' ').capitalize()}: {counts}.", ""]
+    for step in part["steps"]:
+        if step["status"] != "ok":
+            last = step.get("ended_at") or (step.get("output", "").strip().splitlines() or [""])[-1]
+            lines += [f"Step {step['step']}: {step['status']}{': ' + last if last else ''}", ""]
+    return "\n".join(lines)
+
+
+def _answers(part: dict[str, Any]) -> list[str]:
+    answers = part.get("answers", {})
+    lines = []
+    runs = answers.get("runs", {})
+    if "error" in runs:
+        lines += [f"{part['backend']} does not run on this GPU. It says:", "", f"> {runs['error']}", ""]
+    if answers:
+        lines += ["| question | answer |", "| --- | --- |"]
+        lines += [f"| {name.replace('_', ' ')} | {_answer(answer)} |" for name, answer in answers.items()]
+        lines += [""]
+    for engine in part.get("engines", []):
+        said = engine.get("error") or f"opens in {engine['open_s']:.2f} s and runs"
+        lines += [f"Built elsewhere, {engine['engine']}: {said}", ""]
+    return lines
+
+
+def _answer(answer: dict[str, Any]) -> str:
+    more = {k: v for k, v in answer.items() if k not in ("yes", "error", "reported")}
+    words = answer.get("error") or ", ".join(f"{k.replace('_', ' ')} {_short(v)}" for k, v in more.items())
+    text = ("yes" if answer.get("yes") else "no") + (f": {words}" if words else "")
+    return text.replace("|", "\\|")
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict):
+        return " ".join(f"{k} {_short(v)}" for k, v in value.items())
+    return f"{value:.3g}" if isinstance(value, float) else str(value)
+
+
+TABLES = {
+    "decode": {
+        "decode: capacity": "{capacity}", "position": "{position}", "span": "{span}", "graphs": "{graphs}",
+        "ms per token": "{ms:.3f}", "at first": "{ms_at_first:.1f}", "GB/s read": "{gb_per_s:.0f}",
+        "of a copy": "{share:.0%}",
+    },
+    "prefill": {
+        "prefill: capacity": "{capacity}", "tokens": "{length}", "ms": "{ms:.3f}", "tokens/s": "{tokens_per_s:.0f}",
+    },
+    "batches": {
+        "batch: capacity": "{capacity}", "sequences": "{batch}", "ms per step": "{ms:.3f}",
+        "tokens/s": "{tokens_per_s:.0f}", "ms, best tokens alone": "{ms_best:.3f}",
+    },
+    "weights": {
+        "batch of one: capacity": "{capacity}", "weights of decode": "{decode_weights}", "engine": "{mb:.0f} MB",
+        "ms per token": "{ms:.3f}",
+    },
+}  # fmt: skip
+"""Of what is measured: columns, and their cells."""
+
+
+def _measured(part: dict[str, Any]) -> list[str]:
+    lines = []
+    for kind, columns in TABLES.items():
+        if not part.get(kind):
+            continue
+        if kind == "decode":
+            lines += [f"Copy within the GPU: {part['copy_gb_per_s']:.0f} GB/s.", ""]
+        rules = ["---" if name in ("graphs", "weights of decode") else "---:" for name in columns]
+        lines += [f"| {' | '.join(columns)} |", f"| {' | '.join(rules)} |"]
+        for row in part[kind]:
+            graphs = "on" if row.get("graphs") == "on" else "off"
+            share, mb = row.get("gb_per_s", 0) / part["copy_gb_per_s"], row.get("engine_bytes", 0) / 1e6
+            values = row | {"graphs": graphs, "share": share, "mb": mb}
+            lines += [f"| {' | '.join(cell.format_map(values) for cell in columns.values())} |"]
+        lines += [""]
+    return lines
+
+
+def _kernels(part: dict[str, Any]) -> list[str]:
+    bench = part.get("bench")
+    if bench is None:
+        return []
+    lines = [f"Copy within the GPU: {bench['copy_bytes_per_second'] / 1e9:.0f} GB/s; an empty kernel: "
+             f"{bench['empty_kernel_us']:.2f} us.", ""]  # fmt: skip
+    lines += ["| update of K and V | 4,096 tokens | of a copy | 1 token | over an empty kernel |"]
+    lines += ["| --- | ---: | ---: | ---: | ---: |"]
+    for k in (*bench["kernels"], *bench["peers"]):
+        cells = (k["error"], "", "", "") if "error" in k else (
+            f"{k['large_us']:.1f} us", f"{k['copy_ratio']:.0%}", f"{k['one_token_us']:.2f} us",
+            f"{k['over_empty_us']:.2f} us",
+        )  # fmt: skip
+        lines += [f"| {k['name']} | {' | '.join(cells)} |"]
+    if bench["targets"]:
+        lines += ["", f"Targets: {', '.join(f'{k} {v}' for k, v in bench['targets'].items())}."]
+    return [*lines, ""]
+
+
+def _choice(part: dict[str, Any]) -> list[str]:
+    if "choice" not in part:
+        return []
+    lines = ["| choice of tokens: scores | | vocabulary | batch | host ms | GPU ms | |"]
+    lines += ["| --- | --- | ---: | ---: | ---: | ---: | --- |"]
+    for row in part["choice"]["rows"]:
+        cells = ("", "", "", "", "", row["error"]) if "error" in row else (
+            row["way"], row["vocab"], row["batch"], f"{row['host_ms']:.3f}", f"{row['gpu_ms']:.3f}",
+            "the same tokens" if row["same"] else "other tokens",
+        )  # fmt: skip
+        lines += [f"| {row['logits']} | {' | '.join(map(str, cells))} |"]
+    return [*lines, ""]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from decoders import DecoderConfig, write_decoder
-from gpu_measure import built_for
+from gpu_steps import built_for
 
 from trt_kvcache.engine.backend import installed_version
 from trt_kvcache.engine.build import build_engine

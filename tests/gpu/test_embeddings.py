@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from decoders import DecoderConfig, write_decoder
-from gpu_measure import built_for
+from gpu_steps import built_for
 from near_ties import check_greedy
 from runtime.embedded_models import cut
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from encoders import encoder, first_step, heard, strided_encoder
-from gpu_measure import built_for
+from gpu_steps import built_for
 from hybrids import WIDTH, cross_logits, cross_model, write
 from near_ties import check_greedy
 

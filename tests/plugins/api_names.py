@@ -33,7 +33,7 @@ OBJECTS = {
         "config": "IRuntimeConfig", "self._config": "IRuntimeConfig",
     },
     "plugins/*.py": {"trtp": "plugin"},
-    "scripts/gpu_answers.py": {
+    "scripts/gpu_steps.py": {
         "builder": "Builder", "network": "INetworkDefinition", "layer": "IAttention", "config": "IBuilderConfig",
         "runtime": "Runtime", "engine": "ICudaEngine", "context": "IExecutionContext",
     },

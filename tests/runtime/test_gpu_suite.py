@@ -57,7 +57,7 @@ def test_more(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memo
 
 @pytest.mark.slow
 def test_gpu_tests_end_with_the_one_that_loses_the_gpu(tmp_path: Path) -> None:
-    from gpu_outcomes import counts
+    from gpu_check import counts
 
     (tmp_path / "gpu_conftest.py").write_text((ROOT / "tests" / "gpu" / "conftest.py").read_text())
     (tmp_path / "test_some.py").write_text(LOSES)
@@ -219,13 +219,20 @@ keep("")
 
 
 def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Path) -> None:
-    from gpu_supervise import supervise
+    import gpu_check
 
     out = tmp_path / "answers.json"
     limits = {"": 60.0, "hangs": 1.5}
-    assert not supervise([sys.executable, "-c", ASKS, str(out)], out, lambda asked: limits.get(asked, 30.0))
-    result = json.loads(out.read_text())
-    assert result["asking"] == ""
+
+    def ask(code: str, *given: str) -> tuple[Any, Any]:
+        with (tmp_path / "log").open("wb") as log:
+            command = [sys.executable, "-c", code, *given]
+            end = time.monotonic() + 60
+            status = gpu_check.ask(command, {**os.environ}, log, out, end, lambda asked: limits.get(asked, 30.0))
+        return status, json.loads(out.read_text())
+
+    status, result = ask(ASKS, str(out))
+    assert (status, result["asking"]) == (1, "")
     answers, (engine,) = result["answers"], result["engines"]
     assert [name for name, answer in answers.items() if answer["yes"]] == ["good", "fault", "last"]
     assert answers["leaves"]["error"].startswith("exit 0: at leaves")
@@ -233,15 +240,13 @@ def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Pa
     assert answers["hangs"]["error"].startswith("it took more than 1.5 seconds: at hangs")
     assert answers["hangs"]["unexpected"]
     assert (engine["engine"], engine["error"][:6]) == ("a.engine", "exit 3")
-    assert supervise([sys.executable, "-c", "pass"], out, lambda _: 60)
-    with pytest.raises(SystemExit, match="exit 1 before it asked anything"):
-        supervise([sys.executable, "-c", "import none_such"], out, lambda _: 60)
+    assert ask("pass")[0] == 0
+    assert ask("import none_such") == (1, {"answers": {}, "engines": [], "asking": ""})
 
 
 def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA says it again to every later call of the process: another one asks the rest."""
-    import gpu_answers
-    from gpu_supervise import AGAIN
+    import gpu_steps
 
     from trt_kvcache.errors import BackendError, SessionError
 
@@ -259,16 +264,16 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
         "early": fails(BackendError(words)),
         "other": fails(AttributeError("Builder")),
     }
-    monkeypatch.setattr(gpu_answers, "QUESTIONS", questions)
+    monkeypatch.setattr(gpu_steps, "QUESTIONS", questions)
     out = tmp_path / "answers.json"
-    first = {name: {"yes": True} for name in (*gpu_answers.FIRST, *gpu_answers.HERE_ONLY)}
+    first = {name: {"yes": True} for name in (*gpu_steps.FIRST, *gpu_steps.HERE_ONLY)}
     out.write_text(json.dumps({"answers": first, "engines": []}))
     for last in ("late", "early"):
         with pytest.raises(SystemExit) as end:
-            gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
+            gpu_steps.ask_all(tmp_path, "tensorrt-rtx", out, [])
         result = json.loads(out.read_text())
-        assert (end.value.code, list(result["answers"])[-1], result["asking"]) == (AGAIN, last, "")
-    gpu_answers.ask_all(tmp_path, "tensorrt-rtx", out, [])
+        assert (end.value.code, list(result["answers"])[-1], result["asking"]) == (gpu_steps.AGAIN, last, "")
+    gpu_steps.ask_all(tmp_path, "tensorrt-rtx", out, [])
     answers = json.loads(out.read_text())["answers"]
     assert list(answers) == [*first, *questions]
     # What else the backend could do is asked all the same, unless it refuses.
@@ -277,16 +282,16 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
 
 def test_decoders_that_are_given_more_than_tokens_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine from elsewhere may be one that reads an encoder's output, or takes embeddings."""
-    import gpu_answers
+    import gpu_steps
     from hybrids import cross_model, write
     from runtime.embedded_models import cut
     from runtime.engines import open_engine
 
-    monkeypatch.setattr("gpu_measure.TensorRTRunner", open_engine)
+    monkeypatch.setattr("gpu_steps.TensorRTRunner", open_engine)
     cross = write_engine(write(tmp_path / "cross.onnx", cross_model("keys", "ones")), max_encoder=12)
     embeds = cut(write_decoder(tmp_path / "whole.onnx", DecoderConfig()), tmp_path).embeds
     for engine in (cross, write_engine(embeds)):
-        answer = gpu_answers.foreign(engine, "tensorrt-rtx")
+        answer = gpu_steps.foreign(engine, "tensorrt-rtx")
         assert answer is not None
         assert (answer["yes"], answer.get("aliases")) == (True, True), answer
 

@@ -1,48 +1,227 @@
-"""What one backend does on the GPU at hand: answers to questions that no machine without a GPU can answer.
+"""What `scripts/gpu_check` runs on the GPU at hand, in processes of their own: questions, and measurements.
 
-    python scripts/gpu_answers.py --backend tensorrt-rtx --output answers.json [--engine model.engine ...]
+    python scripts/gpu_steps.py answers --backend tensorrt-rtx --output answers.json --folder F [--engine M.engine ...]
+    python scripts/gpu_steps.py measure --backend tensorrt-rtx --output measured.json --capacity 8192 [--small]
 
-A step of `scripts/gpu_check`. The questions are asked in a process of their own; one that kills it, or that takes too
-long, has that as its answer, and another process asks the rest (`gpu_supervise`). An answer that is an exception holds
-its words under ``error``. Where engines for all GPUs do not run here, and one that was built for this one does, the
-questions behind that are asked about such engines.
+``answers`` asks one backend what no machine without a GPU can answer. The file is written again after every answer::
+
+    {"answers": {QUESTION: {...}}, "engines": [{"engine": NAME, ...}], "asking": what is being asked; "" at the end}
+
+Started again, it goes on after what has an answer there. An answer that is an exception holds its words under
+``error``. Where engines for all GPUs do not run here, and one that was built for this one does, the questions after
+that are asked about such engines.
+
+``measure`` builds a decoder of 0.1 billion float16 parameters with caches of one capacity and measures, with medians
+over repeated steps, and written again after every measurement:
+
+- decode latency against position, and with and without CUDA graphs; the slowest of the first steps there, in which
+  TensorRT for RTX compiles kernels for a new span;
+- prefill latency against length;
+- tokens per second against batch, with all scores and with the best tokens alone on the host;
+- for a batch of one, decode with the weights of prefill against decode with weights of its own: time and engine size;
+- bytes that a decode step must read (weights, and cache rows up to the span) per second, against a copy within the GPU
+  measured in the same process (its reads and writes both counted).
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import shutil
-import sys
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from decoders import DecoderConfig, write_decoder
-from gpu_measure import BUILT_FOR, Opened, built_for, write_json
-from gpu_supervise import AGAIN, ENGINE, runs_only_if_built_here, supervise
+from decoders import DecoderConfig, weights, write_decoder
 
 from trt_kvcache.engine import build
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.manifest import load_manifest
 from trt_kvcache.engine.options import BuildOptions
 from trt_kvcache.errors import SessionError, TrtKvCacheError
+from trt_kvcache.importer.plan import cache_bytes
 from trt_kvcache.runtime.encoders.constants import Constants
 from trt_kvcache.runtime.runner import StepBatch
 from trt_kvcache.runtime.trt import runner as trt_runner
 from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
-CONFIG = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
+LARGE = DecoderConfig(
+    layers=8, hidden=1024, query_heads=16, kv_heads=4, head_size=64, vocab=32_000, dtype="float16", positions=32_768
+)
+SMALL = DecoderConfig(layers=2, hidden=64, vocab=256, dtype="float16", positions=4096)
+BUILT_FOR = "TRT_KVCACHE_GPU_BUILT_FOR"
+"""Environment variable: what engines are built for, as ``trt-kvcache build --compute-capabilities`` takes it."""
+
+
+def built_for() -> dict[str, Any]:
+    """The same as arguments of `BuildOptions`."""
+    names = os.environ.get(BUILT_FOR, "")
+    return {"compute_capabilities": tuple(names.split(","))} if names else {}
+
+
+def opened(engine: Path, **arguments: Any) -> closing[TensorRTRunner]:
+    """An engine for the length of a block."""
+    return closing(TensorRTRunner(engine, **arguments))
+
+
+def write_json(path: Path, content: object) -> None:
+    """Replace a file as a whole: a reader, or a crash, never sees half of it. NaN, which JSON lacks, becomes a word."""
+    temporary = path.with_name(path.name + ".part")
+    content = json.loads(json.dumps(content), parse_constant=str)
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    temporary.replace(path)
+
+
+def measure(name: str, capacity: int, *, small: bool, output: Path) -> dict[str, Any]:
+    """Everything at one capacity, as JSON data, written to `output` as it comes."""
+    repeats, settle = (5, 0.0) if small else (30, 2.0)
+    result: dict[str, Any] = {"decode": [], "prefill": [], "batches": [], "weights": []}
+
+    def keep(kind: str, row: dict[str, Any]) -> None:
+        result[kind].append({"capacity": capacity} | row)
+        write_json(output, result)
+
+    config = dataclasses.replace(SMALL if small else LARGE, capacity=capacity)
+    # All but the embedding, of which a step reads one row per sequence.
+    read = sum(2 * prod(shape) for name, shape, *_ in weights(config) if name != "embed.weight")
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_decoder(Path(folder) / "model.onnx", config, external_threshold=None if small else 1 << 16)
+        engine = Path(folder) / "model.engine"
+        chunk = min(512, capacity // 2)
+        build.build_engine(model, engine, build=BuildOptions(backend=name, max_batch=8, max_chunk=chunk, **built_for()))
+        start = time.perf_counter()
+        with opened(engine) as runner:
+            took = time.perf_counter() - start
+            result["copy_gb_per_s"] = _copy_speed(runner, 1 << 24 if small else 1 << 30)
+            for position in sorted({16, capacity // 4, capacity // 2, capacity - repeats - 16}):
+                keep("decode", {"position": position, "open_s": took} | decode(runner, 1, position, repeats, read))
+            for length in sorted({1, chunk // 8, chunk // 2, chunk}):
+                keep("prefill", {"length": length} | _prefill(runner, length, repeats, settle))
+            for rows in (1, 2, 4, 8):
+                best = decode(runner, rows, capacity // 4, repeats, read, best=True)["ms"]
+                keep("batches", {"batch": rows, "ms_best": best} | decode(runner, rows, capacity // 4, repeats, read))
+        with opened(engine, cuda_graphs=False) as runner:
+            plain = decode(runner, 1, capacity // 2, repeats, read, settle)
+            keep("decode", {"position": capacity // 2, "cuda_graphs": False} | plain)
+        for kind in ("shared", "own"):
+            options = BuildOptions(backend=name, max_batch=1, max_chunk=chunk, decode_weights=kind, **built_for())
+            build.build_engine(model, engine, build=options)
+            with opened(engine) as runner:
+                size = {"decode_weights": kind, "engine_bytes": engine.stat().st_size}
+                keep("weights", size | decode(runner, 1, capacity // 2, repeats, read))
+    return result
+
+
+def decode(
+    runner: TensorRTRunner, rows: int, position: int, repeats: int, read: int, settle: float = 0, *, best: bool = False
+) -> dict[str, Any]:
+    """Decode steps from `position` on; the caches' content does not matter for the time.
+
+    `read` is what a step reads besides the caches, in bytes; with `best`, the host gets the best tokens alone.
+    """
+    ids = np.ones((rows, 1), np.int64)
+    steps = iter(range(position, position + repeats + 8))
+
+    def step() -> None:
+        runner.step(StepBatch(0, ids, np.full(rows, next(steps), np.int64), highest=int(best)))
+
+    slowest = max(_times(step, 6))
+    seconds, spread = _median(step, repeats, 0, settle)
+    batch = StepBatch(0, ids, np.full(rows, position, np.int64))
+    sizes = runner.inputs.span_sizes(batch)
+    spans = max((sizes[span.name] for span in runner.plan.spans), default=0)
+    for cache in runner.plan.caches:
+        read += rows * cache_bytes(cache, 1) * min(spans or cache.capacity, cache.capacity) // cache.capacity
+    recorded = runner.graphs  # of which there are none any more after a failure
+    graphs = "off" if recorded is None else recorded.failure or ("on" if len(recorded) else "nothing was recorded")
+    return {
+        "ms": seconds * 1e3,
+        "spread_ms": spread * 1e3,
+        "ms_at_first": slowest * 1e3,
+        "tokens_per_s": rows / seconds,
+        "span": spans,
+        "gb_per_s": read / seconds / 1e9,
+        "graphs": graphs,
+    }
+
+
+def _prefill(runner: TensorRTRunner, length: int, repeats: int, settle: float) -> dict[str, Any]:
+    batch = StepBatch(0, np.ones((1, length), np.int64), np.zeros(1, np.int64))
+    at_once, _ = _median(lambda: runner.step(batch), 5, warm_up=1)
+    seconds, spread = _median(lambda: runner.step(batch), repeats, 2, settle)
+    return {
+        "ms_at_once": at_once * 1e3,
+        "ms": seconds * 1e3,
+        "spread_ms": spread * 1e3,
+        "tokens_per_s": length / seconds,
+    }
+
+
+def _copy_speed(runner: TensorRTRunner, most: int) -> float:
+    """GB/s of a copy within the GPU, reads and writes counted."""
+    cuda = runner._cuda  # the runner's own stream and allocations
+    free, _ = cuda.free_memory()
+    size = min(most, free // 4)
+    source, target = cuda.allocate(size), cuda.allocate(size)
+
+    def copy() -> None:
+        cuda.copy_rows(target, source, size, size, 1)
+        cuda.sync()
+
+    seconds, _ = _median(copy, 10, warm_up=3)
+    return 2 * size / seconds / 1e9
+
+
+def _median(work: Callable[[], object], repeats: int, warm_up: int, settle: float = 0) -> tuple[float, float]:
+    """Median and spread (90th less 10th percentile) of the seconds that `work` takes.
+
+    After warming up it waits `settle` seconds: TensorRT for RTX compiles kernels for new shapes meanwhile, and runs
+    others until they are there; contexts that record graphs wait by themselves.
+    """
+    for _ in range(warm_up):
+        work()
+    if settle:
+        time.sleep(settle)
+        work()
+    times = _times(work, repeats)
+    low, *_, high = statistics.quantiles(times, n=10)
+    return statistics.median(times), high - low
+
+
+def _times(work: Callable[[], object], repeats: int) -> list[float]:
+    """Seconds of each call."""
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+# Questions.
+
 BATCH, HEADS, KEYS, SIZE = 2, 4, 64, 64
 LENGTHS = (5, 33)
 """Valid keys of each row in the questions about IAttention."""
 HERE = "here.engine"
 """Name of the engine that was built for this GPU alone."""
 Answer = dict[str, Any]
+
+
+ENGINE = "engine "
+"""Before the name of an engine that is being asked about."""
+
+AGAIN = 75
+"""Exit code of a process that wants to be started again for what is left: a fault of the GPU stays with the process in
+which it happened, and every later answer would be that fault."""
 
 
 def _first_step(runner: TensorRTRunner, rows: int, length: int) -> StepBatch:
@@ -57,7 +236,7 @@ def _first_step(runner: TensorRTRunner, rows: int, length: int) -> StepBatch:
 
 def builds(engine: Path, name: str) -> Answer:
     """Does a build for all GPUs, or those asked for, succeed here?"""
-    model = write_decoder(engine.with_suffix(".onnx"), CONFIG)
+    model = write_decoder(engine.with_suffix(".onnx"), SMALL)
     chosen = BuildOptions(backend=name, max_batch=3, max_chunk=16, **built_for())
     return {"yes": bool(build.build_engine(model, engine, build=chosen))}
 
@@ -65,10 +244,10 @@ def builds(engine: Path, name: str) -> Answer:
 def runs(engine: Path, name: str) -> Answer:
     """Does an engine that was built without looking at this GPU open and run here at all? In the backend's words."""
     start = time.perf_counter()
-    with Opened(engine) as runner:
-        opened = time.perf_counter() - start
+    with opened(engine) as runner:
+        took = time.perf_counter() - start
         logits = runner.step(_first_step(runner, min(2, runner.max_batch), min(4, runner.max_chunk)))
-        found: Answer = {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": opened}
+        found: Answer = {"yes": bool(np.isfinite(logits).all()), "where": runner.name, "open_s": took}
         return found if found["yes"] else found | {"error": "its logits are not all finite", "unexpected": True}
 
 
@@ -83,7 +262,7 @@ def runs_if_built_here(engine: Path, name: str) -> Answer:
 
 def graphs(engine: Path, name: str) -> Answer:
     """Do decode steps become CUDA graphs? TensorRT for RTX records by itself and only says whether it could."""
-    with Opened(engine) as runner:
+    with opened(engine) as runner:
         assert runner.graphs is not None
         for position in range(6):
             runner.step(StepBatch(0, np.ones((2, 1), np.int64), np.full(2, position, np.int64)))
@@ -94,13 +273,13 @@ def graphs(engine: Path, name: str) -> Answer:
 
 def chooses(engine: Path, name: str) -> Answer:
     """Is the kernel that chooses greedy tokens there, and right, so that sessions use it?"""
-    with Opened(engine) as runner:
+    with opened(engine) as runner:
         return {"yes": not runner.host_choice, "why": runner.host_choice}
 
 
 def aliases(engine: Path, name: str) -> Answer:
     """Does the engine report the aliases of the plan, and are past and present one address in every context?"""
-    with Opened(engine) as runner:
+    with opened(engine) as runner:
         runner.step(_first_step(runner, 1, 1))
         planned = load_manifest(engine).aliases
         reported = {present: runner._held.trt.engine.get_aliased_input_tensor(present) for present in planned}
@@ -113,7 +292,7 @@ def unused_rows(fill: float) -> Callable[[Path, str], Answer]:
     """Decoding with `fill` in every row that is not in use: are the logits those over zeros?"""
 
     def answer(engine: Path, name: str) -> Answer:
-        with Opened(engine) as clean, Opened(engine) as dirty:
+        with opened(engine) as clean, opened(engine) as dirty:
             for cache in dirty.plan.caches:
                 row = dirty.read_row(cache.past, 0, cache.capacity)
                 for i in range(dirty.max_batch):
@@ -133,7 +312,7 @@ def unused_rows(fill: float) -> Callable[[Path, str], Answer]:
 
 def writes_out_of_range(engine: Path, name: str) -> Answer:
     """Is a linear write that ends beyond the capacity dropped, with nothing else touched?"""
-    with Opened(engine) as runner:
+    with opened(engine) as runner:
         cache = runner.plan.caches[0]
         runner.step(StepBatch(0, np.full((2, 4), 3), np.zeros(2, np.int64)))
         before = [runner.read_row(cache.past, i, cache.capacity).copy() for i in range(2)]
@@ -208,26 +387,14 @@ def _runs_in_place(engine: Path, name: str) -> Answer:
     return runs(engine, name) | {"aliases": aliases(engine, name)["yes"]}
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--backend", required=True)
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--engine", type=Path, action="append", default=[], help="an engine built elsewhere")
-    parser.add_argument("--folder", type=Path, help="ask, in this process, about the engines in this folder")
-    options = parser.parse_args(arguments)
-    if options.folder is not None:
-        ask_all(options.folder, options.backend, options.output, options.engine)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, __file__, f"--backend={options.backend}", f"--output={options.output}"]
-        command += [f"--folder={folder}", *(f"--engine={path}" for path in options.engine)]
-        if not supervise(command, options.output, limit):
-            raise SystemExit("questions ended the process that asked them: see their answers")
-
-
 def limit(question: str) -> float:
     """Seconds for a question. More where TensorRT is loaded, times kernels, or compiles all that an engine has."""
     return 100.0 if question in (FIRST | HERE_ONLY) or question.startswith(ENGINE) else 45.0
+
+
+def runs_only_if_built_here(answers: Mapping[str, Any]) -> bool:
+    """Whether engines for all GPUs are refused here, and one for this GPU alone is not."""
+    return "error" in answers.get("runs", {}) and bool(answers.get("runs_if_built_here", {}).get("yes"))
 
 
 def ask_all(folder: Path, name: str, output: Path, engines: Sequence[Path]) -> None:
@@ -358,6 +525,25 @@ def _execute(trt: Any, plan: Any, feeds: dict[str, Any], output: str, shape: Seq
     finally:
         del context, engine  # before the memory that they use
         cuda.close()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["answers", "measure"])
+    parser.add_argument("--backend", required=True)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--folder", type=Path, help="of the engines that are asked about")
+    parser.add_argument("--engine", type=Path, action="append", default=[], help="an engine built elsewhere")
+    parser.add_argument("--capacity", type=int)
+    parser.add_argument("--small", action="store_true", help="a tiny decoder; the numbers mean little")
+    options = parser.parse_args(arguments)
+    if options.what == "answers":
+        ask_all(options.folder, options.backend, options.output, options.engine)
+        return
+    try:
+        measure(options.backend, options.capacity, small=options.small, output=options.output)
+    except TrtKvCacheError as error:
+        raise SystemExit(f"{error}") from error  # one line: the words of the backend
 
 
 if __name__ == "__main__":
