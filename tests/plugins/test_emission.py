@@ -11,20 +11,16 @@ import numpy as np
 import onnx
 import pytest
 from cases import decoder_attention, packed_model
-from decoders import DecoderConfig, write_decoder
 from graphs import Graph, scatter_model
 from harness import Feeds, imported, random_array, run, run_rewritten
 from onnx import TensorProto, helper
-from plugin_reference import CAPACITY, feeds_of, reference
+from plugin_reference import CAPACITY
 from reference import tensor_scatter
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.extensions.plugin_route.functions import operator_function
-from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target
-from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, Operator
-from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.runner import StepBatch
+from trt_kvcache.importer.plan import PlanOptions, Route, Target
+from trt_kvcache.plugins.operators import NAMESPACE
 
 FULL = PlanOptions(target=Target.TENSORRT)
 
@@ -34,33 +30,6 @@ def operators_of(result: ImportedModel) -> list[str]:
 
 
 # The function bodies: every operator against a reference in a few lines of numpy, refusals and wraps included.
-
-
-def function_model(operator: Operator, feeds: Feeds) -> onnx.ModelProto:
-    graph = Graph()
-    for name in operator.inputs:
-        dims: list[Any] = [f"{name}_{i}" for i in range(feeds[name].ndim)]
-        graph.input(name, helper.np_dtype_to_tensor_dtype(feeds[name].dtype), dims)
-    graph.node(operator.name, operator.inputs, operator.outputs, NAMESPACE, plugin_namespace=NAMESPACE, aot=1)
-    for name in operator.outputs:
-        graph.output(name, TensorProto.INT8, [f"{name}_{i}" for i in range(4)])
-    return graph.model(24, [NAMESPACE], [operator_function(operator, 24)])
-
-
-@pytest.mark.few(29)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_the_function_is_the_operator(name: str) -> None:
-    operator = OPERATORS[name]
-    rng = np.random.default_rng(list(name.encode()))
-    for trial in range(24):
-        feeds = feeds_of(operator, rng, trial)
-        model = function_model(operator, feeds)
-        if trial < 2:
-            onnx.checker.check_model(model, full_check=True)
-        got, expected = run(model, feeds), reference(operator, feeds)
-        assert list(got) == list(operator.outputs)
-        for output, value in expected.items():
-            np.testing.assert_array_equal(got[output], value, err_msg=f"{output} of trial {trial}")
 
 
 # The emission: models with TensorScatter, planned for full TensorRT.
@@ -341,18 +310,3 @@ def test_packed_updates(indices: bool, mode: str | None, integer: int, tmp_path:
 def test_packed_circular_needs_the_plugin(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match=r"'node_present' is circular; .* plan for TensorRT"):
         imported(packed_model(mode="circular"), tmp_path)
-
-
-def test_circular_decoding_past_three_wraps_runs_on_onnx_runtime(tmp_path: Path) -> None:
-    """The plugin's definition in ONNX under the runner of sessions, beside plain operators: the same logits."""
-    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(capacity=16, mode="circular"))
-    plans = (FULL, PlanOptions(fallback=Fallback.FUNCTIONAL))
-    plugin, plain = (OnnxRuntimeRunner(model, options, max_batch=2, max_chunk=16) for options in plans)
-    assert {cache.route for cache in plugin.plan.caches} == {Route.PLUGIN}
-    rng = np.random.default_rng(0)
-    lengths = np.zeros(2, np.int64)
-    for length in (8, 5, 1, 7, 1, 5, 3, 16, 1, 6, 5, 1):
-        batch = StepBatch(0, rng.integers(0, plugin.vocab, (2, length)), lengths.copy(), length)
-        np.testing.assert_array_equal(plugin.step(batch), plain.step(batch))
-        lengths += length
-    assert lengths.min() > 3 * 16

@@ -22,7 +22,7 @@ from runtime.embedded_models import MODELS, Recomputed, cut
 from runtime.engines import open_engine, runner_on, write_engine
 
 from trt_kvcache import DecodeSession, PlanOptions
-from trt_kvcache.importer.plan import CacheLayout, Fallback
+from trt_kvcache.importer.plan import CacheLayout, Fallback, Target
 
 Array = NDArray[Any]
 PROMPTS = ([5, 9, 3], [1, 2, 4, 8, 16, 32, 3, 6, 12, 24, 48], [60], list(range(10, 29)), [7] * 5)
@@ -274,6 +274,7 @@ FAMILIES = {
     "batch 3, four tokens": _decoder(replace(BASE, batch=3, sequence=4), max_batch=None, max_chunk=4),
     "circular": _decoder(replace(CIRCULAR, capacity=16), CONTRACT),
     "circular, functional": _decoder(CIRCULAR, FUNCTIONAL),
+    "circular, plugin": _decoder(CIRCULAR, PlanOptions(target=Target.TENSORRT), devices=DEVICES[:1]),
     "circular, one token": _decoder(replace(CIRCULAR, sequence=1), max_chunk=1),
     "circular, heads-major": _decoder(replace(CIRCULAR, form="heads-major", capacity=16), CONTRACT),
     "circular, batch 3": _decoder(replace(CIRCULAR, capacity=16, batch=3), CONTRACT, max_batch=None),

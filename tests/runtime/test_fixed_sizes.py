@@ -43,40 +43,6 @@ def open_twin(config: DecoderConfig) -> DecoderConfig:
     return replace(config, batch="batch", sequence="sequence_len")
 
 
-@pytest.mark.few(6)
-@pytest.mark.parametrize("device", ["cpu", "gpu"])
-@pytest.mark.parametrize("kind", FIXED)
-def test_rows_that_take_no_part_stay_as_they_are(kind: str, device: str, tmp_path: Path) -> None:
-    opened = runner(FIXED[kind], tmp_path, device, max_batch=3)
-    length = 4 if kind in ("tokens", "both") else 2
-    opened.step(StepBatch(0, np.arange(3 * length).reshape(3, length), np.zeros(3, np.int64)))
-    rng = np.random.default_rng(0)
-    names = [c.past for c in opened.plan.caches]
-    for name in names:  # also where nothing was written yet: whatever lies there stays
-        row = opened.read_row(name, 0, opened.plan.caches[0].capacity)
-        for i in (0, 2):
-            opened.write_row(name, i, rng.standard_normal(row.shape).astype(row.dtype))
-    before = {(name, i): opened.read_row(name, i, 99).copy() for name in names for i in range(3)}
-    opened.step(StepBatch(1, np.array([[3]]), np.array([length])))
-    for (name, i), row in before.items():
-        after = opened.read_row(name, i, 99)
-        assert (after.tobytes() == row.tobytes()) == (i != 1)
-        if i == 1:  # one row more than before, and nothing behind it
-            np.testing.assert_array_equal(after[:, length + 1 :], 0)
-            assert np.any(after[:, length:])
-
-
-def test_scores_of_a_step_are_those_of_its_tokens(tmp_path: Path) -> None:
-    both = runner(FIXED["both"], tmp_path, "cpu")
-    free = runner(open_twin(FIXED["both"]), tmp_path, "cpu", max_batch=3)
-    for start, tokens in ((0, [[1, 2, 3], [4, 5, 6]]), (3, [[7], [8]])):
-        for keep in range(len(tokens[0]) + 1):
-            batch = StepBatch(1, np.array(tokens), np.full(2, start), keep)
-            found = both.step(batch)
-            assert found.shape == (2, keep, 64)
-            np.testing.assert_allclose(found, free.step(batch), rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.few(2)
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 @pytest.mark.parametrize("chunk", [1, 3])

@@ -18,7 +18,7 @@ from trt_kvcache.errors import OptionError, SessionError, UnsupportedModelError
 from trt_kvcache.importer.plan import PlanOptions
 from trt_kvcache.runtime.open import open_runner
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
-from trt_kvcache.runtime.runner import Runner, StepBatch
+from trt_kvcache.runtime.runner import StepBatch
 
 BASE = DecoderConfig(capacity=32, vocab=64)
 TOKENS = np.array([[3, 1, 4, 1], [5, 9, 2, 6]])
@@ -33,42 +33,6 @@ def batch(first_row: int, tokens: np.ndarray, start: int = 0, keep: int | None =
     return StepBatch(
         first_row, tokens, np.full(len(tokens), start, np.int64), tokens.shape[1] if keep is None else keep
     )
-
-
-def contents(runner: Runner) -> dict[str, np.ndarray]:
-    return {c.past: np.array(runner.view(c.past)) for c in runner.plan.caches}
-
-
-def test_a_step_touches_its_rows_alone_and_the_new_tokens_alone(model: Path) -> None:
-    runner = OnnxRuntimeRunner(model, max_batch=4)
-    for cache in runner.plan.caches:
-        runner.view(cache.past)[...] = 7
-    addresses = {c.past: runner.view(c.past).ctypes.data for c in runner.plan.caches}
-    logits = runner.step(batch(1, TOKENS))
-    assert logits.shape == (2, 4, 64)
-    for name, buffer in contents(runner).items():
-        assert (buffer[[0, 3]] == 7).all(), name
-        assert (buffer[1:3, :, 4:] == 7).all(), name
-        assert (buffer[1:3, :, :4] != 7).all(), name
-    assert addresses == {c.past: runner.view(c.past).ctypes.data for c in runner.plan.caches}
-
-
-def test_rows_are_copied_zeroed_read_and_written(model: Path) -> None:
-    runner = OnnxRuntimeRunner(model, max_batch=3)
-    runner.step(batch(0, TOKENS))
-    name = runner.plan.caches[0].past
-    row = runner.read_row(name, 0, 4)
-    assert row.shape == (2, 4, 16)
-    runner.copy_rows(0, 2, 3)
-    np.testing.assert_array_equal(runner.read_row(name, 2, 4)[:, :3], row[:, :3])
-    assert (runner.read_row(name, 2, 4)[:, 3] == 0).all()
-    runner.zero_rows(0, 1, 100)
-    np.testing.assert_array_equal(runner.read_row(name, 0, 4)[:, :1], row[:, :1])
-    assert (runner.read_row(name, 0, 32)[:, 1:] == 0).all()
-    runner.write_row(name, 1, row)
-    np.testing.assert_array_equal(runner.read_row(name, 1, 4), row)
-    row[...] = 0
-    assert (runner.read_row(name, 1, 4) != 0).all()
 
 
 def test_external_weights_are_read_by_onnx_runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
