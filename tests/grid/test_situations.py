@@ -28,14 +28,6 @@ def test_lengths_computed_in_the_graph(tmp_path: Path) -> None:
     assert any("reads the whole capacity" in warning for warning in plan.warnings)
 
 
-def test_model_that_slices_its_own_keys(tmp_path: Path) -> None:
-    graph = Layers()
-    bounds = [graph.constant([x]) for x in (0, 12, 2)]
-    key, value = (graph.node("Slice", [graph.cache(name), *bounds]) for name in "kv")
-    graph.attend(graph.query(), key, value, "y", is_causal=1)
-    check(graph.model(), tmp_path)
-
-
 @pytest.mark.parametrize("starts", [(2, 9), (13, 30), (45, 17)], ids=str)
 def test_circular_single_tokens_under_attention(starts: tuple[int, int], tmp_path: Path) -> None:
     """A sliding window as a ring: positions in the ring have no order, so lengths alone say what is valid."""
@@ -77,30 +69,6 @@ def test_cache_inside_the_graph_under_attention(tmp_path: Path) -> None:
     graph.attend(graph.query(), *read, "y", is_causal=1)
     plan = check(graph.model(), tmp_path).plan
     assert {(c.route, c.carried) for c in plan.caches} == {(Route.FUNCTIONAL, False)}
-
-
-def test_chained_updates_under_attention(tmp_path: Path) -> None:
-    """Two updates of one cache, one after the other: only the last leaves the graph."""
-    graph = Layers()
-    read = []
-    for name in "kv":
-        past = graph.input(f"past_{name}", HALF, ["B", 2, CAPACITY, 16])
-        first = graph.input(f"new_{name}", HALF, ["B", 2, "S", 16])
-        second = graph.input(f"extra_{name}", HALF, ["B", 2, 1, 16])
-        middle = graph.node("TensorScatter", [past, first, "write_indices"], f"middle_{name}")
-        read.append(graph.node("TensorScatter", [middle, second, "write_indices"], f"present_{name}"))
-        graph.output(f"present_{name}", HALF, ["B", 2, CAPACITY, 16])
-    graph.attend(graph.query(), *read, "y", is_causal=1)
-    assert {c.route for c in check(graph.model(), tmp_path).plan.caches} == {Route.FUNCTIONAL}
-
-
-def test_past_read_before_its_update(tmp_path: Path) -> None:
-    """An attention over the cache as it was: not in place, for the write may come first."""
-    graph = Layers()
-    key, value, query = graph.cache("k"), graph.cache("v"), graph.query()
-    graph.attend(query, key, value, "y", is_causal=1)
-    graph.attend(query, "past_k", "past_v", "before", "write_indices")
-    assert {c.route for c in check(graph.model(), tmp_path).plan.caches} == {Route.FUNCTIONAL}
 
 
 def _function(graph: Layers) -> onnx.ModelProto:

@@ -8,13 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_check
+import gpu_steps
+import psutil
 import pytest
 from decoders import DecoderConfig, write_decoder
-from runtime.engines import write_engine
+from hybrids import cross_model, write
+from runtime.embedded_models import cut
+from runtime.engines import open_engine, write_engine
+
+from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.errors import BackendError, SessionError
 
 ROOT = Path(__file__).resolve().parents[2]
 PATHS = os.pathsep.join(str(ROOT / folder) for folder in ("tests", "tests/corpus", "scripts"))
@@ -57,21 +65,17 @@ def test_more(): raise RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS: an illegal memo
 
 @pytest.mark.slow
 def test_gpu_tests_end_with_the_one_that_loses_the_gpu(tmp_path: Path) -> None:
-    from gpu_check import counts
-
     (tmp_path / "gpu_conftest.py").write_text((ROOT / "tests" / "gpu" / "conftest.py").read_text())
     (tmp_path / "test_some.py").write_text(LOSES)
     paths, report = os.pathsep.join((str(tmp_path), PATHS)), tmp_path / "report.xml"
     command = ("-m", "pytest", "-p", "gpu_conftest", "-p", "no:cacheprovider", f"--junitxml={report}")
     done = run(*command, str(tmp_path / "test_some.py"), PYTHONPATH=paths)
     assert "CUDA_ERROR_ILLEGAL_ADDRESS: nothing runs on the GPU any more in this process" in done.stdout
-    found = counts(report)
+    found = gpu_check.counts(report)
     assert (found["failed"], list(found["failures"])) == (2, ["test_fails", "test_loses_the_gpu"])
 
 
 def test_gpu_check_without_a_gpu() -> None:
-    from trt_kvcache.engine.doctor import find_gpus
-
     if not find_gpus()[2]:
         pytest.skip("there is a GPU here")
     done = run("-c", NO_GPU)
@@ -163,10 +167,17 @@ def test_gpu_check_says_what_the_backend_says(tmp_path: Path) -> None:
     assert json.loads(done.stdout.splitlines()[-1])["backends"] == {"tensorrt-rtx": False}
 
 
+def step_of(code: str, name: str = "bench", part: str = "kernel", limit: float = 60, **more: Any) -> Any:
+    """A step that runs a few lines of Python."""
+    return gpu_check.Step(part, name, (sys.executable, "-c", code), limit, **more)
+
+
+def ran(step: Any, folder: Path, part: dict[str, Any] | None = None, seconds: float = 60) -> dict[str, Any]:
+    return gpu_check.run_step(step, {} if part is None else part, folder, time.monotonic() + seconds)
+
+
 def test_the_steps(tmp_path: Path) -> None:
     """Everything is there, once, bounded; an engine built elsewhere is handed on; a crash leaves what it had."""
-    import gpu_check
-
     options = gpu_check._parse(["--engine", "a.engine"])
     steps = gpu_check.steps(["tensorrt", "tensorrt-rtx"], options, "9.0")
     names = [(step.part, step.name) for step in steps]
@@ -179,12 +190,20 @@ def test_the_steps(tmp_path: Path) -> None:
                    f"--engine={Path('a.engine').resolve()}"):  # fmt: skip
         assert needed in text
     dies = "import json, os; json.dump({'answers': {'runs': {'yes': True}}, 'asking': 'x'}, open('{out}', 'w'))"
-    step = gpu_check.Step("tensorrt", "answers", (sys.executable, "-c", f"{dies}; os.abort()"), 60, merged=True)
-    part: dict[str, Any] = {}
-    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
-    assert about["status"] == "failed"
+    step, part = step_of(f"{dies}; os.abort()", "answers", "tensorrt", merged=True), dict[str, Any]()
+    assert ran(step, tmp_path, part)["status"] == "failed"
     assert part == {"answers": {"runs": {"yes": True}}, "asking": "x"}
-    assert gpu_check.run_step(step, part, tmp_path, time.monotonic())["status"] == "no time"
+    assert ran(step, tmp_path, part, 0)["status"] == "no time"
+
+
+def test_a_step_that_ends_well_without_results_has_failed(tmp_path: Path) -> None:
+    part: dict[str, Any] = {}
+    about = ran(step_of("print('nothing')"), tmp_path, part)
+    assert (about["status"], about["output"]) == ("failed", "it ended well, and without results: nothing\n")
+    rows = json.dumps([{"kernel": "one", "registers": 12, "spill_bytes": 0}], indent=2)
+    says = f"print('[W] first'); print({rows!r}); print('[W] last')"
+    assert ran(step_of(says, "compile"), tmp_path, part)["status"] == "ok"
+    assert part["compile"] == {"kernels": 1, "most_registers": 12, "with_spills": []}
 
 
 ASKS = """
@@ -197,19 +216,14 @@ def keep(asking):
     part.write_text(json.dumps(result | {"asking": asking}))
     part.replace(out)
 
+ends = {"dies": os.abort, "engine a.engine": lambda: os._exit(3), "hangs": lambda: time.sleep(60),
+        "leaves": lambda: os._exit(0)}
 for name in ("good", "dies", "engine a.engine", "hangs", "leaves", "fault", "last"):
     if name in result["answers"] or any("engine " + e["engine"] == name for e in result["engines"]):
         continue
     keep(name)
     print("at", name, flush=True)
-    if name == "dies":
-        os.abort()
-    elif name.startswith("engine"):
-        os._exit(3)
-    elif name == "hangs":
-        time.sleep(60)
-    elif name == "leaves":
-        os._exit(0)
+    ends.get(name, int)()
     result["answers"][name] = {"yes": True}
     if name == "fault":
         keep("")
@@ -219,8 +233,6 @@ keep("")
 
 
 def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Path) -> None:
-    import gpu_check
-
     out = tmp_path / "answers.json"
     limits = {"": 60.0, "hangs": 1.5}
 
@@ -246,10 +258,6 @@ def test_a_question_that_ends_the_process_costs_its_own_answer_only(tmp_path: Pa
 
 def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA says it again to every later call of the process: another one asks the rest."""
-    import gpu_steps
-
-    from trt_kvcache.errors import BackendError, SessionError
-
     words = "CUDA: cuStreamSynchronize failed: CUDA_ERROR_ILLEGAL_ADDRESS (an illegal memory access was encountered)"
 
     def fails(error: Exception) -> Any:
@@ -258,13 +266,9 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
 
         return ask
 
-    questions = {
-        "refused": fails(BackendError("TensorRT says: Cuda Runtime (unsupported)")),
-        "late": fails(SessionError(words)),
-        "early": fails(BackendError(words)),
-        "other": fails(AttributeError("Builder")),
-    }
-    monkeypatch.setattr(gpu_steps, "QUESTIONS", questions)
+    errors = {"refused": BackendError("TensorRT says: Cuda Runtime (unsupported)"), "late": SessionError(words),
+              "early": BackendError(words), "other": AttributeError("Builder")}  # fmt: skip
+    monkeypatch.setattr(gpu_steps, "QUESTIONS", {name: fails(error) for name, error in errors.items()})
     out = tmp_path / "answers.json"
     first = {name: {"yes": True} for name in (*gpu_steps.FIRST, *gpu_steps.HERE_ONLY)}
     out.write_text(json.dumps({"answers": first, "engines": []}))
@@ -275,18 +279,13 @@ def test_a_fault_of_the_gpu_stays_with_its_question(tmp_path: Path, monkeypatch:
         assert (end.value.code, list(result["answers"])[-1], result["asking"]) == (gpu_steps.AGAIN, last, "")
     gpu_steps.ask_all(tmp_path, "tensorrt-rtx", out, [])
     answers = json.loads(out.read_text())["answers"]
-    assert list(answers) == [*first, *questions]
+    assert list(answers) == [*first, *errors]
     # What else the backend could do is asked all the same, unless it refuses.
     assert {name for name, answer in answers.items() if answer.get("unexpected")} == {"late", "early", "other"}
 
 
 def test_decoders_that_are_given_more_than_tokens_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine from elsewhere may be one that reads an encoder's output, or takes embeddings."""
-    import gpu_steps
-    from hybrids import cross_model, write
-    from runtime.embedded_models import cut
-    from runtime.engines import open_engine
-
     monkeypatch.setattr("gpu_steps.TensorRTRunner", open_engine)
     cross = write_engine(write(tmp_path / "cross.onnx", cross_model("keys", "ones")), max_encoder=12)
     embeds = cut(write_decoder(tmp_path / "whole.onnx", DecoderConfig()), tmp_path).embeds
@@ -296,55 +295,53 @@ def test_decoders_that_are_given_more_than_tokens_run(tmp_path: Path, monkeypatc
         assert (answer["yes"], answer.get("aliases")) == (True, True), answer
 
 
-def test_steps_build_for_this_gpu_where_nothing_else_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what every step prints is kept; one that cannot even start costs no other."""
-    import gpu_check
+Main = Callable[..., tuple[int, Any, str]]
 
-    def step(name: str, code: str, *, merged: bool = True) -> Any:
-        return gpu_check.Step("tensorrt-rtx", name, (sys.executable, "-c", code), 60, merged=merged)
 
-    write = "import json, os; print('says {0}'); json.dump({1}, open('{{out}}', 'w'))"
-    answers = {"runs": {"yes": False, "error": "sm_90"}, "runs_if_built_here": {"yes": True}}
-    given = [
-        step("answers", write.format("answers", {"answers": answers})),
-        gpu_check.Step("tensorrt-rtx", "nothing", (str(tmp_path / "none"),), 60),
-        step("measure 64", write.format("measured", f"{{'for': os.environ['{gpu_check.BUILT_FOR}']}}")),
-    ]
-    monkeypatch.delenv(gpu_check.BUILT_FOR, raising=False)
-    monkeypatch.setattr(gpu_check, "steps", lambda *_: given)
-    monkeypatch.setattr(gpu_check.backend, "installed_version", lambda target: "1.7.1.116")
+@pytest.fixture
+def main(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Main:
+    """`gpu_check.main` with a GPU and these steps: its status, its last line as JSON, and stderr."""
     gpu = gpu_check.doctor.Gpu("NVIDIA Fake 90", "9.0", 1 << 30)
     monkeypatch.setattr(gpu_check.doctor, "find_gpus", lambda: ("13.0", (gpu,), ""))
-    assert gpu_check.main([f"--output={tmp_path}", "--backend=tensorrt-rtx"]) == 1
+    monkeypatch.setattr(gpu_check.backend, "installed_version", lambda target: "1.7.1.116")
+
+    def run(steps: list[Any], *arguments: str) -> tuple[int, Any, str]:
+        monkeypatch.setattr(gpu_check, "steps", lambda *_: steps)
+        status = gpu_check.main([f"--output={tmp_path}", *arguments])
+        told = capsys.readouterr()
+        return status, json.loads((told.out.splitlines() or ["null"])[-1]), told.err
+
+    return run
+
+
+def test_steps_build_for_this_gpu_where_nothing_else_runs(
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what every step prints is kept; one that cannot even start costs no other."""
+    write, rtx = "import json, os; print('says {0}'); json.dump({1}, open('{{out}}', 'w'))", "tensorrt-rtx"
+    answers = {"runs": {"yes": False, "error": "sm_90"}, "runs_if_built_here": {"yes": True}}
+    built = f"{{'for': os.environ['{gpu_check.BUILT_FOR}']}}"
+    monkeypatch.delenv(gpu_check.BUILT_FOR, raising=False)
+    status, _, _ = main(
+        [step_of(write.format("answers", {"answers": answers}), "answers", rtx, merged=True),
+         gpu_check.Step(rtx, "nothing", (str(tmp_path / "none"),), 60),
+         step_of(write.format("measured", built), "measure 64", rtx, merged=True)],
+        f"--backend={rtx}",
+    )  # fmt: skip
     result = result_of(tmp_path)
-    assert statuses(result) == {"answers": "ok", "nothing": "failed", "measure 64": "ok"}
+    assert (status, statuses(result)) == (1, {"answers": "ok", "nothing": "failed", "measure 64": "ok"})
     assert "FileNotFoundError" in result["steps"][1]["output"]
     assert (result["built_for"], result["for"]) == ("current", "current")
     log = (tmp_path / "nvidia-fake-90.log").read_text()
     assert log.index("==== tensorrt-rtx: answers\nsays answers") < log.index("measure 64\nsays measured")
 
 
-@pytest.fixture
-def two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`gpu_check` with a GPU and two steps that succeed."""
-    import gpu_check
-
-    writes = "import json; json.dump({'copy_gb_per_s': float('nan')}, open('{out}', 'w'))"
-    found = [
-        gpu_check.Step("kernel", name, (sys.executable, "-c", writes), 60, merged=True) for name in ("one", "other")
-    ]
-    gpu = gpu_check.doctor.Gpu("NVIDIA Fake 90", "9.0", 1 << 30)
-    monkeypatch.setattr(gpu_check, "steps", lambda *_: found)
-    monkeypatch.setattr(gpu_check.doctor, "find_gpus", lambda: ("13.0", (gpu,), ""))
-
-
-@pytest.mark.usefixtures("two_steps")
 def test_results_that_cannot_be_written_are_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And the next step is run, whose results may find room."""
-    import gpu_check
-
+    writes = "import json; json.dump({'copy_gb_per_s': float('nan')}, open('{out}', 'w'))"
+    steps = [step_of(writes, name, merged=True) for name in ("one", "other")]
     write, full = gpu_check.write_json, [True, True]
 
     def write_json(path: Path, content: object) -> None:
@@ -353,54 +350,43 @@ def test_results_that_cannot_be_written_are_printed(
         write(path, content)
 
     monkeypatch.setattr(gpu_check, "write_json", write_json)
-    assert gpu_check.main([f"--output={tmp_path}"]) == 1
-    told = capsys.readouterr()
-    last = json.loads(told.out.splitlines()[-1])
-    assert (last["ok"], last["failed"]) == (False, [])
+    status, last, said = main(steps)
+    assert (status, last["ok"], last["failed"]) == (1, False, [])
     assert last["not_written"] == {"kernel": "[Errno 28] No space left on device"}
     assert statuses(last["parts"]["kernel"]) == {"one": "ok", "other": "ok"}
-    assert "results are not written: [Errno 28] No space left on device" in told.err
+    assert "results are not written: [Errno 28] No space left on device" in said
     full[:] = [True, False]
-    assert gpu_check.main([f"--output={tmp_path}"]) == 0
-    assert json.loads(capsys.readouterr().out.splitlines()[-1])["ok"] is True
+    status, last, _ = main(steps)
+    assert (status, last["ok"]) == (0, True)
     found = json.loads((tmp_path / f"{STEM}kernel.json").read_text(), parse_constant=lambda word: 1 / 0)
     assert found["copy_gb_per_s"] == "NaN"  # a word
-    assert gpu_check.main([f"--output={tmp_path / 'nvidia-fake-90-kernel.json' / 'below'}"]) == 1
-    assert "nothing was checked: [Errno 20] Not a directory" in capsys.readouterr().err
+    status, _, said = main(steps, f"--output={tmp_path / 'nvidia-fake-90-kernel.json' / 'below'}")
+    assert (status, "nothing was checked: [Errno 20] Not a directory" in said) == (1, True)
 
 
-def test_a_driver_that_never_answers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import gpu_check
-
+def test_a_driver_that_never_answers(main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = threading.Event()
     monkeypatch.setattr(gpu_check, "MOST_FOR_DRIVER", 0.1)
     monkeypatch.setattr(gpu_check.doctor, "find_gpus", answer.wait)
-    assert gpu_check.main([f"--output={tmp_path}"]) == 1
+    status, _, said = main([])
     answer.set()
-    told = "gpu_check: nothing was checked: the driver does not answer within 0.1 seconds\n"
-    assert capsys.readouterr().err == told
+    assert status == 1
+    assert said == "gpu_check: nothing was checked: the driver does not answer within 0.1 seconds\n"
 
 
 def test_a_step_leaves_no_process_behind(tmp_path: Path) -> None:
     """Not even where it ends by itself: its children would keep the GPU's memory."""
-    import gpu_check
-    import psutil
-
     child = "[sys.executable, '-c', 'import time; time.sleep(60)']"
     sleeps = f"import subprocess, sys; open('{{out}}', 'w').write(str(subprocess.Popen({child}).pid))"
-    step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", sleeps), 60)
     part: dict[str, Any] = {}
-    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
-    assert about["status"] == "ok"
-    number = part["bench"]
+    assert ran(step_of(sleeps), tmp_path, part)["status"] == "ok"
     for _ in range(100):  # it takes a moment
-        with suppress(psutil.NoSuchProcess):
-            if psutil.Process(number).status() != psutil.STATUS_ZOMBIE:
-                time.sleep(0.1)
-                continue
-        return
+        try:
+            if psutil.Process(part["bench"]).status() == psutil.STATUS_ZOMBIE:
+                return
+        except psutil.NoSuchProcess:
+            return
+        time.sleep(0.1)
     pytest.fail("it is still there")
 
 
@@ -413,8 +399,6 @@ step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", sleeps), 60)
 gpu_check.end_by_unwinding()
 gpu_check.run_step(step, {{}}, gpu_check.Path({str(tmp_path)!r}), gpu_check.time.monotonic() + 60)
 """
-    import psutil
-
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": PATHS}, stderr=subprocess.DEVNULL
     )
@@ -445,15 +429,12 @@ def test_that_hangs():
 @pytest.mark.parametrize("first", ["pass", "signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})"])
 def test_tests_that_hang_keep_what_came_before(tmp_path: Path, first: str) -> None:
     """Also where Python does not come to an interrupt, as in a library that waits for a GPU."""
-    import gpu_check
-
     file = tmp_path / "test_some.py"
     file.write_text(TESTS.replace("{first}", first))
     (suite,) = [s for s in gpu_check.steps([], gpu_check._parse([]), "9.0") if s.name == "kernel tests"]
     command = [*suite.command[: suite.command.index("--junitxml={out}") + 1], str(file)]
     part: dict[str, Any] = {}
-    step = gpu_check.Step("kernel", "kernel tests", tuple(command), 6)
-    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
+    about = ran(gpu_check.Step("kernel", "kernel tests", tuple(command), 6), tmp_path, part)
     assert (about["status"], about["ended_at"]) == ("timeout", "test_that_hangs")
     assert "test_that_hangs" in about["output"]
     assert "Fatal Python error: Aborted" in about["output"] or first == "pass"
@@ -461,17 +442,3 @@ def test_tests_that_hang_keep_what_came_before(tmp_path: Path, first: str) -> No
     assert (tests["passed"], tests["failed"], list(tests["failures"])) == (1, 1, ["test_that_fails"])
     assert ("traces" in tests) is (first == "pass")  # else pytest came to no report
     assert first != "pass" or "assert 1 == 2" in tests["traces"]["test_that_fails"]
-
-
-def test_a_step_that_ends_well_without_results_has_failed(tmp_path: Path) -> None:
-    import gpu_check
-
-    part: dict[str, Any] = {}
-    step = gpu_check.Step("kernel", "bench", (sys.executable, "-c", "print('nothing')"), 60)
-    about = gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)
-    assert (about["status"], about["output"]) == ("failed", "it ended well, and without results: nothing\n")
-    rows = json.dumps([{"kernel": "one", "registers": 12, "spill_bytes": 0}], indent=2)
-    says = f"print('[W] first'); print({rows!r}); print('[W] last')"
-    step = gpu_check.Step("kernel", "compile", (sys.executable, "-c", says), 60)
-    assert gpu_check.run_step(step, part, tmp_path, time.monotonic() + 60)["status"] == "ok"
-    assert part["compile"] == {"kernels": 1, "most_registers": 12, "with_spills": []}
