@@ -1,4 +1,4 @@
-"""What TensorRT makes of caches and attention beyond the rows of the support matrix (test_native).
+"""What TensorRT makes of caches and attention: the rows of the support matrix, and more.
 
 A failure here means that TensorRT changed: what this package does about it is to be looked at again.
 """
@@ -14,7 +14,7 @@ import pytest
 import tensorrt_rtx
 import trt
 from builder import build_in_child
-from cases import BF16, BOOL, FLOAT, HALF, INT64, NO_KERNEL, packed_model, updated
+from cases import ALL_CASES, BF16, BOOL, FLOAT, HALF, INT64, NO_KERNEL, Case, packed_model, updated
 from graphs import Graph, attention_model, scatter_model
 from onnx import TensorProto, helper
 
@@ -262,3 +262,18 @@ def test_attentions_that_share_a_tensor(shared: str, dtype: int, scales: tuple[f
     """
     found = build_in_child(sharing(shared, dtype, scales), [{}]).stage
     assert found == "built" if well else found in ("crash", "build")
+
+
+# What the native ONNX parser and builder do with every row of the support matrix.
+
+
+@pytest.mark.few(36)
+@pytest.mark.parametrize("case", ALL_CASES, ids=lambda case: case.key)
+def test_native_outcome(case: Case) -> None:
+    """Stage and words of the failure, or none."""
+    if case.native.stage == "crash":
+        assert build_in_child(case.model().SerializeToString(), [dict(case.ranges)]).stage == "crash"
+        return
+    outcome = trt.build(case.model(), case.ranges)
+    assert outcome.stage == case.native.stage, str(outcome)
+    assert case.native.words in outcome.words

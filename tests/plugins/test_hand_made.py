@@ -25,7 +25,9 @@ SIZES = (4, 2)
 FLOATS = {"cache": TensorProto.FLOAT16, "update": TensorProto.FLOAT16}
 
 
-def hand_made(operator: Operator, kinds: dict[str, int], *, defined: bool, capacity: int = 6) -> onnx.ModelProto:
+def hand_made(
+    operator: Operator, kinds: dict[str, int], *, defined: bool, capacity: int = 6, scales: int = 2
+) -> onnx.ModelProto:
     """One node of the plugin over graph inputs, with or without its definition beside it."""
     graph, packed = Graph(), operator.form is UpdateForm.PACKED_NHD
     for name in operator.inputs:
@@ -33,7 +35,7 @@ def hand_made(operator: Operator, kinds: dict[str, int], *, defined: bool, capac
         shapes: dict[str, list[Any]] = {
             "cache": ["B", 2, capacity, SIZES[int(i == "1")]],
             "update": ["T", 2, SIZES[int(i == "1")]] if packed else ["B", 2, "S", SIZES[int(i == "1")]],
-            "scale": [2],
+            "scale": [scales],
         }
         other = ["B_plus_1"] if packed and name == "lengths" else ["B"]
         graph.input(name, kinds.get(kind, kinds.get(name, TensorProto.INT64)), shapes.get(kind, other))
@@ -52,7 +54,7 @@ def test_every_operator_is_taken_as_it_is(name: str, first: int, tmp_path: Path)
     feeds = feeds_of(operator, rng, first)
     kinds = {n.rpartition("_")[0] or n: helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in feeds.items()}
     kinds |= {n: helper.np_dtype_to_tensor_dtype(a.dtype) for n, a in feeds.items()}
-    result = imported(hand_made(operator, kinds, defined=len(name) % 2 == 0), tmp_path, FULL)
+    result = imported(hand_made(operator, kinds, defined=len(name) % 2 == 0, scales=1 + first), tmp_path, FULL)
     assert [n.op_type for n in result.model.graph.node if n.domain == NAMESPACE] == [name]
     assert [(c.past, c.present, c.route) for c in result.plan.caches] == [
         (f"cache_{i}", f"present_{i}", Route.PLUGIN) for i in range(operator.caches)

@@ -11,9 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.embedded_runner import TABLE, WIDTH, Alone, EmbeddedRunner, rows
 from runtime.engines import drain
-from runtime.hash_runner import HashRunner, continued
+from runtime.hash_runner import TABLE, WIDTH, Alone, EmbeddedRunner, HashRunner, continued, rows
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runtime.embedded_runner import TABLE, Alone, EmbeddedRunner, rows
-from runtime.hash_runner import HashRunner
+from runtime.hash_runner import TABLE, Alone, EmbeddedRunner, HashRunner, rows
 
 from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError
 from trt_kvcache.runtime.events import FinishReason

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from runtime.embedded_runner import TABLE, Alone, EmbeddedRunner, rows
-from runtime.hash_runner import VOCAB, HashRunner
+from runtime.hash_runner import TABLE, VOCAB, Alone, EmbeddedRunner, HashRunner, rows
 
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent

@@ -1,16 +1,22 @@
-"""State that is no attention cache: its memory, its two buffers, and what it does not allow. Numbers: test_families."""
+"""State that is no attention cache, and inputs that a sequence is given once: memory, steps, refusals.
+
+Numbers: test_families.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from hybrids import HEADS, SIZE, TAPS, WIDTH, hybrid_logits, hybrid_model, write
-from runtime.engines import runner_on
+from hybrids import HEADS, SIZE, TAPS, WIDTH, cross_model, encoder_constants, hybrid_logits, hybrid_model, write
+from runtime.engines import drain, runner_on
+from runtime.families import LENGTHS
 
 from trt_kvcache import DecodeSession, GenerationConfig
-from trt_kvcache.errors import CapacityError, OptionError, SessionError
+from trt_kvcache.errors import CapacityError, OptionError, PromptError, SessionError, UnsupportedModelError
+from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
 STATE_BYTES = 4 * (WIDTH * (TAPS - 1) + HEADS * SIZE * SIZE)
 
@@ -52,3 +58,97 @@ def check(session: DecodeSession, slot: int, held: list[int], token: int) -> Non
     wanted = hybrid_logits([*held, token])
     found = session.update({slot: [token]})[slot][-1]
     np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-3 * np.abs(wanted).max())
+
+
+# Inputs of an encoder-decoder that a sequence is given once: who shares a step, refusals. Numbers: test_families.
+
+
+BOTH = pytest.mark.parametrize("device", ["cpu", "gpu"])
+
+
+def opened(device: str, folder: Path, kind: str = "keys", mask: str = "none") -> DecodeSession:
+    model = write(folder / "model.onnx", cross_model(kind, mask))
+    return DecodeSession(runner_on(device, model, build={"max_encoder": 12}, max_batch=3))
+
+
+@BOTH
+def test_rows_of_one_length_share_a_step(device: str, tmp_path: Path) -> None:
+    constants = [encoder_constants("keys", "none", length, seed) for seed, length in enumerate(LENGTHS)]
+    with opened(device, tmp_path) as session:
+        runner, steps = session._runner, []
+        step = runner.step
+        runner.step = lambda batch: (steps.append(batch.rows), step(batch))[1]  # type: ignore[method-assign]
+        for numbers, rows in (((0, 1, 4), 3), ((0, 2, 4), 1)):
+            for i in numbers:
+                session.add([5, 9, 3], GenerationConfig(max_new_tokens=4), constants=constants[i])
+            drain(session)
+            assert set(steps) == {rows}
+            steps.clear()
+
+
+@BOTH
+def test_beams_share_what_their_prompt_was_given(device: str, tmp_path: Path) -> None:
+    config, prompts = GenerationConfig(max_new_tokens=5, num_beams=3), [[5, 9, 3], [1, 2, 4, 8, 16, 32]]
+    constants = [encoder_constants("hidden", "bool", length, seed) for seed, length in enumerate((6, 11))]
+    with opened(device, tmp_path, "hidden", "bool") as session:
+        both = session.generate(prompts, config, constants)
+        again = session.generate(prompts[1:], config, constants[1:])
+        other = session.generate(prompts[1:], config, constants[:1])
+        slot = session.cache.acquire(constants=constants[0])
+        constants[0]["encoder_hidden_states"][...] = np.nan  # the caller's array may change
+        assert np.isfinite(session.update({slot: [1]})[slot]).all()
+    assert both[1].tokens == again[0].tokens
+    assert other[0].tokens != again[0].tokens
+
+
+@BOTH
+def test_what_is_missing_unknown_or_wrong_is_refused(device: str, tmp_path: Path) -> None:
+    constants = encoder_constants("keys", "ones", 6, 0)
+    key = "past_key_values.b.encoder.key"
+    with opened(device, tmp_path, "keys", "ones") as session:
+        cache = session.cache
+        for call in (
+            lambda: session.generate([[1]]),
+            lambda: session.stream([[1]]),
+            lambda: session.add([1]),
+            cache.acquire,
+        ):
+            with pytest.raises(
+                PromptError, match=r"'past_key_values.a.encoder.key' \(float \[1, 2, encoder_length, 16\]"
+            ):
+                call()
+        rest = {name: value for name, value in constants.items() if name != "encoder_attention_mask"}
+        cases: list[tuple[dict[str, Any], str]] = [
+            (rest, "'encoder_attention_mask' .* is missing"),
+            (constants | {"x": np.zeros(1)}, "'x' is no input of the model that is given once"),
+            (rest | {"encoder_attention_mask": np.ones((1, 6))}, r"'encoder_attention_mask' is float64 \[1, 6\], and"),
+            (constants | {key: np.zeros((2, 2, 6, 16), np.float32)}, r"\[2, 2, 6, 16\], and"),
+            (constants | {key: np.zeros((1, 2, 0, 16), np.float32)}, r"\[1, 2, 0, 16\], and"),
+        ]
+        for wrong, words in cases:
+            with pytest.raises(PromptError, match=words):
+                session.add([1], constants=wrong)
+        for given, words in ((constants, "one mapping"), ([constants] * 2, "2 entries")):
+            with pytest.raises(PromptError, match=f"constants is {words} for 1 prompt"):
+                session.generate([[1]], constants=given)
+        slot = cache.acquire([1], constants)
+        with pytest.raises(OptionError, match=f"slot {slot} was given its constants when it was made"):
+            session.add([2], slot=slot, constants=constants)
+        assert cache.slots == (slot,)
+
+
+def test_models_and_lengths_that_do_not_fit(tmp_path: Path) -> None:
+    plain = DecodeSession(OnnxRuntimeRunner(write(tmp_path / "m.onnx", hybrid_model())))
+    words = "'x' is no input of the model that is given once per sequence; it takes none"
+    with plain as session, pytest.raises(PromptError, match=words):
+        session.add([1], constants={"x": np.zeros(1)})
+    with opened("gpu", tmp_path, "hidden") as session:
+        session.add([1], constants=encoder_constants("hidden", "none", 13, 0))
+        words = r"'encoder_hidden_states' \[1, 13, 32\] fits none of the engine's profiles"
+        with pytest.raises(SessionError, match=words):
+            session.step()
+    model = cross_model("keys", "bool")
+    heard = next(i for i in model.graph.input if i.name == "heard")
+    heard.type.tensor_type.shape.dim[2].dim_param = "sequence"  # grows with the text
+    with pytest.raises(UnsupportedModelError, match="'heard' have shape .* and a step needs"):
+        OnnxRuntimeRunner(write(tmp_path / "m.onnx", model))

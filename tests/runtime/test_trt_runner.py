@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -17,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from runtime.engines import open_engine, write_engine
 from runtime.fake_cuda import Machine
+from runtime.interrupts import interrupted
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CacheLayout, Fallback, PlanOptions
@@ -188,32 +188,17 @@ def test_an_interrupt_at_any_line_leaves_the_next_steps_right(backend: str, tmp_
     with DecodeSession(OnnxRuntimeRunner(model, max_batch=3, max_chunk=8)) as plain:
         wanted = [result.tokens for result in plain.generate(prompts, config)]
     session = DecodeSession(open_engine(write_engine(model, backend=backend), backend=backend))
-    rng, left, interrupts = random.Random(3), 0, 0
-
-    def trace(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left, interrupts
-        if "trt_kvcache" not in frame.f_code.co_filename:
-            return None  # the driver's and TensorRT's own calls, which no signal interrupts
-        left -= event == "line" and "runtime/trt/" in frame.f_code.co_filename
-        if left == 0:
-            sys.settrace(None)
-            interrupts += 1
-            raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
+    rng, interrupts = random.Random(3), 0
     for _ in range(60):
         slots = [session.add(prompt, config) for prompt in prompts]
         tokens: dict[int, list[int | None]] = {slot: [] for slot in slots}
         left = rng.randrange(1, 1500)
         while session.running:
-            sys.settrace(trace if left > 0 else None)
-            try:
-                with suppress(KeyboardInterrupt, SessionError):
-                    for event in session.step():
-                        tokens[event.sequence].append(event.token)
-            finally:
-                sys.settrace(before)
+            with interrupted(left, "runtime/trt/") as lines, suppress(KeyboardInterrupt, SessionError):
+                for event in session.step():
+                    tokens[event.sequence].append(event.token)
+            interrupts += left > 0 and lines[0] == 0
+            left = lines[0]
         for slot, want in zip(slots, wanted, strict=True):
             assert tokens[slot] == want[: len(tokens[slot])]
     assert interrupts > 20
