@@ -1,4 +1,4 @@
-"""The cache object: what it refuses, what it copies, and its files. Any schedule of changes: test_schedules."""
+"""The cache object: what it refuses, what it copies, and its files. Any schedule of changes: test_any_schedule."""
 
 from __future__ import annotations
 

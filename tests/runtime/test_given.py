@@ -1,4 +1,4 @@
-"""Prompts as embeddings and positions of the caller's: where they stand, refusals. Any schedule: test_schedules."""
+"""Prompts as embeddings and positions of the caller's: where they stand, refusals. Any schedule: test_any_schedule."""
 
 from __future__ import annotations
 

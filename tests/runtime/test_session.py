@@ -1,4 +1,4 @@
-"""Sessions: no step more than needed, ends, failures, interrupts, refusals. Any schedule: test_schedules."""
+"""Sessions: no step more than needed, ends, failures, interrupts, refusals. Any schedule: test_any_schedule."""
 
 from __future__ import annotations
 
