@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from trt_kvcache.engine import process
 from trt_kvcache.engine.build import ProgressEvent, build_engine
 from trt_kvcache.engine.manifest import check_engine, load_manifest
 from trt_kvcache.engine.options import BuildOptions
-from trt_kvcache.errors import BuildError, OptionError, OutputError
+from trt_kvcache.engine.protocol import STAGES
+from trt_kvcache.errors import BuildError, OptionError, OutputError, UnsupportedModelError
 from trt_kvcache.files import identify
+from trt_kvcache.importer import pipeline
 from trt_kvcache.importer.plan import Fallback, PlanOptions, Route, Target
 
 TINY = DecoderConfig(layers=1, head_size=16)
@@ -206,6 +209,33 @@ def test_a_full_disk_is_an_output_error(model: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", LIMITED))
     with pytest.raises(OutputError, match=r"/model\.engine: cannot be written: File too large"):
         build_engine(model, tmp_path / "model.engine")
+    assert not names(tmp_path)
+
+
+@pytest.mark.parametrize("when", ["at once", "meanwhile", "at the end", "of a build that fails"])
+def test_a_model_that_the_check_refuses_becomes_no_engine(
+    when: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends while TensorRT works, and its words come before what TensorRT says."""
+    parsed, built = threading.Event(), threading.Event()
+    begin = {"meanwhile": parsed, "at the end": built}.get(when)
+
+    def refuse(*args: Any, **limits: Any) -> None:
+        if begin is not None:
+            assert begin.wait(60)
+        raise UnsupportedModelError("it computes something else")
+
+    def listen(event: ProgressEvent) -> None:
+        if event.phase == STAGES[1]:
+            parsed.set()
+        if event.phase == STAGES[3] and event.finished:
+            built.set()
+
+    monkeypatch.setattr(pipeline, "check_rewrite", refuse)
+    if when == "of a build that fails":
+        monkeypatch.setattr(process, "WORKER", (sys.executable, "-c", "raise SystemExit(3)"))
+    with pytest.raises(UnsupportedModelError, match="it computes something else"):
+        build_engine(model, tmp_path / "model.engine", progress=listen)
     assert not names(tmp_path)
 
 

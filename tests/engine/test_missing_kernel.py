@@ -15,16 +15,16 @@ from trt_kvcache.importer.plan import AttentionKind
 
 
 def test_attention_is_decomposed_after_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = pipeline.import_model
+    real = pipeline.import_unchecked
 
     def optimistic(*args, **kwargs):
         """float32 attention has no fused kernel; this plan says it has."""
-        imported = real(*args, **kwargs)
+        imported, verdict = real(*args, **kwargs)
         fused = tuple(dataclasses.replace(a, kind=AttentionKind.FUSED) for a in imported.plan.attention)
         assert imported.plan.attention != fused
-        return dataclasses.replace(imported, plan=dataclasses.replace(imported.plan, attention=fused))
+        return dataclasses.replace(imported, plan=dataclasses.replace(imported.plan, attention=fused)), verdict
 
-    monkeypatch.setattr(pipeline, "import_model", optimistic)
+    monkeypatch.setattr(pipeline, "import_unchecked", optimistic)
     model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, dtype="float32"))
     manifest = build_module.build_engine(model, tmp_path / "model.engine", build=BuildOptions(max_chunk=8))
     assert (tmp_path / "model.engine").stat().st_size == manifest.engine.size > 0

@@ -68,16 +68,31 @@ def build_engine(
         BackendError: no suitable TensorRT is installed.
         BuildError: TensorRT refuses the model; the message quotes TensorRT.
     """
+    watched = _Watched(progress)
+    try:
+        return _build_engine(model, output, options, build, watched)
+    except Exception:
+        if watched.verdict is not None:
+            watched.verdict.result()  # a refusal of the check says more than what comes of such a model
+        raise
+
+
+def _build_engine(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str],
+    options: PlanOptions | None,
+    build: BuildOptions | None,
+    watched: _Watched,
+) -> Manifest:
+    """`build_engine`, while the check of the model runs: the check ends before files appear."""
     # Not at the top: every other name of the engine package works without ONNX.
     from trt_kvcache.engine.generation import settings_beside
-    from trt_kvcache.importer import import_model
+    from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
     from trt_kvcache.importer.protos import is_op
 
     build = BuildOptions() if build is None else given_options(build, BuildOptions, "build")
     options = PlanOptions() if options is None else given_options(options, PlanOptions, "options")
-    if progress is not None and not callable(progress):
-        raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
     engine_path = check_output(output)
     if engine_path.suffix == ".json":
         raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
@@ -86,7 +101,7 @@ def build_engine(
     check_build_options(backend, build)
     options = replace(options, target=backend.target, packed_native=backend.packed_native)
 
-    imported = import_model(model, options)
+    imported, watched.verdict = import_unchecked(model, options)
     generation = settings_beside(Path(model))
     plan, part = imported.plan, _part([imported.source], imported.model)
     tables = index_limits(imported.model, plan)
@@ -97,7 +112,7 @@ def build_engine(
     if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
         raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
 
-    setup = _Setup(build, backend, _Watched(progress))
+    setup = _Setup(build, backend, watched)
     if build.encoder != "auto":
         which_encoder(part.path, plan, build)  # a named encoder has to exist
     encoder, said = _or_on_the_cpu(setup, lambda: find_job(part.path, plan, build))
@@ -132,19 +147,28 @@ def build_engine(
             generation=generation,
             warnings=(*said, *built.warnings),
         )
+        watched.verdict.result()
         _publish([*ready, (manifest, built.file, engine_path)])
     return manifest
 
 
 class _Watched:
-    """The caller's `progress`. It keeps the exception that the caller raised, because that ends the whole build."""
+    """The caller's `progress`, and the check, which runs meanwhile.
+
+    It keeps the exception that either raised, because that ends the whole build.
+    """
 
     def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
+        if progress is not None and not callable(progress):
+            raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
         self._progress = progress
+        self.verdict: Future[None] | None = None
         self.raised: BaseException | None = None
 
     def __call__(self, event: ProgressEvent) -> None:
         try:
+            if self.verdict is not None and self.verdict.done():
+                self.verdict.result()
             if self._progress is not None:
                 self._progress(event)
         except BaseException as error:

@@ -21,9 +21,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trt_kvcache.importer.pipeline import ImportedModel, import_model, import_source, plan_model, rewrite_model
+    from trt_kvcache.importer.pipeline import (
+        ImportedModel,
+        import_model,
+        import_source,
+        import_unchecked,
+        plan_model,
+        rewrite_model,
+    )
 
-__all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
+__all__ = ["ImportedModel", "import_model", "import_source", "import_unchecked", "plan_model", "rewrite_model"]
 
 
 def __getattr__(name: str) -> object:

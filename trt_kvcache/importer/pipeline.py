@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 import onnx
@@ -20,7 +22,7 @@ from trt_kvcache.importer.prepare import Prepared, attach_weights, prepare
 from trt_kvcache.importer.rewrite import rewrite_graph
 from trt_kvcache.importer.rewritten import record_options, refuse_rewritten
 
-__all__ = ["ImportedModel", "import_model", "import_source", "plan_model", "rewrite_model"]
+__all__ = ["ImportedModel", "import_model", "import_source", "import_unchecked", "plan_model", "rewrite_model"]
 
 _DEFAULTS = PlanOptions()
 
@@ -52,7 +54,8 @@ def plan_model(model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS) 
         OptionError: an option does not fit the model.
     """
     source = load_source(model, config=given_options(options, PlanOptions, "options").config)
-    _, plan, rewritten = _rewrite(source, options)
+    prepared, plan, rewritten = _rewrite(source, options)
+    _check(source, prepared, plan, rewritten)
     extensions.check_roundings(rewritten, source.path.parent)
     return plan
 
@@ -76,10 +79,43 @@ def import_model(
 
 def import_source(source: SourceModel, options: PlanOptions = _DEFAULTS, *, thorough: bool = False) -> ImportedModel:
     """Plan and rewrite a model that was already read. `source` is not changed."""
-    prepared, plan, rewritten = _rewrite(source, options, thorough=thorough)
-    attach_weights(rewritten, prepared.weights)
-    take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
-    return ImportedModel(source, plan, rewritten)
+    prepared, plan, rewritten = _rewrite(source, options)
+    _check(source, prepared, plan, rewritten, thorough=thorough)
+    return _whole(source, prepared, plan, rewritten)
+
+
+def import_unchecked(
+    model: str | os.PathLike[str], options: PlanOptions = _DEFAULTS
+) -> tuple[ImportedModel, Future[None]]:
+    """Plan and rewrite a model in memory, and return while the check still runs, for callers who have other work.
+
+    Nothing that is made of the model may be given to anybody before the future has ended without an error.
+
+    Args:
+        model: path of the ``.onnx`` file.
+        options: target and choices.
+
+    Returns:
+        The model, and the end of the check: it raises what `import_model` raises of the check.
+
+    Raises:
+        ModelError, OptionError: see `plan_model`, but for what the check finds.
+    """
+    source = load_source(model, config=given_options(options, PlanOptions, "options").config)
+    prepared, plan, rewritten = _rewrite(source, options)
+    checked, verdict = onnx.ModelProto(), Future[None]()
+    checked.CopyFrom(rewritten)  # its weights are stand-ins
+
+    def work() -> None:
+        try:
+            _check(source, prepared, plan, checked)
+            verdict.set_result(None)
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            verdict.set_exception(error)
+
+    # Nobody waits for it where the caller fails: a pool's threads are waited for when Python ends.
+    threading.Thread(target=work, name="trt-kvcache-verdict", daemon=True).start()
+    return _whole(source, prepared, plan, rewritten), verdict
 
 
 def rewrite_model(
@@ -105,18 +141,27 @@ def rewrite_model(
     return imported.plan
 
 
-def _rewrite(
-    source: SourceModel, options: PlanOptions, *, thorough: bool = False
-) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
-    """The plan and the rewritten model, checked; its weights are stand-ins."""
+def _rewrite(source: SourceModel, options: PlanOptions) -> tuple[Prepared, CachePlan, onnx.ModelProto]:
+    """The plan and the rewritten model, unchecked; its weights are stand-ins."""
     refuse_rewritten(source.proto, source.path)
     start_check(options)
     prepared, graph = _prepare(source, options)
     plan = _plan(source, prepared, graph, options)
     rewrite_graph(graph, plan)
-    rewritten = _export(source.proto, graph)
+    return prepared, plan, _export(source.proto, graph)
+
+
+def _check(
+    source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto, *, thorough: bool = False
+) -> None:
     check_rewrite(prepared.reference, rewritten, plan, prepared.weights, source.path.parent, thorough=thorough)
-    return prepared, plan, rewritten
+
+
+def _whole(source: SourceModel, prepared: Prepared, plan: CachePlan, rewritten: onnx.ModelProto) -> ImportedModel:
+    """With the weights in the place of their stand-ins."""
+    attach_weights(rewritten, prepared.weights)
+    take_readable(rewritten, source.path.parent)  # quantized tables that became integers; whoever reads the file does
+    return ImportedModel(source, plan, rewritten)
 
 
 def _prepare(source: SourceModel, options: PlanOptions) -> tuple[Prepared, gs.Graph]:
