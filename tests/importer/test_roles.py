@@ -463,7 +463,7 @@ def test_patterns_match_whole_names_and_the_right_side(tmp_path: Path) -> None:
         ("roles: {tokens: 3}", "role 'tokens' has the pattern 3; give a name or a list of names, as text"),
         ("roles: {tokens: [a, null]}", "role 'tokens' has the pattern None"),
         ("roles: {tokens: ''}", "role 'tokens' has the pattern ''"),
-        ("roles: {tokens: '(x'}", "role 'tokens' has '(x', which is no regular expression: "),
+        ("roles: {tokens: '(x'}", "role 'tokens' has '(x', which is no regular expression of RE2: "),
         (
             "roles: {tokens: 'input.*', positions: '.*_ids'}",
             "'input_ids' matches 'input.*' of role 'tokens' and '.*_ids'",
