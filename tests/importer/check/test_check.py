@@ -15,6 +15,7 @@ from concat_graphs import Decoder, make_decoder
 from decoders import DecoderConfig
 from decoders import make_decoder as make_static
 from graphs import Graph
+from mutation_cuts import Pair, faulty
 from onnx import TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
@@ -328,6 +329,13 @@ def _shapeless(graph: onnx.GraphProto) -> None:
 def test_faults_that_cut_mutants_found_are_refused(edit: Edit, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="does not follow|computes something else|could not be compared"):
         check(make_decoder(Decoder(layers=2)), tmp_path, PLAN, edit)
+
+
+@pytest.mark.parametrize("seed", [18, 90])
+def test_joins_of_other_shapes_and_types_than_inferred_are_no_foreign_error(seed: int) -> None:
+    """A scalar in the place of rows, and bool in the place of numbers: refused or equal."""
+    pair = Pair(MODELS / "optimum/llama/model.onnx", PLAN)
+    pair.passes(faulty(pair, seed)[0])
 
 
 def test_a_model_that_runs_in_steps_of_one_token_only_is_run_in_them(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ one. Both parts run in ONNX Runtime on random queries, keys and values, over ste
 apart.
 
     graph         digests: tensors that are equal by construction
+    cut           both models, with the inputs that mean the same on both sides
     shapes        shapes in batch and new tokens
     region        between boundaries, caches and inputs on one end, joins and presents on the other
     schedule      lengths on both sides of every number, ends, wraps, ragged and idle rows

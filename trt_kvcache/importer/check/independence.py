@@ -21,8 +21,9 @@ import onnx
 from onnx import NodeProto, TensorProto, helper, numpy_helper
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
+from trt_kvcache.importer.check.cut import Cut
 from trt_kvcache.importer.check.process import Verdict
-from trt_kvcache.importer.check.region import Cut, Region
+from trt_kvcache.importer.check.region import Region
 from trt_kvcache.importer.check.shapes import UNKNOWN, Term
 from trt_kvcache.importer.planning.index_limits import IndexLimits
 from trt_kvcache.importer.protos import is_op, names_read

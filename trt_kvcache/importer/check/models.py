@@ -10,9 +10,10 @@ import onnx
 from onnx import TensorProto, external_data_helper
 
 from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.importer.check.cut import prepare_cut
 from trt_kvcache.importer.check.independence import compare_batches
 from trt_kvcache.importer.check.process import Verdict
-from trt_kvcache.importer.check.region import Region, find_regions, prepare_cut
+from trt_kvcache.importer.check.region import Region, find_regions
 from trt_kvcache.importer.check.run import run_region
 from trt_kvcache.importer.files.links import without_links
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole

@@ -10,25 +10,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TypeGuard
 
 import onnx
 from onnx import TensorProto
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import extensions
+from trt_kvcache.importer.check.cut import Cut, check_interface
 from trt_kvcache.importer.check.graph import Graph
-from trt_kvcache.importer.check.shapes import Kind, Kinds, Term
-from trt_kvcache.importer.plan import CachePlan, OriginalRole, OriginalTensor, Role, TensorRole
-from trt_kvcache.importer.protos import dtype_name, is_op, names_read
+from trt_kvcache.importer.check.shapes import Kind, Term
+from trt_kvcache.importer.plan import CachePlan, Role
+from trt_kvcache.importer.protos import FLOATS, is_op, names_read
 from trt_kvcache.importer.steps.contents import find_caches, fixed_rows
 
 Cone = tuple[list[onnx.NodeProto], list[str], list[str]]
 _WHOLE = (TensorProto.INT64, TensorProto.INT32)
 _PRODUCTS = ("Attention", "Einsum", "MatMul")
 _FEW = 4  # numbers in a constant that lengths are computed with
-_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 
 
 @dataclass(frozen=True)
@@ -75,92 +74,6 @@ class Region:
     layer: int | None
 
 
-@dataclass
-class Cut:
-    """Both graphs, with the types and shapes of their tensors."""
-
-    original: Graph
-    rewritten: Graph
-    plan: CachePlan
-    kinds: tuple[Kinds, Kinds]
-    shared: frozenset[str]
-    refuted: set[str] = field(default_factory=set)
-    last_positions: set[str] = field(default_factory=set)
-
-    @property
-    def sides(self) -> tuple[Graph, Graph]:
-        """The original and the rewritten graph."""
-        return self.original, self.rewritten
-
-
-def prepare_cut(original: onnx.ModelProto, rewritten: onnx.ModelProto, plan: CachePlan) -> Cut:
-    """Reads both models.
-
-    Args:
-        original: the model as exported, without functions.
-        rewritten: the rewritten model.
-        plan: the roles of inputs and outputs; nothing else of it is believed.
-    """
-    sides = (Graph(_runnable(extensions.apart(original, plan))), Graph(_runnable(rewritten)))
-    roles = {t.name: t for t in plan.tensors if t.io == "input"}
-    caches = {t.name for t in plan.tensors if t.io == "input" and t.role is Role.CACHE} | {c.past for c in plan.caches}
-    constants = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
-    constants |= {name for name, t in roles.items() if t.role is Role.CONSTANT}
-
-    def axes_of(t: TensorRole | OriginalTensor) -> tuple[str, ...]:
-        """The axes of an input; in constants, an axis that nothing explains is as long as the text of the encoder."""
-        return tuple(
-            "encoder" if a == "?" and t.name in constants else "sequence" if a == "kept" else a for a in t.axes
-        )
-
-    if plan.original:
-        shared = _same(plan) - caches
-        first = {t.name: (t.shape, axes_of(t)) for t in plan.original if t.io == "input"}
-    else:
-        shared = set(sides[0].inputs) & set(sides[1].inputs) - caches
-        first = {name: (t.shape, axes_of(t)) for name, t in roles.items() if name in shared}
-        first |= {c.past: (c.logical_shape, ("batch",)) for c in plan.caches}
-    second = {name: (t.shape, axes_of(t)) for name, t in roles.items()}
-    batch = next((c.logical_shape[0] for c in plan.caches if isinstance(c.logical_shape[0], int)), None)
-    cut = Cut(
-        *sides, plan, (Kinds(sides[0].model, first, batch), Kinds(sides[1].model, second, batch)), frozenset(shared)
-    )
-    both = [name for name in sides[0].makes if name in sides[1].makes]
-    if any(all(_is_open(kinds.get(name)) for kinds in cut.kinds) for name in both):
-        for kinds in cut.kinds:
-            kinds.compute()
-    if plan.logits_span is not None:
-        cut.last_positions = sides[1].tainted([plan.logits_span.name])
-    return cut
-
-
-def _runnable(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model in operators that ONNX Runtime has."""
-    return extensions.for_cpu(extensions.define(model))[0]
-
-
-def _same(plan: CachePlan) -> set[str]:
-    """Inputs that mean the same on both sides."""
-    counted = {
-        OriginalRole.POSITIONS: Role.POSITIONS,
-        OriginalRole.PAST_LENGTH: None,
-        OriginalRole.PADDING_MASK: None,
-        OriginalRole.MASK: Role.MASK,
-    }
-    after = {t.name: t for t in plan.tensors if t.io == "input"}
-    return {
-        t.name
-        for t in plan.original
-        if t.io == "input"
-        and t.name in after
-        and after[t.name].role is counted.get(t.role, after[t.name].role)
-        and len(t.shape) == len(after[t.name].shape)
-        and not (
-            t.role is OriginalRole.MASK and t.axes[-1:] != after[t.name].axes[-1:] and t.axes[-1:] != ("capacity",)
-        )
-    }
-
-
 def find_regions(cut: Cut) -> list[Region]:
     """All regions, those with caches first.
 
@@ -171,7 +84,7 @@ def find_regions(cut: Cut) -> list[Region]:
     plan = cut.plan
     present_of = {c.role.name: c.output for c in find_caches(plan) if c.output}
     presents = set(present_of.values())
-    _check_interface(cut, presents)
+    check_interface(cut, presents)
     leaves = [
         {name: name if name in cut.shared else f"{side}:{name}" for name in graph.inputs}
         for side, graph in enumerate(cut.sides)
@@ -180,7 +93,7 @@ def find_regions(cut: Cut) -> list[Region]:
     data = {
         name
         for name in cut.shared
-        if (kind := cut.kinds[0].get(name)) and kind.elem_type in _FLOATS and not _is_mask(plan, name)
+        if (kind := cut.kinds[0].get(name)) and kind.elem_type in FLOATS and not _is_mask(plan, name)
     }
     data |= {t.name for t in plan.tensors if t.role is Role.TOKENS}
     over_rows = _over_rows(cut)
@@ -255,47 +168,6 @@ def _over_rows(cut: Cut) -> set[str]:
     read = graph.tainted({c.past for c in cut.plan.caches}, through=sums, shapes=False)
     found = {n for n in read if (kind := cut.kinds[0].get(n)) and not capacities.isdisjoint(kind.shape or ())}
     return found - set(graph.outputs)
-
-
-def _check_interface(cut: Cut, presents: set[str]) -> None:
-    """Every output of one side is one of the other, of the type and shape of the plan; the plan says what is gone."""
-    original, rewritten = cut.sides
-    gone = [c.old for c in cut.plan.changes if c.io == "output" and not c.new]
-    for name in original.outputs:
-        if name not in rewritten.outputs and not any(old.startswith(f"{name} ") for old in gone):
-            raise UnsupportedModelError(f"the rewritten model has no output '{name}', and the plan does not say so")
-        if name not in rewritten.outputs and _depends_on_text(cut, name):
-            raise UnsupportedModelError(
-                f"the rewritten model has no output '{name}', which depends on the tokens: only counters and inputs "
-                "that come out again may be gone"
-            )
-    for name in rewritten.outputs:
-        if name not in original.outputs:
-            raise UnsupportedModelError(f"the rewritten model has an output '{name}', which the original has not")
-    span = cut.plan.logits_span
-    if span is not None and span.output not in cut.last_positions:
-        raise UnsupportedModelError(f"the rewritten model's output '{span.output}' does not follow '{span.name}'")
-    for name in sorted(presents):
-        if any(name not in graph.makes for graph in cut.sides):
-            raise UnsupportedModelError(f"only one of both models makes the cache '{name}'")
-    for tensor in (t for t in cut.plan.tensors if t.io == "output"):
-        # Inference does not find how many logits a span leaves: then the original's shape counts.
-        found = [k for kinds in reversed(cut.kinds) if (k := kinds.get(tensor.name))]
-        kind = next((k for k in found if k.shape is not None), found[0])
-        if not _is_planned(kind, tensor):
-            raise UnsupportedModelError(
-                f"the rewritten model's output '{tensor.name}' is {kind}, and the plan says {tensor.dtype} "
-                f"[{', '.join(map(str, tensor.shape))}]"
-            )
-
-
-def _depends_on_text(cut: Cut, name: str) -> bool:
-    """An output of the original is made of numbers of tokens, keys or values; it may be one of them unchanged."""
-    graph = cut.original
-    inputs = {n for n, v in graph.inputs.items() if v.type.tensor_type.elem_type in _FLOATS}
-    inputs |= {t.name for t in cut.plan.original if t.role is OriginalRole.TOKENS}
-    same, _ = graph.digests({n: n for n in graph.inputs})
-    return name in graph.tainted(inputs, shapes=False) and same.get(name) not in graph.inputs
 
 
 def _check_outputs(
@@ -516,19 +388,6 @@ def _integers(graph: Graph, used: Iterable[str]) -> Iterable[int]:
             yield from (abs(int(v)) for v in onnx.numpy_helper.to_array(tensor).ravel())
 
 
-def _is_planned(kind: Kind, tensor: TensorRole) -> bool:
-    """The type and shape that inference finds are those of the plan, as far as it finds them."""
-    if kind.elem_type and dtype_name(kind.elem_type) != tensor.dtype:
-        return False
-    if kind.shape is None:
-        return True
-    sizes = {"batch": Term(1, 1, 0), "sequence": Term(1, 0, 1)}
-    wanted = [
-        Term(d, 0, 0) if isinstance(d, int) else sizes.get(a) for d, a in zip(tensor.shape, tensor.axes, strict=True)
-    ]
-    return len(wanted) == len(kind.shape) and all(w in (None, t) for w, t in zip(wanted, kind.shape, strict=True))
-
-
 def _is_text(cut: Cut, name: str) -> bool:
     """The same float type and the same shape in B and S on both sides."""
     kinds = [kinds.get(name) for kinds in cut.kinds]
@@ -537,12 +396,7 @@ def _is_text(cut: Cut, name: str) -> bool:
 
 
 def _known(kind: Kind | None) -> TypeGuard[Kind]:
-    return kind is not None and kind.shape is not None and kind.elem_type in _FLOATS
-
-
-def _is_open(kind: Kind | None) -> bool:
-    """Of a float type or none that is known, and without a shape."""
-    return kind is None or (kind.shape is None and kind.elem_type in (0, *_FLOATS))
+    return kind is not None and kind.shape is not None and kind.elem_type in FLOATS
 
 
 def _shape(cut: Cut, name: str) -> tuple[Term, ...]:

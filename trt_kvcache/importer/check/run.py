@@ -136,9 +136,8 @@ class _Run:
                 first = self.sides.original(step, feeds)
             except EngineError:  # a step that the original is not made for
                 continue
-            self.alive |= {
-                n for n in self.region.joins if first[n].size and np.ptp(np.nan_to_num(first[n], nan=0.0)) > 0
-            }
+            numbers = {n: np.nan_to_num(first[n], nan=0.0) for n in self.region.joins if first[n].size}
+            self.alive |= {n for n, v in numbers.items() if v.max() != v.min()}
             for kept in self.sides.kept(step):
                 why = self._differ(step, first, self.sides.rewritten(step, feeds, kept), kept)
                 if why:

@@ -36,7 +36,7 @@ Array = npt.NDArray[Any]
 Feeds = dict[str, Array]
 
 _CACHES = (OriginalRole.GROWING_CACHE, OriginalRole.FIXED_CACHE)
-_COUNTED = {
+COUNTED = {
     OriginalRole.POSITIONS: Role.POSITIONS,
     OriginalRole.PAST_LENGTH: None,
     OriginalRole.PADDING_MASK: None,
@@ -84,7 +84,7 @@ class OriginalInterface:
         roles = {t.name: t.role for t in plan.tensors if t.io == "input"}
         self._axes = {t.name: t.axes for t in plan.tensors if t.io == "input"}
         self._same = {
-            t.name for t in self._inputs if t.name in roles and roles[t.name] is _COUNTED.get(t.role, roles[t.name])
+            t.name for t in self._inputs if t.name in roles and roles[t.name] is COUNTED.get(t.role, roles[t.name])
         }
         self.together = rows_together(plan.original)
         kept = {t.name for t in plan.tensors if t.io == "output"}
@@ -163,7 +163,7 @@ class OriginalInterface:
             if tensor.role is OriginalRole.MASK and self._room is not None:
                 return _spread(taken, self._room, sizes).astype(dtype)
             return _cut(taken, tensor, sizes).astype(dtype)
-        if tensor.role not in _COUNTED:  # normalization dropped it, because nothing but a copy reads it
+        if tensor.role not in COUNTED:  # normalization dropped it, because nothing but a copy reads it
             return np.zeros(
                 [self._any_size(d, a, feeds, sizes) for d, a in zip(tensor.shape, tensor.axes, strict=True)], dtype
             )
