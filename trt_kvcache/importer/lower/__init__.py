@@ -143,14 +143,10 @@ def _operator(node: NodeProto) -> tuple[str, Writer] | None:
 
 
 def _complete(model: ModelProto) -> None:
-    """Write, in place, types, ranks and numbers of heads that bodies left open."""
+    """Write, in place, types and sizes that bodies left open."""
     tensors = Tensors(model)
     for node in model.graph.node:
-        if is_op(node, "RotaryEmbedding"):
-            rotary_embedding.complete(node, tensors)
-        elif is_op(node, "Reshape") and _is_own(node.input[1], "sizes"):
-            matmul_nbits.complete(node, tensors)
-        elif is_op(node, "Shape") and _is_own(node.output[0]):
+        if is_op(node, "Shape") and node.output[0].startswith(NAME_PREFIX):
             _measure_input(node, tensors)
         kinds = [tensors.dtypes.get(name, 0) for name in node.input] if is_op(node, "CastLike") else []
         if kinds and all(kinds):
@@ -158,11 +154,6 @@ def _complete(model: ModelProto) -> None:
             node.op_type = "Identity" if kinds[0] == kinds[1] else "Cast"
             if node.op_type == "Cast":
                 node.attribute.append(onnx.helper.make_attribute("to", kinds[1]))
-
-
-def _is_own(name: str, local: str = "") -> bool:
-    """True if a tensor is one of a body; with `local`, of that name there."""
-    return name.startswith(NAME_PREFIX) and (not local or name.rpartition("/")[2].rpartition("_")[0] == local)
 
 
 def _measure_input(node: NodeProto, tensors: Tensors) -> None:

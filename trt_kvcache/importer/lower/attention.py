@@ -14,7 +14,7 @@
         q, k, v = Split(MatMul(x, w) + bias), and then as above with past[0] and past[1]; present = both stacked
 
     Attention(q [B, S, N*D], k, v, mask, past_k, past_v; q_num_heads, kv_num_heads)
-        heads apart; without a past, presents are the keys and values
+        heads apart, whatever the rest; without a past, presents are the keys and values
 
 Attention with a past is a cache idiom, see `normalize.idioms.attention_past`. It may have a private input and private
 attributes here, which that idiom reads: `SINKS`, ``operator`` (as exported) and ``ring`` (the buffer drops old rows).
@@ -48,6 +48,9 @@ def group_query_attention(call: Call) -> str:
         given = "packed" if packed else "apart"
         call.refuse(f"has num_heads={heads}, kv_num_heads={kv_heads}, and queries, keys and values {given}", AGAIN)
     _check_group_query(call, heads)
+    rotates = bool(call.integer("do_rotary"))
+    size = call.width("query") // (heads + 2 * kv_heads if packed else heads) if packed or rotates else 0
+    widths = [heads * size, kv_heads * size, kv_heads * size]
     norm = f"RMSNormalization <axis = -1, epsilon = {call.number('qk_norm_epsilon', 1e-6)}>"
     window = call.integer("local_window_size", -1)
     attributes: dict[str, float] = {"is_causal": call.integer("causal", 1)}
@@ -56,15 +59,15 @@ def group_query_attention(call: Call) -> str:
     if call.integer("smooth_softmax") == 1 and not call.has("sinks"):
         call.constant("sinks", np.zeros(heads, np.float32))
     return f"""
-        {_counted() if call.integer("do_rotary") and not call.has("positions") else ""}
-        {_unpacked(call, heads, kv_heads) if packed else ""}
+        {_counted() if rotates and not call.has("positions") else ""}
+        {f"query, key, value = Split <axis = -1> (query, {widths})" if packed else ""}
         {_apart("query", heads)}
         {_apart("key", kv_heads)}
         {_apart("value", kv_heads)}
         {call.when("query_norm", f"query = {norm} (query, query_norm)")}
         {call.when("key_norm", f"key = {norm} (key, key_norm)")}
-        {_rotated(call, "query")}
-        {_rotated(call, "key")}
+        {_rotated(call, "query", size) if rotates else ""}
+        {_rotated(call, "key", size) if rotates else ""}
         {_attend(call, "bias", attributes)}
         {_merged()}
     """
@@ -101,17 +104,11 @@ def _counted() -> str:
     """
 
 
-def _unpacked(call: Call, heads: int, kv_heads: int) -> str:
-    """The line for ``[B, S, (N + 2 * N_kv) * D]`` to queries, keys and values."""
-    size = call.width("query") // (heads + 2 * kv_heads)
-    widths = [heads * size, kv_heads * size, kv_heads * size]
-    return f"query, key, value = Split <axis = -1> (query, {widths})"
-
-
-def _rotated(call: Call, name: str) -> str:
-    if not call.integer("do_rotary"):
-        return ""
-    attributes = f"interleaved = {call.integer('rotary_interleaved')}, rotary_embedding_dim = {2 * call.width('cos')}"
+def _rotated(call: Call, name: str, size: int) -> str:
+    """The line that rotates heads of this size, or a part of each."""
+    part = 2 * call.width("cos")
+    some = "" if part == size else f", rotary_embedding_dim = {part}"
+    attributes = f"interleaved = {call.integer('rotary_interleaved')}{some}"
     return f"{name} = RotaryEmbedding <{attributes}> ({name}, cos, sin, positions)"
 
 
@@ -229,18 +226,23 @@ def _masked_attention(call: Call) -> str:
 
 
 def onnx_attention(call: Call) -> str | None:
-    """ONNX's Attention with a past or presents, over heads that lie side by side; None: it stays."""
+    """ONNX's Attention over heads that lie side by side, or with presents and no past; None: it stays."""
     past = call.has("past_key")
-    presents = call.is_read("present_key") or call.is_read("present_value")
-    merged = bool(call.integer("q_num_heads") or call.integer("kv_num_heads"))
     if past and (call.is_read("scores") or call.integer("right_window_size", -1) > 0):
         what = "gives its scores as an output (qk_matmul_output)" if call.is_read("scores") else "has right_window_size"
         call.refuse(f"{what}; supported is attention alone, with windows that end with the query's own key", _WITHOUT)
-    if (past and not merged) or not (past or presents):
-        return None
     heads, kv_heads = call.integer("q_num_heads"), call.integer("kv_num_heads")
+    shape = call.shape("query")
+    merged = bool(heads or kv_heads) if shape is None else len(shape) == 3
+    presents = call.is_read("present_key") or call.is_read("present_value")
+    if not merged and (past or not presents):
+        return None
     if merged and min(heads, kv_heads) < 1:
         call.refuse(f"has 3-D inputs, q_num_heads={heads} and kv_num_heads={kv_heads}; both are demanded", AGAIN)
+    for name, count in (("query", heads), ("key", kv_heads), ("value", kv_heads)) if merged else ():
+        width = (call.shape(name) or ("?",))[-1]
+        if isinstance(width, int) and width % count:
+            call.refuse(f"has a {name} '{call.name(name)}' {width} wide, which {count} heads do not divide", AGAIN)
     apart = _apart("query", heads) + _apart("key", kv_heads) + _apart("value", kv_heads) if merged else ""
     own = {n: v for n, v in call.attributes.items() if n not in ("q_num_heads", "kv_num_heads")}
     if past:
@@ -248,11 +250,12 @@ def onnx_attention(call: Call) -> str | None:
     else:
         for name in ("present_key", "present_value"):  # mobius-onnx declares those of cross-attention as [B, S, N*D]
             call.forget_shape(name)
-        given = [f"{name} = {value!r}" for name, value in own.items()]
+        stated = _stated([f"{name} = {value!r}" for name, value in own.items()])
+        results = "y, , , scores" if call.is_read("scores") else "y"
         attend = f"""
-            present_key = Identity (key)
-            present_value = Identity (value)
-            y = Attention {_stated(given)} (query, key, value, mask, , , lengths)
+            {"present_key = Identity (key)" if call.is_read("present_key") else ""}
+            {"present_value = Identity (value)" if call.is_read("present_value") else ""}
+            {results} = Attention {stated} (query, key, value, mask, , , lengths)
         """
     return f"""
         {apart}

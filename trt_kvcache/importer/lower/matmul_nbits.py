@@ -28,10 +28,10 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from onnx import NodeProto, TensorProto, numpy_helper
+from onnx import TensorProto
 
 from trt_kvcache.importer.graph import NAME_PREFIX
-from trt_kvcache.importer.lower.body import AGAIN, Call, Tensors
+from trt_kvcache.importer.lower.body import AGAIN, Call
 from trt_kvcache.importer.protos import is_op
 
 FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
@@ -101,30 +101,16 @@ def _shift(call: Call, bits: int, shape: tuple[int, int], block: int, axis: int 
     if not call.has("zero_points") and axis:
         return ""
     zeros = f"zero_points = CastLike ({-float(2 ** (bits - 1))}, scales)"
+    outer = [0] * (len(call.known_shape("a")) - 1)
     return f"""
         {zero_points(call, "zero_points", bits, shape) if call.has("zero_points") else zeros}
         shift = Mul (zero_points, scales)
         {"shift = Transpose <perm = [1, 0]> (shift)" if axis else ""}
-        outer = Shape <end = -1> (a)
-        sizes = Concat <axis = 0> (outer, [{shape[axis]}, {block}])
-        blocks = Reshape (a, sizes)
+        blocks = Reshape (a, {[*outer, shape[axis], block]})
         sums = ReduceSum <keepdims = 0> (blocks, [-1])
         less = MatMul (sums, shift)
         y = Sub (y, less)
     """
-
-
-def complete(node: NodeProto, tensors: Tensors) -> None:
-    """Let the Reshape of `_shift`, in place, copy the outer axes by zeros, once their number is known.
-
-    Args:
-        node: Reshape of a body.
-        tensors: of the model.
-    """
-    joined, rank = tensors.makers.get(node.input[1]), len(tensors.shapes.get(node.input[0]) or ())
-    if rank and joined is not None and is_op(joined, "Concat"):
-        blocks = numpy_helper.to_array(tensors.weights[joined.input[1]]).tolist()
-        node.input[1] = tensors.constant(numpy_helper.from_array(np.array([0] * (rank - 1) + blocks)))
 
 
 def gather_block_quantized(call: Call) -> str:

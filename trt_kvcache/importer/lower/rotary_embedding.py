@@ -4,17 +4,18 @@ A single position is that of the first token. With three planes of positions (M-
 of the caches is taken at the position in the plane that owns it. Measured: ONNX Runtime gives the same numbers bit for
 bit in float32 and float16.
 
-TensorRT for RTX 1.7.1 dies (SIGFPE) on a 3-D input without num_heads, so that `complete` writes the number out that
-ONNX Runtime derives from the width of the caches.
+TensorRT for RTX 1.7.1 dies (SIGFPE) on a 3-D input without num_heads, so that the number is written out that ONNX
+Runtime derives from the width of the caches.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
-from onnx import NodeProto
 
 from trt_kvcache.errors import InvalidModelError
-from trt_kvcache.importer.lower.body import AGAIN, SHAPES, Call, Tensors
+from trt_kvcache.importer.lower.body import AGAIN, SHAPES, Call
 
 _PLANES = 3
 
@@ -36,7 +37,7 @@ def rotary_embedding(call: Call) -> str:
         """
     return f"""
         {positions}
-        y = RotaryEmbedding <{_attributes(call)}> (x, cos, sin, positions)
+        y = RotaryEmbedding <{_attributes(call, call.known_shape("x"))}> (x, cos, sin, positions)
     """
 
 
@@ -63,38 +64,26 @@ def mrotary_embedding(call: Call) -> str:
     return f"""
         {_by_plane("cos")}
         {_by_plane("sin")}
-        y = RotaryEmbedding <{_attributes(call)}> (x, cos, sin)
+        y = RotaryEmbedding <{_attributes(call, call.known_shape("x"))}> (x, cos, sin)
     """
 
 
-def complete(node: NodeProto, tensors: Tensors) -> None:
-    """Write, in place, the number of heads into a RotaryEmbedding of which ONNX Runtime's operator left it open.
+def _attributes(call: Call, x: Sequence[int | str]) -> str:
+    """The attributes of ONNX's RotaryEmbedding.
 
     Args:
-        node: with ``num_heads = 0``; its tables have half a head's width then.
-        tensors: of the model.
+        call: of the node, with `cos`.
+        x: shape of what is rotated.
     """
-    x, cos = (tensors.shapes.get(name) for name in node.input[:2])
-    if x is None:
-        return
-    for attribute in list(node.attribute):  # over heads apart, no number of them, and no part that is the whole
-        is_whole = (attribute.name, attribute.i) == ("rotary_embedding_dim", x[-1])
-        if len(x) == 4 and (is_whole or attribute.name == "num_heads"):
-            node.attribute.remove(attribute)
-    heads = next((a for a in node.attribute if a.name == "num_heads" and not a.i), None)
-    if heads is None:
-        return
-    if isinstance(x[-1], int) and cos and isinstance(cos[-1], int):
-        if cos[-1] < 1 or x[-1] % (2 * cos[-1]):
-            raise InvalidModelError(
-                f"RotaryEmbedding '{node.name}' rotates {x[-1]} values by caches for heads of {2 * cos[-1]}"
-            )
-        heads.i = x[-1] // (2 * cos[-1])
-
-
-def _attributes(call: Call) -> str:
-    names = ("interleaved", "rotary_embedding_dim", "num_heads")
-    return ", ".join(f"{name} = {call.integer(name)}" for name in names)
+    part, heads, width = call.integer("rotary_embedding_dim"), call.integer("num_heads"), 2 * call.width("cos")
+    stated = f"interleaved = {call.integer('interleaved')}"
+    if len(x) == 4:  # no number of heads, and no part that is the whole
+        return stated if part in (0, x[-1]) else f"{stated}, rotary_embedding_dim = {part}"
+    if not heads:
+        if not isinstance(x[-1], int) or width < 1 or x[-1] % width:
+            raise InvalidModelError(f"{call.label()} rotates {x[-1]} values by caches for heads of {width}")
+        heads = x[-1] // width
+    return f"{stated}, rotary_embedding_dim = {part}, num_heads = {heads}"
 
 
 def _by_plane(table: str) -> str:

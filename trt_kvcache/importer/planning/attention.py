@@ -44,7 +44,6 @@ from trt_kvcache.importer.planning.attention_facts import (
     gives_scores,
     is_used,
     read_attention,
-    sequence_axis,
 )
 from trt_kvcache.importer.planning.caches import VIEW_OPS
 from trt_kvcache.importer.planning.rows_in_use import cuts_behind
@@ -274,14 +273,14 @@ def _relaxable_mask(graph: gs.Graph, facts: AttentionFacts) -> bool:
         and not gives_scores(graph, n)
         and input_or_none(n, 3) is mask
         and input_or_none(n, 6) is None
-        and axis_size(n.inputs[1], sequence_axis(n.inputs[1])) == facts.keys
+        and axis_size(n.inputs[1], 2) == facts.keys
         for n in consumers(mask)
     )
 
 
 def sequence_source(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int]:
     """The number of queries: a fixed size, or an axis of a graph input or of Q itself."""
-    return _sequence_input(graph, facts) or (facts.node.inputs[0].name, sequence_axis(facts.node.inputs[0]))
+    return _sequence_input(graph, facts) or (facts.node.inputs[0].name, 2)
 
 
 def _sequence_input(graph: gs.Graph, facts: AttentionFacts) -> int | tuple[str, int] | None:
@@ -299,7 +298,7 @@ def whole_query(node: gs.Node) -> gs.Tensor:
         if is_op(maker, "Slice"):
             axes = small_constant(input_or_none(maker, 3))
             rank = len(dims(maker.inputs[0]) or ()) or 4
-            if axes is None or [int(a) % rank for a in axes] != [sequence_axis(maker.inputs[0])]:
+            if axes is None or [int(a) % rank for a in axes] != [rank - 2]:
                 break
         elif not is_op(maker, "Transpose", "Reshape", "Unsqueeze", "Squeeze"):
             break

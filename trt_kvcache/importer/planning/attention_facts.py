@@ -27,10 +27,9 @@ from trt_kvcache.importer.protos import FLOATS
 
 @dataclass(frozen=True)
 class AttentionFacts:
-    """What one Attention node says. Ranks of Q, K and V are 3 (``[B, S, N*H]``) or 4 (``[B, N, S, H]``).
+    """What one Attention node says of Q, K and V ``[B, N, S, H]``.
 
     Attributes:
-        rank: of Q. K and V of a rewritten cache may be 4-D beside a 3-D Q.
         qk_output: the node's fourth output is read.
         keys: number of keys: the size of K's sequence axis.
         queries: number of queries: the size of Q's sequence axis.
@@ -41,7 +40,6 @@ class AttentionFacts:
     """
 
     node: gs.Node
-    rank: int
     dtype: int
     query_heads: Dim
     kv_heads: Dim
@@ -89,22 +87,14 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
             "refuses; supported are caches updated by TensorScatter: export with static caches (opset 24)"
         )
     q, k, v = node.inputs[:3]
-    rank = 3 if "q_num_heads" in node.attrs or "kv_num_heads" in node.attrs else 4
-    if (shape := dims(q)) is not None:  # not K's: that of a rewritten cache is 4-D beside a 3-D Q
-        rank = len(shape)
-    if rank not in (3, 4):
-        raise InvalidModelError(f"Attention '{node.name}' has inputs of rank {rank}; ONNX allows 3 and 4")
-    if rank == 3:
-        if not node.attrs.get("q_num_heads") or not node.attrs.get("kv_num_heads"):
-            raise InvalidModelError(f"Attention '{node.name}' has 3-D inputs and lacks q_num_heads or kv_num_heads")
-        query_heads: Dim = int(node.attrs["q_num_heads"])
-        kv_heads: Dim = int(node.attrs["kv_num_heads"])
-    else:
-        query_heads, kv_heads = axis_size(q, 1), axis_size(k, 1)
-        kv_heads = kv_heads if isinstance(kv_heads, int) else axis_size(v, 1)
-    head_size = _head_size(node, k, kv_heads) or _head_size(node, q, query_heads)
-    value_head_size = _head_size(node, v, kv_heads)
-    if head_size is None or value_head_size is None or elem_type(q) in (None, 0):
+    if any(shape is not None and len(shape) != 4 for shape in map(dims, (q, k, v))):
+        shapes = ", ".join(str(list(dims(tensor) or ())) for tensor in (q, k, v))
+        raise InvalidModelError(f"Attention '{node.name}' has inputs {shapes}; ONNX allows ranks of 3 and 4, all alike")
+    query_heads, kv_heads = axis_size(q, 1), axis_size(k, 1)
+    kv_heads = kv_heads if isinstance(kv_heads, int) else axis_size(v, 1)
+    head_size = next((d for d in (axis_size(k, 3), axis_size(q, 3)) if isinstance(d, int)), None)
+    value_head_size = axis_size(v, 3)
+    if head_size is None or not isinstance(value_head_size, int) or elem_type(q) in (None, 0):
         raise UnsupportedModelError(
             f"head size or type of Attention '{node.name}' is not in the model: export it with shapes"
         )
@@ -113,8 +103,9 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
             f"Attention '{node.name}' has queries of {dtype_name(q)}; ONNX allows floating-point numbers"
         )
     if isinstance(query_heads, int) and isinstance(kv_heads, int) and query_heads % kv_heads:
-        raise InvalidModelError(
-            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; one must divide the other"
+        raise UnsupportedModelError(
+            f"Attention '{node.name}' has {query_heads} query heads over {kv_heads} KV heads; supported are numbers of "
+            "which the latter divides the former: attend to all heads in one product, and not to parts of them"
         )
     scale, softcap = float(node.attrs.get("scale", head_size**-0.5)), float(node.attrs.get("softcap", 0.0))
     if not 0 < scale < float("inf") or not 0 <= softcap < float("inf"):
@@ -127,7 +118,6 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
     precision = node.attrs.get("softmax_precision")
     return AttentionFacts(
         node=node,
-        rank=rank,
         dtype=elem_type(q) or 0,
         query_heads=query_heads,
         kv_heads=kv_heads,
@@ -143,8 +133,8 @@ def read_attention(graph: gs.Graph, node: gs.Node) -> AttentionFacts:
         qk_mode=int(node.attrs.get("qk_matmul_output_mode", 0)),
         mask=input_or_none(node, 3),
         lengths=input_or_none(node, 6),
-        keys=axis_size(k, sequence_axis(k)),
-        queries=axis_size(q, sequence_axis(q)),
+        keys=axis_size(k, 2),
+        queries=axis_size(q, 2),
         sinks=input_or_none(node, SINKS),
         slopes=input_or_none(node, SLOPES),
         rounded_scores=read_rounding(node, SCORES),
@@ -167,29 +157,10 @@ def _check_mask(node: gs.Node, mask: gs.Tensor, dtype: int | None) -> None:
         )
 
 
-def sequence_axis(tensor: gs.Tensor) -> int:
-    """The sequence axis of Q, K or V: 1 of ``[B, S, N*H]``, 2 of ``[B, N, S, H]``."""
-    shape = dims(tensor)
-    return 1 if shape is not None and len(shape) == 3 else 2
-
-
 def axis_size(tensor: gs.Tensor, axis: int) -> Dim:
     """The size of one axis; `?` where it is not known."""
     shape = dims(tensor)
     return shape[axis] if shape is not None and -len(shape) <= axis < len(shape) else "?"
-
-
-def _head_size(node: gs.Node, tensor: gs.Tensor, heads: Dim) -> int | None:
-    width = axis_size(tensor, -1)
-    if not isinstance(width, int):
-        return None
-    if sequence_axis(tensor) == 2:
-        return width
-    if not isinstance(heads, int) or heads < 1 or width % heads:
-        raise InvalidModelError(
-            f"'{tensor.name}' of Attention '{node.name}' is {width} wide, which {heads} heads do not divide"
-        )
-    return width // heads
 
 
 def gives_scores(graph: gs.Graph, node: gs.Node) -> bool:

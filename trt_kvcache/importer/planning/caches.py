@@ -319,18 +319,13 @@ def _physical(found: Found, route: Route, options: PlanOptions) -> tuple[Physica
 def heads_of_sequence_major(present: gs.Tensor, shape: tuple[Dim, ...]) -> int | None:
     """Number of heads if every reader of this sequence-major cache wants ``[B, N, S_max, H]``, else None.
 
-    Readers that do: Attention with 3-D inputs; ``Transpose(0, 2, 1, 3)``; a Reshape to ``[B, S_max, N, H]`` that only
-    such a Transpose reads.
+    Readers that do: ``Transpose(0, 2, 1, 3)``; a Reshape to ``[B, S_max, N, H]`` that only such a Transpose reads.
     """
     if len(shape) not in (3, 4):
         return None
     heads: set[int] = set()
     for node in consumers(present):
-        if len(shape) == 3 and is_op(node, "Attention") and any(t is present for t in node.inputs[1:3]):
-            if any(t is present for i, t in enumerate(node.inputs) if i not in (1, 2)):
-                return None
-            heads.add(int(node.attrs.get("kv_num_heads", 0)))
-        elif len(shape) == 4 and to_heads_major(node):
+        if len(shape) == 4 and to_heads_major(node):
             heads.add(int(shape[2]))
         elif len(shape) == 3 and (count := split_heads(node, shape)) is not None:
             heads.add(count)

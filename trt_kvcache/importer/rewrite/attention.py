@@ -1,9 +1,9 @@
 """Rewrite Attention nodes into what IAttention computes with the operator's meaning, or into plain operators.
 
-Attention(Q [B, S, N*H], K, V, -, -, -, lengths; is_causal=1) -> 3 outputs
+Attention(Q [B, N, S, H], K, V, -, -, -, lengths; is_causal=1) -> 3 outputs
 becomes
-y = Attention(Q [B, N, S, H], K[:, :, :span], V[:, :, :span], mask)
-y = Where(row sees a key, y, 0), back to [B, S, N*H]
+y = Attention(Q, K[:, :, :span], V[:, :, :span], mask)
+y = Where(row sees a key, y, 0)
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
-from trt_kvcache.importer.graph import Emitter, dims, is_op, producer
+from trt_kvcache.importer.graph import Emitter, dims, is_op, producer, small_constant
 from trt_kvcache.importer.plan import AttentionKind, AttentionPlan, CachePlan
 from trt_kvcache.importer.planning.attention import whole_query
-from trt_kvcache.importer.planning.attention_facts import AttentionFacts, read_attention, sequence_axis
+from trt_kvcache.importer.planning.attention_facts import AttentionFacts, read_attention
 from trt_kvcache.importer.planning.rows_in_use import cuts_behind, end_with
 from trt_kvcache.importer.rewrite.caches import CacheView
 from trt_kvcache.importer.rewrite.lowered import lower_attention
@@ -72,11 +72,7 @@ def _rewrite(
     mask: Mask,
     views: dict[str, CacheView],
 ) -> None:
-    query = _split_heads(emitter, node.inputs[0], facts.query_heads, facts.head_size, facts.dtype)
-    key = cut(emitter, node.inputs[1], mask.end, views)
-    key = _split_heads(emitter, key, facts.kv_heads, facts.head_size, facts.dtype)
-    value = cut(emitter, node.inputs[2], mask.end, views)
-    value = _split_heads(emitter, value, facts.kv_heads, facts.value_head_size, facts.dtype)
+    query, key, value = node.inputs[0], *(cut(emitter, t, mask.end, views) for t in node.inputs[1:3])
     target = node.outputs[0]
     scores = node.outputs[3] if facts.qk_output else None
     node.outputs.clear()
@@ -91,21 +87,8 @@ def _rewrite(
         if mask.row_visible is not None:
             zero = emitter.scalar(0.0, facts.dtype)
             result = emitter.op("Where", [mask.row_visible, result, zero], "attention_guarded", facts.dtype)
-    if facts.rank == 3:
-        width = int(facts.query_heads) * facts.value_head_size
-        result = emitter.op("Transpose", [result], "attention_rows", facts.dtype, perm=[0, 2, 1, 3])
-        result = emitter.op("Reshape", [result, emitter.ints([0, 0, width])], "attention_3d", facts.dtype)
     maker = result.inputs[0]
     maker.outputs = [target]
-
-
-def _split_heads(emitter: Emitter, tensor: gs.Tensor, heads: object, size: int, dtype: int) -> gs.Tensor:
-    """``[B, S, N*H]`` -> ``[B, N, S, H]``; 4-D tensors pass."""
-    shape = dims(tensor)
-    if shape is None or len(shape) != 3:
-        return tensor
-    split = emitter.op("Reshape", [tensor, emitter.ints([0, 0, int(str(heads)), size])], "split_heads", dtype)
-    return emitter.op("Transpose", [split], "heads", dtype, perm=[0, 2, 1, 3])
 
 
 def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[str, CacheView]) -> gs.Tensor:
@@ -116,32 +99,41 @@ def cut(emitter: Emitter, tensor: gs.Tensor, end: gs.Tensor | None, views: dict[
     """
     if end is None:
         return tensor
-    shape, axis = dims(tensor), sequence_axis(tensor)
+    shape = dims(tensor)
+    cut_shape = [None if d == "?" or i == 2 else d for i, d in enumerate(shape or ())] or None
     if cuts := cuts_behind(tensor, end):
         for node in cuts:
             end_with(node, end)
-        tensor.shape = [None if d == "?" or i == axis else d for i, d in enumerate(shape or ())] or None
+        tensor.shape = cut_shape
         return tensor
-    rank = len(shape) if shape is not None else 4
-    transposes: list[list[int]] = []
-    base, base_axis = tensor, axis
-    while base.name not in views and (node := producer(base)) is not None and is_op(node, "Transpose"):
-        perm = list(node.attrs.get("perm") or reversed(range(rank)))
-        transposes.insert(0, perm)
-        base, base_axis = node.inputs[0], perm[base_axis]
+    moves: list[gs.Node] = []
+    base, axis = tensor, 2
+    while base.name not in views and (node := producer(base)) is not None:
+        if is_op(node, "Transpose"):
+            axis = list(node.attrs.get("perm") or reversed(range(len(shape or range(4)))))[axis]
+        elif axis != 1 or not _splits_heads(node):
+            break
+        moves.insert(0, node)
+        base = node.inputs[0]
     view = views.get(base.name)
-    if view is None or view.logical_axis != base_axis:
-        return _slice(emitter, tensor, axis, end, shape)
+    if view is None or view.logical_axis != axis:
+        return _slice(emitter, tensor, 2, end, shape)
     result = _slice(emitter, view.present, view.axis, end, dims(view.present))
     if view.logical is not None:
         result = emitter.once(
             ("logical", result.name),
             lambda: emitter.op("Reshape", [result, emitter.ints(list(view.logical or ()))], f"{result.name}_logical"),
         )
-    for perm in transposes:
-        result = emitter.op("Transpose", [result], f"{result.name}_transposed", perm=perm)
-    result.shape = [None if d == "?" or i == axis else d for i, d in enumerate(shape or ())] or None
+    for move in moves:
+        result = emitter.op(move.op, [result, *move.inputs[1:]], f"{result.name}_moved", **move.attrs)
+    result.shape = cut_shape
     return result
+
+
+def _splits_heads(node: gs.Node) -> bool:
+    """Whether a node makes ``[B, S, N, H]`` of ``[B, S, N*H]``, whatever S is."""
+    target = small_constant(node.inputs[1]) if is_op(node, "Reshape") else None
+    return target is not None and target.size == 4 and not target[:2].any()
 
 
 def _slice(

@@ -20,7 +20,7 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.graph import BOOL, FLOAT, INT32, INT64, Emitter, dims
 from trt_kvcache.importer.plan import AttentionPlan, MaskGeometry
 from trt_kvcache.importer.planning.attention import sequence_source
-from trt_kvcache.importer.planning.attention_facts import AttentionFacts, sequence_axis
+from trt_kvcache.importer.planning.attention_facts import AttentionFacts
 
 
 @dataclass(frozen=True)
@@ -207,9 +207,7 @@ class _Builder:
         if end is None and isinstance(facts.keys, int):
             return emitter.ints(list(range(facts.keys)))
         if end is None:
-            key = facts.node.inputs[1]
-            axis = sequence_axis(key)
-            end = emitter.op("Shape", [key], "key_shape", INT64, start=axis, end=axis + 1)
+            end = emitter.op("Shape", [facts.node.inputs[1]], "key_shape", INT64, start=2, end=3)
         return self._counted(end, "key_count", "key_positions")
 
     def _counted(self, count: gs.Tensor, scalar: str, name: str) -> gs.Tensor:
