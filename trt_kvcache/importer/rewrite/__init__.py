@@ -1,19 +1,30 @@
 """Rewrite a prepared graph into one that TensorRT builds with the same meaning, as the plan says.
 
-One file per rewrite. Each keeps the graph standard ONNX: ONNX Runtime gives the original's numbers.
+Each rewrite keeps the graph standard ONNX: ONNX Runtime gives the original's numbers. Those of caches and attention
+have files of their own; here are the inputs whose shape carries how many rows of the caches a step reads, and of how
+many positions it gives logits.
+
+An added input ``attention_span`` int64 ``[span]`` holds 0, 1, ... span - 1. The span is its *shape*, so it reaches the
+Slice nodes as a shape tensor without a copy from the device, a CUDA graph captured for one span stays valid for every
+step of that span, and the contents are one constant buffer that serves every span.
+
+K, the shape of another one, says that logits are wanted of the last K positions: the value that they are computed from
+is cut before the tail.
+
+    x [B, S, H] -- Slice(S - K, S) -- [B, K, H] -- norm, MatMul, ... -- logits [B, K, V]
 """
 
 from __future__ import annotations
 
+import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer import extensions
-from trt_kvcache.importer.graph import Emitter
-from trt_kvcache.importer.plan import CachePlan, Route
+from trt_kvcache.importer.graph import INT64, Emitter, dims
+from trt_kvcache.importer.plan import CachePlan, Role, Route
 from trt_kvcache.importer.rewrite.attention import rewrite_attention
 from trt_kvcache.importer.rewrite.caches import rewrite_caches
 from trt_kvcache.importer.rewrite.repeats import copy_repeats
-from trt_kvcache.importer.rewrite.spans import add_spans, cut_logits, declare_logits, relax_masks
 
 __all__ = ["rewrite_graph"]
 
@@ -21,13 +32,53 @@ __all__ = ["rewrite_graph"]
 def rewrite_graph(graph: gs.Graph, plan: CachePlan) -> None:
     """Apply `plan` to the graph that it was made from, in place."""
     emitter = Emitter(graph)
-    relax_masks(graph, plan)
-    add_spans(graph, plan)
-    cut_logits(graph, emitter, plan)
+    _relax_masks(graph, plan)
+    _add_spans(graph, plan)
+    _cut_logits(graph, emitter, plan)
     views = rewrite_caches(emitter, plan)
     rewrite_attention(graph, emitter, plan, views)
     if any(cache.route is Route.PLUGIN for cache in plan.caches):
         extensions.load("plugin_route").rewrite_updates(graph, emitter, plan)
     copy_repeats(graph, emitter)
-    declare_logits(graph, plan)
+    _declare_logits(graph, plan)
     graph.cleanup(remove_unused_graph_inputs=False).toposort()
+
+
+def _add_spans(graph: gs.Graph, plan: CachePlan) -> None:
+    """Add the plan's span inputs to the graph."""
+    for span in plan.spans:
+        graph.inputs.append(gs.Variable(span.name, dtype=np.int64, shape=[span.symbol]))
+
+
+def _relax_masks(graph: gs.Graph, plan: CachePlan) -> None:
+    """Let mask inputs be shorter than the cache where the plan says so: ONNX pads a short mask with "masked"."""
+    shapes = {t.name: t.shape for t in plan.tensors if t.io == "input" and t.role is Role.MASK}
+    for tensor in graph.inputs:
+        if tensor.name in shapes:
+            tensor.shape = [None if d == "?" else d for d in shapes[tensor.name]]
+
+
+def _cut_logits(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
+    """Add the plan's logits span to the graph, and cut to it what the logits are computed from."""
+    span = plan.logits_span
+    if span is None:
+        return
+    count = gs.Variable(span.name, dtype=np.int64, shape=[span.symbol])
+    graph.inputs.append(count)
+    tensor = graph.tensors()[span.tensor]
+    axis = span.axis
+    length = emitter.op("Shape", [tensor], "positions", INT64, start=axis, end=axis + 1)
+    kept = emitter.op("Shape", [count], "kept", INT64)
+    first = emitter.op("Max", [emitter.op("Sub", [length, kept], "dropped", INT64), emitter.ints([0])], "first", INT64)
+    last = emitter.op("Slice", [tensor, first, length, emitter.ints([axis])], "last_positions")
+    last.shape = [span.symbol if i == axis else None if d == "?" else d for i, d in enumerate(dims(tensor) or ())]
+    for node in [node for node in graph.nodes if node.name in span.readers]:
+        node.inputs = [last if t is tensor else t for t in node.inputs]
+
+
+def _declare_logits(graph: gs.Graph, plan: CachePlan) -> None:
+    """Logits as long as the plan says: ONNX Runtime refuses others than declared where their buffer is given."""
+    planned = plan.tensor(Role.LOGITS, "output")
+    for tensor in graph.outputs:
+        if planned is not None and tensor.name == planned.name and tensor.shape and len(planned.shape) == 3:
+            tensor.shape = [tensor.shape[0], *planned.shape[1:2], tensor.shape[2]]
