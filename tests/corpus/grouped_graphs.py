@@ -19,9 +19,9 @@ class Grouped:
 
     Attributes:
         form: "broadcast" (``[B, N, G, S, D] @ [B, N, 1, D, T]``), "einsum" (the same, as torch.einsum exports it),
-            "jax" (with the text in front of the heads), "rows" (``[B, N, G * S, D] @ [B, N, D, T]``), "flat"
+            "rows" (``[B, N, G * S, D] @ [B, N, D, T]``), "flat"
             (``[B * N, G, S, D] @ [B * N, 1, D, T]``); with groups in front of the heads that they share "front"
-            (``[B, G, N, S, D] @ [B, 1, N, D, T]``), "front einsum", and in one axis "tiled" (``keys.repeat``);
+            (``[B, G, N, S, D] @ [B, 1, N, D, T]``), and in one axis "tiled" (``keys.repeat``);
             with the queries in one axis all the way "folded" (``[B, N, G * S, D]``), "folded back"
             (``[B, N, S * G, D]``), and of one token "one" (``[B, N, G, D]``).
         mask: rank of the mask: 2, 3, 4 or 5.
@@ -66,9 +66,6 @@ class Grouped:
             case "front":
                 queries = shaped(query, batch, numbers(group, heads), length, last)
                 scores = g.node("MatMul", [queries, g.node("Unsqueeze", [turned, numbers(1)])])
-            case "front einsum":
-                queries = shaped(query, batch, numbers(group, heads), length, last)
-                scores = g.node("Einsum", [queries, keys], equation="bghnd,bhsd->bghns")
             case "tiled":
                 times = g.constant([1, group, 1, 1])
                 values = g.node("Tile", [values, times])
@@ -80,11 +77,6 @@ class Grouped:
                 scores = g.node("MatMul", [shaped(query, batch, numbers(heads, group), last), turned])
             case "einsum":
                 scores = g.node("Einsum", [shaped(query, *whole, last), keys], equation="bngsd,bntd->bngst")
-            case "jax":
-                front = g.node("Transpose", [query], perm=[0, 2, 1, 3])
-                front = shaped(front, batch, length, numbers(heads, group), last)
-                keys, values = (g.node("Transpose", [t], perm=[0, 2, 1, 3]) for t in (keys, values))
-                scores = g.node("Einsum", [front, keys], equation="btkgh,bskh->bkgts")
             case "rows":
                 product = g.node("MatMul", [shaped(query, batch, numbers(heads, -1), last), turned])
                 scores = shaped(product, *whole, numbers(-1))
@@ -98,16 +90,10 @@ class Grouped:
                 output = g.node("MatMul", [weights, g.node("Unsqueeze", [values, numbers(2)])])
             case "front":
                 output = g.node("MatMul", [weights, g.node("Unsqueeze", [values, numbers(1)])])
-            case "front einsum":
-                output = g.node("Einsum", [weights, values], equation="bghns,bhsd->bghnd")
             case "tiled":
                 return g.node("MatMul", [weights, values])
             case "einsum":
                 output = g.node("Einsum", [weights, values], equation="bngst,bntd->bngsd")
-            case "jax":
-                output = g.node("Einsum", [weights, values], equation="bkgts,bskh->btkgh")
-                output = shaped(output, batch, length, numbers(heads * group), last)
-                return g.node("Transpose", [output], perm=[0, 2, 1, 3])
             case "folded" | "folded back" | "one":
                 sizes = (length, numbers(group)) if self.form == "folded back" else (numbers(group), length)
                 output = shaped(g.node("MatMul", [weights, values]), batch, numbers(heads), *sizes, last)
@@ -173,14 +159,7 @@ class Grouped:
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "own mask": ({"mask": "own"}, {"mask": 5, "apply": "where"}),
     "a window, bsnd": ({"layout": "bsnd", "window": 5}, {"mask": 3}),
-    "six heads": ({"heads": 6}, {"form": "einsum"}),
-    "text in front": ({"mask": "padding"}, {"form": "jax", "mask": 5}),
     "rows, flat": ({"layout": "flat", "mask": "padding"}, {"form": "rows", "mask": 5}),
-    "front": ({"heads": 6, "kv_heads": 3}, {"form": "front", "mask": 5}),
-    "front, bsnd": ({"heads": 6, "layout": "bsnd", "window": 5}, {"form": "front", "apply": "where"}),
-    "front einsum": ({"heads": 6, "mask": "padding"}, {"form": "front einsum", "mask": 5}),
-    "in turns": ({"heads": 6, "kv_heads": 3}, {"form": "tiled"}),
-    "in turns, own mask": ({"heads": 6, "mask": "own"}, {"form": "tiled", "mask": 4}),
     "all the way, padding": ({"mask": "padding", "layout": "bsnd"}, {"form": "folded"}),
     "rows, a computed batch": ({"heads": 6}, {"form": "rows", "computed": True}),
     "all the way, a computed batch": ({"heads": 6, "batch": 2}, {"form": "folded", "computed": True}),
@@ -189,15 +168,13 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "one token, padding": ({"sequence": 1, "mask": "padding"}, {"form": "one", "mask": 4}),
     "one token, one key head": ({"sequence": 1, "kv_heads": 1, "window": 5}, {"form": "one", "apply": "where"}),
     "sinks": ({"heads": 6, "sinks": "weight"}, {}),
-    "sinks, einsum": ({"heads": 6, "sinks": "weight", "window": 5}, {"form": "einsum", "apply": "where"}),
-    "sinks, front": ({"heads": 6, "kv_heads": 3, "sinks": "weight"}, {"form": "front", "mask": 5}),
     "sinks before the scores": ({"sinks": "weight"}, {"swapped": True}),
     "batch and heads": ({"scores": lambda g, s: g.node("Tanh", [s])}, {"form": "flat", "mask": 3}),
     "values of other heads": ({"batch": 1}, {"form": "flat", "crossed": True}),
     "groups after the queries of two tokens": ({"sequence": 2, "positions": "past"}, {"form": "folded back"}),
     **{
         f"rolled, {form}": ({"sequence": 1} if form == "one" else {}, {"form": form, "rolled": True})
-        for form in ("einsum", "rows", "flat", "front", "tiled", "folded", "one")
+        for form in ("rows", "flat", "folded", "one")
     },
 }
 
@@ -233,7 +210,7 @@ def no_sequence() -> onnx.ModelProto:
 
 def entries() -> Iterator[Entry]:
     forms = (
-        "broadcast", "einsum", "jax", "rows", "flat", "front", "front einsum", "tiled", "folded", "folded back",
+        "broadcast", "einsum", "rows", "flat", "front", "tiled", "folded", "folded back",
     )  # fmt: skip
     how: list[dict[str, Any]] = [{"form": f} for f in forms] + [{"mask": m} for m in (3, 4, 5)]
     how += [{"apply": "where"}, {"rolled": True}]

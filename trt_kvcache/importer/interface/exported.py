@@ -14,6 +14,7 @@ from trt_kvcache.importer.plan import Dim, OriginalRole, OriginalTensor, Role, S
 
 if TYPE_CHECKING:
     from trt_kvcache.importer.normalize.candidate import Candidate
+    from trt_kvcache.importer.normalize.findings import Write
 
 _FLOATS = ("float", "float16", "bfloat16", "double")
 _INTEGERS = ("int64", "int32")
@@ -44,7 +45,7 @@ class Interface:
     def __init__(
         self,
         model: onnx.ModelProto,
-        found: Sequence[Candidate],
+        found: Sequence[Candidate | Write],
         config: str | None,
         states: Sequence[StateUpdate] = (),
     ) -> None:

@@ -1,11 +1,10 @@
 """Turn a decoder whose caches are no TensorScatter caches into one whose caches are.
 
-    Einsum -> MatMul, Mul                               einsum
     samples of a step                                   evidence: samples, probe
     constants in disguise                               evidence: fixed
     cache updates, found and read                       idioms: cache_updates (candidate, views, evidence: reach),
                                                         read_updates; new_rows
-    attention over them                                 attention: search (cache_reads, head_order), masks
+    attention over them                                 attention: search, masks
                                                         (square_masks, bias), extensions: rounded_attention
     keys and values computed from caches                extensions: latent_attention
     caches inside operators                             idioms: attention_past
@@ -43,35 +42,25 @@ from trt_kvcache.importer.graph import (
 )
 from trt_kvcache.importer.interface.changes import find_changes
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.head_order import in_groups
 from trt_kvcache.importer.normalize.attention.search import find_cores
-from trt_kvcache.importer.normalize.attention.square_masks import SINGLY, hold_by_position, pad_square_masks
+from trt_kvcache.importer.normalize.attention.square_masks import SINGLY, pad_square_masks
 from trt_kvcache.importer.normalize.candidate import Candidate
 from trt_kvcache.importer.normalize.canonical import Canonical, batch_of
-from trt_kvcache.importer.normalize.einsum import lower_einsum
 from trt_kvcache.importer.normalize.evidence.fixed import fold_fixed
 from trt_kvcache.importer.normalize.evidence.probe import Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
 from trt_kvcache.importer.normalize.findings import Core, Findings, Write
-from trt_kvcache.importer.normalize.idioms.attention_past import (
-    HeldAttention,
-    find_held,
-    holds_cache,
-    read_held,
-    rewrite_held,
-)
+from trt_kvcache.importer.normalize.idioms.attention_past import find_held, holds_cache, read_held
 from trt_kvcache.importer.normalize.idioms.cache_updates import find_candidates
 from trt_kvcache.importer.normalize.idioms.new_rows import part_from_rows, say_layouts
 from trt_kvcache.importer.normalize.idioms.read_updates import find_kept, read_update
 from trt_kvcache.importer.normalize.idioms.states import find_states
 from trt_kvcache.importer.normalize.residual import (
     NOTE,
-    check_padding,
     check_readers,
     drop_copies,
     free_positions,
     free_shapes,
-    lift_shapes,
 )
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding, StateUpdate
 
@@ -104,7 +93,7 @@ class _Exported:
     Attributes:
         model: in standard operators of opset 24; `graph` is the same, and is edited from now on.
         computed: the same attentions, where keys or values are computed from caches; None: caches are read as they are.
-        held: operators that hold caches.
+        held: attentions whose operators hold their caches.
         batch: the batch dimension of the caches.
         capacity: tokens per sequence.
         singly: behind others, the model as exported takes tokens one by one only.
@@ -117,7 +106,7 @@ class _Exported:
     writes: tuple[Write, ...]
     cores: tuple[Core, ...]
     computed: ComputedAttention | None
-    held: tuple[HeldAttention, ...]
+    held: tuple[Core, ...]
     batch: Dim
     capacity: int
     singly: bool = False
@@ -173,8 +162,6 @@ def _recognize(graph: gs.Graph, weights: Mapping[str, onnx.TensorProto], options
         return _recognize(graph, weights, options)
     if pad_square_masks(graph, samples):
         exported = _recognize(graph, weights, options)
-        if exported is not None:
-            hold_by_position(exported.graph, exported.samples)
         return None if exported is None else replace(exported, singly=True)
     writes = tuple(read_update(candidate, samples) for candidate in candidates)
     cores, computed = _attention(graph, writes, interface, samples, options)
@@ -204,9 +191,8 @@ def _is_read(write: Write) -> bool:
     return any(not is_op(node, "Shape") for t in tensors for node in consumers(t))
 
 
-def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Candidate]]:
+def _standard(graph: gs.Graph) -> tuple[gs.Graph, onnx.ModelProto, list[Write]]:
     """The same in standard operators, as a graph and as a model; caches in operators."""
-    lower_einsum(graph)
     graph.cleanup().toposort()
     if any(t.shape is None and not t.is_empty() for node in graph.nodes for t in node.outputs):
         graph = gs.import_onnx(onnx.shape_inference.infer_shapes(gs.export_onnx(graph), data_prop=True))
@@ -223,7 +209,7 @@ def _outputs(candidate: Candidate) -> list[gs.Tensor]:
     return [] if candidate.node is None else candidate.node.outputs
 
 
-def _caches(graph: gs.Graph, held: Sequence[Candidate]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
+def _caches(graph: gs.Graph, held: Sequence[Write]) -> tuple[tuple[Candidate, ...], list[StateUpdate]]:
     """What may be caches outside of operators, and what is state."""
     candidates = find_candidates(graph)
     caches = {c.past.name for c in held} | {c.past.name for c in candidates if not _may_be_state(c)}
@@ -239,7 +225,7 @@ def _caches(graph: gs.Graph, held: Sequence[Candidate]) -> tuple[tuple[Candidate
 def _sampled(
     blueprint: Blueprint,
     candidates: tuple[Candidate, ...],
-    held: Sequence[Candidate],
+    held: Sequence[Write],
     states: Sequence[StateUpdate],
     options: PlanOptions,
 ) -> tuple[tuple[Candidate, ...], Interface, Samples]:
@@ -272,22 +258,19 @@ def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
     computed = exported.computed
     tokens = next(t for t in graph.inputs if t.name == interface.tokens)
     canonical = Canonical(graph, tokens, exported.batch, exported.capacity)
-    for held in exported.held:
-        rewrite_held(canonical, held)
-    for write in exported.writes:
+    for write in (*(w for core in exported.held for w in (core.key, core.value)), *exported.writes):
         canonical.write(write)
+    for core in exported.held:
+        canonical.core(core)
     for core in exported.cores:
         plain = canonical.with_heads(core)
-        plain = plain if computed is None else computed.place(plain, canonical)
-        canonical.core(in_groups(plain, canonical))
+        canonical.core(plain if computed is None else computed.place(plain, canonical))
     counts, copies = _drop_counts(graph, samples), drop_copies(graph)
     graph.cleanup().toposort()
     check_readers(graph, {} if computed is None else computed.reasons)
     free_shapes(graph, canonical.emit, interface)
     graph.cleanup()
     by_tokens = free_positions(graph, canonical, interface, samples)  # sorts the graph
-    check_padding(graph, interface)
-    lift_shapes(graph, canonical.emit)
     rings: Rings | None = None
     if options.sliding is Sliding.CIRCULAR:
         rings = load("ring_windows").make_circular(graph, canonical.emit, exported.capacity, options.window_chunk)

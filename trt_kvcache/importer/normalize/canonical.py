@@ -12,9 +12,7 @@ more, or two, that an Attention may have here: `SINKS` and `SLOPES`, of which th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from types import MappingProxyType
 
 import numpy as np
 import onnx
@@ -23,12 +21,11 @@ import onnx_graphsurgeon as gs
 from trt_kvcache.importer.extensions import load
 from trt_kvcache.importer.graph import SINKS, SLOPES, Emitter, consumers, dims, elem_type, is_op, replace_uses
 from trt_kvcache.importer.normalize.attention.bias import emit_bias
-from trt_kvcache.importer.normalize.findings import Core, Sinks, Visibility, Write
+from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.plan import Dim, Role, TensorRole
-from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS, Rounding
+from trt_kvcache.importer.planning.rounding import SCORES, WEIGHTS
 
 _INT64 = int(onnx.TensorProto.INT64)
-_NONE: Mapping[str, Rounding | None] = MappingProxyType({})
 
 
 class Canonical:
@@ -94,7 +91,18 @@ class Canonical:
         mode = "circular" if write.circular else "linear"
         if write.room is not None:
             write.past.shape = [self.capacity if i == axis else d for i, d in enumerate(write.past.shape)]
-        self.scatter(write.past, update, write.present, axis, mode, write.idiom)
+        past, made = write.past, write.present
+        made.inputs.clear()
+        if elem_type(update) not in (None, 0, elem_type(past)):  # converters leave caches in a wider type
+            past.dtype = update.dtype
+            for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
+                replace_uses(cast.outputs[0], past)
+        if not isinstance(past.shape[axis], int):  # its symbol may be that of other inputs as well
+            past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
+        made.shape, made.dtype = past.shape, past.dtype
+        name, attrs = self.emit.name(f"{past.name}:update"), {"axis": axis, "mode": mode}
+        self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [made]))
+        self.idioms[past.name] = write.idiom
         if write.growing and write.kept is None:
             for whole in write.aliases:
                 replace_uses(whole, present)
@@ -106,39 +114,6 @@ class Canonical:
         turned = self.emit.op("Transpose", [cache], "as_exported", elem_type(cache), perm=list(perm))
         replace_uses(cache, turned, keep=turned.inputs)
         return turned
-
-    def scatter(
-        self,
-        past: gs.Tensor,
-        update: gs.Tensor,
-        present: gs.Tensor,
-        axis: int = 2,
-        mode: str = "linear",
-        idiom: str = "?",
-    ) -> None:
-        """Make `present` by TensorScatter.
-
-        Args:
-            past: the graph input.
-            update: new rows, in the axis order of the cache.
-            present: the graph output, taken from its producer.
-            axis: the sequence axis.
-            mode: ``"linear"`` or ``"circular"``.
-            idiom: how the model as exported did it, for the plan.
-        """
-        present.inputs.clear()
-        if elem_type(update) not in (None, 0, elem_type(past)):  # converters leave caches in a wider type
-            past.dtype = update.dtype
-            for cast in (n for n in consumers(past) if is_op(n, "Cast") and n.attrs["to"] == elem_type(past)):
-                replace_uses(cast.outputs[0], past)
-        if not isinstance(past.shape[axis], int):  # its symbol may be that of other inputs as well
-            past.shape = [self.capacity if i == axis % len(past.shape) else d for i, d in enumerate(past.shape)]
-        present.shape = past.shape
-        present.dtype = past.dtype
-        name = self.emit.name(f"{past.name}:update")
-        attrs = {"axis": axis, "mode": mode}
-        self.graph.nodes.append(gs.Node("TensorScatter", name, attrs, [past, update, self.write_indices], [present]))
-        self.idioms[past.name] = idiom
 
     def with_heads(self, core: Core) -> Core:
         """The attention over queries and results ``[B, H, S, D]``, with Reshapes where the model has other shapes."""
@@ -172,100 +147,61 @@ class Canonical:
         return made
 
     def core(self, core: Core) -> None:
-        """Make `core.output` by Attention, whatever made it before."""
-        query, output, cache_type = core.query, core.output, elem_type(core.key.past)
-        if core.query_type != cache_type:
-            query = self.emit.op("Cast", [query], "query", cache_type, to=cache_type)
-        if core.output_type != cache_type:
-            output.inputs.clear()
-            raw = gs.Variable(self.emit.name("attention"), dtype=cache_type)
-            self.graph.nodes.append(gs.Node("Cast", self.emit.name("cast"), {"to": core.output_type}, [raw], [output]))
+        """Make `core.output` by Attention over caches, whatever made it before."""
+        emit, seen = self.emit, core.visibility
+        kind = elem_type(core.key.past) or core.query_type
+        query, output = core.query, core.output
+        output.inputs.clear()
+        if core.query_type != kind:
+            query = emit.op("Cast", [query], "query", kind, to=kind)
+        if core.output_type != kind:
+            raw = gs.Variable(emit.name("attention"), dtype=kind)
+            self.graph.nodes.append(gs.Node("Cast", emit.name("cast"), {"to": core.output_type}, [raw], [output]))
             output = raw
         news = (dims(self.tokens) or ("?", "?"))[1]
-        self.known[query.name] = (cache_type or core.query_type, (self.batch, core.heads, news, core.head_size))
-        self.known[output.name] = (cache_type or core.query_type, (self.batch, core.heads, news, core.value_size))
-        self.attention(
-            output,
-            query,
-            self._heads_major(core.key, core.head_size),
-            self._heads_major(core.value, core.value_size),
-            replace(core.visibility, own=self._own(core.visibility.own, cache_type or core.query_type)),
-            core.scale,
-            core.softcap,
-            core.node,
-            core.sinks,
-            {SCORES: core.rounded_scores, WEIGHTS: core.rounded_weights},
-        )
-
-    def _own(self, mask: gs.Tensor | None, dtype: int) -> gs.Tensor | None:
-        """The caller's own mask in the type of the queries, where it is added to the scores."""
-        if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, dtype):
-            return mask
-        made: gs.Tensor = self.emit.once(
-            ("own", mask.name, dtype), lambda: self.emit.op("Cast", [mask], "own_mask", dtype, to=dtype)
-        )
-        return made
-
-    def attention(
-        self,
-        output: gs.Tensor,
-        query: gs.Tensor,
-        key: gs.Tensor,
-        value: gs.Tensor,
-        visibility: Visibility,
-        scale: float,
-        softcap: float = 0.0,
-        name: str = "attention",
-        sinks: Sinks | None = None,
-        rounding: Mapping[str, Rounding | None] = _NONE,
-    ) -> None:
-        """Make `output` by Attention over caches.
-
-        Args:
-            output: ``[B, Hq, S, Dv]``, taken from its producer.
-            query: ``[B, Hq, S, D]``.
-            key: the present of the keys, ``[B, N, L, D]``.
-            value: the present of the values, ``[B, N, L, Dv]``.
-            visibility: which keys a query sees.
-            scale: of the scores.
-            softcap: of the scores; 0: none.
-            name: of the node.
-            sinks: logits beside the scores; None: none.
-            rounding: by attribute of `trt_kvcache.importer.planning.rounding`.
-        """
-        output.inputs.clear()
-        nothing = gs.Variable.empty()
+        self.known[query.name] = (kind, (self.batch, core.heads, news, core.head_size))
+        self.known[output.name] = (kind, (self.batch, core.heads, news, core.value_size))
         attrs: dict[str, int | float | list[float]] = {
-            "is_causal": int(visibility.causal),
-            "scale": float(np.float32(scale)),
+            "is_causal": int(seen.causal),
+            "scale": float(np.float32(core.scale)),
         }
+        rounding = {SCORES: core.rounded_scores, WEIGHTS: core.rounded_weights}
         attrs |= {name: how.numbers for name, how in rounding.items() if how is not None}
-        if softcap:
-            attrs["softcap"] = float(np.float32(softcap))
-        if visibility.window is not None:
-            attrs["left_window_size"] = visibility.window - 1  # ONNX counts the keys before the query's own
+        if core.softcap:
+            attrs["softcap"] = float(np.float32(core.softcap))
+        if core.precision:
+            attrs["softmax_precision"] = core.precision
+        if seen.window is not None:
+            attrs["left_window_size"] = seen.window - 1  # ONNX counts the keys before the query's own
             self.opset = 25
-        inputs = [query, key, value]
-        bounded = visibility.bounded or visibility.causal
-        mask = visibility.own
-        if visibility.by_position:
-            mask = load("ring_windows").emit_by_position(self.emit, self.positions(), self.capacity)
-        if visibility.bias is not None:
-            mask = emit_bias(self.emit, visibility.bias, self.positions(), self.capacity)
-            if visibility.bias.elem_type != elem_type(query) and elem_type(query) not in (None, 0):
-                mask = self.emit.op("Cast", [mask], "bias_cast", elem_type(query), to=elem_type(query))
-        if mask is not None or bounded:
-            inputs.append(mask if mask is not None else nothing)
-        if bounded:
-            inputs += [nothing, nothing, self.lengths]
-        for index, numbers in ((SINKS, sinks), (SLOPES, visibility.slopes)):
+        nothing = gs.Variable.empty()
+        inputs = [query, self._heads_major(core.key, core.head_size), self._heads_major(core.value, core.value_size)]
+        if (mask := self._mask(seen, kind)) is not None:
+            inputs.append(mask)
+        if seen.bounded or seen.causal:
+            inputs += [nothing] * (6 - len(inputs)) + [self.lengths]
+        for index, numbers in ((SINKS, core.sinks), (SLOPES, seen.slopes)):
             if numbers is not None:
                 weight = isinstance(numbers, gs.Tensor)
-                given = numbers if weight else self.emit.constant(np.asarray(numbers, np.float32))
+                given = numbers if weight else emit.constant(np.asarray(numbers, np.float32))
                 inputs += [nothing] * (index - len(inputs)) + [given]
-        self.graph.nodes.append(gs.Node("Attention", self.emit.name(name), attrs, inputs, [output]))
+        self.graph.nodes.append(gs.Node("Attention", emit.name(core.node), attrs, inputs, [output]))
         if elem_type(output) in (None, 0):
             output.dtype = query.dtype
+
+    def _mask(self, seen: Visibility, kind: int) -> gs.Tensor | None:
+        """The mask of an attention, bool or in the type of its queries; None: it has none beside its attributes."""
+        emit, mask = self.emit, seen.own
+        if seen.by_position:
+            mask = load("ring_windows").emit_by_position(emit, self.positions(), self.capacity)
+        if seen.bias is not None:
+            mask = emit_bias(emit, seen.bias, self.positions(), self.capacity)
+        if mask is None or elem_type(mask) in (onnx.TensorProto.BOOL, kind):
+            return mask
+        made: gs.Tensor = emit.once(
+            ("mask", mask.name, kind), lambda: emit.op("Cast", [mask], "own_mask", kind, to=kind)
+        )
+        return made
 
     def _heads_major(self, write: Write, size: int) -> gs.Tensor:
         """A present as ``[B, N, L, D]``: the importer then changes the layout of the cache itself."""

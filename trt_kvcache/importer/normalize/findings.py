@@ -109,8 +109,7 @@ class Core:
         sinks: logits beside the scores; None: none.
         rounded_scores, rounded_weights: how scores, before their softcap and mask, and what the softmax makes of them
             are rounded; None: not. `scale` is before the former.
-        turns: heads of the caches at which query heads take turns: head h reads head ``h % turns``; 0: those of a group
-            are next to each other, as in ONNX's Attention.
+        precision: ONNX element type of the softmax; 0: that of the queries.
         query_is_flat: `query` has the same numbers in another shape, of which the editor makes `[B, Hq, S, D]`.
         output_shape: the shape of `output` where it is another one: "batch" and "sequence" are those of the tokens, "?"
             is what is left.
@@ -132,7 +131,7 @@ class Core:
     sinks: Sinks | None = None
     rounded_scores: Rounding | None = None
     rounded_weights: Rounding | None = None
-    turns: int = 0
+    precision: int = 0
     query_is_flat: bool = False
     output_shape: tuple[Dim, ...] | None = None
 

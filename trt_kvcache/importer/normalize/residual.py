@@ -43,7 +43,6 @@ from trt_kvcache.importer.interface.exported import Interface
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.fixed import chosen_by_length
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.views import static_layout, trace_back
 from trt_kvcache.importer.plan import OriginalRole
 from trt_kvcache.importer.planning.rows_in_use import is_cut as is_cut_to_use
 
@@ -115,26 +114,6 @@ def free_positions(graph: gs.Graph, canonical: Canonical, interface: Interface, 
     return by_tokens
 
 
-def check_padding(graph: gs.Graph, interface: Interface) -> None:
-    """Refuse a padding mask that something else than attention reads: who fills it from now on may make it longer.
-
-    Args:
-        graph: canonical; dead nodes are gone.
-        interface: of the model as exported.
-
-    Raises:
-        UnsupportedModelError: naming the reader.
-    """
-    names = {t.name for t in interface.of(OriginalRole.PADDING_MASK)}
-    for tensor in (t for t in graph.inputs if t.name in names):
-        for node in consumers(tensor):
-            if not is_op(node, "Attention", "Shape"):
-                raise UnsupportedModelError(
-                    f"{node.op} '{node.name}' reads the mask '{tensor.name}' and is no attention over a cache; "
-                    "supported are masks that only attention and positions are made of"
-                )
-
-
 def check_readers(graph: gs.Graph, reasons: Mapping[str, str]) -> None:
     """Refuse a cache that something else than attention reads.
 
@@ -204,25 +183,6 @@ def free_shapes(graph: gs.Graph, emit: Emitter, interface: Interface) -> None:
             if taken:
                 shape = emit.op("Concat", taken, "shape", INT64, axis=0) if len(taken) > 1 else taken[0]
                 replace_uses(node.outputs[0], shape)
-
-
-def lift_shapes(graph: gs.Graph, emit: Emitter) -> None:
-    """Read sizes, in place, off caches themselves, not off views: a view is a reader of its own, which has to run.
-
-    Shape(Transpose(cache))  becomes  Gather(Shape(cache))
-    """
-    for node in [n for n in graph.nodes if is_op(n, "Shape")]:
-        tensor, views = trace_back(node.inputs[0])
-        is_cache = any(is_op(n, "TensorScatter") for n in (producer(tensor), *consumers(tensor)) if n is not None)
-        order = static_layout(views, len(tensor.shape)) if views and is_cache else None
-        if order is None:
-            continue
-        taken = list(order)[int(node.attrs.get("start", 0)) : int(node.attrs.get("end", len(order)))]
-        sizes, output = emit.op("Shape", [tensor], "sizes", INT64), node.outputs[0]
-        node.outputs.clear()
-        made = gs.Node("Gather", emit.name("sizes:Gather"), {"axis": 0}, [sizes, emit.ints(taken)], [output])
-        graph.nodes.append(made)
-    graph.cleanup().toposort()
 
 
 def _size(emit: Emitter, tokens: gs.Tensor, size: int | str, axis: str) -> gs.Tensor | None:

@@ -27,8 +27,8 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.extensions.latent_attention.computed import Computed
 from trt_kvcache.importer.extensions.latent_attention.rows import MOVES, RowFunction
-from trt_kvcache.importer.graph import INT64, Emitter, is_op, producer
-from trt_kvcache.importer.normalize.attention.cache_reads import elem_type_of, smallest
+from trt_kvcache.importer.graph import INT64, Emitter, elem_type, is_op, producer
+from trt_kvcache.importer.normalize.attention.search import smallest
 from trt_kvcache.importer.normalize.canonical import Canonical
 from trt_kvcache.importer.normalize.evidence.probe import Array
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
@@ -119,7 +119,7 @@ class Absorbed:
             canonical: of the graph, with the caches.
         """
         emit = canonical.emit
-        key_type, value_type = (elem_type_of(w.present) for w in (core.key, core.value))
+        key_type, value_type = (elem_type(w.present) or 0 for w in (core.key, core.value))
         made: dict[str, gs.Tensor] = {}
         rows = [self._row(part, computed, made, canonical) for part in self.keys]
         values = self._row(self.value, computed, made, canonical)
@@ -209,8 +209,6 @@ def find_absorbed(cores: Sequence[Core], computed: Computed, samples: Samples) -
     finder = _Finder(computed, sample)
     found: dict[str, Absorbed] = {}
     for core in cores:
-        if core.turns:
-            continue
         if core.rounded_scores or core.rounded_weights:  # over latents, these would be other numbers
             continue
         if core.heads < 2 or not {core.key.present.name, core.value.present.name} & computed.heads.keys():

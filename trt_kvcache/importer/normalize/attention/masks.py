@@ -41,7 +41,6 @@ Array = npt.NDArray[Any]
 _Given = tuple[str, str]  # the name of a tensor, and what its value is: see `ZeroScores`
 
 _HIDDEN = -1e3  # what is added to hidden scores is at most this: GPT-2's exporters add -1e4, others the lowest number
-_ULPS = 4  # by which a number may be off, of the largest
 
 
 class ZeroScores:
@@ -183,25 +182,16 @@ class Masks:
         """What the queries see: bool, broadcast to ``[B, 1 or H, S, keys]``; all tokens if the cache is cut.
 
         Raises:
-            UnsupportedModelError: weights or tokens take part, the shapes do not fit, or there is a bias.
+            UnsupportedModelError: weights or tokens take part, or the shapes do not fit.
         """
         total = self.rows(sample)
-        level, allowed = self.level(sample), 0.0
+        level = self.level(sample)
         if 1 < level.shape[-1] < total:  # ONNX's Attention hides the keys after a short mask
             level = np.pad(level, [(0, 0)] * 3 + [(0, total - level.shape[-1])], constant_values=-np.inf)
-        if self.slopes is not None and self.tensor is not None:
+        if self.slopes is not None:
             own = sample.past + np.arange(sample.length)[:, None]
-            slope = self.slopes.astype(np.float64)[:, None, None] * (np.arange(level.shape[-1]) - own)
-            kind = _dtype(sample.probe, self.tensor.name)
-            step = np.finfo(kind).eps if kind.kind == "f" else 2**-7
-            level, allowed = level - slope, _ULPS * float(step * np.abs(slope).max())
+            level = level - self.slopes.astype(np.float64)[:, None, None] * (np.arange(level.shape[-1]) - own)
         visible = level > _HIDDEN
-        if np.any(visible & (np.abs(level) > allowed)):
-            raise UnsupportedModelError(
-                f"'{self.node}' adds numbers other than 0 and the lowest to its scores (a position bias, or a mask "
-                f"that adds more than {_HIDDEN:g}); supported are causal, padding and window masks, the caller's own, "
-                "and biases that only depend on the head and on the distance of query and key"
-            )
         if self.kept is None:
             total = max(total, visible.shape[-1])
         try:
@@ -317,20 +307,6 @@ def classify(masks: Masks, graph: gs.Graph, interface: Interface, samples: Sampl
     return _own(masks, own, samples)
 
 
-def check_bias(node: str, visibility: Visibility) -> Visibility:
-    """Refuse a position bias where a query sees keys after its own position: it is made for the others only.
-
-    Raises:
-        UnsupportedModelError: naming the attention.
-    """
-    if (visibility.bias is not None or visibility.slopes is not None) and not visibility.causal:
-        raise UnsupportedModelError(
-            f"'{node}' adds a relative position bias to its scores and is not causal; supported are biases of "
-            "causal attention"
-        )
-    return visibility
-
-
 def _template(masks: Masks, samples: Samples) -> Visibility:
     """The first template that the masks are in two steps; where S is 1, causal and bounded are the same."""
     seen = [(sample, masks.visible(sample)) for sample in samples.few]
@@ -339,7 +315,7 @@ def _template(masks: Masks, samples: Samples) -> Visibility:
     for guess in (Visibility(), Visibility(causal=False), Visibility(window=window)):
         if all(np.all(given == _drawn(guess, sample, given.shape[-1])) for sample, given in seen):
             return guess
-    raise UnsupportedModelError(_unknown(masks, longest, visible))
+    raise UnsupportedModelError(_no_template(masks, longest, visible))
 
 
 def _drawn(template: Visibility, sample: Sample, keys: int) -> Array:
@@ -350,23 +326,15 @@ def _drawn(template: Visibility, sample: Sample, keys: int) -> Array:
 
 
 def _find_own(masks: Masks, graph: gs.Graph, interface: Interface, samples: Samples) -> gs.Tensor | None:
-    """The input with the caller's own mask, if the values of one reach the attention.
-
-    Raises:
-        UnsupportedModelError: those of several do.
-    """
+    """The first input with a mask of the caller's own whose values reach the attention."""
     sample = samples.plain[0]
-    found = [
+    found = (
         tensor.name
         for tensor in interface.of(OriginalRole.MASK)
         if not np.array_equal(masks.added(sample, (tensor.name, "permuted")), masks.added(sample))
-    ]
-    if len(found) > 1:
-        raise UnsupportedModelError(
-            f"the mask of '{masks.node}' is made of several inputs ({', '.join(found)}); supported is one mask of the "
-            "caller's own"
-        )
-    return next((t for t in graph.inputs if t.name in found), None)
+    )
+    name = next(found, None)
+    return next((t for t in graph.inputs if t.name == name), None)
 
 
 def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
@@ -374,11 +342,6 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
 
     Masks that a caller may give need not be causal, and those of the check are: so values are compared here.
     """
-    if masks.write is not None and masks.kept is not None:
-        raise UnsupportedModelError(
-            f"'{masks.node}' has the caller's own mask '{own.name}' over the cache '{masks.write.past.name}', of which "
-            f"only the newest {masks.kept} rows are kept; supported are masks that follow from lengths there"
-        )
     counts = masks.is_causal and masks.write is None
     masks = replace(masks, is_causal=masks.is_causal and not counts)
     for sample in samples.few:
@@ -389,13 +352,6 @@ def _own(masks: Masks, own: gs.Tensor, samples: Samples) -> Visibility:
                 f"the mask of '{masks.node}' is made of the input '{own.name}' and of something else; supported is the "
                 "caller's own mask as it stands, or a causal, padding or window mask"
             )
-    value = samples.plain[0].probe.value(own.name)
-    assert value is not None
-    if value.dtype.kind not in "bf":
-        raise UnsupportedModelError(
-            f"the mask '{own.name}' of '{masks.node}' is {value.dtype}; supported is the caller's own mask as bool, or "
-            "as numbers to add to the scores"
-        )
     return Visibility(causal=counts, own=own, bounded=False)  # both hold, as in the operator
 
 
@@ -423,8 +379,6 @@ def _without_bias(masks: Masks, samples: Samples) -> tuple[Masks, RelativeBias |
     slopes = None
     if masks.scores.value(sample, name, masks.given) is not None and masks.is_biased(sample):
         slopes = _find_slopes(masks, samples)
-    if len(tables) + (slopes is not None) > 1:
-        raise UnsupportedModelError(f"'{masks.node}' adds several position biases to its scores; supported is one")
     bias = _read_table(masks, next(iter(tables.values())), samples) if tables else None
     return replace(masks, slopes=slopes), bias
 
@@ -457,7 +411,7 @@ def _find_slopes(masks: Masks, samples: Samples) -> Array | None:
     return slopes
 
 
-def _unknown(masks: Masks, sample: Sample, visible: Array) -> str:
+def _no_template(masks: Masks, sample: Sample, visible: Array) -> str:
     row = visible.reshape(-1, visible.shape[-1])[-1]
     seen = np.flatnonzero(row)
     span = f"{len(seen)} of {len(row)} keys, from {seen[0]} to {seen[-1]}" if len(seen) else "no key"

@@ -7,29 +7,35 @@
 becomes ``Attention(Q, present K, present V, ...)``, which reads each cache once. Scores have rows in the order of
 batch, query head and token, and a number for each key: ``[B, H, S, T]``, ``[B * H, S, T]``, ``[B, N, G, S, T]`` and
 ``[B, N, G * S, T]`` hold the same numbers in the same order. So no form is matched: queries and results are reshaped to
-``[B, H, S, D]``. How caches are read is seen by numbers (`cache_reads`), as is what is added to scores (`masks`).
-Everything here is a guess that the check decides.
+``[B, H, S, D]``. What moves, repeats or scales the numbers of a cache on the way to a product is followed by operator,
+and taken for repeated heads. What is added to scores is seen by numbers (`masks`). Everything here is a guess that the
+check decides.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
+import onnx
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import load
-from trt_kvcache.importer.graph import consumers, contains, input_or_none, is_op, producer
+from trt_kvcache.importer.graph import consumers, elem_type, input_or_none, is_op, producer
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.cache_reads import CacheReads, elem_type_of, smallest
-from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, check_bias, classify, sinks_of
+from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify, sinks_of
 from trt_kvcache.importer.normalize.evidence.samples import Sample, Samples
-from trt_kvcache.importer.normalize.findings import Core, Sinks, Visibility, Write
+from trt_kvcache.importer.normalize.findings import Core, Sinks, Write
+from trt_kvcache.importer.normalize.views import is_float_cast
 from trt_kvcache.importer.plan import Dim
 from trt_kvcache.importer.planning.rounding import Rounding
+
+_MOVES = (
+    "Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten", "Expand", "Tile", "Slice", "Gather",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +44,9 @@ class _Site:
 
     Attributes:
         node: the Softmax, or the Attention.
-        query, keys, values, output: what the products read and make.
-        key, value: the caches that `keys` and `values` are made of.
+        query, output: what the products read and make.
+        key, value: the caches that keys and values are made of.
+        keys: how many there are in the smallest step.
         scale, softcap: of the scores.
         rounding, weights: how scores, and what the softmax makes of them, are rounded.
         added: what is added to the scores: what the Softmax reads, or the mask of an Attention; None: nothing.
@@ -48,11 +55,10 @@ class _Site:
 
     node: gs.Node
     query: gs.Tensor
-    keys: gs.Tensor
-    values: gs.Tensor
     output: gs.Tensor
     key: Write
     value: Write
+    keys: int
     scale: float
     softcap: float
     added: gs.Tensor | None
@@ -65,10 +71,10 @@ class _Site:
 class _Scale:
     """What is done to scores before the softmax, beside masks."""
 
-    scale: float = 1.0
+    scale: float
     softcap: float = 0.0
     rounding: Rounding | None = None
-    before: list[float] = field(default_factory=list)
+    before: float = 1.0  # the scale of what is rounded
 
 
 def find_cores(graph: gs.Graph, writes: Sequence[Write], interface: Interface, samples: Samples) -> tuple[Core, ...]:
@@ -89,7 +95,8 @@ class _Finder:
         self._interface = interface
         self._samples = samples
         self._small = smallest(samples)
-        self._caches = CacheReads(writes, samples)
+        self._presents = {t.name: write for write in writes for t in (*_read(write), *write.fronts)}
+        self._presents |= {t.name: write for write in writes for t, _ in write.turned}
 
     def site(self, node: gs.Node) -> _Site | None:
         """The attention that a node is part of, or None."""
@@ -99,30 +106,84 @@ class _Finder:
             return self._fused(node)
         return None
 
+    def _cache(self, tensor: gs.Tensor) -> tuple[Write, float] | None:
+        """The cache that a tensor is made of by moving, repeating and scaling numbers, and the factor."""
+        factor = 1.0
+        while tensor.name not in self._presents:
+            node = producer(tensor)
+            if node is None:
+                return None
+            if is_op(node, *_MOVES) or is_float_cast(node):
+                tensor = node.inputs[0]
+            elif is_op(node, "Mul", "Div") and (pair := self._factor(node)) is not None:
+                tensor = pair[0]
+                factor *= pair[1]
+            else:
+                return None
+        return self._presents[tensor.name], factor
+
+    def _factor(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
+        """The varying operand of a Mul or Div, and the factor that the other one is."""
+        for data, other in (node.inputs, reversed(node.inputs)):
+            value, last = (sample.probe.value(other.name) for sample in (self._small, self._samples.plain[-1]))
+            if value is None or value.size != 1 or (is_op(node, "Div") and other is node.inputs[0]):
+                continue
+            if last is not None and np.array_equal(value, last) and self._small.probe.value(data.name) is None:
+                number = float(value.reshape(()))
+                return data, 1 / number if is_op(node, "Div") else number
+        return None
+
     def _decomposed(self, softmax: gs.Node) -> _Site | None:
         shape = self._shape(softmax.inputs[0])
         before = self._path(softmax.inputs[0], shape, lambda node: node.inputs, lambda t: [producer(t)])
-        if not before:
+        if not before or (found := self._cache(before[-1].inputs[1])) is None:
             return None
         product, between = before[-1], before[-2::-1]
-        key = self._caches.behind(product.inputs[1])
         after = self._path(softmax.outputs[0], shape, lambda node: node.outputs, consumers)
-        value = self._caches.behind(after[-1].inputs[1]) if after else None
-        assert key is not None
-        if value is None:
+        values = self._cache(after[-1].inputs[1]) if after else None
+        if values is None:
             raise UnsupportedModelError(
-                f"the probabilities of '{softmax.name}', made of cache '{key.past.name}', do not go to one MatMul with "
-                "a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
+                f"the probabilities of '{softmax.name}', made of cache '{found[0].past.name}', do not go to one MatMul "
+                "with a cache of values; supported is MatMul, Softmax, MatMul over a pair of caches"
             )
-        scale = self._scale(between)
-        pairs = [pair for node in after if (pair := _rounding(node, "what the softmax makes of scores")) is not None]
+        for tensor, write in ((product.inputs[1], found[0]), (after[-1].inputs[1], values[0])):
+            if self._mixes(tensor, write, self._shape(product.outputs[0])[:-2]):
+                raise UnsupportedModelError(
+                    f"'{softmax.name}' brings rows of cache '{write.past.name}' of one sequence together with another "
+                    "sequence; supported are sequences that do not depend on each other, with heads after the batch "
+                    "where both share an axis"
+                )
+        scale = self._scale(between, found[1])
+        weights = (_rounding(node, "what the softmax makes of scores") for node in after)
         return _Site(
-            softmax, product.inputs[0], product.inputs[1], after[-1].inputs[1], after[-1].outputs[0], key, value,
-            prod(scale.before) if scale.rounding is not None else scale.scale, scale.softcap,
+            softmax, product.inputs[0], after[-1].outputs[0], found[0], values[0],
+            (self._shape(product.outputs[0]) or (0,))[-1],
+            scale.scale if scale.rounding is None else scale.before, scale.softcap,
             softmax.inputs[0], product.outputs[0],
             None if scale.rounding is None else replace(scale.rounding, factor=scale.scale),
-            pairs[0] if pairs else None,
+            next((pair for pair in weights if pair is not None), None),
         )  # fmt: skip
+
+    def _mixes(self, tensor: gs.Tensor, write: Write, lead: Sequence[int]) -> bool:
+        """Whether keys or values of one sequence meet queries of another.
+
+        This is proven, since the check runs the original sequence by sequence, and would not see it.
+        """
+        probe, batch, given = self._small.probe, self._small.batch, {}
+        held = [*((t, 0) for t in (*_read(write), *write.fronts)), *((t, p.index(0)) for t, p in write.turned)]
+        for cache, axis in held:
+            if (shape := probe.shape(cache.name)) is not None:
+                numbers = np.arange(1, shape[axis] + 1).reshape([-1 if i == axis else 1 for i in range(len(shape))])
+                kind = onnx.helper.tensor_dtype_to_np_dtype(elem_type(cache) or onnx.TensorProto.FLOAT)
+                given[cache.name] = np.broadcast_to(numbers, shape).astype(kind)
+        made = probe.given(given).value(tensor.name)
+        if made is None or prod(lead) % batch:
+            return False
+        try:
+            rows = np.abs(np.broadcast_to(made, (*lead, *made.shape[-2:]))).reshape(batch, -1).astype(np.float64)
+        except ValueError:
+            return False  # the shapes do not fit, as the check sees
+        return bool((rows != rows[:, :1]).any() or (np.diff(rows[:, 0]) <= 0).any())
 
     def _path(
         self,
@@ -147,17 +208,17 @@ class _Finder:
             seen.add(tensor.name)
             for node in nodes(tensor):
                 if node is not None and is_op(node, "MatMul"):
-                    if (tensor is start or node.inputs[1] is not tensor) and self._caches.behind(node.inputs[1]):
+                    if (tensor is start or node.inputs[1] is not tensor) and self._cache(node.inputs[1]):
                         return [*path, node]
                 elif node is not None:
                     pending += [(t, (*path, node)) for t in reversed(list(after(node)))]
         return []
 
-    def _scale(self, between: Sequence[gs.Node]) -> _Scale:
-        """The factors of scores, and what caps and rounds these, in the order of nodes."""
-        made = _Scale()
+    def _scale(self, between: Sequence[gs.Node], factor: float) -> _Scale:
+        """The factors of scores, after that of keys, and what caps and rounds these, in the order of nodes."""
+        made = _Scale(factor)
         for node in between:
-            pair = self._caches.factor(node) if is_op(node, "Mul", "Div") else None
+            pair = self._factor(node) if is_op(node, "Mul", "Div") else None
             if pair is not None and made.softcap:  # cap * tanh(scores * factor) is softcap(scores * factor * cap)
                 made.softcap *= pair[1]
             if pair is not None:
@@ -167,33 +228,20 @@ class _Finder:
             if (rounds := _rounding(node, "scores")) is not None:
                 if made.softcap:  # the check takes both orders for the same, up to what is rounded
                     raise UnsupportedModelError(f"'{node.name}' rounds scores that are capped already")
-                made.before.append(made.scale)
-                made.scale, made.rounding = 1.0, rounds
+                made.before, made.scale, made.rounding = made.scale, 1.0, rounds
         return made
 
     def _fused(self, node: gs.Node) -> _Site | None:
         """An Attention node over caches, or None."""
-        key, value = self._caches.behind(node.inputs[1]), self._caches.behind(node.inputs[2])
-        if key is None and value is None:
+        key, value = self._cache(node.inputs[1]), self._cache(node.inputs[2])
+        if key is None or value is None:
             return None
-        if key is None or value is None or input_or_none(node, 6) is not None:
-            raise UnsupportedModelError(
-                f"Attention '{node.name}' reads a cache as only one of K and V, or has nonpad_kv_seqlen beside a cache "
-                "that is not updated by TensorScatter; supported is a pair of caches"
-            )
-        if len(node.outputs) > 1 and any(consumers(t) or contains(self._graph.outputs, t) for t in node.outputs[1:]):
-            raise UnsupportedModelError(
-                f"Attention '{node.name}' has outputs beside its result that are read; none may be"
-            )
-        if any(int(node.attrs.get(name, -1)) >= 0 for name in ("left_window_size", "right_window_size")):
-            raise UnsupportedModelError(
-                f"Attention '{node.name}' has a window and no past: export the mask as an input"
-            )
-        query, keys, values = node.inputs[:3]
+        query, keys = node.inputs[:2]
         size = (self._shape(query) or (1,))[-1]  # `core` refuses queries without a shape
-        scale = float(node.attrs.get("scale", size**-0.5))
+        scale = float(node.attrs.get("scale", size**-0.5)) * key[1]
         softcap = float(node.attrs.get("softcap", 0.0))
-        return _Site(node, query, keys, values, node.outputs[0], key, value, scale, softcap, input_or_none(node, 3))
+        count = (0, 0, *self._shape(keys))[-2]
+        return _Site(node, query, node.outputs[0], key[0], value[0], count, scale, softcap, input_or_none(node, 3))
 
     def core(self, site: _Site, zero: ZeroScores) -> Core:
         """The attention of a site.
@@ -201,40 +249,22 @@ class _Finder:
         Raises:
             UnsupportedModelError: it is not what is supported.
         """
-        name, key, value, sample = site.node.name, site.key, site.value, self._small
+        name, key, sample = site.node.name, site.key, self._small
         heads, size = self._heads(site.query, sample)
         query, query_shape = self._split(site.query, heads, size, _earlier)
-        made = [self._shape(t) for t in (site.output, site.product or site.query)]
-        lead = made[1][:-2] if site.product is not None else None
-        read = self._caches.read(name, site.keys, key, lead, heads, transposed=site.product is not None)
-        read_values = self._caches.read(name, site.values, value, lead, heads, transposed=False)
-        if read.turns != read_values.turns:
-            raise UnsupportedModelError(
-                f"the query heads of '{name}' share heads of keys and of values in another order; supported is the "
-                "same: those of a group next to each other, or in turns, over as many heads of both"
-            )
-        if key.kept != value.kept:
-            kept = [w.kept or "all" for w in (key, value)]
-            raise UnsupportedModelError(
-                f"'{name}' keeps {kept[0]} rows of its keys and {kept[1]} of its values; supported are as many of both"
-            )
-        if abs(read_values.scale - 1) > 1e-6:
-            raise UnsupportedModelError(
-                f"the values of '{name}' are scaled by {read_values.scale}; supported are values as they are"
-            )
-        keys = made[1][-1] if site.product is not None else 0
-        has_sinks = site.added is not None and keys > 0 and self._shape(site.added)[-1] > keys
+        value_size = (self._shape(site.output) or (0,))[-1]
+        has_sinks = site.product is not None and site.added is not None and self._shape(site.added)[-1] > site.keys > 0
         causal = site.product is None and bool(site.node.attrs.get("is_causal", 0))
-        masks = Masks(name, site.added, zero, causal, key, read.in_use, has_sinks, product=site.product)
-        visibility = check_bias(name, classify(masks, self._graph, self._interface, self._samples))
+        in_use = not key.growing and site.keys == sample.total
+        masks = Masks(name, site.added, zero, causal, key, in_use, has_sinks, product=site.product)
+        visibility = classify(masks, self._graph, self._interface, self._samples)
         sinks: Sinks | None = sinks_of(masks, heads, self._samples) if has_sinks else None
-        output = unguarded(site.output, visibility, self._samples)
-        output, output_shape = self._split(output, heads, (made[0] or (0,))[-1], _later)
-        query_type, output_type = (sample.probe.elem_type(t.name) or elem_type_of(key.past) for t in (query, output))
+        output, output_shape = self._split(unguarded(site.output, self._samples), heads, value_size, _later)
+        query_type, output_type = (sample.probe.elem_type(t.name) or elem_type(key.past) or 0 for t in (query, output))
         return Core(
-            name, output, query, key, value, site.scale * read.scale, site.softcap, visibility,
-            heads, size, (made[0] or (0,))[-1], query_type, output_type, sinks, site.rounding, site.weights, read.turns,
-            query_shape is not None, output_shape,
+            name, output, query, key, site.value, site.scale, site.softcap, visibility, heads, size, value_size,
+            query_type, output_type, sinks, site.rounding, site.weights,
+            query_is_flat=query_shape is not None, output_shape=output_shape,
         )  # fmt: skip
 
     def _heads(self, query: gs.Tensor, sample: Sample) -> tuple[int, int]:
@@ -281,6 +311,16 @@ class _Finder:
         return self._small.probe.shape(tensor.name) or ()
 
 
+def smallest(samples: Samples) -> Sample:
+    """The step that costs least to evaluate, of several sequences if there is one."""
+    return min(samples.plain, key=lambda s: (s.batch < 2, s.total * s.batch))
+
+
+def _read(write: Write) -> tuple[gs.Tensor, ...]:
+    """The tensors of a cache that attention may read: not a present that is cut to less than that."""
+    return (write.present, *write.aliases) if write.kept is None else write.aliases
+
+
 def _rounding(node: gs.Node, what: str) -> Rounding | None:
     """How a DequantizeLinear, after a QuantizeLinear, rounds scores or weights; None where a node does not."""
     if not is_op(node, "DequantizeLinear"):
@@ -301,7 +341,7 @@ def _later(tensor: gs.Tensor) -> gs.Tensor | None:
     return readers[0].outputs[0] if len(readers) == 1 and is_op(readers[0], "Reshape", "Squeeze", "Unsqueeze") else None
 
 
-def unguarded(output: gs.Tensor, visibility: Visibility, samples: Samples) -> gs.Tensor:
+def unguarded(output: gs.Tensor, samples: Samples) -> gs.Tensor:
     """What an attention gives after its guard for queries that see no key; `output` itself where there is none.
 
     PyTorch's exporter writes ``Where(ReduceSum(mask visible) < 1, 0, attention)``: its attention gives zero there.
@@ -309,7 +349,5 @@ def unguarded(output: gs.Tensor, visibility: Visibility, samples: Samples) -> gs
     readers = consumers(output)
     if len(readers) != 1 or not is_op(readers[0], "Where") or readers[0].inputs[2] is not output:
         return output
-    condition, zeros, _ = (samples.plain[0].probe.value(t.name) for t in readers[0].inputs)
-    if zeros is None or np.any(zeros != 0) or (condition is None and visibility.bias is None):
-        return output
-    return readers[0].outputs[0]
+    zeros = samples.plain[0].probe.value(readers[0].inputs[1].name)
+    return output if zeros is None or zeros.any() else readers[0].outputs[0]

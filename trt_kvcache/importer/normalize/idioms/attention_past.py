@@ -15,30 +15,19 @@ A window (`left_window_size`, opset 25) counts the keys before the query's own; 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.graph import SINKS, consumers, contains, dims, input_or_none, is_op
+from trt_kvcache.importer.graph import SINKS, consumers, contains, dims, elem_type, input_or_none, is_op
 from trt_kvcache.importer.interface.exported import Interface
-from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, check_bias, classify
-from trt_kvcache.importer.normalize.candidate import Candidate
-from trt_kvcache.importer.normalize.canonical import Canonical
+from trt_kvcache.importer.normalize.attention.masks import Masks, ZeroScores, classify
 from trt_kvcache.importer.normalize.evidence.samples import Samples
-from trt_kvcache.importer.normalize.findings import Visibility
+from trt_kvcache.importer.normalize.findings import Core, Visibility, Write
 from trt_kvcache.importer.normalize.views import is_float_cast, trace_back
 
 _MASK, _PASTS, _PRESENTS = 3, (4, 5), (1, 2)
-
-
-@dataclass(frozen=True, eq=False)
-class HeldAttention:
-    """An Attention with its caches ``[B, N, L, D]``, and the keys that its queries see."""
-
-    node: gs.Node
-    caches: tuple[Candidate, ...]
-    seen: Visibility
 
 
 def holds_cache(graph: gs.Graph) -> bool:
@@ -46,8 +35,8 @@ def holds_cache(graph: gs.Graph) -> bool:
     return any(map(_is_held, graph.nodes))
 
 
-def find_held(graph: gs.Graph) -> list[Candidate]:
-    """The caches inside operators, in graph order: of each operator keys, then values.
+def find_held(graph: gs.Graph) -> list[Write]:
+    """The caches ``[B, N, L, D]`` inside operators, in graph order: of each operator keys, then values.
 
     Head counts and sizes that exporters leave as symbols are written into the shapes of the caches.
 
@@ -57,51 +46,43 @@ def find_held(graph: gs.Graph) -> list[Candidate]:
     return [cache for node in graph.nodes if _is_held(node) for cache in _caches(graph, node)]
 
 
-def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[HeldAttention, ...]:
-    """Guess which keys the queries of each operator that holds a cache see.
+def read_held(graph: gs.Graph, interface: Interface, samples: Samples) -> tuple[Core, ...]:
+    """Read each operator that holds a cache, and guess which keys its queries see.
 
     Raises:
         UnsupportedModelError: a mask is none of the templates.
     """
-    found = []
-    for node in (n for n in graph.nodes if _is_held(n)):
-        left, right = (int(node.attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
-        seen = Visibility(
-            causal=bool(node.attrs.get("is_causal", 0)) or right == 0, window=left + 1 if left >= 0 else None
+    return tuple(_core(node, graph, interface, samples) for node in graph.nodes if _is_held(node))
+
+
+def _core(node: gs.Node, graph: gs.Graph, interface: Interface, samples: Samples) -> Core:
+    left, right = (int(node.attrs.get(f"{side}_window_size", -1)) for side in ("left", "right"))
+    seen = Visibility(causal=bool(node.attrs.get("is_causal", 0)) or right == 0, window=left + 1 if left >= 0 else None)
+    mask = input_or_none(node, _MASK)
+    if mask is not None:
+        masked = classify(Masks(node.name, mask, ZeroScores(), seen.causal), graph, interface, samples)
+        windows = [w for w in (seen.window, masked.window) if w is not None]
+        seen = replace(masked, window=min(windows, default=None), bounded=True)
+    query, output = node.inputs[0], node.outputs[0]
+    key, value = _caches(graph, node)
+    shape, last = dims(query) or ("?",) * 4, (dims(value.update) or ("?",))[-1]
+    if isinstance(shape[1], str) or isinstance(shape[3], str) or isinstance(last, str):
+        raise UnsupportedModelError(
+            f"the queries {list(shape)} of {key.idiom} '{node.name}' have unknown heads: export the model with shapes"
         )
-        mask = input_or_none(node, _MASK)
-        if mask is not None:
-            masked = classify(Masks(node.name, mask, ZeroScores(), seen.causal), graph, interface, samples)
-            windows = [w for w in (seen.window, masked.window) if w is not None]
-            seen = check_bias(node.name, replace(masked, window=min(windows, default=None), bounded=True))
-        found.append(HeldAttention(node, tuple(_caches(graph, node)), seen))
-    return tuple(found)
-
-
-def rewrite_held(canonical: Canonical, held: HeldAttention) -> None:
-    """Put TensorScatter and Attention in the place of an operator."""
-    node, output = held.node, held.node.outputs[0]
-    query, key, value = node.inputs[:3]
-    sinks = input_or_none(node, SINKS)
-    node.outputs.clear()
-    for cache, update in zip(held.caches, (key, value), strict=True):
-        canonical.scatter(cache.past, update, cache.present, 2, "linear", cache.idiom)
-    size = (dims(query) or ("?",))[-1]
-    scale = node.attrs.get("scale")
-    scale = float(scale) if scale is not None else float(size) ** -0.5
-    keys, values = (cache.present for cache in held.caches)
-    softcap, precision = float(node.attrs.get("softcap", 0.0)), int(node.attrs.get("softmax_precision", 0))
-    canonical.attention(output, query, keys, values, held.seen, scale, softcap, node.name, sinks)
-    if precision:
-        output.inputs[0].attrs["softmax_precision"] = precision
-    node.inputs.clear()
+    scale = float(node.attrs.get("scale", float(shape[3]) ** -0.5))
+    kind = elem_type(query) or elem_type(key.past) or 0
+    return Core(
+        node.name, output, query, key, value, scale, float(node.attrs.get("softcap", 0.0)), seen, shape[1], shape[3],
+        last, kind, kind, input_or_none(node, SINKS), precision=int(node.attrs.get("softmax_precision", 0)),
+    )  # fmt: skip
 
 
 def _is_held(node: gs.Node) -> bool:
     return is_op(node, "Attention") and any(input_or_none(node, index) is not None for index in _PASTS)
 
 
-def _caches(graph: gs.Graph, node: gs.Node) -> list[Candidate]:
+def _caches(graph: gs.Graph, node: gs.Node) -> list[Write]:
     idiom = str(node.attrs.get("operator", node.op))
     found = []
     for index, output, update in zip(_PASTS, _PRESENTS, node.inputs[1:3], strict=True):
@@ -121,7 +102,7 @@ def _caches(graph: gs.Graph, node: gs.Node) -> list[Candidate]:
         _state_shape(present, update)
         before, after = (dims(past) or ())[2:3], (dims(present) or ())[2:3]
         grows = (not before or before != after or before == ("?",)) and not node.attrs.get("ring", 0)
-        found.append(Candidate(idiom, past, present, node, 2, grows))
+        found.append(Write(idiom, past, present, update, None, 2, grows, False, node.name))
     return found
 
 
