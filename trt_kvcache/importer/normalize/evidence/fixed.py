@@ -9,18 +9,24 @@ that is always the same one would keep alive whatever its condition reads, such 
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 import onnx
 import onnx_graphsurgeon as gs
 from onnx import numpy_helper
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.normalize.evidence.probe import Array
+from trt_kvcache.importer.normalize.evidence.probe import Array, Blueprint
 from trt_kvcache.importer.normalize.evidence.samples import Samples
 from trt_kvcache.importer.protos import is_op
 from trt_kvcache.importer.simplify import splice_body
 
 _LARGEST = 1 << 16  # elements of a constant
+_MOST = 1 << 14  # sequences, and of an axis that nothing explains
+_LONGEST = 1 << 20  # tokens
+_FEW = range(1, 9)
+_FEW_NUMBERS = 64  # of a constant that may be a size, a bound or an index
 
 
 def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
@@ -37,6 +43,7 @@ def fold_fixed(samples: Samples) -> onnx.ModelProto | None:
     names = {node.output[0] for node in graph.node if is_op(node, "NonZero") and node.output[0] not in outputs}
     names |= {node.input[0] for node in graph.node if is_op(node, "If")}
     fixed = {name: value for name in names if (value := _same(name, samples)) is not None}
+    fixed = _at_other_sizes(fixed, samples) if fixed else fixed
     if not fixed:
         return None
     model = onnx.ModelProto()
@@ -59,6 +66,44 @@ def _same(name: str, samples: Samples) -> Array | None:
     if first is None or first.size > _LARGEST or first.dtype.kind not in "iub":
         return None
     return first if all(value is not None and np.array_equal(first, value) for value in others) else None
+
+
+def _at_other_sizes(values: Mapping[str, Array], samples: Samples) -> dict[str, Array]:
+    """Those that stay whatever the batch is, and the axes that nothing explains: few, and around each number.
+
+    The check runs few batches, and one size of such axes, so that it does not see what happens at others.
+    """
+    numbers = _numbers(list(values), samples.blueprint)
+    found = dict(values)
+    for size in sorted({*_FEW, *(n + d for n in numbers for d in (-1, 0, 1) if n + d > 0)}):
+        for step in samples.plain[:2]:
+            probes = [samples.step(size, step.past, step.length).probe] if size <= _MOST else []
+            probes += [samples.step(step.batch, step.past, step.length, other=size).probe] if size <= _MOST else []
+            if samples.wrapped and size > samples.capacity:
+                probes += [samples.step(step.batch, size, step.length, wrapped=True).probe]
+            for probe in probes:
+                found = {n: v for n, v in found.items() if _is(probe.value(n), v)}
+    return found
+
+
+def _is(value: Array | None, wanted: Array) -> bool:
+    return value is not None and np.array_equal(value, wanted)
+
+
+def _numbers(names: Sequence[str], blueprint: Blueprint) -> set[int]:
+    """The whole numbers that take part in tensors, or in the shapes of what they are made of."""
+    pending, seen = list(names), set(names)
+    found: set[int] = set()
+    while pending:
+        name = pending.pop()
+        maker = blueprint.makers.get(name)
+        value = blueprint.stated(name).value if name in blueprint.initializers else None
+        if value is not None and value.size <= _FEW_NUMBERS and value.dtype.kind in "iuf":
+            found |= {int(n) for n in value.reshape(-1).tolist() if abs(n) <= _LONGEST and n == int(n)}
+        new = [n for n in (maker.inputs if maker is not None else ()) if n and n not in seen]
+        pending += new
+        seen.update(new)
+    return found
 
 
 def chosen_by_length(node: gs.Node, output: gs.Tensor, samples: Samples) -> UnsupportedModelError:

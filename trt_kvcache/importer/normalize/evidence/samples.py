@@ -84,8 +84,8 @@ class Samples:
         beyond = ((2, capacity + 3, 1), (1, 3 * capacity, 2), (1, capacity - 1, 2)) if has_ends else ()
         self.wrapped = tuple(self.step(*s, wrapped=True) for s in beyond)
 
-    def step(self, batch: int, past: int, length: int, *, wrapped: bool = False) -> Sample:
-        """A step of these sizes; the model's own where it fixes them."""
+    def step(self, batch: int, past: int, length: int, *, wrapped: bool = False, other: int = _OTHER_SIZE) -> Sample:
+        """A step of these sizes; the model's own where it fixes them. `other`: of axes that nothing explains."""
         batch, length = (d if isinstance(d := self._sizes.get(a), int) else size for a, size in
                          (("batch", batch), ("sequence", length)))  # fmt: skip
         shapes: dict[str, Shape] = {}
@@ -97,7 +97,7 @@ class Samples:
                 "batch": batch, "sequence": length, "capacity": self.capacity, "past": held, "total": held + length,
             }  # fmt: skip
             axes = zip(tensor.shape, tensor.axes, strict=True)
-            shapes[tensor.name] = shape = tuple(d if isinstance(d, int) else sizes.get(a, _OTHER_SIZE) for d, a in axes)
+            shapes[tensor.name] = shape = tuple(d if isinstance(d, int) else sizes.get(a, other) for d, a in axes)
             if tensor.role not in _VALUED:
                 continue
             _check_sizes(tensor, shape, batch, length)
