@@ -25,8 +25,7 @@ from unittest.mock import patch
 
 import onnx
 from concat_graphs import Decoder, make_decoder
-from mutation_types import alike, types_of
-from mutations import Mutator
+from mutations import Mutator, alike, types_of
 from onnx import helper
 
 from trt_kvcache.errors import TrtKvCacheError
@@ -80,7 +79,7 @@ def faulty(pair: Pair, seed: int) -> tuple[onnx.ModelProto, str]:
     made = onnx.ModelProto()
     made.CopyFrom(pair.imported.model)
     rng = random.Random(seed)
-    done = Mutator(made, seed, KINDS, CAPACITY).mutate()
+    done = Mutator(made, seed, KINDS).mutate()
     if rng.random() < 0.3:
         done += f"; {_exchange_names(made.graph, rng)}"
     return made, done
@@ -162,7 +161,7 @@ class Miscut:
         graph.node.insert(place, helper.make_node("Add", [f"{name}/half"] * 2, [name], f"{name}/double"))
 
     def _mutate(self, kind: str) -> None:
-        Mutator(self.hides, self._random.randrange(1 << 30), (kind,), CAPACITY).mutate()
+        Mutator(self.hides, self._random.randrange(1 << 30), (kind,)).mutate()
 
     def _change(self, change: Callable[[Regions], Regions]) -> list[Fault]:
         return [(models, "find_regions", lambda given: change(_find(given)))]

@@ -4,14 +4,11 @@ A mutated model is its own specification: the importer refuses it by an error of
 the numbers that the mutated one gives in ONNX Runtime. Anything else is a bug. By hand, at scale::
 
     PYTHONPATH=tests python tests/mutation_trials.py --seeds 0:500 tests/models/optimum/llama/model.onnx ...
-
-With ``--lengths``, and ``--kinds odd``, both run in steps of every length behind every past, as far as there is time.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
 import shutil
 import signal
 import sys
@@ -20,10 +17,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from itertools import product
 from pathlib import Path
-from unittest.mock import patch
 
 import numpy as np
 import onnx
@@ -32,29 +26,23 @@ from mutations import Mutator
 from trt_kvcache.errors import TrtKvCacheError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import PlanOptions
-from trt_kvcache.importer.steps.schedule import Limits, Step
-from trt_kvcache.verify import VerifyOptions, decode, verify_import
+from trt_kvcache.importer.steps.schedule import Step
+from trt_kvcache.verify import VerifyOptions, verify_import
 from trt_kvcache.verify.compare import difference, tolerance
 from trt_kvcache.verify.decode import Verification
-from trt_kvcache.verify.report import VerifyReport
-from trt_kvcache.verify.schedule import Episode
 from trt_kvcache.verify.sessions import EngineError
 
 VERIFY = VerifyOptions(batch=3, chunks=(4, 2), tokens=4)
 _SECONDS = 20  # for one import
-_PAIRS = 300  # of P and S, beside those of one new token and those of no past
 
 
-def judge(
-    path: Path, options: PlanOptions, verify: VerifyOptions = VERIFY, *, lengths: bool = False
-) -> tuple[str, str]:
+def judge(path: Path, options: PlanOptions, verify: VerifyOptions = VERIFY) -> tuple[str, str]:
     """What the importer makes of a model: a word and its reason.
 
     Args:
         path: of the model.
         options: to import it.
         verify: to compare both.
-        lengths: run steps of every length, not those of `verify`.
 
     Returns:
         ``"refused"``: by an error of ours. ``"equal"``: the rewritten model gives the numbers. ``"ill"``: the original
@@ -74,50 +62,17 @@ def judge(
     if time.monotonic() - started > _SECONDS:
         return "slow", f"{time.monotonic() - started:.0f} s"
     try:
-        report = _at_every_length(imported, verify) if lengths else verify_import(imported, verify)
+        report = verify_import(imported, verify)
         if not report.passed and not report.original_engine.startswith("ONNX Runtime"):
             return "ill", f"{report.original_engine} ran it: {report.failure}"
         report.check()
     except VerificationError as error:
-        if lengths and _alone(imported, verify):
-            return "mixed rows", str(error)
         return _no_specification(imported, verify) or "wrong", str(error)
     except TrtKvCacheError as error:
         return "ill", str(error)
     except Exception:  # noqa: BLE001
         return "foreign", traceback.format_exc()
     return "equal", ""
-
-
-def _at_every_length(imported: ImportedModel, verify: VerifyOptions) -> VerifyReport:
-    with patch.object(decode, "plan_schedule", every_length):
-        return verify_import(imported, verify)
-
-
-def _alone(imported: ImportedModel, verify: VerifyOptions) -> bool:
-    """Whether one row at a time has the same numbers."""
-    try:
-        return _at_every_length(imported, replace(verify, batch=1)).passed
-    except TrtKvCacheError:
-        return False
-
-
-def every_length(limits: Limits, _: VerifyOptions) -> tuple[Episode, ...]:
-    """Steps of one length each: one new token behind every past, every prompt, and others between them."""
-    room = limits.linear or min(limits.circular)
-    pairs = [(p, s) for s, p in product(range(1, room + 1), range(room)) if p + s <= room]
-    pairs = [(p, s) for p, s in pairs if limits.length in (None, s) and s <= limits.longest]
-    rest = [(p, s) for p, s in pairs if p and s > 1]
-    kept = set(random.Random(0).sample(rest, min(_PAIRS, len(rest))))
-    rows = limits.batch if limits.ragged else 1
-    steps = []
-    for length in sorted({s for _, s in pairs}):
-        pasts = [p for p, s in pairs if s == length and (not p or s in (1, limits.length) or (p, s) in kept)]
-        for first in range(0, len(pasts), rows):
-            starts = tuple(pasts[first : first + rows])
-            starts = (*starts, *starts[-1:] * (limits.batch - len(starts)))
-            steps.append(Step(length, starts, tuple(start + length for start in starts)))
-    return tuple(Episode("decode", (step,)) for step in steps)
 
 
 def _no_specification(imported: ImportedModel, verify: VerifyOptions) -> str | None:
@@ -171,13 +126,13 @@ def _alarm(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def mutant(source: Path, folder: Path, seed: int, kinds: Sequence[str] = (), capacity: int = 64) -> tuple[Path, str]:
+def mutant(source: Path, folder: Path, seed: int, kinds: Sequence[str] = ()) -> tuple[Path, str]:
     """Writes a mutated copy of a model, weights beside it; returns its path and what was done."""
     for data in source.parent.glob("*.data"):
         if not (folder / data.name).exists():
             shutil.copy(data, folder / data.name)
     model = onnx.load(source, load_external_data=False)
-    done = Mutator(model, seed, kinds, capacity).mutate()
+    done = Mutator(model, seed, kinds).mutate()
     path = folder / "model.onnx"
     path.write_bytes(model.SerializeToString())
     return path, done
@@ -190,14 +145,13 @@ def main() -> None:
     parser.add_argument("--seeds", default="0:20", help="FIRST:LAST")
     parser.add_argument("--capacity", type=int, help="of caches that grow")
     parser.add_argument("--kinds", nargs="*", default=(), help="of changes; all where left out")
-    parser.add_argument("--lengths", action="store_true", help="compare at every length")
     arguments = parser.parse_args()
     first, last = map(int, arguments.seeds.split(":"))
     for seed in range(first, last):
         for source in arguments.models:
             with tempfile.TemporaryDirectory() as folder:
-                path, done = mutant(source, Path(folder), seed, arguments.kinds, arguments.capacity or 64)
-                word, reason = judge(path, PlanOptions(capacity=arguments.capacity), lengths=arguments.lengths)
+                path, done = mutant(source, Path(folder), seed, arguments.kinds)
+                word, reason = judge(path, PlanOptions(capacity=arguments.capacity))
             line = "\t".join((word, str(source), str(seed), done, " | ".join(reason.splitlines()[-4:])))
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()

@@ -11,8 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from mutation_odd import Odd, UnsuitableError
-from mutation_types import alike, types_of
+import onnx
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 _SMALL = 64  # elements of a constant that says something about the structure
@@ -40,26 +39,51 @@ _DEFAULTS: dict[str, list[tuple[str, int | float | str]]] = {
 }  # fmt: skip
 
 
+class UnsuitableError(Exception):
+    """The model has nothing that this mutation could change."""
+
+
+Type = tuple[int, tuple[int | str, ...] | None]
+"""Element type, and the shape where it is known."""
+
+
+def alike(one: Type | None, two: Type | None) -> bool:
+    """Same element type and rank."""
+    return one is not None and two is not None and (one[0], _rank(one)) == (two[0], _rank(two)) and _rank(one) >= 0
+
+
+def _rank(kind: Type) -> int:
+    return -1 if kind[1] is None else len(kind[1])
+
+
+def types_of(model: ModelProto) -> dict[str, Type]:
+    """Of every named tensor."""
+    graph = onnx.shape_inference.infer_shapes(model).graph
+    types: dict[str, Type] = {}
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        tensor = value.type.tensor_type
+        shape = tuple(d.dim_param or d.dim_value for d in tensor.shape.dim) if tensor.HasField("shape") else None
+        types[value.name] = (tensor.elem_type, shape)
+    return types | {t.name: (t.data_type, tuple(t.dims)) for t in graph.initializer}
+
+
 class Mutator:
     """One model, and random changes to it.
 
     Args:
         model: changed in place.
         seed: of every choice.
-        kinds: names of the changes to choose from; none: all that show at most lengths.
-        capacity: tokens that the caches hold.
+        kinds: names of the changes to choose from; none: all.
     """
 
-    def __init__(self, model: ModelProto, seed: int, kinds: Sequence[str] = (), capacity: int = 64) -> None:
+    def __init__(self, model: ModelProto, seed: int, kinds: Sequence[str] = ()) -> None:
         self.random = random.Random(seed)
         self.model = model
         self.graph: GraphProto = model.graph
         self.types = types_of(model)
         self._distance = self._distances()
         self._made = 0
-        self.capacity = capacity
-        every = {**_KINDS, odd: 1 if kinds else 0}
-        self._kinds = {kind: weight for kind, weight in every.items() if not kinds or kind.__name__ in kinds}
+        self._kinds = {kind: weight for kind, weight in _KINDS.items() if not kinds or kind.__name__ in kinds}
 
     def mutate(self) -> str:
         """Makes one change, now and then two; returns what was done."""
@@ -385,32 +409,6 @@ def symbol(m: Mutator) -> str:
     dim.Clear()
     setattr(dim, "dim_param" if isinstance(new, str) else "dim_value", new)
     return f"axis {index} of {value.name} from {old} to {new}"
-
-
-def odd(m: Mutator) -> str:
-    """Another value of a tensor, in few steps only."""
-    kinds = {*_FLOATS, *_INTEGERS, TensorProto.BOOL}
-    constants = {t.name for t in m.graph.initializer}
-    constants |= {n.output[0] for n in m.graph.node if n.op_type == "Constant"}
-    node, index = m.use(lambda name: m.types.get(name, (0, None))[0] in kinds and name not in constants)
-    name = node.input[index]
-    kind, shape = m.types[name]
-    batch = m.types[m.graph.input[0].name][1] or (1,)
-    rows = len(shape) if shape and shape[0] == batch[0] and len(batch) > 1 else 0
-    made = Odd(m.graph, m.random, m.capacity, rows)
-    when, said = made.scalar()
-    name = node.input[index]  # it may have got another name
-    output = m.name()
-    nodes, how = made.changed(when, name, kind, len(shape or ()), output)
-    place = next(i for i, n in enumerate(m.graph.node) if n.output == node.output)
-    for offset, new in enumerate(nodes):
-        m.graph.node.insert(place + offset, new)
-    node = m.graph.node[place + len(nodes)]
-    node.input[index] = output
-    if m.random.random() < 0.5:  # all that follow
-        for other in list(m.graph.node)[place + len(nodes) :]:
-            other.input[:] = [output if n == name else n for n in other.input]
-    return f"{how} of {name} before input {index} of {label(node)} where {said}"
 
 
 _KINDS = {

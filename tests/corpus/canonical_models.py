@@ -18,6 +18,13 @@ def entries() -> Iterator[Entry]:
     configs |= {
         "no lengths": {"lengths": False, "mask": "bool", "causal": False},
         "wide values": {"value_head_size": 8},
+        # Without lengths the first query sees the first key only, whatever the mask adds to it.
+        "mask, no lengths": {"form": "heads-major", "mask": "bool", "lengths": False},
+        "half precision": {"softmax_precision": "bfloat16", "softcap": 4.0, "dtype": "float16"},
+        "one step": {"batch": 2, "sequence": 1},
+        "4 rows": {"capacity": 4},
+        "opset 25": {"opset": 25},
+        "opset 26": {"opset": 26, "form": "five-d"},
     }
     models = {name: (lambda how=how: make_decoder(DecoderConfig(vocab=64, **how))) for name, how in configs.items()}
     yield from built("canonical", models)

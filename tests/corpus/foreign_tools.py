@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from decoders import DecoderConfig
 from foreign_decoders import FORMS, make_foreign
@@ -13,9 +15,9 @@ from corpus import Entry, built
 CONFIG = DecoderConfig(vocab=64, capacity=32)
 
 
-def foreign(form: str) -> ModelProto:
-    """A decoder of this form with `CONFIG`."""
-    return make_foreign(form, CONFIG)
+def foreign(form: str, **changes: Any) -> ModelProto:
+    """A decoder of this form with `CONFIG`, or some of it changed."""
+    return make_foreign(form, replace(CONFIG, **changes))
 
 
 def entries() -> Iterator[Entry]:

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from graphs import Graph
+from concat_graphs import Build, Decoder, make_decoder
+from graphs import Graph, attention_model
 from numpy.typing import NDArray
 from onnx import TensorProto
 
@@ -287,7 +289,87 @@ def _renamed(model: onnx.ModelProto, names: Mapping[str, str]) -> onnx.ModelProt
     return model
 
 
+def counted_apart() -> onnx.ModelProto:
+    """Sequences are counted by a symbol of each input: for torch.export, nothing says that they are one."""
+    decoder = Decoder(layers=2)
+
+    def attend(g: Build, query: str, keys: str, values: str) -> str:
+        layer = sum(f"encoder_{n}.key" in {i.name for i in g.inputs} for n in range(2))
+        shape = [decoder.heads, f"length_{layer}", decoder.size]
+        heard = g.input(f"encoder_{layer}.key", _FLOAT, ["batch", *shape])
+        said = g.input(f"encoder_{layer}.value", TensorProto.FLOAT, [f"sequences_{layer}", *shape])
+        batch = g.node("Shape", [g.tokens], start=0, end=1)
+        sizes = [g.constant([decoder.heads]), g.constant([-1]), g.constant([decoder.size])]
+        flat = g.node("Concat", [g.node("Mul", [batch, sizes[0]]), *sizes[1:]], axis=0)
+        said = g.node("Reshape", [g.node("Reshape", [said, flat]), g.node("Concat", [batch, *sizes], axis=0)])
+        scores = g.node("MatMul", [query, g.node("Transpose", [heard], perm=[0, 1, 3, 2])])
+        crossed = g.node("MatMul", [g.node("Softmax", [scores], axis=-1), said])
+        return g.node("Add", [decoder.attend(g, query, keys, values), crossed])
+
+    return make_decoder(replace(decoder, attend=attend))
+
+
+def decomposed() -> onnx.ModelProto:
+    """MatMul, Softmax, MatMul over the encoder's output; its mask, added to the scores, is known by its name."""
+    model = cross_model("hidden", "ones")
+    nodes = []
+    for node in model.graph.node:
+        if node.op_type != "Attention" or len(node.input) > 4:
+            nodes.append(node)
+            continue
+        q, k, v, seen = node.input
+        name = node.output[0]
+        low = onnx.helper.make_node("Where", [seen, "zero", "low"], [f"{name}.bias"], name=f"{name}.bias")
+        nodes += [
+            onnx.helper.make_node("Transpose", [k], [f"{name}.k"], perm=[0, 1, 3, 2], name=f"{name}.k"),
+            onnx.helper.make_node("MatMul", [q, f"{name}.k"], [f"{name}.qk"], name=f"{name}.qk"), low,
+            onnx.helper.make_node("Add", [f"{name}.qk", f"{name}.bias"], [f"{name}.s"], name=f"{name}.s"),
+            onnx.helper.make_node("Softmax", [f"{name}.s"], [f"{name}.p"], axis=-1, name=f"{name}.p"),
+            onnx.helper.make_node("MatMul", [f"{name}.p", v], [name], name=name),
+        ]  # fmt: skip
+    del model.graph.node[:]
+    model.graph.node.extend(nodes)
+    for name, value in (("zero", 0.0), ("low", -1e4)):
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.float32(value), name))
+    return model
+
+
+def self_attention() -> onnx.ModelProto:
+    """Embeddings that go into queries and keys alike are the text: no cross-attention."""
+    graph = Graph()
+    shape = ["B", 2, "S", 8]
+    x = graph.input("inputs_embeds", _FLOAT, shape)
+    graph.input("past", _FLOAT, ["B", 2, 16, 8])
+    graph.input("write_indices", _INT, ["B"])
+    graph.node("TensorScatter", ["past", x, "write_indices"], "present", axis=2)
+    y = graph.node("Attention", [x, "present", "present"], is_causal=1)
+    graph.node("Attention", [y, x, x], "out", is_causal=1)
+    graph.output("present", _FLOAT, ["B", 2, 16, 8])
+    graph.output("out", _FLOAT, shape)
+    return graph.model()
+
+
+def fixed_length() -> onnx.ModelProto:
+    model = cross_model("hidden")
+    dims = next(i for i in model.graph.input if i.name == "encoder_hidden_states").type.tensor_type.shape.dim
+    dims[1].dim_value = 9
+    return model
+
+
+def two_tables_of_one_size() -> onnx.ModelProto:
+    """Which input is which, the names say."""
+    model = cross_model("hidden")
+    for table in model.graph.initializer:
+        if list(table.dims) == [CAPACITY, WIDTH]:
+            rows = onnx.numpy_helper.to_array(table)[:VOCAB]
+            table.CopyFrom(onnx.numpy_helper.from_array(np.ascontiguousarray(rows), table.name))
+    return model
+
+
 def entries() -> Iterator[Entry]:
+    yield from built("cross", {"counted apart": counted_apart}, capacity=24)
+    made = (decomposed, self_attention, fixed_length, two_tables_of_one_size)
+    yield from built("cross", {make.__name__: make for make in made} | {"no caches": attention_model})
     crosses = [(kind, mask) for kind in ("keys", "hidden") for mask in ("none", "ones", "bool")]
     for growing in (False, True):
         models = {

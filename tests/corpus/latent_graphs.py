@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from concat_graphs import TYPES, Build, Decoder, _attend, decoders
 from onnx import helper
 
@@ -139,7 +140,140 @@ def latent_decoder(latent: Latent, **settings: Any) -> Decoder:
     return Decoder(kv_heads=1, repeat="none", attend=latent, opset=opset, **settings)
 
 
+class Quantized(Latent):
+    """Its weight has 8 bits."""
+
+    def _heads_of(self, g: Build, latents: str, columns: int) -> str:
+        numbers = np.random.default_rng(5).integers(-99, 99, (g.decoder.size, g.decoder.heads * columns))
+        weight = g.node("DequantizeLinear", [g.constant(numbers, np.int8), g.number(0.01)])
+        return self._to_heads(g, g.node("MatMul", [latents, weight]), columns)
+
+
+class Crossed(Latent):
+    """Each head has columns of its own, but heads are in another order in them."""
+
+    def _to_heads(self, g: Build, flat: str, columns: int) -> str:
+        heads = super()._to_heads(g, flat, columns)
+        return g.node("Gather", [heads, g.constant([2, 0, 3, 1])], axis=1)
+
+
+class Strided(Latent):
+    """The columns of a head are apart: head n has every fourth, from n on."""
+
+    def _to_heads(self, g: Build, flat: str, columns: int) -> str:
+        sizes = [g.node("Unsqueeze", [n, g.constant([0])]) for n in (g.size_of(g.tokens, 0), g.all)]
+        shape = g.node("Concat", [*sizes, g.constant([columns, -1])], axis=0)
+        return g.node("Transpose", [g.node("Reshape", [flat, shape])], perm=[0, 3, 1, 2])
+
+
+def _unary(op: str, **attrs: Any) -> Any:
+    return lambda g, tensor: g.node(op, [tensor], **attrs)
+
+
+def _with(op: str, *inputs: Any, **attrs: Any) -> Any:
+    """An operator on a tensor and constants."""
+    return lambda g, tensor: g.node(op, [tensor, *(g.constant(v, np.asarray(v).dtype) for v in inputs)], **attrs)
+
+
+def _without_mean(axis: int) -> Any:
+    return lambda g, t: g.node("Sub", [t, g.node("ReduceMean", [t, g.constant([axis])], keepdims=1)])
+
+
+ABSORBED: dict[str, tuple[Latent, dict[str, Any]]] = {
+    "plain": (Latent(), {}),
+    "wide keys, narrow values": (Latent(plain=9, width=1), {}),
+    "written side by side": (Latent(join="scatter", plain=6), {}),
+    "cut apart, norm in pieces": (Latent(parts="slice", plain=5, width=3, norm="pieces"), {}),
+    "norm": (Latent(norm="operator"), {}),
+    "no linear function before the weight": (Latent(latents=_unary("Tanh")), {}),
+    "two layers": (Latent(plain=6), {"layers": 2}),
+    "padding": (Latent(), {"mask": "padding", "positions": "padding"}),
+    "own mask": (Latent(), {"mask": "own"}),
+    "window and sinks": (Latent(), {"window": 5, "sinks": "weight"}),
+    "[B, T, 1, D]": (Latent(plain=6), {"layout": "bsnd"}),
+    "[B, T, D]": (Latent(plain=6), {"layout": "flat"}),
+    "fixed batch": (Latent(), {"batch": 2, "positions": "past"}),
+    "one token at a time": (Latent(), {"sequence": 1}),
+    "operator": (Latent(operator=True, width=7), {}),
+    "float16": (Latent(plain=6), {"dtype": np.float16}),
+}
+STAYS: dict[str, Latent] = {
+    "bias": Latent(bias=True),
+    "no linear function of keys": Latent(keys=_unary("Tanh")),
+    "weights of 8 bits": Quantized(),
+    "heads in another order": Crossed(),
+    "columns of a head apart": Strided(),
+}
+
+
+def _by_length(g: Build, tensor: str) -> str:
+    return g.node("Mul", [tensor, g.node("Cast", [g.all], to=1)])
+
+
+def _by_token(g: Build, tensor: str) -> str:
+    seen = g.node("ReduceMax", [g.node("Cast", [g.tokens], to=1)], keepdims=0)
+    return g.node("Mul", [tensor, g.node("Add", [seen, g.constant(1.0, np.float32)])])
+
+
+def _newest(g: Build, tensor: str) -> str:
+    """Each row beside the newest one."""
+    return g.node("Add", [tensor, g.node("Slice", [tensor, *(g.constant([n]) for n in (-1, 2**63 - 1, 2))])])
+
+
+def _attended(g: Build, tensor: str) -> str:
+    scores = g.node("MatMul", [tensor, g.node("Transpose", [tensor], perm=[0, 1, 3, 2])])
+    return g.node("MatMul", [g.node("Softmax", [scores]), tensor])
+
+
+def _divided(g: Build, tensor: str) -> str:
+    """By a norm, which is 0 in rows that were never written."""
+    return g.node("Div", [tensor, g.node("ReduceL2", [tensor, g.constant([3])], keepdims=1)])
+
+
+def _mixed_by_reshape(g: Build, tensor: str) -> str:
+    """``[B, 1, T, D]`` as ``[B, 1, D, T]`` in memory."""
+    turned = g.node("Shape", [g.node("Transpose", [tensor], perm=[0, 1, 3, 2])])
+    return g.node("Transpose", [g.node("Reshape", [tensor, turned])], perm=[0, 1, 3, 2])
+
+
+MIXED: dict[str, Any] = {
+    "softmax over rows": _unary("Softmax", axis=2),
+    "mean over rows": _without_mean(2),
+    "mean over the batch": _without_mean(0),
+    "by the length": _by_length,
+    "by the tokens": _by_token,
+    "the newest row": _newest,
+    "the other way round": _with("Slice", [-1], [-(2**63) + 1], [2], [-1]),
+    "attention of latents": _attended,
+    "another arrangement": _mixed_by_reshape,
+}
+
+
+def debugged(g: Build, x: str) -> str:
+    computed = g.node("MatMul", [g.presents[0], g.weight(g.decoder.size, 3)])
+    g.node("ReduceSum", [computed], "debug", keepdims=0)
+    g.output("debug", 1, [])
+    return x
+
+
 def entries() -> Iterator[Entry]:
-    how: list[dict[str, Any]] = [{}, {"join": "scatter"}, {"parts": "slice"}, {"norm": "pieces"}, {"bias": True}]
-    how += [{"absorbed": True}, {"operator": True}]
+    how: list[dict[str, Any]] = [{}, {"join": "scatter"}, {"parts": "slice"}, {"norm": "pieces"}]
     yield from decoders("latent", {str(h): latent_decoder(Latent(**h)) for h in how})
+    absorbed = {name: latent_decoder(latent, **rest) for name, (latent, rest) in ABSORBED.items()}
+    yield from decoders("latent", absorbed)
+    yield from decoders("latent", {name: latent_decoder(latent) for name, latent in STAYS.items()})
+    yield from decoders("latent", {"absorbed": latent_decoder(Latent(absorbed=True))})
+    yield from decoders("latent, expanded", absorbed, latent_attention="expanded")
+    for form in ("absorbed", "expanded"):
+        for target in ("tensorrt", "tensorrt-rtx"):
+            group, options = f"latent, {form}, no span, {target}", {"latent_attention": form, "target": target}
+            yield from decoders(group, {"plain": absorbed["[B, T, 1, D]"]}, attention_span=False, **options)
+    window = {"window": latent_decoder(Latent(), window=5)}
+    yield from decoders("latent, circular", window, sliding="circular", window_chunk=4)
+    few = {"as many": Latent(plain=6, width=7), "fewer": Latent(plain=2, width=3)}
+    yield from decoders("latent, tokens", {name: latent_decoder(latent) for name, latent in few.items()})
+    places = [(name, where) for name in MIXED for where in ("latents", "keys", "rotated", "values")]
+    changed: dict[str, Any] = {f"{name}, {where}": {where: MIXED[name]} for name, where in places}
+    changed["divided"] = {"values": _divided}
+    yield from decoders("latent", {name: latent_decoder(Latent(**change)) for name, change in changed.items()})
+    yield from decoders("latent", {"debugged": latent_decoder(Latent(), after=debugged)})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,11 +146,63 @@ class _Edit:
         return self.model
 
 
+def maker(model: onnx.ModelProto, name: str) -> onnx.NodeProto:
+    return next(n for n in model.graph.node if name in n.output)
+
+
+def computed(model: onnx.ModelProto, op: str) -> str:
+    """The batch, as a place that is computed."""
+    model.graph.node.insert(0, helper.make_node("Shape", ["input_ids"], ["s"], name="s", end=1))
+    model.graph.initializer.append(numpy_helper.from_array(np.array([0]), "axes"))
+    inputs = ["s", "axes"] if op == "Unsqueeze" else ["s"]
+    model.graph.node.insert(1, helper.make_node(op, inputs, ["computed"], name="computed"))
+    return "computed"
+
+
+def read_at_a_computed_place(model: onnx.ModelProto) -> None:
+    maker(model, "past_key_values.1.key").input[1] = computed(model, "Squeeze")
+
+
+def written_at_a_computed_place(model: onnx.ModelProto) -> None:
+    maker(model, "present.key").input[1] = computed(model, "Unsqueeze")
+
+
+def read_as_a_whole(model: onnx.ModelProto) -> None:
+    maker(model, "logits").output[0] = "scores"
+    model.graph.node.append(helper.make_node("ReduceMean", ["past.all"], ["mean"], name="mean", keepdims=0))
+    model.graph.node.append(helper.make_node("Add", ["scores", "mean"], ["logits"], name="shifted"))
+
+
+def written_by_two_layers(model: onnx.ModelProto) -> None:
+    last = maker(model, "present.key")
+    last.input[1] = maker(model, last.input[0]).input[1]
+
+
+def added_to(model: onnx.ModelProto) -> None:
+    maker(model, "present.key").attribute.append(helper.make_attribute("reduction", "add"))
+
+
+SLOTS = ("scatter", ("L", 0, "gather", "slots"))
+EDITS: list[tuple[Callable[[onnx.ModelProto], None], tuple[str, tuple[Any, ...]]]] = [
+    (read_at_a_computed_place, ("concat-attention", ("L",))), (read_as_a_whole, ("concat-attention", ("LK", 1))),
+    (written_at_a_computed_place, SLOTS), (written_by_two_layers, SLOTS), (added_to, SLOTS),
+]  # fmt: skip
+
+
+def _edited(form: str, how: tuple[Any, ...], edit: Callable[[onnx.ModelProto], None]) -> onnx.ModelProto:
+    model = stacked(foreign(form), Stacking(*how))
+    edit(model)
+    return model
+
+
 def entries() -> Iterator[Entry]:
     kinds: list[tuple[str, tuple[Any, ...]]] = [
         ("concat", ("L", 1, "slice")), ("concat-attention", ("M",)), ("concat-attention", ("K", 2)),
-        ("concat", ("LK",)), ("past-attention", ("LK", 1, "split")), ("gqa", ("LK", 1)),
+        ("concat", ("LK",)), ("past-attention", ("LK", 1, "split")), ("gqa", ("LK", 1)), ("scatter", ("LK", 1)),
         ("scatter", ("L", 0, "slice", "slots")), ("scatter", ("L", 0, "gather", "stack", True)),
+        ("concat-attention", ("L", 0, "gather", "stack", True)),
     ]  # fmt: skip
     models = {f"{f} {how}": (lambda f=f, how=how: stacked(foreign(f), Stacking(*how))) for f, how in kinds}
+    models |= {edit.__name__: (lambda e=edit, k=kind: _edited(*k, e)) for edit, kind in EDITS}
+    models["one layer"] = lambda: stacked(foreign("concat-attention", layers=1), Stacking("L"))
     yield from built("stacked", models, capacity=32)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime as ort
 import pytest
-from onnx import TensorProto, helper, parser, version_converter
+from harness import imported
+from inlined_graphs import input_left_out
+from onnx import parser, version_converter
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.protos import opset_version
@@ -38,69 +42,6 @@ def test_same_numbers_bodies_included(taken: bool) -> None:
     feeds = {"x": np.arange(12, dtype=np.float32).reshape(3, 4) ** 2, "c": np.array(taken)}
     for before, after in zip(run(model, feeds), run(raised, feeds), strict=True):
         np.testing.assert_array_equal(before, after)
-
-
-def test_model_and_source_are_apart() -> None:
-    model = parser.parse_model(OLD)
-    before = model.SerializeToString(deterministic=True)
-    raise_opset(model)
-    assert model.SerializeToString(deterministic=True) == before
-
-
-@pytest.mark.parametrize("version", [24, 25])
-def test_a_new_model_is_returned_as_it_is(version: int) -> None:
-    model = parser.parse_model(OLD.replace(": 17", f": {version}"))
-    assert raise_opset(model) is model
-
-
-def test_weights_metadata_and_foreign_nodes_survive() -> None:
-    external = TensorProto(name="w", data_type=TensorProto.BFLOAT16, dims=[4096, 8192])
-    external.data_location = TensorProto.EXTERNAL
-    external.external_data.add(key="location", value="there_is_no_such.file")
-    external.external_data.add(key="offset", value="4096")
-    inline = onnx.numpy_helper.from_array(np.arange(2048, dtype=np.float32), "inline")
-    packed = TensorProto(name="packed", data_type=TensorProto.INT4, dims=[4], raw_data=b"\x21\x43")
-    nodes = [
-        helper.make_node("SimplifiedLayerNormalization", ["x", "inline"], ["n"], name="norm", epsilon=1e-5),
-        helper.make_node("GroupQueryAttention", ["n", "", "w"], ["a", ""], domain="com.microsoft", num_heads=4),
-        helper.make_node("ReduceMean", ["a"], ["y"], name="mean", axes=[-1], doc_string="words"),
-        helper.make_node("Identity", ["packed"], ["p"]),
-    ]
-    for node in nodes:
-        node.metadata_props.add(key="from", value=node.op_type)
-    graph = helper.make_graph(
-        nodes,
-        "graph",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 2048])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1])],
-        [external, inline, packed],
-        value_info=[helper.make_tensor_value_info("n", TensorProto.FLOAT, ["batch", 2048])],
-    )
-    graph.metadata_props.add(key="graph", value="kept")
-    imports = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(graph, opset_imports=imports, ir_version=10, producer_name="exporter")
-    model.metadata_props.add(key="model", value="kept")
-
-    raised = raise_opset(model)
-    assert list(raised.graph.initializer) == list(model.graph.initializer)
-    assert list(raised.graph.value_info) == list(model.graph.value_info)
-    assert list(raised.graph.input) == list(model.graph.input)
-    assert list(raised.graph.metadata_props) == list(model.graph.metadata_props)
-    assert list(raised.metadata_props) == list(model.metadata_props)
-    assert raised.producer_name == "exporter"
-    assert [(o.domain, o.version) for o in raised.opset_import] == [("", OPSET), ("com.microsoft", 1)]
-    assert list(raised.graph.node) == list(model.graph.node)  # from 18 on the axes attribute is no longer looked at
-
-
-def test_metadata_of_rewritten_nodes_survives() -> None:
-    model = parser.parse_model(OLD)
-    split = model.graph.node[2]
-    split.metadata_props.add(key="from", value="Split")
-    split.doc_string = "words"
-    raised = next(node for node in raise_opset(model).graph.node if node.op_type == "Split")
-    assert [a.name for a in raised.attribute] == ["axis", "num_outputs"]
-    assert list(raised.metadata_props) == list(split.metadata_props)
-    assert raised.doc_string == "words"
 
 
 def test_operators_of_later_versions_pass() -> None:
@@ -170,3 +111,8 @@ def test_what_the_converter_cannot_raise_is_refused_by_name(monkeypatch: pytest.
     words = r"opset 17 to 24 \(Split writing 'z, rest': No Adapter From Version \$19 for Split\): export it"
     with pytest.raises(UnsupportedModelError, match=words):
         raise_opset(parser.parse_model(OLD))
+
+
+def test_an_input_that_a_call_leaves_out_is_left_out(tmp_path: Path) -> None:
+    result = imported(input_left_out(), tmp_path)
+    assert [len(n.input) for n in result.model.graph.node if n.op_type == "LayerNormalization"] == [2]

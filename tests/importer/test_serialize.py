@@ -9,7 +9,7 @@ import onnx
 import pytest
 from decoders import DecoderConfig, make_decoder, write_decoder
 
-from trt_kvcache.importer.serialize import _varint, serialize_model
+from trt_kvcache.importer.serialize import serialize_model
 
 
 def sorted_model(model: onnx.ModelProto) -> bytes:
@@ -34,7 +34,3 @@ def test_weights_in_files_stay_references(tmp_path: Path) -> None:
     path = write_decoder(tmp_path / "model.onnx", DecoderConfig(), external_threshold=64)
     model = onnx.load(path, load_external_data=False)
     assert sorted_model(onnx.load_from_string(serialize_model(model))) == sorted_model(model)
-
-
-def test_lengths() -> None:
-    assert [_varint(n) for n in (0, 127, 128, 300)] == [b"\x00", b"\x7f", b"\x80\x01", b"\xac\x02"]

@@ -78,10 +78,6 @@ def swap_heads(model: ModelProto) -> None:
     insert(model, nodes(model, "TensorScatter")[0], 1, "Gather", constant(model, [1, 0, *range(2, heads)]), axis=1)
 
 
-def swap_query_heads(model: ModelProto) -> None:
-    insert(model, nodes(model, "Attention")[0], 0, "Gather", constant(model, [2, 3, 0, 1]), axis=1)
-
-
 def swap_keys_and_values(model: ModelProto) -> None:
     node = nodes(model, "Attention")[-1]
     node.input[1], node.input[2] = node.input[2], node.input[1]
@@ -92,10 +88,6 @@ def write_one_early(model: ModelProto) -> None:
     for node in nodes(model, "TensorScatter"):
         insert(model, node, 2, "Sub", one)
         insert(model, node, 2, "Abs")
-
-
-def positions_from_zero(model: ModelProto) -> None:
-    insert(model, nodes(model, "Unsqueeze")[0], 0, "Mul", constant(model, 0))
 
 
 def clear_unused_rows(model: ModelProto) -> None:

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import onnx
 import pytest
+from concat_graphs import Decoder as Growing
+from concat_graphs import make_decoder as make_growing
 from decoders import DecoderConfig, make_decoder, write_decoder
+from foreign_decoders import make_foreign
 from onnx import ModelProto, helper
-from originals import OriginalConfig, import_pair
 from verify import mistakes as m
 
-from trt_kvcache.errors import UnsupportedModelError, VerificationError
+from trt_kvcache.errors import OptionError, UnsupportedModelError, VerificationError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import LogitPositions, PhysicalLayout, PlanOptions
+from trt_kvcache.importer.steps.original import OriginalInterface
 from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_import, verify_model
 
 HEADS = DecoderConfig(form="heads-major")
 HALF = replace(HEADS, dtype="float16")
 ROLLING = DecoderConfig(form="heads-major", mode="circular", sequence=1)
-CONCAT = OriginalConfig(HEADS)
-ASSIGN = replace(CONCAT, cache="assign")
-WINDOW = replace(CONCAT, window=7)
-EXTRAS = replace(CONCAT, extras=True)
 KEY, VALUE = "updated_key_cache.0", "updated_value_cache.1"
 
 
@@ -40,14 +41,6 @@ def verify_mutated(folder: Path, config: DecoderConfig, mistake: m.Mistake, *, o
     if original:
         plan = replace(plan, caches=tuple(replace(c, layout=PhysicalLayout.AS_IS) for c in plan.caches))
     return verify_import(ImportedModel(imported.source, plan, wrong), VerifyOptions())
-
-
-def state_kept(model: ModelProto) -> None:
-    next(n for n in model.graph.node if n.output[0] == "state_out").input[1] = "extra.decayed"
-
-
-def constant_ignored(model: ModelProto) -> None:
-    next(n for n in model.graph.node if n.output[0] == "extra.sum").input[1] = "state_out"
 
 
 CANONICAL = [
@@ -69,22 +62,12 @@ CANONICAL = [
     (m.rows("Min", 63), ROLLING, {KEY, VALUE}),
     (m.nan_logits, HEADS, {"logits"}),
 ]
-ORIGINALS = [
-    (m.lengths("Add", 1), CONCAT, {"logits"}),
-    (m.lengths("Sub", 1), replace(CONCAT, decoder=HALF), {"logits"}),
-    (m.attention("is_causal", 0), CONCAT, {"logits"}),
-    (m.swap_heads, replace(CONCAT, batch=2), {"logits", KEY}),
-    (m.swap_query_heads, CONCAT, {"logits"}),
-    (m.write_one_early, CONCAT, {"logits", VALUE}),
-    (m.positions_from_zero, replace(CONCAT, decoder=HALF), {"logits", KEY}),
-    (m.lengths("Sub", 1), ASSIGN, {"logits"}),
-    (m.write_one_early, ASSIGN, {"logits"}),
-    (m.attention("left_window_size", 7), WINDOW, {"logits"}),
-    (m.attention("left_window_size", -1), WINDOW, {"logits"}),
-    (m.lengths("Min", 8), OriginalConfig(replace(ROLLING, capacity=9), window=9), {"logits"}),
-    (state_kept, EXTRAS, {"logits", "state_out"}),
-    (constant_ignored, EXTRAS, {"logits"}),
-]
+ORIGINALS: dict[str, Callable[[], ModelProto]] = {
+    **{str(how): (lambda how=how: make_growing(Growing(**how))) for how in (
+        {}, {"mask": "padding", "positions": "padding"}, {"window": 5}, {"dtype": np.float16}, {"batch": 2})},
+    "scatter": lambda: make_foreign("scatter", DecoderConfig(vocab=64, capacity=24)),
+}  # fmt: skip
+IN_ANY = (m.span_short_by_one, m.own_key_hidden, m.next_key_visible, m.write_one_early, m.swap_keys_and_values)
 
 
 def fails(report: VerifyReport, outputs: set[str]) -> None:
@@ -100,12 +83,23 @@ def test_a_wrong_model_fails(tmp_path: Path, mistake: m.Mistake, config: Decoder
     fails(verify_mutated(tmp_path, config, mistake, original=True), outputs)
 
 
-@pytest.mark.few(5)
-@pytest.mark.parametrize(("mistake", "config", "outputs"), ORIGINALS)
-def test_a_wrong_rewrite_of_another_interface_fails(
-    tmp_path: Path, mistake: m.Mistake, config: OriginalConfig, outputs: set[str]
-) -> None:
-    fails(verify_import(import_pair(tmp_path, config, mistake), VerifyOptions()), outputs)
+@pytest.mark.few(6)
+@pytest.mark.parametrize("mistake", IN_ANY)
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_a_wrong_rewrite_of_another_interface_fails(tmp_path: Path, name: str, mistake: m.Mistake) -> None:
+    onnx.save(ORIGINALS[name](), tmp_path / "m.onnx")
+    imported = import_model(tmp_path / "m.onnx", PlanOptions(capacity=24))
+    assert imported.plan.original
+    wrong = ModelProto.FromString(imported.model.SerializeToString())
+    mistake(wrong)
+    fails(verify_import(replace(imported, model=wrong), VerifyOptions()), {"logits"})
+
+
+def test_rows_that_start_apart_are_refused_where_the_batch_is_fixed(tmp_path: Path) -> None:
+    onnx.save(make_growing(Growing(batch=2)), tmp_path / "m.onnx")
+    interface = OriginalInterface(import_model(tmp_path / "m.onnx", PlanOptions(capacity=24)).plan, twin=False)
+    with pytest.raises(OptionError, match=r"exported for 2 rows that start together, not at \[4, 0\]"):
+        interface.groups({"write_indices": np.array([4, 0])})
 
 
 @pytest.mark.few(4)

@@ -12,12 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from onnx import TensorProto, helper, numpy_helper
 
-from trt_kvcache.importer.plan import CacheUpdate, PhysicalLayout, Role, Route, TensorRole, UpdateForm, UpdateMode
 from trt_kvcache.importer.protos import iter_tensors
-from trt_kvcache.importer.steps.contents import CacheTensor, first_contents
 from trt_kvcache.importer.steps.schedule import Limits
-from trt_kvcache.verify.compare import Comparison, difference
-from trt_kvcache.verify.record import chosen_rows, same_bits, written_rows
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.schedule import plan_schedule, schedule_notes
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
@@ -85,95 +81,6 @@ def test_updates_that_do_not_fit_are_said(chunks: tuple[int, ...], tokens: int, 
     allowed = Limits(2, None, 64, 64, (), (), True, True, True)
     options = VerifyOptions(chunks=chunks, tokens=tokens)
     assert schedule_notes(allowed, options, plan_schedule(allowed, options)) == notes
-
-
-def cache(
-    logical: tuple[int | str, ...], axis: int, physical: tuple[int | str, ...], layout: PhysicalLayout
-) -> CacheTensor:
-    update = CacheUpdate(
-        node="n", past="c", present="p", update="u", write_indices="w", update_lengths=None, dtype="float",
-        logical_shape=logical, sequence_axis=axis, physical_shape=physical, physical_sequence_axis=2, layout=layout,
-        mode=UpdateMode.LINEAR, form=UpdateForm.PADDED, update_length="S", capacity=6, route=Route.NATIVE, reason="",
-    )  # fmt: skip
-    role = TensorRole("c", "input", Role.CACHE, "float", physical, "graph", ())
-    return CacheTensor(role, "p", update)
-
-
-LAYOUTS = [
-    cache(("B", 2, 6, 4), 2, ("B", 2, 6, 4), PhysicalLayout.AS_IS),
-    cache(("B", 6, 8), 1, ("B", 1, 6, 8), PhysicalLayout.VIEW),
-    cache(("B", 6, 8), 1, ("B", 2, 6, 4), PhysicalLayout.HEADS_MAJOR),
-    cache(("B", 6, 2, 4), 1, ("B", 2, 6, 4), PhysicalLayout.HEADS_MAJOR),
-    cache(("B", 2, 3, 6, 4), 3, ("B", 6, 6, 4), PhysicalLayout.VIEW),
-]
-
-
-@pytest.mark.parametrize("tensor", LAYOUTS, ids=lambda t: f"{t.update.layout.value}-{len(t.update.logical_shape)}")
-def test_layouts_go_there_and_back(tensor: CacheTensor) -> None:
-    logical = np.random.default_rng(0).random(tensor.logical_shape(3))
-    physical = tensor.to_physical(logical)
-    assert physical.shape == (3, *tensor.update.physical_shape[1:])
-    np.testing.assert_array_equal(tensor.to_logical(physical), logical)
-    flat = [rows.reshape(3, 6, -1) for rows in (tensor.rows(logical), tensor.physical_rows(physical))]
-    np.testing.assert_array_equal(*flat)
-    rows = tensor.rows(first_contents(tensor, [0, 4, 9], 1e30, np.random.default_rng(0), twin=False))
-    garbage, zero = ((np.abs(rows) == np.float32(n)).all(axis=tuple(range(2, rows.ndim))) for n in (1e30, 0))
-    np.testing.assert_array_equal(garbage | zero, np.arange(6) >= np.array([[0], [4], [6]]))
-    assert garbage.any()
-    assert zero.any()
-
-
-@pytest.mark.parametrize(
-    ("original", "rewritten", "expected"),
-    [
-        ([1.0, -4.0], [1.0, -4.0], (0, 0)),
-        ([1.0, -4.0], [1.5, -4.0], (0.5, 0.125)),
-        ([0.0, 0.0], [0.0, 1e-9], (1e-9, np.inf)),
-        ([1.0, np.nan], [1.0, np.nan], (0, 0)),
-        ([1.0, 2.0], [1.0, np.nan], (np.inf, np.inf)),
-        ([1.0, np.inf], [1.0, -np.inf], (np.inf, np.inf)),
-        ([1.0, 2.0], [1.0], (np.inf, np.inf)),
-        ([], [], (0, 0)),
-    ],
-)
-def test_difference(original: list[float], rewritten: list[float], expected: tuple[float, float]) -> None:
-    assert difference(np.array(original), np.array(rewritten)) == pytest.approx(expected)
-
-
-def test_other_dtypes_are_different() -> None:
-    assert difference(np.zeros(2, np.float32), np.zeros(2, np.float16)) == (np.inf, np.inf)
-
-
-def test_negative_zero_in_a_stale_row_counts() -> None:
-    comparison = Comparison({"p": "cache"}, None)
-    past = np.zeros((1, 2, 6, 4), np.float32)
-    written = past.copy()
-    written[:, :, 0] = 1
-    changed = written.copy()
-    changed[:, :, 3] = -0.0
-    expected = written_rows(LAYOUTS[0], past, written)
-    assert expected is not None
-    comparison.cache(LAYOUTS[0], expected, past, changed, 7, 16)
-    (found,) = comparison.results()
-    assert (found.passed, found.stale_rows_changed, found.step, found.span) == (False, 1, 7, 16)
-    assert found.max_absolute == 0
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, np.int8])
-@pytest.mark.parametrize("size", [3, 8])
-def test_rows_of_the_same_bits(dtype: type, size: int) -> None:
-    rng = np.random.default_rng(size)
-    past = rng.integers(0, 100, (2, 3, 6, size)).astype(dtype)
-    for trial in range(20):
-        present, rows = past.copy(), np.zeros((2, 6), bool)
-        for _ in range(trial % 4):
-            b, n, row, at = (int(rng.integers(0, end)) for end in past.shape)
-            present[b, n, row, at] += 1
-            rows[b, row] = True
-        np.testing.assert_array_equal(same_bits(*(np.moveaxis(a, 2, 1) for a in (past, present))), ~rows)
-        strided = [np.repeat(a, 2, axis=-1)[..., ::2] for a in (past, present)]
-        np.testing.assert_array_equal(same_bits(*(np.moveaxis(a, 2, 1) for a in strided)), ~rows)
-        assert chosen_rows(np.moveaxis(present, 2, 1), rows).shape == (rows.sum(), 3 * size)
 
 
 @pytest.mark.parametrize("external", [1024, None])

@@ -14,7 +14,7 @@ import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
 from onnx import ModelProto, NodeProto, helper, numpy_helper
-from plain_models import plain_model
+from plain_graphs import plain_model
 
 from trt_kvcache import build_engine
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError, UnsupportedModelError
@@ -167,7 +167,7 @@ def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
     plain = plain_model(3, ("ring",))
     source, made = tmp_path / "m.onnx", tmp_path / "out.onnx"
     onnx.save(plain.model, source)
-    rewrite_model(source, made, plain.options)
+    rewrite_model(source, made, PlanOptions(**plain.options))
     _verify(source, made).check()
 
     def edit(model: ModelProto) -> None:

@@ -40,9 +40,8 @@ def episodes(report: VerifyReport) -> list[str]:
     return list(dict.fromkeys(step.episode for step in report.steps))
 
 
-@pytest.mark.few(4)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("form", "dtype"), [*zip(FORMS, DTYPES, strict=False), ("mobius", "bfloat16")])
 def test_linear_decoders(tmp_path: Path, form: str, dtype: str) -> None:
     report = verify(tmp_path, DecoderConfig(form=form, dtype=dtype, kv_heads=4 if form == "mobius" else 2))
     assert episodes(report) == ["decode", "full", "short", "padded"]
@@ -57,11 +56,9 @@ def test_linear_decoders(tmp_path: Path, form: str, dtype: str) -> None:
     assert msgspec.json.decode(msgspec.json.encode(report), type=VerifyReport) == report
 
 
-@pytest.mark.few(3)
-@pytest.mark.parametrize("sequence", ["S", 1, 4])
-@pytest.mark.parametrize("form", FORMS)
-def test_circular_decoders_wrap(tmp_path: Path, form: str, sequence: int | str) -> None:
-    report = verify(tmp_path, DecoderConfig(form=form, mode="circular", sequence=sequence))
+@pytest.mark.parametrize("sequence", ["S", 1])
+def test_circular_decoders_wrap(tmp_path: Path, sequence: int | str) -> None:
+    report = verify(tmp_path, DecoderConfig(mode="circular", sequence=sequence))
     assert "wrap" in episodes(report)
     assert not [s for s in report.steps if any(start % 64 + s.length > 64 for start in s.starts)]
     assert any("contract" in note for note in report.notes) is (sequence != 1)
@@ -71,24 +68,6 @@ def test_updates_straddle_the_wrap_without_a_contract(tmp_path: Path) -> None:
     report = verify(tmp_path, DecoderConfig(mode="circular"), fallback=Fallback.FUNCTIONAL)
     assert any(start % 64 + s.length > 64 for s in report.steps for start in s.starts)
     assert not any("contract" in note for note in report.notes)
-
-
-@pytest.mark.few(3)
-@pytest.mark.parametrize(
-    "config",
-    [
-        DecoderConfig(mask="bool"), DecoderConfig(mask="float", lengths=False, causal=False),
-        # Without lengths the first query sees the first key only, whatever the mask adds to it.
-        DecoderConfig(form="heads-major", mask="bool", lengths=False),
-        DecoderConfig(softmax_precision="bfloat16", softcap=4.0, dtype="float16"),
-        DecoderConfig(softmax_precision="bfloat16", dtype="bfloat16"), DecoderConfig(value_head_size=24),
-        DecoderConfig(batch=2, sequence=1), DecoderConfig(capacity=4), DecoderConfig(capacity=3, mode="circular"),
-        DecoderConfig(opset=25), DecoderConfig(opset=26, form="five-d"),
-    ],
-    ids=repr,
-)  # fmt: skip
-def test_other_decoders(tmp_path: Path, config: DecoderConfig) -> None:
-    verify(tmp_path, config)
 
 
 @pytest.mark.parametrize("layout", CacheLayout)

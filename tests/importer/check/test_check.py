@@ -105,7 +105,17 @@ def unchanged_cache(graph: onnx.GraphProto) -> None:
     del found.input[1:], found.attribute[:]
 
 
-FAULTS = {f.__name__: f for f in (shifted_mask, open_mask, wrong_index, swapped_caches, wrong_scale, unchanged_cache)}
+def other_present(graph: onnx.GraphProto) -> None:
+    """The caller gets another cache than attention reads."""
+    name = node(graph, "TensorScatter").output[0]
+    for found in graph.node:
+        for field in (found.input, found.output):
+            field[:] = [f"{name}/read" if n == name else n for n in field]
+    graph.node.append(helper.make_node("Add", [f"{name}/read"] * 2, [name], "doubled"))
+
+
+FAULTS = {f.__name__: f for f in (
+    shifted_mask, open_mask, wrong_index, swapped_caches, wrong_scale, unchanged_cache, other_present)}  # fmt: skip
 
 
 @pytest.mark.parametrize("source", SOURCES)

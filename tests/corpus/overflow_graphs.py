@@ -1,27 +1,20 @@
 """Decoders whose masks hide keys by large numbers, drawn at random: what overflows is refused, or equal.
 
 Sums, products and casts of such numbers leave the range of their type: -inf, or NaN if the model subtracts or
-multiplies them. By hand: ``PYTHONPATH=tests:tests/corpus python tests/mutation_masks.py --seeds 0:500``.
+multiplies them.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
-import sys
-import tempfile
-from collections import Counter
-from pathlib import Path
+from collections.abc import Iterator
 
 import numpy as np
-import onnx
-from concat_graphs import MASKS, TYPES, Build, Decoder, make_decoder
-from mutation_trials import judge
+from concat_graphs import MASKS, TYPES, Build, Decoder, decoders
 from onnx import TensorProto
 
-from trt_kvcache.importer.plan import PlanOptions
+from corpus import Entry
 
-CAPACITY = 24
 _LOWEST = (-1e4, -3e4, -6e4, -65504.0, -1e9, -3e38, float(np.finfo(np.float32).min), -np.inf)
 
 
@@ -82,27 +75,5 @@ def _number(g: Build, value: float) -> str:
         return g.number(value)
 
 
-def trial(seed: int) -> tuple[str, str]:
-    """A word for what becomes of a seed's decoder, and its reason; see `mutation_trials.judge`."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "model.onnx"
-        onnx.save(make_decoder(overflowing(seed)), path)
-        return judge(path, PlanOptions(capacity=CAPACITY))
-
-
-def main() -> None:
-    """Draws decoders and prints one line for each, and the number of each word."""
-    parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--seeds", default="0:20", help="FIRST:LAST")
-    first, last = map(int, parser.parse_args().seeds.split(":"))
-    words: Counter[str] = Counter()
-    for seed in range(first, last):
-        word, reason = trial(seed)
-        words[word] += 1
-        sys.stdout.write("\t".join((word, str(seed), " | ".join(reason.splitlines()[-4:]))) + "\n")
-        sys.stdout.flush()
-    sys.stdout.write(f"{dict(words)}\n")
-
-
-if __name__ == "__main__":
-    main()
+def entries() -> Iterator[Entry]:
+    yield from decoders("overflow", {str(seed): overflowing(seed) for seed in range(30)})

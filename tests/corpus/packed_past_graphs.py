@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import onnx
-import pytest
 from graphs import Graph
-from onnx import TensorProto
+from onnx import TensorProto, helper
 
-from trt_kvcache import PlanOptions, plan_model, verify_model
-from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer.lower import CONTRIB
-from trt_kvcache.importer.plan import Route
+from corpus import Entry, built
 
+CONTRIB = "com.microsoft"
 HEADS, SIZE, WIDTH, TOKENS = 2, 8, 12, 16
-OPTIONS = PlanOptions(capacity=32)
 
 
 def decoder(
@@ -58,59 +54,30 @@ def decoder(
     return g.model(opset, [CONTRIB])
 
 
-def saved(folder: Path, model: onnx.ModelProto) -> Path:
-    onnx.save(model, folder / "model.onnx")
-    return folder / "model.onnx"
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"bias": False, "unidirectional": 0},
-        {"mask": False, "scale": 0.4},
-        {"cast": True},
-        {"opset": 11},
-    ],
-    ids=str,
-)
-def test_same_numbers_with_a_cache_for_each(options: dict[str, Any], tmp_path: Path) -> None:
-    model = saved(tmp_path, decoder(**options))
-    plan = plan_model(model, OPTIONS)
-    assert [c.logical_shape[1:] for c in plan.caches] == [(HEADS, 32, SIZE)] * 4
-    assert {c.route for c in plan.caches} == {Route.NATIVE}
-    assert [(s.name, len(s.parts)) for s in plan.stacks if s.io == "input"] == [("past_0", 2), ("past_1", 2)]
-    verify_model(model, OPTIONS).check()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"do_rotary": 1}, "rotates queries and keys"),
-        ({"past_present_share_buffer": 1}, "keeps its past in a shared buffer"),
-        ({"extra": ("length",)}, "keeps its past in a shared buffer"),
-        ({"past": [1, "B", HEADS, "P", SIZE]}, r"takes a past of the shape \[1, 'B', 2, 'P', 8\]"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_by_name(options: dict[str, Any], words: str, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=words):
-        plan_model(saved(tmp_path, decoder(**options)), OPTIONS)
-
-
-def test_a_mask_that_hides_something_else_is_refused(tmp_path: Path) -> None:
+def other_mask() -> onnx.ModelProto:
     model = decoder()
-    model.graph.node.insert(0, onnx.helper.make_node("Sub", ["attention_mask", "one"], ["hidden"]))
+    model.graph.node.insert(0, helper.make_node("Sub", ["attention_mask", "one"], ["hidden"]))
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1, np.int32), "one"))
     for node in (n for n in model.graph.node if n.op_type == "Attention"):
         node.input[3] = "hidden"
-    with pytest.raises(UnsupportedModelError, match="'node_attended_0' is none of the supported ones"):
-        plan_model(saved(tmp_path, model), OPTIONS)
+    return model
 
 
-def test_a_past_that_is_computed_is_refused(tmp_path: Path) -> None:
+def computed_past() -> onnx.ModelProto:
     model = decoder()
-    model.graph.node.insert(0, onnx.helper.make_node("Neg", ["past_1"], ["flipped"]))
+    model.graph.node.insert(0, helper.make_node("Neg", ["past_1"], ["flipped"]))
     next(n for n in model.graph.node if "past_1" in n.input and n.op_type == "Attention").input[4] = "flipped"
-    with pytest.raises(UnsupportedModelError, match="past"):
-        plan_model(saved(tmp_path, model), OPTIONS)
+    return model
+
+
+HOW: tuple[dict[str, Any], ...] = (
+    {}, {"bias": False, "unidirectional": 0}, {"mask": False, "scale": 0.4}, {"cast": True}, {"opset": 11},
+    {"do_rotary": 1}, {"past_present_share_buffer": 1}, {"extra": ("length",)},
+    {"past": [1, "B", HEADS, "P", SIZE]},
+)  # fmt: skip
+
+
+def entries() -> Iterator[Entry]:
+    models: dict[str, Callable[[], onnx.ModelProto]] = {str(how): (lambda how=how: decoder(**how)) for how in HOW}
+    models |= {make.__name__: make for make in (other_mask, computed_past)}
+    yield from built("packed past", models, capacity=32)

@@ -1,0 +1,441 @@
+"""Decoders whose inputs say by the graph alone what they are, and what the importer reads of their interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import onnx
+from cases import packed_model
+from concat_graphs import Decoder as Growing
+from concat_graphs import make_decoder
+from decoders import DecoderConfig
+from decoders import make_decoder as make_static
+from graphs import Dim, Graph, attention_model, scatter_model
+from onnx import TensorProto
+
+from corpus import Entry, built
+
+B, S = "batch", "sequence_len"
+HIDDEN, HEADS, SIZE, CAPACITY, VOCAB, POSITIONS = 32, 2, 8, 16, 100, 64
+FLOAT, INT64, INT32, BOOL = TensorProto.FLOAT, TensorProto.INT64, TensorProto.INT32, TensorProto.BOOL
+
+
+class Decoder(Graph):
+    """A decoder of one layer, built part by part; what a test leaves out takes its usual form.
+
+    Structure of mobius-onnx with static caches: 3-D caches, axis 1, 3-D Attention.
+    """
+
+    def __init__(self, batch: Dim = B, sequence: Dim = S) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(3)
+        self.batch, self.sequence = batch, sequence
+
+    def weight(self, *shape: int) -> str:
+        return self.constant(self.rng.standard_normal(shape) / np.sqrt(shape[0]), np.float32)
+
+    def ids(self, name: str = "input_ids") -> str:
+        return self.input(name, INT64, [self.batch, self.sequence])
+
+    def embed(self, ids: str, rows: int = VOCAB, columns: int = HIDDEN) -> str:
+        return self.node("Gather", [self.weight(rows, columns), ids])
+
+    def rotary(self, x: str, positions: str) -> str:
+        tables = [self.node("Gather", [self.weight(POSITIONS, SIZE // 2), positions]) for _ in range(2)]
+        return self.node("RotaryEmbedding", [x, *tables], num_heads=HEADS)
+
+    def finish(
+        self,
+        hidden: str,
+        positions: str | None = None,
+        indices: str | None = None,
+        lengths: str | None = None,
+        mask: str = "",
+        logits: bool = True,
+    ) -> Decoder:
+        """Append the layer and the logits."""
+        positions = self.ids("position_ids") if positions is None else positions
+        indices = self.input("write_indices", INT64, [self.batch]) if indices is None else indices
+        if lengths is None:
+            lengths = self.input("nonpad_kv_seqlen", INT64, [self.batch])
+        width = HEADS * SIZE
+        query, key, value = (self.node("MatMul", [hidden, self.weight(HIDDEN, width)]) for _ in range(3))
+        if positions:
+            query, key = self.rotary(query, positions), self.rotary(key, positions)
+        for kind, update in (("key", key), ("value", value)):
+            past = self.input(f"{kind}_cache.0", FLOAT, [self.batch, CAPACITY, width])
+            self.node("TensorScatter", [past, update, indices], f"updated_{past}", axis=1)
+            self.output(f"updated_{past}", FLOAT, [self.batch, CAPACITY, width])
+        inputs = [query, "updated_key_cache.0", "updated_value_cache.0", mask, "", "", lengths]
+        y = self.node("Attention", inputs, q_num_heads=HEADS, kv_num_heads=HEADS)
+        x = self.node("Add", [hidden, self.node("MatMul", [y, self.weight(width, HIDDEN)])])
+        if logits:
+            self.node("MatMul", [x, self.weight(HIDDEN, VOCAB)], "logits")
+            self.output("logits", FLOAT, [self.batch, self.sequence, VOCAB])
+        else:
+            self.node("Identity", [x], "hidden_out")
+            self.output("hidden_out", FLOAT, [self.batch, self.sequence, HIDDEN])
+        return self
+
+
+def _squeezed(d: Decoder) -> Decoder:
+    flat = d.node("Squeeze", [d.node("Cast", [d.input("start", INT32, [B, 1])], to=INT64), d.constant([1])])
+    indices = d.node("Mod", [flat, d.constant(CAPACITY)])
+    lengths = d.node("Expand", [d.input("length", INT64, [1]), d.node("Shape", [indices])])
+    return d.finish(d.embed(d.ids()), indices=indices, lengths=lengths)
+
+
+def _steps(d: Decoder, ids: str, start: str) -> str:
+    """Positions of the tokens of a step that begins at `start`."""
+    size = d.node("Gather", [d.node("Shape", [ids]), d.constant(1)])
+    steps = d.node("Range", [d.constant(0), size, d.constant(1)])
+    return d.node("Add", [d.node("Unsqueeze", [start, d.constant([1])]), steps])
+
+
+def _from_write_index(d: Decoder) -> Decoder:
+    ids, indices = d.ids(), d.input("past_length", INT64, [B])
+    size = d.node("Gather", [d.node("Shape", [ids]), d.constant(1)])
+    return d.finish(d.embed(ids), _steps(d, ids, indices), indices, d.node("Add", [indices, size]))
+
+
+def _one_index(d: Decoder) -> Decoder:
+    index = d.input("at", INT64, [B])
+    return d.finish(d.embed(d.ids()), d.node("Unsqueeze", [index, d.constant([1])]), index)
+
+
+def _offset_index(d: Decoder) -> Decoder:
+    """One more than the write index is not a write index; feeding it as one would be wrong by one row."""
+    return d.finish(d.embed(d.ids()), indices=d.node("Sub", [d.input("x", INT64, [B]), d.constant(1)]))
+
+
+def _turned(d: Decoder, ids: str, *angles: str) -> Decoder:
+    hidden = d.embed(ids)
+    query = d.node("MatMul", [hidden, d.weight(HIDDEN, HEADS * SIZE)])
+    turned = d.node("RotaryEmbedding", [query, *angles], num_heads=HEADS)
+    extra = d.node("MatMul", [turned, d.weight(HEADS * SIZE, HIDDEN)])
+    return d.finish(d.node("Add", [hidden, extra]), positions="")
+
+
+def _computed_angles(d: Decoder) -> Decoder:
+    ids, where = d.ids(), d.input("where", INT64, [B, S])
+    column = d.node("Unsqueeze", [d.node("Cast", [where], to=FLOAT), d.constant([2])])
+    angles = d.node("MatMul", [column, d.weight(1, SIZE // 2)])
+    return _turned(d, ids, d.node("Cos", [angles]), d.node("Sin", [angles]))
+
+
+def _learned(d: Decoder, where: str, *, rows: int = POSITIONS) -> Decoder:
+    hidden = d.node("Add", [d.embed(d.ids("b")), d.embed(where, rows=rows)])
+    return d.finish(hidden, positions="")
+
+
+def _learned_start(d: Decoder) -> Decoder:
+    ids = d.ids()
+    positions = _steps(d, ids, d.input("start", INT64, [B]))
+    return d.finish(d.node("Add", [d.embed(ids), d.embed(positions, rows=POSITIONS)]), "")
+
+
+def _rotary_start(d: Decoder) -> Decoder:
+    ids = d.ids()
+    positions = _steps(d, ids, d.input("start", INT64, [B]))
+    return d.finish(d.embed(ids), positions)
+
+
+def _block(d: Decoder) -> Decoder:
+    d.finish(d.input("x", FLOAT, [B, S, HIDDEN]), d.ids("p"), logits=False)
+    d.node("MatMul", ["hidden_out", d.weight(HIDDEN, HIDDEN)], "projected")
+    d.output("projected", FLOAT, [B, S, HIDDEN])
+    return d
+
+
+def _capped(d: Decoder) -> Decoder:
+    d.finish(d.embed(d.ids()))
+    capped = d.node("Tanh", [d.node("Div", ["logits", d.constant(30.0, np.float32)])])
+    d.node("Cast", [d.node("Mul", [capped, d.constant(30.0, np.float32)])], "scores", to=FLOAT)
+    d.outputs = [o for o in d.outputs if o.name != "logits"]
+    d.output("scores", FLOAT, [B, S, VOCAB])
+    d.node("Identity", [d.nodes[-5].input[0]], "states")
+    d.output("states", FLOAT, [B, S, HIDDEN])
+    return d
+
+
+def _padding(d: Decoder, batch: Dim = B) -> Decoder:
+    padding = d.node("Cast", [d.input("m", INT64, [batch, "k"])], to=FLOAT)
+    inverse = d.node("Sub", [d.constant(1.0, np.float32), padding])
+    bias = d.node("Mul", [inverse, d.constant(-1e9, np.float32)])
+    return d.finish(d.embed(d.ids()), mask=d.node("Unsqueeze", [bias, d.constant([1, 2])]))
+
+
+def _compared(d: Decoder, *, rotary: bool) -> Decoder:
+    """Positions that are compared with keys are no mask."""
+    where = d.ids("where")
+    mask = d.node("GreaterOrEqual", [d.node("Unsqueeze", [where, d.constant([1, 3])]), d.constant(np.arange(CAPACITY))])
+    return d.finish(d.embed(d.ids()), where if rotary else "", mask=mask)
+
+
+def _counted(d: Decoder) -> Decoder:
+    lengths = d.node("ReduceSum", [d.input("m", INT64, [B, "k"]), d.constant([1])], keepdims=0)
+    return d.finish(d.embed(d.ids()), lengths=lengths)
+
+
+def _names_alone(d: Decoder) -> Decoder:
+    d.input("attention_mask", INT64, [B, "past + new"])
+    d.input("whatever", INT64, ["n"])
+    return d.finish(d.embed(d.ids()))
+
+
+def _mask(d: Decoder, *shape: Dim) -> Decoder:
+    return d.finish(d.embed(d.ids()), mask=d.input("m", BOOL, shape))
+
+
+def _both(d: Decoder, name: str) -> Decoder:
+    """One input as write index and as length."""
+    both = d.input(name, INT64, [B])
+    return d.finish(d.embed(d.ids()), indices=both, lengths=both)
+
+
+def _two_token_inputs(d: Decoder, first: str, second: str) -> Decoder:
+    table = d.weight(VOCAB, HIDDEN)
+    parts = [d.node("Gather", [table, d.ids(name)]) for name in (first, second)]
+    d.input("attention_mask", INT64, [B, "past + new"])
+    return d.finish(d.node("Add", parts))
+
+
+GRAPHS: dict[str, Callable[[Decoder], Decoder]] = {
+    "plain": lambda d: d.finish(d.embed(d.ids())),
+    "indices and lengths through simple operators": _squeezed,
+    "lengths and positions from the write index": _from_write_index,
+    "one input as write index and position": _one_index,
+    "an index with an offset": _offset_index,
+    "rotary angles in the graph": _computed_angles,
+    "learned positions as wide as the tokens": lambda d: _learned(d, d.input("a", INT64, [S])),
+    "learned positions with an offset": lambda d: _learned(
+        d, d.node("Add", [d.input("a", INT64, [B, S]), d.constant(2)])
+    ),
+    "a start of learned positions": _learned_start,
+    "a start of rotary positions": _rotary_start,
+    "a small table is none of positions": lambda d: _learned(d, d.input("kinds", INT64, [B, S]), rows=2),
+    "embeddings instead of tokens": lambda d: d.finish(d.input("x", FLOAT, [B, S, HIDDEN])),
+    "a block without logits": _block,
+    "capped logits beside hidden states": _capped,
+    "a padding mask that becomes a bias": _padding,
+    "a padding mask of a nameless batch": lambda d: _padding(d, ""),
+    "positions compared with keys": partial(_compared, rotary=True),
+    "what is only compared with keys": partial(_compared, rotary=False),
+    "lengths counted from a padding mask": _counted,
+    "names, where the graph says nothing": _names_alone,
+    **{f"an index and a length, {name}": partial(_both, name=name) for name in ("x", "nonpad_kv_seqlen")},
+    **{f"two token inputs, {n}": partial(_two_token_inputs, first="a", second=n) for n in ("b", "input_ids")},
+}
+MASKS: tuple[tuple[Dim, ...], ...] = (
+    (B, 1, S, CAPACITY), (B, 1, S, "k"), ("", 1, "", ""), (S, "past + new"), ("", ""),
+    (B, 1, B, CAPACITY), (B, 1, S, B), (S, 1, S, CAPACITY), (S, 1, B, CAPACITY), (S, 1, 3, CAPACITY),
+    (S, S, CAPACITY), (1, 1, B, CAPACITY), (S, B),
+)  # fmt: skip
+TAKEN = ("trt_kvcache/mask_0", "trt_kvcache/attention", "write_indices", "nonpad_kv_seqlen", "attention_span",
+         "logits_span")  # fmt: skip
+
+
+def interface(build: Callable[[Decoder], Decoder], batch: Dim = B, sequence: Dim = S) -> onnx.ModelProto:
+    return build(Decoder(batch, sequence)).model()
+
+
+def renamed(seed: int) -> onnx.ModelProto:
+    """Neither names nor the order of inputs matter."""
+    model = interface(GRAPHS["plain"])
+    rng = np.random.default_rng(seed)
+    values = [model.graph.input[i] for i in rng.permutation(len(model.graph.input))]
+    values = [onnx.ValueInfoProto.FromString(v.SerializeToString()) for v in values]
+    del model.graph.input[:]
+    model.graph.input.extend(values)
+    names = {v.name: f"t{n}" for v, n in zip((*values, *model.graph.output), rng.permutation(99), strict=False)}
+    for value in (*model.graph.input, *model.graph.output):
+        value.name = names[value.name]
+    for node in model.graph.node:
+        for field in (node.input, node.output):
+            field[:] = [names.get(name, name) for name in field]
+    return model
+
+
+def prefixed(prefix: str, *, other: bool) -> onnx.ModelProto:
+    """`onnx.compose.add_prefix`; the importer's own inputs come without it."""
+    model = onnx.compose.add_prefix(interface(GRAPHS["two token inputs, input_ids"]), prefix)
+    own = ("write_indices", "nonpad_kv_seqlen") if other else ()
+    for values in (model.graph.input, *(node.input for node in model.graph.node)):
+        for i, value in enumerate(values):
+            name = value if isinstance(value, str) else value.name
+            if name.removeprefix(prefix) not in own:
+                continue
+            if isinstance(value, str):
+                values[i] = name.removeprefix(prefix)
+            else:
+                value.name = name.removeprefix(prefix)
+    return model
+
+
+def taken(name: str) -> onnx.ModelProto:
+    """A tensor of a name that the importer gives."""
+    model = make_decoder(Growing())
+    old = next(n for n in model.graph.node if n.op_type == "MatMul").output[0]
+    for node in model.graph.node:
+        node.input[:] = [name if n == old else n for n in node.input]
+        node.output[:] = [name if n == old else n for n in node.output]
+    return model
+
+
+def holder(domain: str, op: str) -> onnx.ModelProto:
+    """An operator of others that holds caches, or a whole decoder, where no cache is seen."""
+    g = Graph()
+    g.input("input_ids", INT64, [B, S])
+    g.node(op, ["input_ids"], "y", domain)
+    g.output("y", INT64, [B, S])
+    return g.model(24, [domain])
+
+
+HOLDERS = (
+    ("com.microsoft", "BeamSearch"), ("com.microsoft", "WhisperBeamSearch"), ("LlmExporter", "FusedAttention"),
+    ("", "XlaDynamicUpdateSlice"), ("LlmExporter", "Other"),
+)  # fmt: skip
+
+
+def beside(*, nameless: bool = False) -> onnx.ModelProto:
+    """Another tensor is as long as the caches, whatever their length is called."""
+    graph = Graph()
+    past, update = graph.input("past", FLOAT, [B, "L", 8]), graph.input("update", FLOAT, [B, S, 8])
+    graph.node("TensorScatter", [past, update], "present", axis=1)
+    graph.output("present", FLOAT, [B, "L", 8])
+    graph.node("Neg", [graph.input("beside", FLOAT, [B, "L"])], "beside_out")
+    graph.output("beside_out", FLOAT, [B, "L"])
+    model = graph.model()
+    for value in (model.graph.input[0], model.graph.output[0]) if nameless else ():
+        value.type.tensor_type.shape.dim[1].Clear()
+    return model
+
+
+def computed_cache() -> onnx.ModelProto:
+    graph = Graph()
+    raw, update = graph.input("raw", FLOAT, [B, 2, "L", 8]), graph.input("update", FLOAT, [B, 2, S, 8])
+    graph.node("TensorScatter", [graph.node("Neg", [raw]), update], "present")
+    graph.output("present", FLOAT, [B, 2, "L", 8])
+    return graph.model()
+
+
+def unused_outputs(opset: int = 24) -> onnx.ModelProto:
+    """TensorRT refuses nodes that list outputs which nobody reads; ONNX forbids those of Attention from opset 25 on."""
+    d = Decoder()
+    scale = d.constant(np.ones(HIDDEN), np.float32)
+    x = d.node("LayerNormalization", [d.embed(d.ids()), scale], ["normed", "mean", "deviation"])
+    d.finish(d.node("LayerNormalization", [x, scale], ["kept", "kept_mean"]))
+    d.output("kept_mean", FLOAT, [B, S, 1])
+    attention = next(n for n in d.nodes if n.op_type == "Attention")
+    attention.output.extend(["unused_k", "unused_v"])
+    return d.model(opset)
+
+
+def two_caches(updates: list[dict[str, Any]]) -> onnx.ModelProto:
+    """Several updates in one model; each is ``dtype, mode, axis, shape`` (without batch), of open length."""
+    graph = Graph()
+    for i, update in enumerate(updates):
+        dtype, shape, axis = TensorProto.DataType.Value(update["dtype"]), update["shape"], update["axis"]
+        written: list[Any] = [*shape]
+        written[axis - 1] = "S"
+        inputs = [graph.input(f"past_{i}", dtype, ["B", *shape]), graph.input(f"update_{i}", dtype, ["B", *written])]
+        inputs.append(graph.input(f"write_indices_{i}", TensorProto.INT64, ["B"]))
+        graph.node("TensorScatter", inputs, f"present_{i}", mode=update["mode"], axis=axis)
+        graph.output(f"present_{i}", dtype, ["B", *shape])
+    return graph.model()
+
+
+def no_heads() -> onnx.ModelProto:
+    """Attention that needs plain operators, of an unknown number of heads."""
+    model = attention_model(softcap=5.0)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[1].ClearField("dim_value")
+    return model
+
+
+def packed(past: int = 4, update: int = 3, cache: int = TensorProto.FLOAT16, index: int = TensorProto.INT32) -> Any:
+    model = packed_model(integer=index)
+    shapes = {"past": past, "present": past, "update": update}
+    for value in (*model.graph.input, *model.graph.output):
+        kind = value.type.tensor_type
+        if value.name in ("past", "present"):
+            kind.elem_type = cache
+        while len(kind.shape.dim) > shapes.get(value.name, 1):
+            del kind.shape.dim[-1]
+    return model
+
+
+BOTH = [{"dtype": d, "mode": "linear", "axis": 2, "shape": [2, 6, 4]} for d in ("INT4", "INT64")]
+
+
+def entries() -> Iterator[Entry]:
+    yield from _interfaces()
+    yield from _lengths()
+    yield from _rules()
+    yield from _routes()
+
+
+TYPES = ("FLOAT", "FLOAT16", "BFLOAT16", "DOUBLE", "INT8", "UINT8", "INT16", "UINT16", "INT32", "UINT32",
+         "INT64", "UINT64", "BOOL", "FLOAT8E4M3FN", "FLOAT8E5M2", "INT4", "UINT4", "FLOAT4E2M1",
+         "STRING", "COMPLEX64")  # fmt: skip
+
+
+def _routes() -> Iterator[Entry]:
+    """The route of an update, for each type, mode and length; and that of a packed one."""
+    linear = {name: partial(scatter_model, dtype=TensorProto.DataType.Value(name)) for name in TYPES}
+    circular = {str(n): partial(scatter_model, mode="circular", length=n) for n in (1, 3, 4, "S")}
+    circular["no indices"] = partial(scatter_model, mode="circular", indices=False)
+    packs = {m: partial(packed_model, mode=m) for m in ("linear", "circular")}
+    for target in ("tensorrt", "tensorrt-rtx"):
+        yield from built(f"route, {target}", linear, target=target)
+        yield from built(f"route, {target}", {f"packed {m}": pack for m, pack in packs.items()}, target=target)
+        for fallback in ("auto", "contract", "functional"):
+            yield from built(f"route, {target}, {fallback}", circular, target=target, fallback=fallback)
+    yield from built("route, before 11", {"packed": packs["linear"]}, target="tensorrt", packed_native=False)
+
+
+def _rules() -> Iterator[Entry]:
+    rows = {
+        f"{dtype} {axis} {shape}": partial(scatter_model, (B, *shape), axis, dtype=TensorProto.DataType.Value(dtype))
+        for dtype in ("INT4", "FLOAT4E2M1")
+        for axis, shape in ((2, (2, 16, 3)), (1, (16, 5)), (3, (3, 5, 16)), (1, (16, 3, 2)))
+    }
+    rows["types of one definition"] = partial(two_caches, BOTH)
+    rows["types of two definitions"] = partial(two_caches, [BOTH[0], BOTH[1] | {"mode": "circular"}])
+    yield from built("plugin", rows, target="tensorrt")
+    wrong: tuple[dict[str, Any], ...] = (
+        {"past": 3}, {"update": 2}, {"cache": TensorProto.FLOAT}, {"index": TensorProto.INT8})  # fmt: skip
+    yield from built("packed", {str(how): partial(packed, **how) for how in wrong})
+    yield from built("attention of no heads", {"softcap": no_heads})
+    for name, value in (("sliding", "round"), ("target", None), ("capacity", "64")):
+        yield from built(f"option {name}", {str(value): scatter_model}, **{name: value})
+
+
+def _interfaces() -> Iterator[Entry]:
+    models = {name: partial(interface, build) for name, build in GRAPHS.items()}
+    models |= {f"mask {shape}": partial(interface, lambda d, shape=shape: _mask(d, *shape)) for shape in MASKS}
+    models |= {f"prefixed {prefix} {other}": partial(prefixed, prefix, other=other)
+               for prefix in ("dec/", "model.decoder_") for other in (True, False)}  # fmt: skip
+    models |= {f"renamed {seed}": partial(renamed, seed) for seed in range(3)}
+    models["no names of axes"] = partial(interface, GRAPHS["plain"], "", 1)
+    models |= {f"unused outputs {opset}": partial(unused_outputs, opset) for opset in (24, 25)}
+    yield from built("interface", models)
+    yield from built("taken names", {name: partial(taken, name) for name in TAKEN}, capacity=24)
+    yield from built("holder", {f"{domain} {op}": partial(holder, domain, op) for domain, op in HOLDERS}, capacity=8)
+
+
+def _lengths() -> Iterator[Entry]:
+    tables = {f"{rows} rows": partial(make_static, DecoderConfig(capacity=64, positions=rows)) for rows in (40, 63, 64)}
+    yield from built("table of positions", tables)
+    open_, fixed = partial(scatter_model, ("B", 2, "L", 8)), scatter_model
+    yield from built("capacity, none", {"open": open_})
+    for capacity in (0, -3, 16, 32):
+        yield from built(f"capacity, {capacity}", {"fixed": fixed, "open": open_}, capacity=capacity)
+    more: dict[str, Callable[[], onnx.ModelProto]] = {
+        "beside": beside, "nameless": partial(beside, nameless=True), "computed": computed_cache}  # fmt: skip
+    yield from built("capacity, 16", more, capacity=16)
+    yield from built("capacity, 4", {"long update": partial(scatter_model, ("B", 2, "L", 8), length=6)}, capacity=4)
+    yield from built("capacity, digits", {"digits": partial(scatter_model, ("3", "2", "16", "8"))})

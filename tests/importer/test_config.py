@@ -1,0 +1,116 @@
+"""Names say roles where the graph does not: those that are shipped, and those of a configuration."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.importer import plan_model
+from trt_kvcache.importer.interface.config import example, load_patterns, shipped_patterns
+from trt_kvcache.importer.plan import PlanOptions, Role, TensorRole
+
+SMALL = DecoderConfig(layers=1, hidden=16, vocab=32, query_heads=2, kv_heads=1, head_size=8, capacity=16, positions=20)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", SMALL)
+
+
+def roles(model: Path, folder: Path, config: str) -> dict[str, TensorRole]:
+    (folder / "own.yaml").write_text(config)
+    return {t.name: t for t in plan_model(model, PlanOptions(config=str(folder / "own.yaml"))).tensors}
+
+
+def test_the_user_is_not_argued_with(model: Path, tmp_path: Path) -> None:
+    found = roles(model, tmp_path, "roles:\n  valid_lengths: ['write_.*']\n  other: nonpad_kv_seqlen\n")
+    assert found["write_indices"].role is Role.VALID_LENGTHS
+    assert found["nonpad_kv_seqlen"].role is Role.OTHER
+    assert found["write_indices"].found_by == "config: own.yaml"
+    assert found["input_ids"].found_by == "graph: index into the embedding table [32, 16]"
+    assert found["logits"].found_by == "graph: made by a product that widens 16 to 32"
+
+
+def test_patterns_match_whole_names_and_the_right_side(model: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"gives the role 'logits' to 'updated_key_cache\.0', which is a cache"):
+        roles(model, tmp_path, "roles: {mask: 'input', logits: '.*'}")
+    found = roles(model, tmp_path, "roles: {mask: 'input', tokens: logits}")
+    assert {n: t.role for n, t in found.items()} == {t.name: t.role for t in plan_model(model).tensors}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("roles: [", "is not YAML: "),
+        ("roles: {tokens: \x07}", "is not YAML: "),
+        ("roles: {tokens: 2001-99-99}", "is not YAML: month must be in 1..12"),
+        ("[" * 10_000, "is not YAML: "),
+        ("", "is one mapping under the key 'roles'"),
+        ("tokens: input_ids", "is one mapping under the key 'roles'"),
+        ("roles: [tokens]", "is one mapping under the key 'roles'"),
+        ("roles: {}\npreset: x", "is one mapping under the key 'roles'"),
+        ("roles: {token: x}", "role 'token': there is no such role; known are tokens, positions, "),
+        ("roles: {state: x}", "role 'state': states are found in the graph, not by name"),
+        ("roles: {cache: x}", "role 'cache': caches are found in the graph, not by name; known are"),
+        ("roles: {1: x}", "role '1': there is no such role"),
+        ("roles: {tokens: 3}", "role 'tokens' has the pattern 3; give a name or a list of names, as text"),
+        ("roles: {tokens: [a, null]}", "role 'tokens' has the pattern None"),
+        ("roles: {tokens: ''}", "role 'tokens' has the pattern ''"),
+        ("roles: {tokens: '(x'}", "role 'tokens' has '(x', which is no regular expression of RE2: "),
+        (
+            "roles: {tokens: 'input.*', positions: '.*_ids'}",
+            "'input_ids' matches 'input.*' of role 'tokens' and '.*_ids'",
+        ),
+        ("roles: {tokens: 'key_.*'}", "gives the role 'tokens' to 'key_cache.0', which is a cache; narrow the pattern"),
+    ],
+)
+def test_bad_config(model: Path, tmp_path: Path, content: str, said: str) -> None:
+    with pytest.raises(OptionError, match=re.escape(said)) as caught:
+        roles(model, tmp_path, content)
+    assert "own.yaml" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_config(model: Path, tmp_path: Path) -> None:
+    for name, said in (("no.yaml", r"no\.yaml: the role config cannot be read \(No such file"), ("", "cannot be read")):
+        with pytest.raises(OptionError, match=said):
+            plan_model(model, PlanOptions(config=str(tmp_path / name)))
+
+
+@pytest.mark.parametrize(
+    ("name", "role"),
+    [
+        ("input_ids", Role.TOKENS),
+        ("inputs_embeds", Role.TOKENS),
+        ("position_ids", Role.POSITIONS),
+        ("cache_position", Role.POSITIONS),
+        ("write_indices", Role.WRITE_INDICES),
+        ("nonpad_kv_seqlen", Role.VALID_LENGTHS),
+        ("attention_mask", Role.MASK),
+        ("input.past_key_values.layers.11.cumulative_length", Role.OTHER),
+        ("xinput_ids", None),
+    ],
+)
+def test_shipped_patterns(name: str, role: Role | None) -> None:
+    found = {pattern.role for pattern in shipped_patterns() if pattern.matches(name, "input")}
+    assert found == ({role} if role else set())
+
+
+def test_shipped_patterns_agree_with_each_other() -> None:
+    """A plain name in one file must not have another role in another file."""
+    for pattern in shipped_patterns():
+        for io in ("input", "output"):
+            agreeing = {other.role for other in shipped_patterns() if other.matches(pattern.regex.pattern, io)}
+            assert len(agreeing) <= 1
+
+
+@pytest.mark.parametrize("name", ["input_ids", "key_cache.0", "model/ids:0", "it's [0], {1}", "a b", "yes"])
+def test_example_in_messages_is_a_legal_config(tmp_path: Path, name: str) -> None:
+    config = tmp_path / "own.yaml"
+    config.write_text(example(Role.TOKENS, name))
+    (pattern,) = load_patterns(config)
+    assert pattern.matches(name, "input")
