@@ -28,6 +28,7 @@ __all__ = [
     "encoder_path",
     "load_manifest",
     "manifest_path",
+    "proof_path",
     "save_manifest",
 ]
 
@@ -81,6 +82,7 @@ class Manifest:
             none. An encoder's own engine has no caches, and one profile, `ENCODER`.
         generation: settings from files beside the model, by the names of transformers' ``GenerationConfig``: tokens
             that end a text, start or end it by force, or never come.
+        proof: the file with a decode of the original, which the engine has to repeat where it runs; None: there is none.
     """
 
     created_by: str
@@ -101,6 +103,7 @@ class Manifest:
     max_positions: int | None = None
     max_logits: int | None = None
     encoder: FileIdentity | None = None
+    proof: FileIdentity | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
 
@@ -121,6 +124,12 @@ def manifest_path(engine: str | os.PathLike[str]) -> Path:
     """Return the path of an engine's manifest: ``model.engine.json`` for ``model.engine``."""
     engine = Path(engine)
     return engine.with_name(engine.name + ".json")
+
+
+def proof_path(engine: str | os.PathLike[str]) -> Path:
+    """Return the path of an engine's proof: ``model.engine.proof`` for ``model.engine``."""
+    engine = Path(engine)
+    return engine.with_name(engine.name + ".proof")
 
 
 def encoder_path(engine: Path) -> Path:

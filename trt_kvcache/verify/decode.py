@@ -51,7 +51,7 @@ _HEAVY = 2 << 30  # bytes of weights; every run reads all of them, and most runs
 
 
 @dataclass
-class _Ran:
+class Ran:
     """What the original ran, for the rewritten model to run it again.
 
     Attributes:
@@ -139,13 +139,16 @@ class Verification:
 
     def _find_texts(self, limits: Limits) -> dict[str, CacheTensor]:
         """Caches that the original holds with a row for every token, and the rewritten model as rings, by name."""
-        ends = [max(s.valid) for e in plan_schedule(limits, self.verify) for s in e.steps]
+        ends = [max(s.valid) for e in self._schedule(limits) for s in e.steps]
         texts = {c.role.name: as_text(c, self.plan, self._fixed, max(ends, default=1)) for c in self.caches}
         return {c.role.name: text for c in self.caches if (text := texts[c.role.name]) is not c}
 
+    def _schedule(self, limits: Limits) -> Sequence[Episode]:
+        return plan_schedule(limits, self.verify)
+
     def _episodes(self, limits: Limits) -> list[Episode]:
         """The schedule; in a ring made of a window all new tokens of a sequence count, or none."""
-        episodes = [e for e in plan_schedule(limits, self.verify) if e.steps]
+        episodes = [e for e in self._schedule(limits) if e.steps]
         return [replace(e, steps=tuple(map(whole, e.steps))) for e in episodes] if self.texts else episodes
 
     def _fit(self, limits: Limits) -> Limits:
@@ -204,7 +207,7 @@ class Verification:
             half=any(c.role.dtype == "float16" for c in self.caches),
         )
         with open_tape() as tape:
-            ran = self._run_original(episodes, tape)
+            ran = self.run_original(episodes, tape)
             engine, failure = self._run_rewritten(ran, tape, comparison)
         outputs, notes = comparison.results(), list(self.notes)
         same, clear = comparison.same, comparison.clear
@@ -225,7 +228,7 @@ class Verification:
             failure=failure,
         )
 
-    def _run_original(self, episodes: Sequence[Episode], tape: Tape) -> _Ran:
+    def run_original(self, episodes: Sequence[Episode], tape: Tape) -> Ran:
         """All steps of the original, what it gives on the tape."""
         first = episodes[0].steps[0]
         shared = self.inputs.shared(first)
@@ -236,7 +239,7 @@ class Verification:
         except EngineError as error:
             raise UnsupportedModelError(f"{self.path}: no engine runs the original at {first}: {error}") from None
         del trial
-        ran = _Ran(original.engine, garbage)
+        ran = Ran(original.engine, garbage)
         begun = [(shared, outputs)]
         del outputs
         for number, episode in enumerate(episodes):
@@ -299,7 +302,7 @@ class Verification:
         changed = written.rows & ~free
         return Written(written.shape, changed, written.values[changed[written.rows]], free)
 
-    def _run_rewritten(self, ran: _Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
+    def _run_rewritten(self, ran: Ran, tape: Tape, comparison: Comparison) -> tuple[str, str | None]:
         """The same steps with the rewritten model; returns its engine, and why it could not be run to the end."""
         give_back()
         engine = "none"

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import onnx
@@ -139,6 +140,8 @@ def first_contents(
     dtype = numpy_dtype(cache.role.dtype, twin=twin)
     shape = cache.logical_shape(len(histories))
     plausible = _values(shape, dtype, rng, lambda n: rng.uniform(-1, 1, n))
+    if cache.role.dtype == "bfloat16":  # numbers that the cache itself can hold
+        plausible = plausible.astype(ml_dtypes.bfloat16).astype(dtype)
     if cache.update is None:
         plausible[[tokens == 0 for tokens in histories]] = 0  # state starts from zeros
         return plausible

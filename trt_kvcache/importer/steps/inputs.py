@@ -36,11 +36,12 @@ class StepInputs:
         twin: bfloat16 is held as float32.
         unknown: size of axes that nothing explains; None: they are refused.
         rings: windows became rings: valid lengths are those of the text, which the original holds as a whole.
+        plain: masks hide what comes later and nothing else, as those of a session.
     """
 
     def __init__(
         self, plan: CachePlan, limits: IndexLimits, given: Mapping[str, Array], rng: np.random.Generator, *, twin: bool,
-        unknown: int | None = None, rings: bool = False,
+        unknown: int | None = None, rings: bool = False, plain: bool = False,
     ) -> None:  # fmt: skip
         self._plan = plan
         self._limits = limits
@@ -49,6 +50,7 @@ class StepInputs:
         self._twin = twin
         self._unknown = unknown
         self._rings = rings
+        self._plain = plain
         carried = (Role.CACHE, Role.STATE, Role.SPAN)
         self._inputs = [t for t in plan.tensors if t.io == "input" and t.role not in carried]
 
@@ -137,7 +139,8 @@ class StepInputs:
         written = newest >= 0
         if not self._wraps(keys):
             newest, written = np.arange(keys)[None, None, :], np.arange(keys)[None, None, :] < after
-        hidden = self._rng.random((len(step.starts), step.length, keys)) < _HIDDEN_SHARE
+        share = 0 if self._plain else _HIDDEN_SHARE
+        hidden = self._rng.random((len(step.starts), step.length, keys)) < share
         visible = written & (newest <= query) & (~hidden | (newest == query))
         names = ("batch", "sequence", "keys")
         placed = arrange(visible, names, shape, tensor.axes)
@@ -146,7 +149,7 @@ class StepInputs:
         # Hidden rows that hold a token get a finite bias: where lengths or causality leave a query no other key, the
         # softmax of nothing but lowest values would be an accident of the order in which they were added.
         token = arrange(np.broadcast_to(written, visible.shape), names, shape, tensor.axes)
-        bias = np.where(placed, self._rng.uniform(-1, 1, shape), _FAINT)
+        bias = np.where(placed, 0 if self._plain else self._rng.uniform(-1, 1, shape), _FAINT)
         # Not the lowest finite number: ONNX Runtime takes that for -inf, ONNX's own definition adds it as it stands.
         return np.where(token, bias, -np.inf).astype(dtype)
 

@@ -1,0 +1,160 @@
+"""The file of a proof: safetensors, with what is no array as JSON in its header.
+
+    columns                  int64 [C]: columns of the logits that are kept; absent: all
+    <episode>/<step>/tokens  int32 [R, S]
+    <episode>/<step>/logits  float32 [R, K, C]: of the last K positions
+    <episode>/<step>/high    int32 [R, K, 64], and ``.../highest`` float32: the highest logits; absent where all are kept
+    <episode>/rows/<past>    float32 [R, T, W]: W numbers of each of the T newest cache rows; NaN: not known
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from blake3 import blake3
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from trt_kvcache.engine.manifest import Manifest, proof_path
+from trt_kvcache.errors import ManifestError
+
+__all__ = ["FORMAT", "Episode", "Facts", "Proof", "decode_proof", "encode_proof", "load_proof"]
+
+Array = npt.NDArray[Any]
+
+FORMAT = "trt_kvcache.proof.1"
+_AGAIN = "copy engine, manifest and proof together, or build again"
+
+
+@dataclass(frozen=True)
+class Episode:
+    """Steps over one set of caches; each step starts where the one before ended.
+
+    Attributes:
+        starts: tokens in each row before the first step.
+        lengths: tokens of each step.
+        keep: of how many of the last positions of each step the logits are kept.
+    """
+
+    name: str
+    starts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    keep: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """A proof without its arrays.
+
+    Attributes:
+        recorded_on: what ran the original.
+        dtype: that the rounding was measured for: ``"float32"`` (as TF32 rounds it), ``"float16"`` or ``"bfloat16"``.
+        vocab: numbers of a position's logits.
+        seed: of cache contents, constants and embeddings.
+        garbage: magnitude of what lies in cache rows without a token.
+        texts: rows of the caches that the original holds whole, and the engine as rings, by name.
+        digest: of what the seed gives: another version of NumPy could give something else.
+        tolerances: largest difference of an output allowed, as a share of its scale, by name.
+        rounding: the difference that rounding made, by name.
+    """
+
+    recorded_on: str
+    dtype: str
+    vocab: int
+    seed: int
+    garbage: float
+    episodes: tuple[Episode, ...]
+    texts: dict[str, int]
+    digest: str
+    tolerances: dict[str, float]
+    rounding: dict[str, float]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def rows(self) -> int:
+        """Rows of the batch in a step."""
+        return max(len(e.starts) for e in self.episodes)
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of the longest step."""
+        return max(n for e in self.episodes for n in e.lengths)
+
+    @property
+    def steps(self) -> int:
+        """Number of steps."""
+        return sum(len(e.lengths) for e in self.episodes)
+
+
+@dataclass(frozen=True, eq=False)
+class Proof:
+    """A proof."""
+
+    facts: Facts
+    arrays: dict[str, Array] = field(default_factory=dict)
+
+
+def encode_proof(proof: Proof, engine: str) -> bytes:
+    """The bytes of a proof's file.
+
+    Args:
+        proof: the proof.
+        engine: BLAKE3 (hex) of the engine that it is of.
+    """
+    facts = msgspec.json.encode(proof.facts).decode()
+    content: bytes = save(proof.arrays, {"format": FORMAT, "engine": engine, "facts": facts})
+    return content
+
+
+def decode_proof(content: bytes) -> tuple[Proof, str]:
+    """A proof and the BLAKE3 of its engine, from the bytes of its file.
+
+    Raises:
+        ValueError: they are none.
+    """
+    try:
+        size = int.from_bytes(content[:8], "little")
+        header = msgspec.json.decode(content[8 : 8 + size])["__metadata__"]
+        if header["format"] != FORMAT:
+            raise ValueError(f"of format {header['format']}, and this version of trt_kvcache knows {FORMAT}")
+        facts = msgspec.json.decode(header["facts"], type=Facts)
+        return Proof(facts, load(content)), str(header["engine"])
+    except (SafetensorError, msgspec.MsgspecError, KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not readable as one ({' '.join(str(error).split())})") from None
+
+
+def load_proof(manifest: Manifest, engine: Path) -> Proof:
+    """The proof that was built with an engine.
+
+    Raises:
+        ManifestError: there is none, it is not the one that the manifest names, or of another engine.
+    """
+    path = proof_path(engine)
+    if manifest.proof is None:
+        raise ManifestError(f"{engine}: was built without a proof; build it again, and look at the notes of the build")
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ManifestError(
+            f"{path}: the proof that was built with {engine.name} cannot be read ({error.strerror}); {_AGAIN}; "
+            "--check off opens the engine without it"
+        ) from None
+    if (len(content), blake3(content).hexdigest()) != (manifest.proof.size, manifest.proof.blake3):
+        raise ManifestError(f"{path}: not the proof that was built with {engine.name}: it was cut or changed; {_AGAIN}")
+    try:
+        proof, of = decode_proof(content)
+    except ValueError as error:
+        raise ManifestError(f"{path}: the proof is {error}; {_AGAIN}") from None
+    if of != manifest.engine.blake3:
+        raise ManifestError(f"{path}: the proof of another engine, {of[:16]}; {_AGAIN}")
+    return proof
+
+
+def columns_of(proof: Proof) -> Array:
+    """The columns of the logits that a proof keeps."""
+    return proof.arrays.get("columns", np.arange(proof.facts.vocab))

@@ -1,0 +1,251 @@
+"""Replaying a proof on a runner: the steps of the original, with everything else in the caches as garbage.
+
+    caches   rows before the steps as the original had them, garbage beyond, and in the rows of another sequence
+    steps    logits against those of the original
+    caches   afterwards: written rows against the original's, all others bit for bit as they were
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.errors import ManifestError
+from trt_kvcache.proof.contents import Contents, draws_digest, embedded
+from trt_kvcache.proof.file import Episode, Proof, columns_of
+from trt_kvcache.proof.places import LOGITS, places
+from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.dtypes import array_dtype
+from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
+from trt_kvcache.runtime.positions import PositionInput
+from trt_kvcache.runtime.runner import Runner, StepBatch
+from trt_kvcache.verify.compare import difference
+
+__all__ = ["Difference", "Finding", "Replay", "replay"]
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The largest difference found in one output.
+
+    Attributes:
+        output: name of the logits, or of a cache's past.
+        relative: as a share of the scale of a row; None: not comparable, such as a number that is not finite.
+        tolerance: largest `relative` allowed.
+    """
+
+    output: str
+    relative: float | None
+    tolerance: float
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A disagreement.
+
+    Attributes:
+        episode, step: where; the number of the step in its episode.
+        row: of the batch.
+        what: in words.
+    """
+
+    output: str
+    episode: str
+    step: int
+    row: int
+    what: str
+
+    def __str__(self) -> str:
+        """For messages."""
+        return f"output '{self.output}' at step {self.step} of '{self.episode}', row {self.row}: {self.what}"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a replay found.
+
+    Attributes:
+        steps: that were run; the first episode with a disagreement is the last one.
+        findings: each output that disagrees, the first time.
+        outputs: the largest difference of each output.
+    """
+
+    steps: int
+    findings: tuple[Finding, ...]
+    outputs: tuple[Difference, ...]
+
+    @property
+    def passed(self) -> bool:
+        """The engine gives the original's numbers."""
+        return not self.findings
+
+
+def rows_needed(proof: Proof, most: int) -> int:
+    """Rows of the caches that a replay takes: one beside those in use, where the engine has it."""
+    return min(proof.facts.rows + 1, most)
+
+
+def replay(runner: Runner, proof: Proof, vocab: int | None = None) -> Replay:
+    """Run the steps of a proof.
+
+    Args:
+        runner: of the engine; what its caches hold is lost. It has to take as many rows as `rows_needed`.
+        proof: of the engine.
+        vocab: numbers of a position's logits, where the runner knows them.
+
+    Raises:
+        ManifestError: the proof cannot be of this engine, or cannot be replayed with this version of NumPy.
+        SessionError: a step failed.
+    """
+    return _Replay(runner, proof).run()
+
+
+class _Replay:
+    def __init__(self, runner: Runner, proof: Proof) -> None:
+        facts = proof.facts
+        if facts.digest != draws_digest(facts.seed):
+            raise ManifestError(
+                f"the proof cannot be replayed with NumPy {np.__version__}, which draws other numbers from a seed than "
+                "the one that it was recorded with: build the engine again, or install that version"
+            )
+        self._runner, self._proof, self._plan = runner, proof, runner.plan
+        self._contents = Contents(runner.plan, facts.texts, facts.seed, facts.garbage)
+        self._buffers = {b.past: b for b in carried_buffers(runner.plan)}
+        self._columns = columns_of(proof)
+        self._worst = dict.fromkeys(facts.tolerances, 0.0)
+        self._findings: dict[str, Finding] = {}
+        self._constants = self._given()
+        self._planes = PositionInput(runner.plan).planes
+        self._embedded = embedded(runner.plan)
+        self._count = 0
+
+    def run(self) -> Replay:
+        for at, episode in enumerate(self._proof.facts.episodes):
+            self._episode(at, episode)
+            if self._findings:
+                break
+        outputs = tuple(
+            Difference(name, worst if np.isfinite(worst) else None, self._proof.facts.tolerances[name])
+            for name, worst in self._worst.items()
+        )
+        return Replay(self._count, tuple(self._findings.values()), outputs)
+
+    def _given(self) -> tuple[Constants, ...]:
+        """What each row is given once."""
+        inputs = ConstantInputs(self._plan)
+        if not inputs.tensors:
+            return ()
+        drawn = self._contents.constants(self._proof.facts.rows)
+        rows = range(self._proof.facts.rows)
+        return tuple(inputs.read({name: v[row : row + 1] for name, v in drawn.items()}) for row in rows)
+
+    def _episode(self, at: int, episode: Episode) -> None:
+        rows = len(episode.starts)
+        first = at % 2 if self._runner.max_batch > rows else 0  # in use: the first rows, or those after another one
+        for name in self._buffers:
+            values = self._contents.physical(name, at, episode.starts)
+            for row in range(min(rows + 1, self._runner.max_batch)):
+                self._runner.write_row(name, row, values[(row - first) % rows])
+        starts = np.array(episode.starts, np.int64)
+        for number, length in enumerate(episode.lengths):
+            tokens = self._proof.arrays[f"{at}/{number}/tokens"].astype(np.int64)
+            batch = StepBatch(
+                first, tokens, starts, episode.keep[number], self._constants[:rows], self._embeds(tokens.shape),
+                self._positions(starts, length),
+            )  # fmt: skip
+            logits = self._runner.step(batch)
+            self._count += 1
+            self._compare_logits(at, episode, number, logits)
+            starts = starts + length
+        for name in self._proof.facts.tolerances:
+            if name in self._buffers:
+                self._compare_cache(at, episode, self._buffers[name], first)
+
+    def _embeds(self, shape: tuple[int, ...]) -> Array | None:
+        if self._embedded is None:
+            return None
+        values = self._contents.embeds(self._count, (*shape, int(self._embedded.shape[-1])))
+        return values.astype(array_dtype(self._embedded.dtype))
+
+    def _positions(self, starts: Array, length: int) -> Array | None:
+        """Positions ``[R, planes, S]`` of a model that takes several for each token, as the original had them."""
+        if self._planes < 2:
+            return None
+        counted = np.add.outer(starts, np.arange(length))[:, None]
+        return np.asarray(counted // np.arange(1, self._planes + 1)[:, None])
+
+    def _compare_logits(self, at: int, episode: Episode, number: int, logits: Array) -> None:
+        arrays, name = self._proof.arrays, f"{at}/{number}"
+        if logits.shape[-1] != self._proof.facts.vocab:
+            raise ManifestError(
+                f"the proof was made with a vocabulary of {self._proof.facts.vocab} tokens, and the engine gives "
+                f"logits of {logits.shape[-1]}: it is of another model; build the engine again"
+            )
+        found = logits.astype(np.float32)
+        expected, given = arrays[f"{name}/logits"], found[..., self._columns]
+        if f"{name}/high" in arrays:
+            high = np.take_along_axis(found, arrays[f"{name}/high"].astype(np.int64), -1)
+            expected = np.concatenate([expected, arrays[f"{name}/highest"]], -1)
+            given = np.concatenate([given, high], -1)
+        for row, (wanted, had) in enumerate(zip(expected, given, strict=True)):
+            self._note(LOGITS, episode, number, row, *difference(wanted, had))
+
+    def _compare_cache(self, at: int, episode: Episode, buffer: Carried, first: int) -> None:
+        """Rows that the steps wrote as numbers, all others bit by bit."""
+        total = sum(episode.lengths)
+        steps = np.repeat(np.arange(len(episode.lengths)), episode.lengths)
+        expected = self._proof.arrays[f"{at}/rows/{buffer.past}"]
+        cache = self._contents.caches[buffer.past]
+        before = self._contents.physical(buffer.past, at, episode.starts)
+        for row, start in enumerate(episode.starts):
+            held = self._runner.read_row(buffer.past, first + row, buffer.capacity)
+            if buffer.is_state:
+                flat = held.reshape(1, -1).astype(np.float32)[:, places(held.size, expected.shape[-1])]
+                self._note(buffer.past, episode, len(episode.lengths) - 1, row, *difference(expected[row], flat))
+                continue
+            now = cache.physical_rows(held[None])[0].reshape(buffer.capacity, -1)
+            was = cache.physical_rows(before[row : row + 1])[0].reshape(buffer.capacity, -1)
+            tokens = np.arange(max(total - buffer.capacity, 0), total)
+            where = (start + tokens) % buffer.capacity
+            found = now[where].astype(np.float32)[:, places(now.shape[-1], expected.shape[-1])]
+            wanted = expected[row, tokens]
+            known = np.isfinite(wanted).any(-1)
+            scale = float(np.abs(wanted[known]).max(initial=0.0))
+            for token in np.flatnonzero(known):
+                absolute, relative = difference(wanted[token], found[token])
+                share = absolute / scale if scale and np.isfinite(absolute) else relative
+                self._note(buffer.past, episode, int(steps[tokens[token]]), row, absolute, share)
+            kept = np.ones(buffer.capacity, bool)
+            kept[where] = False
+            self._compare_kept(buffer.past, episode, row, now[kept], was[kept])
+        for row in {0, len(episode.starts)} - set(range(first, first + len(episode.starts))):
+            if row < self._runner.max_batch:
+                now = self._runner.read_row(buffer.past, row, buffer.capacity)
+                self._compare_kept(buffer.past, episode, row - first, now, before[(row - first) % len(before)])
+
+    def _compare_kept(self, name: str, episode: Episode, row: int, now: Array, was: Array) -> None:
+        same = np.ascontiguousarray(now).view(np.uint8) == np.ascontiguousarray(was).view(np.uint8)
+        if not same.all():
+            self._worst[name] = np.inf
+            self._find(name, episode, len(episode.lengths) - 1, row, "changed cache rows that no token went to")
+
+    def _note(
+        self, name: str, episode: Episode, step: int, row: int, absolute: float, relative: float
+    ) -> None:
+        self._worst[name] = max(self._worst[name], relative)
+        allowed = self._proof.facts.tolerances[name]
+        if relative <= allowed:
+            return
+        if np.isfinite(relative):
+            what = f"differs by {absolute:.3g}, {relative:.2g} of its scale (allowed: {allowed:.2g})"
+        else:
+            what = "is not finite where the original is"
+        self._find(name, episode, step, row, what)
+
+    def _find(self, name: str, episode: Episode, step: int, row: int, what: str) -> None:
+        self._findings.setdefault(name, Finding(name, episode.name, step, row, what))
