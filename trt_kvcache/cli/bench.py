@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from trt_kvcache.cli.options import (
+    Check,
+    CheckOption,
     Device,
     DeviceOption,
     EmbeddingsOption,
@@ -41,6 +43,7 @@ def bench(
     measure: MeasureFlags,
     planning: SessionPlanFlags,
     device: DeviceOption = Device.AUTO,
+    check: CheckOption = Check.FIRST,
     max_batch: Annotated[
         int | None, run_flag(min=1, metavar="N", help="Rows of the caches. Default: the engine's, else 8.")
     ] = None,
@@ -64,7 +67,13 @@ def bench(
     pyplot = None if plot is None else load_pyplot(plot)
     lengths, positions = _numbers("lengths", measure.lengths), _numbers("positions", measure.positions)
     with DecodeSession.open(
-        model, device=device.value, embeddings=embeddings, max_batch=max_batch, threads=threads, **options
+        model,
+        device=device.value,
+        check=check.value,
+        embeddings=embeddings,
+        max_batch=max_batch,
+        threads=threads,
+        **options,
     ) as session:
         room = min(session.cache.capacity or 4096, 4096)
         timings = bench_session(

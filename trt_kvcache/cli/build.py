@@ -153,6 +153,14 @@ class BuildFlags:
     profiling_verbosity: Annotated[Verbosity, _build_flag(help="Detail in which the engine describes its layers.")] = (
         Verbosity.LAYER_NAMES_ONLY
     )
+    proof: Annotated[
+        str,
+        _build_flag(
+            metavar="auto|off|STEPS",
+            help="The decode of the original that the engine has to repeat where it runs. auto: unless it takes more "
+            "than two minutes; STEPS: of so many steps, whatever they take.",
+        ),
+    ] = "auto"
     memory_check: Annotated[bool, _build_flag(help="Refuse a build that would not fit into this machine's memory.")] = (
         True
     )
@@ -219,6 +227,8 @@ def _print(output: Path, manifest: Manifest, seconds: float) -> None:
     size = human_bytes(manifest.engine.size)
     out.print(f"{output}: {size}, built in {seconds:.1f} s with {manifest.backend} {manifest.backend_version}")
     out.print(f"{output}.json: its manifest")
+    if manifest.proof is not None:
+        out.print(f"{output}.proof: its proof, which it has to repeat on each GPU before it is used there")
     if manifest.encoder is not None:
         encoder, encoder_size = output.with_name(manifest.encoder.name), human_bytes(manifest.encoder.size)
         out.print(f"{encoder}: {encoder_size}, the engine of its encoder; {encoder.name}.json: the manifest of that")

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from trt_kvcache.cli.options import (
+    Check,
+    CheckOption,
     Device,
     DeviceOption,
     JsonOption,
@@ -140,6 +142,7 @@ class RunFlags:
     """Flags of `DecodeSession.open`."""
 
     device: DeviceOption = Device.AUTO
+    check: CheckOption = Check.FIRST
     max_batch: Annotated[
         int | None, run_flag(min=1, metavar="N", help="Most sequences at a time. Default: the engine's, else 8.")
     ] = None

@@ -24,6 +24,8 @@ def print_manifest(out: Console, manifest: Manifest) -> None:
         out.print(f"{title:12}{file_text(file)}")
     if manifest.encoder is not None:
         out.print(f"encoder     {file_text(manifest.encoder)}")
+    if manifest.proof is not None:
+        out.print(f"proof       {file_text(manifest.proof)}")
     if manifest.is_encoder:
         out.print("encoder     of one source at a time")
     else:

@@ -60,6 +60,21 @@ class Device(str, Enum):
     CUDA = "cuda"
 
 
+class Check(str, Enum):
+    """When an engine is compared with its proof."""
+
+    FIRST = "first"
+    ALWAYS = "always"
+    OFF = "off"
+
+
+CheckOption = Annotated[
+    Check,
+    run_flag(
+        help="Replay of an engine's proof. first: once for each GPU, driver and version of TensorRT, which leaves a "
+        "receipt beside the engine."
+    ),
+]
 DeviceOption = Annotated[Device, run_flag(help="auto: the device that the file is made for.")]
 
 

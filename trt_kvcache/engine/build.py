@@ -11,16 +11,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from blake3 import blake3
+
 from trt_kvcache import __version__
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder
-from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path
+from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path, proof_path
 from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
+from trt_kvcache.engine.recording import PHASE, bound, record
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.given import given_options, shown
@@ -29,6 +32,7 @@ from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateCont
 if TYPE_CHECKING:
     import onnx
 
+    from trt_kvcache.importer import ImportedModel
     from trt_kvcache.importer.files.flipped import Flipped
     from trt_kvcache.importer.files.source import SourceModel
 
@@ -47,9 +51,10 @@ def build_engine(
 ) -> Manifest:
     """Build an engine whose caches are updated in place, and write it with its manifest.
 
-    The engine goes to `output`, the manifest to ``<output>.json``; the engine of an encoder that lies beside the model,
-    for ``model.engine``, to ``model.encoder.engine``. All appear together and complete, or existing files stay as they
-    are. TensorRT runs in a child process, which ends with the caller; Ctrl-C leaves no files.
+    The engine goes to `output`, the manifest to ``<output>.json``, the proof to ``<output>.proof``; the engine of an
+    encoder that lies beside the model, for ``model.engine``, to ``model.encoder.engine``. All appear together and
+    complete, or existing files stay as they are. TensorRT runs in a child process, which ends with the caller; Ctrl-C
+    leaves no files.
 
     Args:
         model: path of an ONNX decoder, opset 24 or later.
@@ -86,17 +91,20 @@ def _build_engine(
 ) -> Manifest:
     """`build_engine`, while the check of the model runs: the check ends before files appear."""
     # Not at the top: every other name of the engine package works without ONNX.
+    from onnx import TensorProto
+
     from trt_kvcache.engine.generation import settings_beside
     from trt_kvcache.importer import import_unchecked
     from trt_kvcache.importer.planning.index_limits import index_limits
-    from trt_kvcache.importer.protos import is_op
+    from trt_kvcache.importer.protos import is_op, iter_tensors
 
     build = BuildOptions() if build is None else given_options(build, BuildOptions, "build")
     options = PlanOptions() if options is None else given_options(options, PlanOptions, "options")
     engine_path = check_output(output)
     if engine_path.suffix == ".json":
         raise OutputError(f"{output}: manifests end in .json; give another name for the engine, such as model.engine")
-    check_output(manifest_path(engine_path))
+    for beside in (manifest_path(engine_path), proof_path(engine_path)):
+        check_output(beside)
     backend = choose_backend(build.backend)
     check_build_options(backend, build)
     options = replace(options, target=backend.target, packed_native=backend.packed_native)
@@ -105,9 +113,11 @@ def _build_engine(
     generation = settings_beside(Path(model))
     plan, part = imported.plan, _part([imported.source], imported.model)
     tables = index_limits(imported.model, plan)
+    half = any(t.data_type == TensorProto.FLOAT16 for t in iter_tensors(imported.model))
     quantized = any(is_op(node, "DequantizeLinear") for node in imported.model.graph.node)
     scans = [node.name for node in imported.model.graph.node if is_op(node, "Scan")]
-    del imported  # a model with its weights inside is large, and is not needed while TensorRT works
+    kept = [imported]
+    del imported
     _check_not_model(engine_path, part.files)
     if engine_path.suffix.lower() == ".onnx":  # how commands and sessions tell a model from an engine
         raise OutputError(f"{output}: models end in .onnx; give another name for the engine, such as model.engine")
@@ -123,6 +133,10 @@ def _build_engine(
     except OptionError as error:
         raise OptionError("; ".join([str(error), *said])) from None
     plan = _bound_contracts(plan, limits.max_chunk)
+    positions = min(tables.positions.values(), default=None)
+    most = limits.max_batch, limits.max_chunk, limits.max_logits, positions
+    # It takes the model, which is large if its weights are inside, and is not needed while TensorRT works.
+    proof, without = _record(kept.pop(), most, setup, part.weights, half=half)
 
     with ExitStack() as stack:
         ready: list[tuple[Manifest, Path, Path]] = []
@@ -142,14 +156,34 @@ def _build_engine(
             max_chunk=limits.max_chunk,
             max_logits=limits.max_logits,
             vocab=min(tables.tokens.values(), default=None),
-            max_positions=min(tables.positions.values(), default=None),
+            max_positions=positions,
+            proof=_proof_identity(proof, built, engine_path),
             encoder=ready[0][0].engine if ready else None,
             generation=generation,
-            warnings=(*said, *built.warnings),
+            warnings=(*said, *without, *built.warnings),
         )
         watched.verdict.result()
-        _publish([*ready, (manifest, built.file, engine_path)])
+        _publish([*ready, (manifest, built.file, engine_path)], bound(proof, built.done.blake3))
     return manifest
+
+
+def _record(
+    imported: ImportedModel, most: tuple[int, int, int | None, int | None], setup: _Setup, weights: int, *, half: bool
+) -> tuple[bytes, tuple[str, ...]]:
+    """Return the proof, or nothing and a note."""
+    if setup.build.proof == "off" or setup.build.strip_plan:
+        return b"", ()
+    setup.progress(ProgressEvent(PHASE, None, 0, 1))
+    proof, why = record(imported, most, setup.build.proof, weights, half=half)
+    setup.progress(ProgressEvent(PHASE, None, 1, 1, finished=True))
+    return proof, (why,) if why else ()
+
+
+def _proof_identity(proof: bytes, built: _Built, engine: Path) -> FileIdentity | None:
+    if not proof:
+        return None
+    content = bound(proof, built.done.blake3)
+    return FileIdentity(proof_path(engine).name, len(content), blake3(content).hexdigest())
 
 
 class _Watched:
@@ -391,18 +425,29 @@ def _flat(build: BuildOptions) -> dict[str, str | int | float | bool | None]:
     return flat
 
 
-def _publish(engines: Sequence[tuple[Manifest, Path, Path]]) -> None:
-    """Move engines and manifests to their paths: each manifest after its engine, and no file if one fails."""
+def _publish(engines: Sequence[tuple[Manifest, Path, Path]], proof: bytes) -> None:
+    """Move engines and manifests to their paths: each manifest after its engine, and no file if one fails.
+
+    The proof is of the last one. A manifest without a proof is true beside the proof of an earlier engine.
+    """
     with ExitStack() as stack:
         files = []
         for manifest, engine_file, engine in engines:
-            final = check_output(manifest_path(engine))
-            manifest_file = stack.enter_context(temporary_file(final))
-            try:
-                with open(manifest_file, "wb") as file:
-                    file.write(encode_manifest(manifest))
-                    sync(file)
-            except OSError as error:
-                raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
-            files += [(engine_file, engine), (manifest_file, final)]
+            files.append((engine_file, engine))
+            if manifest.proof is not None:
+                files.append(_written(stack, proof_path(engine), proof))
+            files.append(_written(stack, manifest_path(engine), encode_manifest(manifest)))
         publish(files)
+
+
+def _written(stack: ExitStack, path: Path, content: bytes) -> tuple[Path, Path]:
+    """Write a temporary file of `stack`; returns it and its final path."""
+    final = check_output(path)
+    made = stack.enter_context(temporary_file(final))
+    try:
+        with open(made, "wb") as file:
+            file.write(content)
+            sync(file)
+    except OSError as error:
+        raise OutputError(f"{final}: cannot be written: {error.strerror}") from error
+    return made, final

@@ -11,6 +11,7 @@ from trt_kvcache.given import given_list, given_path, given_switch, given_whole,
 
 BACKENDS = ("auto", "tensorrt", "tensorrt-rtx")
 DECODE_WEIGHTS = ("auto", "shared", "own")
+PROOFS = ("auto", "off")
 VERBOSITIES = ("none", "layer-names-only", "detailed")
 REFITS = ("none", "any", "identical")
 DEFAULT_CHUNK = 512
@@ -21,6 +22,7 @@ CURRENT = "current"
 
 Shape = tuple[int, ...]
 
+_MOST_STEPS = 256
 _MOST, _MOST_BYTES = 2**31 - 1, 2**63 - 1
 """TensorRT's largest numbers of sequences, tokens and positions, and of bytes."""
 
@@ -69,6 +71,8 @@ class BuildOptions:
             engine without them (`strip_plan`) gets back. ``"none"``.
         profiling_verbosity: ``"none"``, ``"layer-names-only"`` or ``"detailed"``: detail in which the engine
             describes its layers.
+        proof: ``"auto"``: record a decode of the original, which the engine has to repeat where it runs, if that takes
+            less than two minutes and fits into memory; ``"off"``; or the number of its steps, whatever it takes.
         memory_check: refuse a build that would not fit into this machine's memory, by an estimate (TensorRT for RTX
             only).
 
@@ -97,6 +101,7 @@ class BuildOptions:
     strip_plan: bool = False
     refit: str = "none"
     profiling_verbosity: str = "layer-names-only"
+    proof: str | int = "auto"
     memory_check: bool = True
 
     def __post_init__(self) -> None:
@@ -114,6 +119,7 @@ class BuildOptions:
             if value > limit:
                 raise OptionError(f"{name} is {value}; it must be at most {limit}")
             object.__setattr__(self, name, value)
+        object.__setattr__(self, "proof", _proof(self.proof))
         for name in ("version_compatible", "declare_aliases", "strip_plan", "memory_check"):
             given_switch(getattr(self, name), name)
         for name in ("min_shapes", "opt_shapes", "max_shapes"):
@@ -172,6 +178,16 @@ def parse_bytes(text: str) -> int:
     if value < 1:
         raise OptionError(f"size {text!r} is less than one byte")
     return value
+
+
+def _proof(given: object) -> str | int:
+    """Return ``"auto"``, ``"off"`` or a number of steps."""
+    if isinstance(given, str) and given in PROOFS:
+        return given
+    steps = int(given) if isinstance(given, str) and given.isascii() and given.isdecimal() else given
+    if not is_whole(steps) or not 1 <= steps <= _MOST_STEPS:
+        raise OptionError(f"proof is {shown(given)}; it must be auto, off or a number of steps, 1 to {_MOST_STEPS}")
+    return int(steps)
 
 
 def _one_of(name: str, value: str, legal: tuple[str, ...]) -> None:

@@ -1,14 +1,15 @@
 """The file of a proof: safetensors, with what is no array as JSON in its header.
 
-    columns                  int64 [C]: columns of the logits that are kept; absent: all
-    <episode>/<step>/tokens  int32 [R, S]
-    <episode>/<step>/logits  float32 [R, K, C]: of the last K positions
-    <episode>/<step>/high    int32 [R, K, 64], and ``.../highest`` float32: the highest logits; absent where all are kept
-    <episode>/rows/<past>    float32 [R, T, W]: W numbers of each of the T newest cache rows; NaN: not known
+columns                  int64 [C]: columns of the logits that are kept; absent: all
+<episode>/<step>/tokens  int32 [R, S]
+<episode>/<step>/logits  float32 [R, K, C]: of the last K positions
+<episode>/<step>/high    int32 [R, K, 64], and ``.../highest`` float32: the highest logits; absent where all are kept
+<episode>/rows/<past>    float32 [R, T, W]: W numbers of each of the T newest cache rows; NaN: not known
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,18 @@ from safetensors.numpy import load, save
 from trt_kvcache.engine.manifest import Manifest, proof_path
 from trt_kvcache.errors import ManifestError
 
-__all__ = ["FORMAT", "Episode", "Facts", "Proof", "decode_proof", "encode_proof", "load_proof"]
+__all__ = [
+    "FORMAT",
+    "Episode",
+    "Facts",
+    "Proof",
+    "Share",
+    "columns_of",
+    "decode_proof",
+    "encode_proof",
+    "load_proof",
+    "share_of",
+]
 
 Array = npt.NDArray[Any]
 
@@ -48,6 +60,46 @@ class Episode:
 
 
 @dataclass(frozen=True)
+class Share:
+    """A difference between two outputs in one row of a step, as a share of the first one.
+
+    Attributes:
+        largest: of the largest number.
+        typical: root of the mean square, of that of all numbers.
+    """
+
+    largest: float
+    typical: float
+
+    def most(self, other: Share) -> Share:
+        """The larger of both in each."""
+        return Share(max(self.largest, other.largest), max(self.typical, other.typical))
+
+    def within(self, other: Share) -> bool:
+        """Neither is larger than in the other."""
+        return self.largest <= other.largest and self.typical <= other.typical
+
+
+def share_of(expected: Array, found: Array) -> Share:
+    """How far apart two arrays are; infinitely where one is not finite and the other is. Where both are NaN, they agree.
+
+    Args:
+        expected: float32.
+        found: float32, of the same shape.
+    """
+    known = np.isfinite(expected)
+    a, b = expected[known].astype(np.float64), found[known].astype(np.float64)
+    if not np.array_equal(expected[~known], found[~known], equal_nan=True) or not np.isfinite(b).all():
+        return Share(math.inf, math.inf)
+    apart, scale = np.abs(a - b), np.abs(a)
+    if not apart.size or not apart.max():
+        return Share(0.0, 0.0)
+    if not scale.max():
+        return Share(math.inf, math.inf)
+    return Share(float(apart.max() / scale.max()), float(np.sqrt((apart**2).mean() / (scale**2).mean())))
+
+
+@dataclass(frozen=True)
 class Facts:
     """A proof without its arrays.
 
@@ -59,7 +111,7 @@ class Facts:
         garbage: magnitude of what lies in cache rows without a token.
         texts: rows of the caches that the original holds whole, and the engine as rings, by name.
         digest: of what the seed gives: another version of NumPy could give something else.
-        tolerances: largest difference of an output allowed, as a share of its scale, by name.
+        tolerances: what an output may differ by, by name.
         rounding: the difference that rounding made, by name.
     """
 
@@ -71,8 +123,8 @@ class Facts:
     episodes: tuple[Episode, ...]
     texts: dict[str, int]
     digest: str
-    tolerances: dict[str, float]
-    rounding: dict[str, float]
+    tolerances: dict[str, Share]
+    rounding: dict[str, Share]
     notes: tuple[str, ...] = ()
 
     @property

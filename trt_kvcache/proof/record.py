@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -28,19 +28,18 @@ from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.proof.contents import Contents, draws_digest, embedded
-from trt_kvcache.proof.file import Episode, Facts, Proof
+from trt_kvcache.proof.file import Episode, Facts, Proof, Share, share_of
 from trt_kvcache.proof.places import LOGITS, places
 from trt_kvcache.proof.rounding import UNITS, rounding_dtype, with_rounding
 from trt_kvcache.proof.schedule import Most, keeps, plan_proof, within
-from trt_kvcache.runtime.buffers import Carried, carried_buffers
+from trt_kvcache.runtime.buffers import carried_buffers
 from trt_kvcache.runtime.inputs import StepInputs as RuntimeInputs
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.verify import schedule as verify_schedule
-from trt_kvcache.verify.compare import difference
 from trt_kvcache.verify.decode import Ran, Verification
 from trt_kvcache.verify.inline import moved_out
 from trt_kvcache.verify.normalized import NormalizedVerification
-from trt_kvcache.verify.record import Expected, Tape, Written
+from trt_kvcache.verify.record import Tape, Written
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 
@@ -60,9 +59,9 @@ _ALL = 384 << 10  # bytes of logits, up to which all are kept
 _HIGH, _COLUMNS = 64, 256
 _SAMPLES = 384 << 10  # bytes of cache rows
 _WIDEST, _NARROWEST = 64, 4  # numbers of one cache row that are kept
-_TIMES = 6.0  # what an engine may differ by, as a multiple of what rounding made
-_LEAST = 8.0  # units, at least
-_LEAST_INTEGER = 2.5 / 127  # of quantized rows: a number may be rounded to a neighbour
+_TIMES = Share(8.0, 5.0)  # what an engine may differ by, as a multiple of what rounding made
+_LEAST = Share(8.0, 5.0)  # units of rounding, at least
+_QUANTIZED = Share(2.5 / 127, 1.5 / 127)  # of quantized rows, at least: a number may be rounded to a neighbour
 _SHOWS = 0.3  # of an output's scale: what allows more shows no fault
 
 
@@ -251,16 +250,21 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     """What is kept of a decode, with what rounding makes of it."""
     plan, arrays = imported.plan, {}
     rounding = _rounding(exact, rounded)
-    least = _LEAST * UNITS[dtype]
+    least = Share(_LEAST.largest * UNITS[dtype], _LEAST.typical * UNITS[dtype])
     integers = {b.past for b in carried_buffers(plan) if "int" in b.dtype}
-    tolerances = {n: max(_TIMES * r, _LEAST_INTEGER if n in integers else least) for n, r in rounding.items()}
-    if tolerances[LOGITS] > _SHOWS:
+    tolerances = {
+        name: Share(_TIMES.largest * r.largest, _TIMES.typical * r.typical).most(
+            _QUANTIZED if name in integers else least
+        )
+        for name, r in rounding.items()
+    }
+    if tolerances[LOGITS].typical > _SHOWS:
         raise UnsupportedModelError(
             f"{imported.source.path}: rounding decides the numbers of this model: moving them by no more than "
-            f"{UNITS[dtype]:.2g} of themselves changes its logits by {rounding[LOGITS]:.2g} of their scale, so that a "
+            f"{UNITS[dtype]:.2g} of themselves changes its logits by {rounding[LOGITS].typical:.2g} of their size, so that a "
             "proof would show no fault"
         )
-    tolerances = {name: share for name, share in tolerances.items() if share <= _SHOWS}
+    tolerances = {name: share for name, share in tolerances.items() if share.typical <= _SHOWS}
     vocab = next(iter(exact.logits.values())).shape[-1]
     columns = _columns(vocab, sum(v.size for v in exact.logits.values()) * 4)
     if columns is not None:
@@ -272,14 +276,14 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
             arrays[f"{name}/high"] = high.astype(np.int32)
             arrays[f"{name}/highest"] = np.take_along_axis(values, high, -1)
     for name, values in exact.rows.items():
-        if name.split("/", 1)[1] in tolerances:
-            at, cache = name.split("/", 1)
-            arrays[f"{at}/rows/{cache}"] = values
+        episode, cache = name.split("/", 1)
+        if cache in tolerances:
+            arrays[f"{episode}/rows/{cache}"] = values
     tokens = plan.tensor(Role.TOKENS)
     assert tokens is not None
-    for at, (episode, (_, steps)) in enumerate(zip(exact.episodes, exact.ran.episodes, strict=True)):
+    for at, (planned, (_, steps)) in enumerate(zip(exact.episodes, exact.ran.episodes, strict=True)):
         for number, (_, feeds) in enumerate(steps):
-            shape = len(episode.starts), episode.lengths[number]
+            shape = len(planned.starts), planned.lengths[number]
             ids = np.zeros(shape) if tokens.embedded else feeds[tokens.name].reshape(shape)
             arrays[f"{at}/{number}/tokens"] = ids.astype(np.int32)
     facts = Facts(
@@ -290,16 +294,15 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     return Proof(facts, {name: np.ascontiguousarray(array) for name, array in arrays.items()})
 
 
-def _rounding(exact: _Heard, rounded: _Heard) -> dict[str, float]:
-    """The largest difference between two decodes, as a share of the scale of a row: of the logits, and of each cache."""
-    found = {LOGITS: 0.0}
-    for name, values in exact.logits.items():
-        pairs = zip(values, rounded.logits[name], strict=True)
-        found[LOGITS] = max(found[LOGITS], *(difference(a, b)[1] for a, b in pairs))
-    for name, values in exact.rows.items():
-        cache = name.split("/", 1)[1]
-        pairs = zip(values, rounded.rows[name], strict=True)
-        found[cache] = max(found.get(cache, 0.0), *(difference(a, b)[1] for a, b in pairs))
+def _rounding(exact: _Heard, rounded: _Heard) -> dict[str, Share]:
+    """The largest difference between two decodes, as a share of a row's scale: of the logits, and of each cache."""
+    found: dict[str, Share] = {}
+    both = [(LOGITS, values, rounded.logits[name]) for name, values in exact.logits.items()]
+    both += [(name.split("/", 1)[1], values, rounded.rows[name]) for name, values in exact.rows.items()]
+    for name, before, after in both:
+        for one, other in zip(before, after, strict=True):
+            share = share_of(one, other)
+            found[name] = found.get(name, share).most(share)
     return found
 
 

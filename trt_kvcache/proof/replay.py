@@ -1,12 +1,13 @@
 """Replaying a proof on a runner: the steps of the original, with everything else in the caches as garbage.
 
-    caches   rows before the steps as the original had them, garbage beyond, and in the rows of another sequence
-    steps    logits against those of the original
-    caches   afterwards: written rows against the original's, all others bit for bit as they were
+caches   rows before the steps as the original had them, garbage beyond, and in the rows of another sequence
+steps    logits against those of the original
+caches   afterwards: written rows against the original's, all others bit for bit as they were
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +16,13 @@ import numpy.typing as npt
 
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.proof.contents import Contents, draws_digest, embedded
-from trt_kvcache.proof.file import Episode, Proof, columns_of
+from trt_kvcache.proof.file import Episode, Proof, Share, columns_of, share_of
 from trt_kvcache.proof.places import LOGITS, places
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.positions import PositionInput
 from trt_kvcache.runtime.runner import Runner, StepBatch
-from trt_kvcache.verify.compare import difference
 
 __all__ = ["Difference", "Finding", "Replay", "replay"]
 
@@ -35,13 +35,20 @@ class Difference:
 
     Attributes:
         output: name of the logits, or of a cache's past.
-        relative: as a share of the scale of a row; None: not comparable, such as a number that is not finite.
-        tolerance: largest `relative` allowed.
+        found: as shares of a row; None: not comparable, such as a number that is not finite.
+        allowed: the largest of each.
     """
 
     output: str
-    relative: float | None
-    tolerance: float
+    found: Share | None
+    allowed: Share
+
+    @property
+    def part(self) -> float:
+        """The part of what is allowed; infinite where nothing can be compared."""
+        if self.found is None:
+            return math.inf
+        return max(self.found.largest / self.allowed.largest, self.found.typical / self.allowed.typical)
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ class _Replay:
         self._contents = Contents(runner.plan, facts.texts, facts.seed, facts.garbage)
         self._buffers = {b.past: b for b in carried_buffers(runner.plan)}
         self._columns = columns_of(proof)
-        self._worst = dict.fromkeys(facts.tolerances, 0.0)
+        self._worst = dict.fromkeys(facts.tolerances, Share(0.0, 0.0))
         self._findings: dict[str, Finding] = {}
         self._constants = self._given()
         self._planes = PositionInput(runner.plan).planes
@@ -130,7 +137,7 @@ class _Replay:
             if self._findings:
                 break
         outputs = tuple(
-            Difference(name, worst if np.isfinite(worst) else None, self._proof.facts.tolerances[name])
+            Difference(name, worst if math.isfinite(worst.largest) else None, self._proof.facts.tolerances[name])
             for name, worst in self._worst.items()
         )
         return Replay(self._count, tuple(self._findings.values()), outputs)
@@ -193,7 +200,7 @@ class _Replay:
             expected = np.concatenate([expected, arrays[f"{name}/highest"]], -1)
             given = np.concatenate([given, high], -1)
         for row, (wanted, had) in enumerate(zip(expected, given, strict=True)):
-            self._note(LOGITS, episode, number, row, *difference(wanted, had))
+            self._note(LOGITS, episode, number, row, share_of(wanted, had))
 
     def _compare_cache(self, at: int, episode: Episode, buffer: Carried, first: int) -> None:
         """Rows that the steps wrote as numbers, all others bit by bit."""
@@ -206,7 +213,7 @@ class _Replay:
             held = self._runner.read_row(buffer.past, first + row, buffer.capacity)
             if buffer.is_state:
                 flat = held.reshape(1, -1).astype(np.float32)[:, places(held.size, expected.shape[-1])]
-                self._note(buffer.past, episode, len(episode.lengths) - 1, row, *difference(expected[row], flat))
+                self._note(buffer.past, episode, len(episode.lengths) - 1, row, share_of(expected[row], flat))
                 continue
             now = cache.physical_rows(held[None])[0].reshape(buffer.capacity, -1)
             was = cache.physical_rows(before[row : row + 1])[0].reshape(buffer.capacity, -1)
@@ -214,12 +221,11 @@ class _Replay:
             where = (start + tokens) % buffer.capacity
             found = now[where].astype(np.float32)[:, places(now.shape[-1], expected.shape[-1])]
             wanted = expected[row, tokens]
-            known = np.isfinite(wanted).any(-1)
-            scale = float(np.abs(wanted[known]).max(initial=0.0))
-            for token in np.flatnonzero(known):
-                absolute, relative = difference(wanted[token], found[token])
-                share = absolute / scale if scale and np.isfinite(absolute) else relative
-                self._note(buffer.past, episode, int(steps[tokens[token]]), row, absolute, share)
+            unknown = np.isnan(wanted)
+            found[unknown] = np.nan
+            apart = np.abs(np.where(unknown, 0, wanted - found)).max(-1)
+            worst = int(steps[tokens[int(np.argmax(apart))]])  # the first one that is not finite, if there is any
+            self._note(buffer.past, episode, worst, row, share_of(wanted, found))
             kept = np.ones(buffer.capacity, bool)
             kept[where] = False
             self._compare_kept(buffer.past, episode, row, now[kept], was[kept])
@@ -231,18 +237,18 @@ class _Replay:
     def _compare_kept(self, name: str, episode: Episode, row: int, now: Array, was: Array) -> None:
         same = np.ascontiguousarray(now).view(np.uint8) == np.ascontiguousarray(was).view(np.uint8)
         if not same.all():
-            self._worst[name] = np.inf
+            self._worst[name] = Share(math.inf, math.inf)
             self._find(name, episode, len(episode.lengths) - 1, row, "changed cache rows that no token went to")
 
-    def _note(
-        self, name: str, episode: Episode, step: int, row: int, absolute: float, relative: float
-    ) -> None:
-        self._worst[name] = max(self._worst[name], relative)
+    def _note(self, name: str, episode: Episode, step: int, row: int, share: Share) -> None:
+        self._worst[name] = self._worst[name].most(share)
         allowed = self._proof.facts.tolerances[name]
-        if relative <= allowed:
+        if share.within(allowed):
             return
-        if np.isfinite(relative):
-            what = f"differs by {absolute:.3g}, {relative:.2g} of its scale (allowed: {allowed:.2g})"
+        if share.largest > allowed.largest and math.isfinite(share.largest):
+            what = f"differs by {share.largest:.2g} of its largest number (allowed: {allowed.largest:.2g})"
+        elif math.isfinite(share.typical):
+            what = f"differs by {share.typical:.2g} of its size on average (allowed: {allowed.typical:.2g})"
         else:
             what = "is not finite where the original is"
         self._find(name, episode, step, row, what)

@@ -15,10 +15,10 @@ from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, helper, num
 
 from trt_kvcache.importer.protos import iter_tensors
 
-UNITS = {"float32": 2.0**-10, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-"""Distance of the numbers next to 1, by the type that an engine rounds to."""
+UNITS = {"float32": 2.0**-11, "float16": 2.0**-11, "bfloat16": 2.0**-8}
+"""Half the distance of the numbers next to 1, by the type that an engine rounds to: what rounding changes at most."""
 
-_FLOATS = {TensorProto.FLOAT: np.float32, TensorProto.FLOAT16: np.float16, TensorProto.DOUBLE: np.float64}
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.DOUBLE)
 _ROUNDED = frozenset({
     "MatMul", "Gemm", "Conv", "MatMulNBits", "FusedMatMul", "Gather", "LayerNormalization", "RMSNormalization",
     "SimplifiedLayerNormalization", "SkipLayerNormalization", "SkipSimplifiedLayerNormalization",
@@ -48,7 +48,7 @@ def with_rounding(model: ModelProto, unit: float, seed: int) -> ModelProto:
             continue
         dtype, width = read
         name, exact = node.output[0], f"{_PREFIX}{node.output[0]}"
-        factors = (1 + rng.uniform(-unit, unit, width)).astype(_FLOATS[dtype])
+        factors = (1 + rng.uniform(-unit, unit, width)).astype(helper.tensor_dtype_to_np_dtype(dtype))
         graph.initializer.append(numpy_helper.from_array(factors, f"{exact}/factors"))
         node.output[0] = exact
         nodes.append(helper.make_node("Mul", [exact, f"{exact}/factors"], [name], f"{exact}/rounded"))

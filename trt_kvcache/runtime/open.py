@@ -15,21 +15,26 @@ from trt_kvcache.runtime.runner import Runner
 
 __all__ = ["open_runner", "open_tokenizer"]
 
+CHECKS = ("first", "always", "off")
 _DEVICES = ("auto", "cpu", "cuda")
 
 
-def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str, Any]) -> Runner:
+def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str, Any], check: str = "first") -> Runner:
     """Open an ``.onnx`` file or a folder with one with ONNX Runtime, and everything else as an engine.
 
     Args:
         path: of the file.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         options: of the runner; those that are None are left to it.
+        check: an engine against its proof: ``"first"``, ``"always"`` or ``"off"``; see `trt_kvcache.proof.check`.
 
     Raises:
         OptionError: the file cannot run on that device, or the runner has no such option.
+        VerificationError: the engine does not give the original's numbers on this GPU.
         ModelError, ManifestError, BackendError, SessionError: the file cannot be used here.
     """
+    if not isinstance(check, str) or check not in CHECKS:
+        raise OptionError(f"check is {shown(check)}; it must be one of {', '.join(CHECKS)}")
     if not isinstance(device, str) or device not in _DEVICES:
         raise OptionError(f"device is {shown(device)}; it must be one of {', '.join(_DEVICES)}")
     path = given_path(path, "path")
@@ -49,11 +54,13 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
         if "capacity" in given:
             plan_options = replace(plan_options, capacity=given.pop("capacity"))
         return OnnxRuntimeRunner(path, plan_options, **given)
+    from trt_kvcache.proof.check import prove
     from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
     _check(TensorRTRunner, given, {"device": "gpu"}, "an engine on a GPU")
     if "gpu" in given:
         given["device"] = given.pop("gpu")
+    prove(path, check, given)
     return TensorRTRunner(path, **given)
 
 

@@ -102,6 +102,7 @@ class DecodeSession:
         encoder: str | os.PathLike[str] | None = None,
         max_batch: int | None = None,
         max_chunk: int | None = None,
+        check: str = "first",
         **options: Any,
     ) -> DecodeSession:
         """Open an engine or a model.
@@ -118,16 +119,21 @@ class DecodeSession:
                 model beside `path`.
             max_batch: most sequences at a time; None: what the engine was built for, or what fits.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
+            check: when an engine is compared with its proof, a decode of the original model that was recorded when it
+                was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
+                leaves a receipt beside the engine (or in ``kernel_cache``); ``"always"``; or ``"off"``. Engines without
+                a proof are refused by ``"always"``, models on the CPU need none.
             options: for the runner: ``capacity`` (of caches that grow or have a symbolic length), ``plan_options``,
                 ``threads`` on the CPU; ``gpu``, ``cuda_graphs``, ``kernel_cache`` on a GPU.
 
         Raises:
             OptionError: the file cannot run on that device, or an option is not known there.
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
+            VerificationError: the engine does not give the original's numbers on this GPU.
         """
         reader = open_tokenizer(tokenizer)
         beside = None if encoder is None else given_path(encoder, "encoder")
-        runner = open_runner(path, device, {"max_batch": max_batch, "max_chunk": max_chunk, **options})
+        runner = open_runner(path, device, {"max_batch": max_batch, "max_chunk": max_chunk, **options}, check)
         try:
             if embeddings is None and embedded_input(runner.plan) is not None:
                 embeddings = find_embeddings(Path(path))

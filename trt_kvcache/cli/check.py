@@ -1,0 +1,76 @@
+"""``trt-kvcache check``: an engine against the proof that was built with it, on this machine's GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from trt_kvcache.cli.options import AllOption, JsonOption
+
+if TYPE_CHECKING:
+    from trt_kvcache.proof.check import CheckReport
+
+
+def check(
+    engine: Annotated[
+        Path, typer.Argument(metavar="ENGINE", help="Engine; manifest and proof lie beside it.", readable=False)
+    ],
+    locate: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="MODEL",
+            help="If it disagrees: build MODEL, which it was built from, again with layers as outputs, and name the "
+            "first that differs from ONNX Runtime.",
+            readable=False,
+        ),
+    ] = None,
+    every_row: AllOption = False,
+    json: JsonOption = False,
+) -> None:
+    """Replay the engine's proof on the GPU: a decode of the original model, recorded when it was built."""
+    from trt_kvcache.cli.output import print_json
+    from trt_kvcache.proof.check import check_engine_on_gpu
+
+    report = check_engine_on_gpu(engine, {})
+    if locate is not None and not report.passed:
+        from trt_kvcache.proof.locate import with_layer
+
+        report = with_layer(report, engine, locate)
+    if json:
+        print_json(report)
+    else:
+        _print(report, every_row=every_row)
+    report.check()
+
+
+def _print(report: CheckReport, *, every_row: bool) -> None:
+    from trt_kvcache.cli.grouping import group_rows
+    from trt_kvcache.cli.output import console, table
+
+    out = console()
+    out.print(f"{report.engine}: {report.steps} steps on {report.ran_on}, driver {report.driver}")
+    out.print(f"recorded of the original on {report.recorded_on}")
+    grid = table("output", "largest difference", "allowed", "on average", "allowed", "")
+    disagrees = {f.output for f in report.findings}
+    keys = [(o.output, "DISAGREES" if o.output in disagrees else "ok") for o in report.outputs]
+    for row, members in [(key, [at]) for at, key in enumerate(keys)] if every_row else group_rows(keys, 1):
+        worst = max((report.outputs[at] for at in members), key=lambda o: o.part)
+        found, allowed = worst.found, worst.allowed
+        shares = (
+            ("not comparable", "", "", "")
+            if found is None
+            else (found.largest, allowed.largest, found.typical, allowed.typical)
+        )
+        grid.add_row(row[0], *(s if isinstance(s, str) else f"{s:.2g}" for s in shares), row[1])
+    out.print()
+    out.print(grid)
+    out.print()
+    for finding in report.findings:
+        out.print(str(finding))
+    for note in report.notes:
+        out.print(f"note: {note}")
+    if report.layer:
+        out.print(report.layer)
+    out.print(f"the engine gives the original's numbers; receipt: {report.receipt}" if report.passed else "REFUSED")

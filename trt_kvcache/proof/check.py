@@ -1,0 +1,152 @@
+"""An engine against its proof, on the GPU at hand."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache import __version__
+from trt_kvcache.engine.manifest import load_manifest
+from trt_kvcache.errors import BackendError, SessionError, VerificationError
+from trt_kvcache.proof.file import load_proof
+from trt_kvcache.proof.receipt import Receipt, read_receipt, receipt_path, write_receipt
+from trt_kvcache.proof.replay import Difference, Finding, Replay, replay, rows_needed
+
+__all__ = ["CheckReport", "check_engine_on_gpu", "prove"]
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What the check of an engine found.
+
+    Attributes:
+        ran_on: TensorRT and GPU.
+        recorded_on: what ran the original.
+        steps: of the proof that were run.
+        outputs: the largest difference of each output.
+        findings: disagreements.
+        receipt: path of the receipt; empty where the engine disagrees.
+        notes: what else the reader should know.
+        layer: the first layer that differs, in words, if it was looked for.
+    """
+
+    engine: str
+    passed: bool
+    ran_on: str
+    recorded_on: str
+    driver: str
+    steps: int
+    outputs: tuple[Difference, ...]
+    findings: tuple[Finding, ...]
+    receipt: str
+    notes: tuple[str, ...] = ()
+    layer: str = ""
+
+    def check(self) -> None:
+        """Does nothing where the engine passed.
+
+        Raises:
+            VerificationError: it did not; the message names output, step, row and difference.
+        """
+        if self.passed:
+            return
+        more = f" ({len(self.findings) - 1} other outputs, too)" if len(self.findings) > 1 else ""
+        raise VerificationError(
+            f"{self.engine}: does not give the original's numbers on {self.ran_on}, driver {self.driver}: "
+            f"{self.findings[0]}{more}; do not use it here: build it with another version of TensorRT, and see "
+            f"'trt-kvcache check --locate'"
+        )
+
+
+def prove(engine: Path, check: str, options: Mapping[str, Any]) -> None:
+    """Check an engine before a session opens it: once for each GPU, driver and TensorRT, or each time.
+
+    Args:
+        engine: its path.
+        check: ``"first"``, ``"always"`` or ``"off"``.
+        options: of `TensorRTRunner`; sizes of the session are not those of the replay.
+
+    Raises:
+        VerificationError: it does not give the original's numbers.
+        ManifestError, BackendError: see `check_engine_on_gpu`.
+    """
+    if check == "off":
+        return
+    manifest = load_manifest(engine)
+    if manifest.is_encoder or (check == "first" and manifest.proof is None):
+        return
+    check_engine_on_gpu(engine, options, again=check == "always").check()
+
+
+def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool = True) -> CheckReport:
+    """Replay the proof of an engine, and leave a receipt if it agrees.
+
+    Args:
+        engine: its path.
+        options: of `TensorRTRunner`, but for sizes.
+        again: also where a receipt says that it agreed here.
+
+    Raises:
+        ManifestError: it has no proof, or another engine's, or one that was changed.
+        BackendError: TensorRT or a GPU is missing, or the GPU has too little memory.
+    """
+    from trt_kvcache.runtime.trt.cuda import Cuda, cuda_bindings
+    from trt_kvcache.runtime.trt.load import load_tensorrt
+    from trt_kvcache.runtime.trt.runner import Bindings, TensorRTRunner
+
+    manifest = load_manifest(engine)
+    proof = load_proof(manifest, engine)
+    assert manifest.proof is not None
+    given = {n: v for n, v in options.items() if n not in ("max_batch", "max_chunk")}
+    bindings = given.get("bindings") or Bindings(load_tensorrt(manifest.backend), cuda_bindings())
+    given["bindings"] = bindings
+    gpu = Cuda(given.get("device", 0), bindings.cuda)
+    name, capability, driver = gpu.name, gpu.compute_capability, _driver(gpu.driver_version)
+    gpu.close()
+    now = Receipt(
+        manifest.engine.blake3, manifest.proof.blake3, f"{name} ({capability})", driver,
+        f"{manifest.backend} {bindings.tensorrt.__version__}", __version__,
+    )  # fmt: skip
+    folder = given.get("kernel_cache")
+    path = receipt_path(engine, name, None if folder is None else Path(folder))
+    why = read_receipt(path, now)
+    if not why and not again:
+        here = f"{now.backend}, {now.gpu}"
+        return CheckReport(str(engine), True, here, proof.facts.recorded_on, driver, 0, (), (), str(path))
+    rows, chunk = rows_needed(proof, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
+    try:
+        runner = TensorRTRunner(engine, max_batch=rows, max_chunk=chunk, **given)
+    except BackendError as error:
+        raise type(error)(f"the proof cannot be replayed: {error}; --check off opens the engine without it") from error
+    try:
+        found = replay(runner, proof)
+        ran_on = runner.name
+    except SessionError as error:
+        raise type(error)(f"{engine}: the proof cannot be replayed: {error}") from error
+    finally:
+        runner.close()
+    if found.passed:
+        write_receipt(path, replace(now, largest=_largest(found)))
+    notes = (why,) if why else ()
+    return CheckReport(
+        str(engine), found.passed, ran_on, proof.facts.recorded_on, driver, found.steps, found.outputs, found.findings,
+        str(path) if found.passed else "", (*notes, *proof.facts.notes),
+    )  # fmt: skip
+
+
+def _driver(cuda: tuple[int, int]) -> str:
+    """The driver: the version of CUDA that it is for, and its own, where the system says it."""
+    try:
+        found = re.search(r"\d+\.\d+(\.\d+)?", _DRIVER.read_text())
+    except OSError:  # not on Linux
+        found = None
+    return "for CUDA {}.{}".format(*cuda) + (f", {found[0]}" if found else "")
+
+
+def _largest(found: Replay) -> float:
+    return max((d.part for d in found.outputs), default=0.0)
