@@ -261,8 +261,8 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
     if tolerances[LOGITS].typical > _SHOWS:
         raise UnsupportedModelError(
             f"{imported.source.path}: rounding decides the numbers of this model: moving them by no more than "
-            f"{UNITS[dtype]:.2g} of themselves changes its logits by {rounding[LOGITS].typical:.2g} of their size, so that a "
-            "proof would show no fault"
+            f"{UNITS[dtype]:.2g} of themselves changes its logits by {rounding[LOGITS].typical:.2g} of their size, so "
+            "that a proof would show no fault"
         )
     tolerances = {name: share for name, share in tolerances.items() if share.typical <= _SHOWS}
     vocab = next(iter(exact.logits.values())).shape[-1]

@@ -8,6 +8,7 @@ caches   afterwards: written rows against the original's, all others bit for bit
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,24 +98,25 @@ def rows_needed(proof: Proof, most: int) -> int:
     return min(proof.facts.rows + 1, most)
 
 
-def replay(runner: Runner, proof: Proof, vocab: int | None = None) -> Replay:
+def replay(runner: Runner, proof: Proof, after: Callable[[int, int, StepBatch], None] | None = None) -> Replay:
     """Run the steps of a proof.
 
     Args:
         runner: of the engine; what its caches hold is lost. It has to take as many rows as `rows_needed`.
         proof: of the engine.
-        vocab: numbers of a position's logits, where the runner knows them.
+        after: called after each step, with the number of the episode, that of the step, and the step.
 
     Raises:
         ManifestError: the proof cannot be of this engine, or cannot be replayed with this version of NumPy.
         SessionError: a step failed.
     """
-    return _Replay(runner, proof).run()
+    return _Replay(runner, proof, after).run()
 
 
 class _Replay:
-    def __init__(self, runner: Runner, proof: Proof) -> None:
+    def __init__(self, runner: Runner, proof: Proof, after: Callable[[int, int, StepBatch], None] | None) -> None:
         facts = proof.facts
+        self._after = after
         if facts.digest != draws_digest(facts.seed):
             raise ManifestError(
                 f"the proof cannot be replayed with NumPy {np.__version__}, which draws other numbers from a seed than "
@@ -124,6 +126,8 @@ class _Replay:
         self._contents = Contents(runner.plan, facts.texts, facts.seed, facts.garbage)
         self._buffers = {b.past: b for b in carried_buffers(runner.plan)}
         self._columns = columns_of(proof)
+        if why := self._misfit():
+            raise ManifestError(f"the proof does not fit the engine: {why}; build the engine again")
         self._worst = dict.fromkeys(facts.tolerances, Share(0.0, 0.0))
         self._findings: dict[str, Finding] = {}
         self._constants = self._given()
@@ -141,6 +145,31 @@ class _Replay:
             for name, worst in self._worst.items()
         )
         return Replay(self._count, tuple(self._findings.values()), outputs)
+
+    def _misfit(self) -> str:
+        """Why a proof cannot be of this engine, as far as sizes say; empty if it can."""
+        facts, arrays, runner = self._proof.facts, self._proof.arrays, self._runner
+        if facts.rows > runner.max_batch or facts.chunk > runner.max_chunk:
+            return (
+                f"its steps have up to {facts.rows} rows and {facts.chunk} tokens, and the engine takes "
+                f"{runner.max_batch} and {runner.max_chunk}"
+            )
+        if unknown := facts.tolerances.keys() - {*self._buffers, LOGITS}:
+            return f"it has a cache '{min(unknown)}'"
+        columns = len(self._columns)
+        for at, episode in enumerate(facts.episodes):
+            rows, total = len(episode.starts), sum(episode.lengths)
+            shapes: dict[str, tuple[int, ...]] = {}
+            for number, (length, keep) in enumerate(zip(episode.lengths, episode.keep, strict=False)):
+                shapes |= {f"{at}/{number}/tokens": (rows, length), f"{at}/{number}/logits": (rows, keep, columns)}
+            shapes |= {
+                f"{at}/rows/{name}": (rows, 1 if self._buffers[name].is_state else total)
+                for name in facts.tolerances.keys() & self._buffers.keys()
+            }
+            for name, shape in shapes.items():
+                if name not in arrays or arrays[name].shape[: len(shape)] != shape:
+                    return f"'{name}' is missing, or of another size"
+        return ""
 
     def _given(self) -> tuple[Constants, ...]:
         """What each row is given once."""
@@ -168,6 +197,8 @@ class _Replay:
             logits = self._runner.step(batch)
             self._count += 1
             self._compare_logits(at, episode, number, logits)
+            if self._after is not None:
+                self._after(at, number, batch)
             starts = starts + length
         for name in self._proof.facts.tolerances:
             if name in self._buffers:

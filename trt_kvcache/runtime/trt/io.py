@@ -161,6 +161,17 @@ class StepBuffers:
                 part[...] = self._fetch(start + row * pitch + first * size, length, length, 1).reshape(part.shape)
         return result
 
+    def output(self, name: str, shape: Shape) -> Array:
+        """A copy of an output of the last step that is no cache."""
+        data = np.empty(prod(shape), array_dtype(self._tensors[name].dtype))
+        flat = data.view(np.uint8)
+        for start in range(0, flat.size, self._host_logits.data.size):
+            piece = flat[start : start + self._host_logits.data.size]
+            self._cuda.download_rows(self._host_logits.address, self.addresses[name] + start, piece.size, piece.size, 1)
+            self._cuda.sync()
+            piece[...] = self._host_logits.data[: piece.size]
+        return data.reshape(shape)
+
     def _fetch(self, start: int, pitch: int, width: int, height: int) -> Logits:
         """Logits as they lie in pinned memory."""
         self._cuda.download_rows(self._host_logits.address, start, pitch, width, height)

@@ -99,6 +99,7 @@ class TensorRTRunner:
         check_engine(self._manifest, path)
         bindings = bindings or Bindings(load_tensorrt(self._manifest.backend), cuda_bindings())
         self._bound: dict[tuple[int, int], dict[str, int]] = {}
+        self._last = 0  # context of the last step
         self._cuda = Cuda(device, bindings.cuda)
         self._kernels = None if kernel_cache is None else Path(kernel_cache)
         self._held = Held(self._cuda)
@@ -238,6 +239,7 @@ class TensorRTRunner:
                 self._contexts[index].prepare(shapes, addresses)
                 upload()
                 self._contexts[index].enqueue()
+                self._last = index
             logits = self._buffers.logits(batch)
             self._caches.written(batch.first_row, batch.rows)
             return logits
@@ -263,6 +265,11 @@ class TensorRTRunner:
         """See `Runner.write_row`."""
         with self.running():
             self._caches.write_row(name, row, data)
+
+    def read_output(self, name: str) -> Array:
+        """A copy of an output of the last step that is neither logits nor a cache; not of steps that were recorded."""
+        with self.running():
+            return self._buffers.output(name, self._contexts[self._last].output_shape(name))
 
     def view(self, name: str) -> Any:
         """See `Runner.view`: a ``cuda.core.utils.StridedMemoryView`` on the GPU. Not to be used after `close`."""

@@ -1,0 +1,314 @@
+"""An engine is compared with its proof where it is opened first: on the stand-in for TensorRT and a GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import proof_engines
+import pytest
+from decoders import DecoderConfig, write_decoder
+from onnx import helper, numpy_helper
+from proof_engines import bind, named, recorded, write_proved
+from runtime.engines import edit
+from runtime.fake_cuda import Machine
+from runtime.fake_tensorrt import fake_module
+from typer.testing import CliRunner
+
+from trt_kvcache import DecodeSession, ManifestError, OptionError, VerificationError
+from trt_kvcache.cli.app import app
+from trt_kvcache.engine.manifest import load_manifest, manifest_path, proof_path
+from trt_kvcache.errors import BackendError, TrtKvCacheError
+from trt_kvcache.proof import check as checking
+from trt_kvcache.proof import contents
+from trt_kvcache.proof.file import Facts
+from trt_kvcache.runtime.trt.runner import Bindings
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_decoder(tmp_path_factory.mktemp("model") / "model.onnx", DecoderConfig())
+
+
+@pytest.fixture
+def own(model: Path, tmp_path: Path) -> Path:
+    """A copy of the model, so that engines of other tests are elsewhere."""
+    for path in model.parent.glob("model.onnx*"):
+        shutil.copy(path, tmp_path)
+    proof = recorded(model)
+    proof_engines.recorded = lambda *_: proof  # type: ignore[assignment]
+    return tmp_path / "model.onnx"
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    kept = proof_engines.recorded
+    yield
+    proof_engines.recorded = kept
+
+
+class Gpu:
+    """What a session opens engines on, and how often an engine was opened."""
+
+    def __init__(self, machine: Machine | None = None, **faults: Any) -> None:
+        self.machine = machine or Machine()
+        self.module = fake_module(self.machine, **faults)
+        self.opened = 0
+        make = self.module.Runtime
+        self.module.Runtime = lambda logger: self._counted(make(logger))
+
+    def _counted(self, runtime: Any) -> Any:
+        self.opened += 1
+        return runtime
+
+    def open(self, engine: Path, **options: Any) -> DecodeSession:
+        return DecodeSession.open(engine, bindings=Bindings(self.module, self.machine.bindings()), **options)
+
+
+def receipts(engine: Path) -> list[Path]:
+    return list(engine.parent.glob("*.proved"))
+
+
+def wrong_scale(model: onnx.ModelProto) -> None:
+    node = next(n for n in model.graph.node if n.op_type == "Attention")
+    for attribute in node.attribute:
+        if attribute.name == "scale":
+            attribute.f = 0.1
+
+
+def one_row_late(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.int64(1), "one"))
+    node = next(n for n in model.graph.node if n.op_type == "TensorScatter")
+    at = list(model.graph.node).index(node)
+    model.graph.node.insert(at, helper.make_node("Add", [node.input[2], "one"], ["late"], "late"))
+    node.input[2] = "late"
+
+
+def test_the_first_open_replays_and_leaves_a_receipt(own: Path) -> None:
+    engine, gpu = write_proved(own), Gpu()
+    with gpu.open(engine) as session:
+        assert gpu.opened == 2, "once for the proof, once for the session"
+        (text,) = session.generate([[1, 2, 3]])
+        assert len(text.tokens) > 3
+    (receipt,) = receipts(engine)
+    facts = json.loads(receipt.read_text())
+    assert facts["engine"] == load_manifest(engine).engine.blake3
+    assert 0 <= facts["largest"] < 0.5
+    with gpu.open(engine):
+        assert gpu.opened == 3, "the receipt counts"
+    with gpu.open(engine, check="always"):
+        assert gpu.opened == 5
+    with gpu.open(engine, check="off"):
+        assert gpu.opened == 6
+    assert gpu.machine.used == 0
+
+
+@pytest.mark.parametrize("fault", [wrong_scale, one_row_late])
+def test_a_wrong_engine_is_refused_by_output_step_row_and_size(own: Path, fault: Callable[..., None]) -> None:
+    engine, gpu = write_proved(own, fault=fault), Gpu()
+    with pytest.raises(VerificationError, match=r"output '\S+' at step \d of '\w+', row \d: ") as refused:
+        gpu.open(engine)
+    assert "\n" not in str(refused.value)
+    assert "differs by" in str(refused.value) or "no token went to" in str(refused.value)
+    assert not receipts(engine)
+    assert gpu.machine.used == 0
+    with gpu.open(engine, check="off") as session:
+        assert session.vocab
+
+
+def test_a_batch_of_one(own: Path, model: Path) -> None:
+    proof_engines.recorded = recorded
+    with Gpu().open(write_proved(own, batch=1), check="always") as session:
+        assert session.max_batch == 1
+
+
+def test_sizes_of_the_session_are_not_those_of_the_replay(own: Path) -> None:
+    with Gpu().open(write_proved(own), max_batch=1, max_chunk=2, check="always") as session:
+        assert (session.max_batch, session.max_chunk) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("what", "gpu"),
+    [
+        ("gpu was", lambda: Gpu(Machine(capability=(8, 9)))),
+        ("backend was", lambda: Gpu(version="1.8.0")),
+        ("driver was", lambda: Gpu(Machine(driver=13010))),
+    ],
+)
+def test_a_receipt_of_another_gpu_driver_or_tensorrt_does_not_count(
+    own: Path, what: str, gpu: Callable[[], Gpu]
+) -> None:
+    engine = write_proved(own)
+    Gpu().open(engine).close()
+    other = gpu()
+    report = checking.check_engine_on_gpu(engine, {"bindings": Bindings(other.module, other.machine.bindings())})
+    assert report.passed
+    assert what in report.notes[0]
+    assert "\n" not in report.notes[0]
+    now = other.opened
+    other.open(engine).close()
+    assert other.opened == now + 1, "the new receipt counts"
+
+
+def test_a_damaged_receipt_is_replaced(own: Path) -> None:
+    engine, gpu = write_proved(own), Gpu()
+    gpu.open(engine).close()
+    (receipt,) = receipts(engine)
+    whole = receipt.read_bytes()
+    receipt.write_bytes(whole[:20])
+    gpu.open(engine).close()
+    assert receipt.read_bytes() == whole
+
+
+def test_a_folder_that_takes_no_receipt_is_worth_a_warning(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = write_proved(own)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        Gpu().open(engine, kernel_cache=own.parent / "nowhere").close()
+    assert any("no receipt is kept" in str(w.message) for w in said)
+
+
+def cut(engine: Path, model: Path) -> None:
+    proof_path(engine).write_bytes(proof_path(engine).read_bytes()[:-10])
+
+
+def edited(engine: Path, model: Path) -> None:
+    content = bytearray(proof_path(engine).read_bytes())
+    content[-1] ^= 1
+    proof_path(engine).write_bytes(content)
+
+
+def gone(engine: Path, model: Path) -> None:
+    proof_path(engine).unlink()
+
+
+def of_another_engine(engine: Path, model: Path) -> None:
+    content = proof_path(engine).read_bytes()
+    digest = load_manifest(engine).engine.blake3.encode()
+    proof_path(engine).write_bytes(content.replace(digest, b"0" * 64))
+    edit(engine, lambda m: named(m, proof_path(engine)))
+
+
+def no_proof_at_all(engine: Path, model: Path) -> None:
+    proof_path(engine).write_bytes(b"\xff" * 100)
+    edit(engine, lambda m: named(m, proof_path(engine)))
+
+
+def of_another_format(engine: Path, model: Path) -> None:
+    content = proof_path(engine).read_bytes()
+    proof_path(engine).write_bytes(content.replace(b"trt_kvcache.proof.1", b"trt_kvcache.proof.2"))
+    edit(engine, lambda m: named(m, proof_path(engine)))
+
+
+def of_another_vocabulary(engine: Path, model: Path) -> None:
+    proof = recorded(model)
+    arrays = {n: a[..., :100] if n.endswith("logits") else a for n, a in proof.arrays.items()}
+    bind(engine, replace(proof, facts=replace(proof.facts, vocab=100), arrays=arrays))
+
+
+def of_other_caches(engine: Path, model: Path) -> None:
+    proof = recorded(model)
+    bind(engine, replace(proof, arrays={n: a for n, a in proof.arrays.items() if "/rows/" not in n}))
+
+
+def of_more_rows(engine: Path, model: Path) -> None:
+    proof = recorded(model)
+    episodes = tuple(replace(e, starts=(*e.starts, 0, 0)) for e in proof.facts.episodes)
+    bind(engine, replace(proof, facts=replace(proof.facts, episodes=episodes)))
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut, "it was cut or changed"),
+        (edited, "it was cut or changed"),
+        (gone, "cannot be read"),
+        (of_another_engine, "the proof of another engine"),
+        (no_proof_at_all, "not readable as one"),
+        (of_another_format, "of format trt_kvcache.proof.2"),
+        (of_another_vocabulary, "vocabulary of 100 tokens"),
+        (of_other_caches, "does not fit the engine"),
+        (of_more_rows, "does not fit the engine"),
+    ],
+)
+def test_what_is_no_proof_of_the_engine_is_refused_in_one_line(
+    own: Path, model: Path, damage: Callable[[Path, Path], None], words: str
+) -> None:
+    engine, gpu = write_proved(own), Gpu()
+    damage(engine, model)
+    with pytest.raises(ManifestError, match=words) as refused:
+        gpu.open(engine)
+    assert "\n" not in str(refused.value)
+    assert not receipts(engine)
+    assert gpu.machine.used == 0
+
+
+def test_another_numpy_that_draws_other_numbers(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = write_proved(own)
+    monkeypatch.setattr("trt_kvcache.proof.replay.draws_digest", lambda seed: contents.draws_digest(seed + 1))
+    with pytest.raises(ManifestError, match="draws other numbers from a seed"):
+        Gpu().open(engine)
+
+
+def test_no_memory_for_the_replay(own: Path) -> None:
+    engine = write_proved(own)
+    gpu = Gpu(Machine(total=2 << 20))
+    with pytest.raises(BackendError, match="^the proof cannot be replayed: .*--check off") as refused:
+        gpu.open(engine)
+    assert "\n" not in str(refused.value)
+    assert gpu.machine.used == 0
+    assert not receipts(engine)
+
+
+def test_an_engine_without_a_proof(own: Path) -> None:
+    engine = write_proved(own)
+    edit(engine, lambda m: replace(m, proof=None))
+    with Gpu().open(engine):
+        pass
+    with pytest.raises(ManifestError, match="was built without a proof"):
+        Gpu().open(engine, check="always")
+
+
+@pytest.mark.parametrize("check", ["sometimes", None, 1])
+def test_other_checks_are_refused(own: Path, check: Any) -> None:
+    with pytest.raises(OptionError, match="it must be one of first, always, off"):
+        DecodeSession.open(own, check=check)
+
+
+def test_a_model_on_the_cpu_needs_no_proof(own: Path) -> None:
+    with DecodeSession.open(own, check="always") as session:
+        assert session.vocab == 256
+
+
+def test_the_command(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu()
+    monkeypatch.setattr("trt_kvcache.runtime.trt.load.load_tensorrt", lambda _: gpu.module)
+    monkeypatch.setattr("trt_kvcache.runtime.trt.cuda.cuda_bindings", gpu.machine.bindings)
+    right = CliRunner().invoke(app, ["check", str(write_proved(own))])
+    assert right.exit_code == 0, right.output
+    assert "the engine gives the original's numbers; receipt: " in right.stdout
+    assert "logits" in right.stdout
+    wrong = CliRunner().invoke(app, ["check", str(write_proved(own, fault=wrong_scale)), "--json"])
+    assert wrong.exit_code == 1
+    report = json.loads(wrong.stdout)
+    assert report["passed"] is False
+    assert report["findings"][0]["output"] == "logits"
+    assert wrong.stderr.count("\n") == 1
+    manifest_path(own.with_suffix(".engine")).unlink()
+    lost = CliRunner().invoke(app, ["check", str(own.with_suffix(".engine"))])
+    assert (lost.exit_code, lost.stderr.count("\n")) == (1, 1)
+
+
+def test_facts_are_plain_data(model: Path) -> None:
+    facts = recorded(model).facts
+    assert isinstance(facts, Facts)
+    assert {e.name for e in facts.episodes} == {"decode", "full"}
+    assert facts.rows == 3
+    assert not isinstance(facts, TrtKvCacheError)

@@ -1,0 +1,72 @@
+"""An engine built once more with values from inside of it as outputs, to find where it goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trt_kvcache.engine.manifest import FileIdentity, Manifest, manifest_path, save_manifest
+from trt_kvcache.engine.options import BuildOptions
+from trt_kvcache.engine.process import run_worker
+from trt_kvcache.engine.protocol import Job
+from trt_kvcache.importer.plan import Role, Target, TensorRole
+
+if TYPE_CHECKING:
+    from onnx import ModelProto, ValueInfoProto
+
+    from trt_kvcache.importer import ImportedModel
+
+__all__ = ["build_marked", "with_outputs"]
+
+
+def with_outputs(model: ModelProto, values: Sequence[ValueInfoProto]) -> ModelProto:
+    """A copy of a model that gives these values, too."""
+    from onnx import ModelProto
+
+    made = ModelProto()
+    made.CopyFrom(model)
+    made.graph.output.extend(values)
+    return made
+
+
+def build_marked(imported: ImportedModel, manifest: Manifest, values: Sequence[ValueInfoProto], folder: Path) -> Path:
+    """Build an engine as it was built, with these values as outputs, and write it with its manifest.
+
+    Args:
+        imported: the model that the engine was built from.
+        manifest: of the engine.
+        values: of the rewritten model.
+        folder: takes both files.
+
+    Raises:
+        BuildError: TensorRT refuses the model.
+    """
+    from trt_kvcache.importer.extensions import for_tensorrt
+    from trt_kvcache.importer.protos import dtype_name, elem_type_of, shape_of
+    from trt_kvcache.importer.serialize import serialize_model
+
+    marks = []
+    for value in values:
+        shape = shape_of(value) or ()
+        axes = tuple("" if isinstance(size, int) else "?" for size in shape)
+        marks.append(
+            TensorRole(value.name, "output", Role.OTHER, dtype_name(elem_type_of(value)), shape, "added", axes)
+        )
+    plan = replace(manifest.plan, tensors=(*manifest.plan.tensors, *marks))
+    source = imported.source.path
+    flipped = for_tensorrt(imported.model, source.parent)
+    engine = folder / "marked.engine"
+    engine.touch()
+    build = BuildOptions(
+        backend=manifest.backend, compute_capabilities=manifest.compute_capabilities, encoder="none", proof="off"
+    )
+    title = f"{manifest.backend} {manifest.backend_version}"
+    target, paths = Target(manifest.backend), (str(source), str(engine), str(engine))
+    job = Job(target, title, *paths, plan, manifest.profiles, build, flipped)
+    done, _ = run_worker(job, lambda: serialize_model(with_outputs(imported.model, values)))
+    identity = FileIdentity(engine.name, done.size, done.blake3)
+    made = replace(manifest, plan=plan, engine=identity, proof=None, encoder=None, backend_version=done.version)
+    save_manifest(made, manifest_path(engine))
+    return engine
