@@ -1,0 +1,45 @@
+"""A seeded share of the planted faults, and right engines in three types; all of them: `tests/proof_faults.py`."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import proof_faults
+import pytest
+from proof_faults import Subject, alarms, faults, trial
+
+FEW = 14  # faults of each model
+EVERY = {name: make for dtype in proof_faults.DTYPES for name, make in proof_faults.stored(dtype)}
+QUICK = {name: make for name, make in proof_faults.decoders() if name in ("ring float16", "long bfloat16")}
+WITHOUT = ("plain-torch/",)  # one block without tokens and logits, which no session runs
+
+
+@lru_cache(maxsize=1)
+def _subject(name: str, folder: Path) -> Subject:
+    return {**EVERY, **QUICK, **dict(proof_faults.decoders())}[name](folder)
+
+
+def _check(name: str, folder: Path, few: int) -> None:
+    subject = _subject(name, folder)
+    assert alarms(subject, range(2)) == []
+    right = subject.replay(subject.open())
+    outcomes: dict[str, list[str]] = {}
+    for seed, (fault, edit) in enumerate(faults(subject, 0)):
+        outcome = trial(subject, fault, edit, seed, right)
+        outcomes.setdefault(outcome, []).append(fault)
+        if len(outcomes.get("refused", [])) == few:
+            break
+    assert not outcomes.get("missed")
+    assert len(outcomes["refused"]) == few
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_planted_faults_are_refused(name: str, tmp_path: Path) -> None:
+    _check(name, tmp_path, FEW)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(n for n in EVERY if not n.startswith(WITHOUT)))
+def test_stored_models(name: str, tmp_path: Path) -> None:
+    _check(name, tmp_path, FEW)
