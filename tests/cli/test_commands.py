@@ -113,7 +113,7 @@ def test_build_and_inspect(model: Path, tmp_path: Path) -> None:
     assert (manifest.max_batch, manifest.max_chunk, len(manifest.aliases)) == (4, 16, 4)
     report = msgspec.json.decode(run("inspect", engine, "--json").stdout, type=EngineReport)
     assert report.manifest == manifest
-    assert {path.name for path in tmp_path.iterdir()} == {"model.engine", "model.engine.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"model.engine", "model.engine.json", "model.engine.proof"}
 
 
 def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,8 @@ def test_a_decoder_becomes_an_engine_and_a_manifest(tmp_path: Path, config: Deco
     events: list[ProgressEvent] = []
     manifest = build_engine(model, output, build=BuildOptions(max_batch=4, max_chunk=16), progress=events.append)
 
-    assert names(tmp_path) == {"model.onnx", "model.onnx.data", "model.engine", "model.engine.json"}
+    written = {"model.engine", "model.engine.json", "model.engine.proof"}
+    assert names(tmp_path) == {"model.onnx", "model.onnx.data", *written}
     assert load_manifest(output) == manifest
     check_engine(manifest, output)
     assert manifest.engine == identify(output)
@@ -136,7 +137,7 @@ def test_circular_caches(tmp_path: Path) -> None:
     manifest = build_engine(model, output, options=options, build=BuildOptions(max_chunk=8))
     assert load_manifest(output) == manifest
     check_engine(manifest, output)
-    assert names(tmp_path) == {"model.onnx", "model.engine", "model.engine.json"}
+    assert names(tmp_path) == {"model.onnx", "model.engine", "model.engine.json", "model.engine.proof"}
     contracts = [c.contract for c in manifest.plan.caches]
     assert contracts
     assert all(c is not None and c.no_straddle and c.max_update_length == 8 for c in contracts)

@@ -63,9 +63,13 @@ def test_auto_leaves_out_what_takes_too_long_and_shows_the_estimate(
 
 def test_auto_ends_a_recording_that_takes_too_long(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "_START", 0.01)
+    scratch = model.parent / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
     manifest = build_engine(model, model.with_name("model.engine"))
     assert manifest.proof is None
     assert "took more than 0 s on the CPU" in manifest.warnings[0]
+    assert not list(scratch.iterdir())
 
 
 def test_no_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

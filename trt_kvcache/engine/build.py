@@ -23,11 +23,11 @@ from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
-from trt_kvcache.engine.recording import PHASE, bound, record
+from trt_kvcache.engine.recording import PHASE, Most, bound, record
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.given import given_options, shown
-from trt_kvcache.importer.plan import CachePlan, PlanOptions, Target, UpdateContract
+from trt_kvcache.importer.plan import CachePlan, PlanOptions, Role, Target, UpdateContract
 
 if TYPE_CHECKING:
     import onnx
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 __all__ = ["ProgressEvent", "build_engine"]
 
 _T = TypeVar("_T")
+_ENCODER = 6  # positions of an encoder's output in a proof, if the engine takes them
 
 
 def build_engine(
@@ -134,7 +135,9 @@ def _build_engine(
         raise OptionError("; ".join([str(error), *said])) from None
     plan = _bound_contracts(plan, limits.max_chunk)
     positions = min(tables.positions.values(), default=None)
-    most = limits.max_batch, limits.max_chunk, limits.max_logits, positions
+    most = limits.max_batch, limits.max_chunk, limits.max_logits, positions, _encoder_length(plan, profiles)
+    twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
+    _check_memory(part, setup, twice=twice)
     # It takes the model, which is large if its weights are inside, and is not needed while TensorRT works.
     proof, without = _record(kept.pop(), most, setup, part.weights, half=half)
 
@@ -143,7 +146,6 @@ def _build_engine(
         if encoder is not None:
             made, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
             ready, said = [made] if made is not None else [], (*said, *more)
-        twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
         try:
             built = stack.enter_context(_built(part, plan, profiles, setup, engine_path, twice=twice))
         except BuildError as error:
@@ -168,7 +170,7 @@ def _build_engine(
 
 
 def _record(
-    imported: ImportedModel, most: tuple[int, int, int | None, int | None], setup: _Setup, weights: int, *, half: bool
+    imported: ImportedModel, most: Most, setup: _Setup, weights: int, *, half: bool
 ) -> tuple[bytes, tuple[str, ...]]:
     """Return the proof, or nothing and a note."""
     if setup.build.proof == "off" or setup.build.strip_plan:
@@ -327,8 +329,7 @@ def _built(
     from trt_kvcache.importer.serialize import serialize_model
 
     build, backend = setup.build, setup.backend
-    if build.memory_check and backend.target is Target.TENSORRT_RTX:
-        check_memory(part.weights, sum(weight.length for weight in part.flipped), twice=twice)
+    _check_memory(part, setup, twice=twice)
     with temporary_file(output) as file:
         with _identities(part.files) as identities:
             paths = str(part.path), str(file), str(output)
@@ -338,6 +339,20 @@ def _built(
         for source in part.sources:  # TensorRT and the digests read the files at different times
             source.check_unchanged()
         yield _Built(file, done, warnings, model)
+
+
+def _check_memory(part: _Part, setup: _Setup, *, twice: bool) -> None:
+    """Refuse a build that would not fit into memory."""
+    if setup.build.memory_check and setup.backend.target is Target.TENSORRT_RTX:
+        check_memory(part.weights, sum(weight.length for weight in part.flipped), twice=twice)
+
+
+def _encoder_length(plan: CachePlan, profiles: Sequence[Profile]) -> int:
+    """Return a length of an encoder's output that all profiles take."""
+    names = {t.name: t.axes for t in plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
+    ranges = [(p.shapes[name], axes) for p in profiles for name, axes in names.items() if name in p.shapes]
+    sizes = [(r.min[i], r.max[i]) for r, axes in ranges for i, axis in enumerate(axes) if axis == "encoder"]
+    return max([*(low for low, _ in sizes), min([_ENCODER, *(high for _, high in sizes)])])
 
 
 def _check_not_model(engine: Path, files: dict[Path, str]) -> None:

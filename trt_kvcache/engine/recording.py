@@ -7,12 +7,15 @@ and 2.5 times the time where weights of float16 are converted anew at each step;
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import trt_kvcache
@@ -37,7 +40,8 @@ _USUAL = 12  # steps, if nothing else is said
 _STEP, _OPEN, _ANEW = 0.6, 1.5, 2.5  # seconds for a GB; times
 _CONVERTED = 2.7  # of the bytes of float16 weights
 _PATIENCE = 3.0  # times the estimate, after which a recording ends
-_START = 60.0  # seconds
+_START = 180.0  # seconds
+Most = tuple[int, int, int | None, int | None, int]
 _ROOT = Path(trt_kvcache.__file__).parents[1]
 if sys.platform == "win32":
     _GROUP = subprocess.CREATE_NEW_PROCESS_GROUP
@@ -50,13 +54,14 @@ class Request:
     """A proof to record.
 
     Attributes:
-        most: the engine's largest batch, chunk, positions with logits and positions of a sequence.
+        most: the engine's largest batch, chunk, positions with logits and positions of a sequence, and a length of an
+            encoder's output that it takes.
         rows: most rows of the batch in a step.
         steps: how many; None: as many as it takes.
     """
 
     imported: ImportedModel
-    most: tuple[int, int, int | None, int | None]
+    most: Most
     rows: int
     steps: int | None
 
@@ -76,7 +81,7 @@ class Answer:
 
 def record(
     imported: ImportedModel,
-    most: tuple[int, int, int | None, int | None],
+    most: Most,
     wanted: str | int,
     weights: int,
     *,
@@ -146,9 +151,15 @@ def _ask(request: Request, limit: float | None) -> Answer:
         sent = pickle.dumps(request)
     except ValueError as error:  # a model of more than 2 GB, which has its weights inside
         return Answer(b"", f"the model cannot be sent to the process that records: {error}", "OptionError")
+    # Its temporary files lie where they are removed, however it ends.
+    with TemporaryDirectory(prefix="trt-kvcache-proof-") as scratch:
+        return _answer(sent, limit, {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)})
+
+
+def _answer(sent: bytes, limit: float | None, environment: Mapping[str, str]) -> Answer:
     child = subprocess.Popen(
         [sys.executable, "-m", "trt_kvcache.proof.worker"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
         cwd=_ROOT, start_new_session=True, creationflags=_GROUP,
     )  # fmt: skip
     assert child.stdin is not None

@@ -37,12 +37,14 @@ class Contents:
         texts: see `Facts.texts`.
         seed: of all that is drawn.
         garbage: see `Facts.garbage`.
+        encoder: see `Facts.encoder`.
     """
 
-    def __init__(self, plan: CachePlan, texts: Mapping[str, int], seed: int, garbage: float) -> None:
+    def __init__(self, plan: CachePlan, texts: Mapping[str, int], seed: int, garbage: float, encoder: int) -> None:
         self.caches: dict[str, CacheTensor] = {c.role.name: c for c in (*find_caches(plan), *find_states(plan))}
         self._numbers = {name: number for number, name in enumerate(self.caches)}
         self._plan, self._texts, self._seed, self._garbage = plan, texts, seed, garbage
+        self._encoder = encoder
 
     def physical(self, name: str, episode: int, starts: Sequence[int]) -> Array:
         """Contents ``[R, *physical_shape[1:]]`` of a cache before an episode, the same as the original had."""
@@ -66,7 +68,7 @@ class Contents:
 
     def constants(self, rows: int) -> dict[str, Array]:
         """What each row is given once, ``[R, ...]`` by name of the input, in its dtype."""
-        drawn = draw_constants(self._plan, rows, self._seed, twin=True)
+        drawn = draw_constants(self._plan, rows, self._seed, twin=True, length=self._encoder)
         dtypes = {t.name: t.dtype for t in self._plan.tensors if t.io == "input" and t.role is Role.CONSTANT}
         return {name: drawn[name].astype(array_dtype(dtype)) for name, dtype in dtypes.items()}
 

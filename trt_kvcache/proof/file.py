@@ -109,6 +109,7 @@ class Facts:
         vocab: numbers of a position's logits.
         seed: of cache contents, constants and embeddings.
         garbage: magnitude of what lies in cache rows without a token.
+        encoder: length of an encoder's output, where it is open.
         texts: rows of the caches that the original holds whole, and the engine as rings, by name.
         digest: of what the seed gives: another version of NumPy could give something else.
         tolerances: what an output may differ by, by name.
@@ -120,6 +121,7 @@ class Facts:
     vocab: int
     seed: int
     garbage: float
+    encoder: int
     episodes: tuple[Episode, ...]
     texts: dict[str, int]
     digest: str

@@ -86,7 +86,7 @@ class _Search:
         facts = proof.facts
         self._inputs = StepInputs(manifest.plan)
         self._spans = [s.name for s in manifest.plan.spans]
-        self._contents = Contents(manifest.plan, facts.texts, facts.seed, facts.garbage)
+        self._contents = Contents(manifest.plan, facts.texts, facts.seed, facts.garbage, facts.encoder)
         self._buffers = carried_buffers(manifest.plan)
         self._caches: dict[str, Array] = {}
         self.found = ""

@@ -143,7 +143,7 @@ class _Decoder(Verification):
         episodes = self._episodes(self.limits)
         if not episodes:
             raise UnsupportedModelError(f"{self.path}: no step of a proof fits the caches of this model")
-        contents = Contents(self.plan, self.text_rows, _SEED, garbage)
+        contents = Contents(self.plan, self.text_rows, _SEED, garbage, self.bounds.encoder)
         constants = contents.constants(self.limits.batch)
         given = {n: v.astype(np.float32) if v.dtype.name == "bfloat16" else v for n, v in constants.items()}
         inputs = _Inputs(
@@ -288,6 +288,7 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
             arrays[f"{at}/{number}/tokens"] = ids.astype(np.int32)
     facts = Facts(
         recorded_on=exact.ran.engine, dtype=dtype, vocab=vocab, seed=_SEED, garbage=exact.ran.garbage,
+        encoder=decoder.bounds.encoder,
         episodes=tuple(exact.episodes), texts=decoder.text_rows, digest=draws_digest(_SEED),
         tolerances=tolerances, rounding=rounding,
     )  # fmt: skip

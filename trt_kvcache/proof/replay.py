@@ -123,7 +123,7 @@ class _Replay:
                 "the one that it was recorded with: build the engine again, or install that version"
             )
         self._runner, self._proof, self._plan = runner, proof, runner.plan
-        self._contents = Contents(runner.plan, facts.texts, facts.seed, facts.garbage)
+        self._contents = Contents(runner.plan, facts.texts, facts.seed, facts.garbage, facts.encoder)
         self._buffers = {b.past: b for b in carried_buffers(runner.plan)}
         self._columns = columns_of(proof)
         if why := self._misfit():

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from trt_kvcache.importer.check.inputs import ENCODER_TOKENS
 from trt_kvcache.importer.check.schedule import Limits, Step
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, StepInputs, linear_capacity
@@ -22,12 +22,14 @@ class Most:
     Attributes:
         positions: of a sequence; None: any.
         logits: positions of a row with logits in a step; None: all.
+        encoder: length of an encoder's output that it takes, where that is open.
     """
 
     batch: int
     chunk: int
     logits: int | None = None
     positions: int | None = None
+    encoder: int = ENCODER_TOKENS
 
 
 def within(limits: Limits, plan: CachePlan, most: Most) -> Limits:
@@ -82,8 +84,3 @@ def keeps(episode: Episode, most: Most, *, last_only: bool) -> tuple[int, ...]:
     """Of how many of the last positions of each step the logits are kept."""
     bound = 1 if last_only else min(most.logits or 4, 4)
     return tuple(min(step.length, bound) for step in episode.steps)
-
-
-def total(episodes: Sequence[Episode]) -> int:
-    """Number of steps."""
-    return sum(len(e.steps) for e in episodes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 import threading
 import traceback
@@ -25,6 +26,7 @@ def main() -> None:
     if sys.platform != "win32":
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")  # if memory runs out, not the build
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     request = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     pickle.dump(_answer(request), answers)
@@ -48,10 +50,10 @@ def _answer(request: Request) -> Answer:
 
 
 def _end_with_parent() -> None:
-    """End when stdin closes, however the caller ends."""
+    """End when stdin closes, however the caller ends: as Ctrl-C does, so that temporary files are removed."""
     while os.read(0, 1):
         pass
-    os._exit(1)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":

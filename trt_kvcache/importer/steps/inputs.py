@@ -20,7 +20,7 @@ Array = npt.NDArray[Any]
 
 _HIDDEN_SHARE = 0.2  # of the visible keys, hidden by a mask input, so that a rewrite that drops the mask shows
 
-_ENCODER_TOKENS = 6  # that an encoder has read, in verification
+ENCODER_TOKENS = 6  # that an encoder has read, in verification
 
 _FAINT = -20.0  # a float mask's bias for hidden tokens: exp(-20) is nothing, and finite
 
@@ -162,7 +162,9 @@ class StepInputs:
         return self._rng.integers(0, 2, shape).astype(dtype)
 
 
-def draw_constants(plan: CachePlan, batch: int, seed: int, *, twin: bool) -> dict[str, Array]:
+def draw_constants(
+    plan: CachePlan, batch: int, seed: int, *, twin: bool, length: int = ENCODER_TOKENS
+) -> dict[str, Array]:
     """Values of inputs that are given once and only read, such as the output of an encoder and its mask.
 
     Args:
@@ -170,6 +172,7 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, twin: bool) -> dic
         batch: rows.
         seed: of the values.
         twin: bfloat16 is held as float32.
+        length: of an encoder's output, where it is open.
     """
     rng = np.random.default_rng([seed, len(plan.tensors)])
     named = {t.name for t in plan.original if t.role is OriginalRole.CONSTANT}
@@ -179,7 +182,7 @@ def draw_constants(plan: CachePlan, batch: int, seed: int, *, twin: bool) -> dic
             continue
         sizes = {"batch": batch}
         dims = zip(tensor.shape, tensor.axes, strict=True)
-        shape = tuple(d if isinstance(d, int) else sizes.get(axis, _ENCODER_TOKENS) for d, axis in dims)
+        shape = tuple(d if isinstance(d, int) else sizes.get(axis, length) for d, axis in dims)
         dtype = numpy_dtype(tensor.dtype, twin=twin)
         values = rng.uniform(-1, 1, shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
         if dtype.kind != "f" and values.ndim:
