@@ -118,7 +118,7 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     if not why and not again:
         here = f"{now.backend}, {now.gpu}"
         return CheckReport(str(engine), True, here, proof.facts.recorded_on, driver, 0, (), (), str(path))
-    rows, chunk = rows_needed(proof, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
+    rows, chunk = rows_needed(proof, manifest.plan, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
     try:
         runner = TensorRTRunner(engine, max_batch=rows, max_chunk=chunk, **given)
     except BackendError as error:
@@ -135,7 +135,7 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     notes = (why,) if why else ()
     return CheckReport(
         str(engine), found.passed, ran_on, proof.facts.recorded_on, driver, found.steps, found.outputs, found.findings,
-        str(path) if found.passed else "", (*notes, *proof.facts.notes),
+        str(path) if found.passed else "", notes,
     )  # fmt: skip
 
 

@@ -127,7 +127,6 @@ class Facts:
     digest: str
     tolerances: dict[str, Share]
     rounding: dict[str, Share]
-    notes: tuple[str, ...] = ()
 
     @property
     def rows(self) -> int:

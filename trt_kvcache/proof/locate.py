@@ -64,7 +64,7 @@ def with_layer(report: CheckReport, engine: Path, model: Path, options: Mapping[
     values = [value for value, _ in layers]
     with TemporaryDirectory(prefix="trt-kvcache-check-") as name, _reference(imported.model, values, model) as session:
         marked = build_marked(imported, manifest, values, Path(name))
-        rows, chunk = rows_needed(proof, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
+        rows, chunk = rows_needed(proof, manifest.plan, manifest.max_batch), min(proof.facts.chunk, manifest.max_chunk)
         runner = TensorRTRunner(marked, max_batch=rows, max_chunk=chunk, cuda_graphs=False, **(options or {}))
         try:
             search = _Search(runner, session, proof, manifest, layers)

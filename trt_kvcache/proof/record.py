@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from onnx import ModelProto
 
-from trt_kvcache.errors import UnsupportedModelError
+from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
 from trt_kvcache.importer.check.caches import CacheTensor
 from trt_kvcache.importer.check.inputs import StepInputs
@@ -29,7 +29,7 @@ from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
 from trt_kvcache.proof.contents import Contents, draws_digest, embedded
 from trt_kvcache.proof.file import Episode, Facts, Proof, Share, share_of
-from trt_kvcache.proof.places import LOGITS, places
+from trt_kvcache.proof.places import LOGITS, places, rows_apart
 from trt_kvcache.proof.rounding import UNITS, rounding_dtype, with_rounding
 from trt_kvcache.proof.schedule import Most, keeps, plan_proof, within
 from trt_kvcache.runtime.buffers import carried_buffers
@@ -57,8 +57,9 @@ _GARBAGE = {"float32": 1e4, "bfloat16": 1e4, "float16": 30.0}
 
 _ALL = 384 << 10  # bytes of logits, up to which all are kept
 _HIGH, _COLUMNS = 64, 256
+_MOST_BYTES, _HEADER = 1 << 20, 64 << 10
 _SAMPLES = 384 << 10  # bytes of cache rows
-_WIDEST, _NARROWEST = 64, 4  # numbers of one cache row that are kept
+_WIDEST, _NARROWEST = 64, 1  # numbers of one cache row that are kept
 _TIMES = Share(8.0, 5.0)  # what an engine may differ by, as a multiple of what rounding made
 _LEAST = Share(8.0, 5.0)  # units of rounding, at least
 _QUANTIZED = Share(2.5 / 127, 1.5 / 127)  # of quantized rows, at least: a number may be rounded to a neighbour
@@ -82,13 +83,20 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
     """
     RuntimeInputs(imported.plan)  # refuses what no session runs
     StepLogits(imported.plan)
+    rows = rows if rows_apart(imported.plan) else 1
     with moved_out(imported) as (light, folder), _original(light, folder) as (model, place, twin), exact_experts():
         dtype = rounding_dtype(light.source.proto, twin=twin)
         decoder = _decoder(light, most, rows, steps, model, place, twin=twin)
         exact = decoder.decode(_GARBAGE[dtype])
         moved = with_rounding(model, UNITS[dtype], _SEED + 1)
         rounded = _decoder(light, most, rows, steps, moved, place, twin=twin).decode(exact.ran.garbage)
-        return _proof(light, decoder, exact, rounded, dtype)
+        proof = _proof(light, decoder, exact, rounded, dtype)
+    if (size := sum(array.nbytes for array in proof.arrays.values())) > _MOST_BYTES - _HEADER:
+        raise OptionError(
+            f"{proof.facts.steps} steps make a proof of {size / 1e6:.1f} MB, and it may have {_MOST_BYTES / 1e6:.1f}; "
+            "give fewer steps"
+        )
+    return proof
 
 
 @dataclass

@@ -16,9 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import ManifestError
+from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.proof.contents import Contents, draws_digest, embedded
 from trt_kvcache.proof.file import Episode, Proof, Share, columns_of, share_of
-from trt_kvcache.proof.places import LOGITS, places
+from trt_kvcache.proof.places import LOGITS, places, rows_apart
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
@@ -93,9 +94,9 @@ class Replay:
         return not self.findings
 
 
-def rows_needed(proof: Proof, most: int) -> int:
+def rows_needed(proof: Proof, plan: CachePlan, most: int) -> int:
     """Rows of the caches that a replay takes: one beside those in use, where the engine has it."""
-    return min(proof.facts.rows + 1, most)
+    return min(proof.facts.rows + 1, most) if rows_apart(plan) else proof.facts.rows
 
 
 def replay(runner: Runner, proof: Proof, after: Callable[[int, int, StepBatch], None] | None = None) -> Replay:
