@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from trt_kvcache.importer.check.caches import CacheTensor, find_caches, find_states, first_contents, ring_window
-from trt_kvcache.importer.check.inputs import draw_constants
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateMode
+from trt_kvcache.importer.steps.contents import CacheTensor, find_caches, find_states, first_contents, ring_window
+from trt_kvcache.importer.steps.inputs import draw_constants
 from trt_kvcache.runtime.dtypes import array_dtype
 
 Array = npt.NDArray[Any]

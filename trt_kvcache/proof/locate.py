@@ -19,8 +19,8 @@ from trt_kvcache.engine.marked import build_marked, with_outputs
 from trt_kvcache.errors import ManifestError, UnsupportedModelError
 from trt_kvcache.files import identify
 from trt_kvcache.importer import import_model
-from trt_kvcache.importer.check.engine import EngineError
 from trt_kvcache.importer.extensions import for_cpu
+from trt_kvcache.importer.steps.engine import EngineError
 from trt_kvcache.proof.check import CheckReport
 from trt_kvcache.proof.contents import Contents
 from trt_kvcache.proof.file import Proof, load_proof, share_of

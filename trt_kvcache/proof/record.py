@@ -19,14 +19,14 @@ from onnx import ModelProto
 
 from trt_kvcache.errors import OptionError, UnsupportedModelError
 from trt_kvcache.importer import ImportedModel
-from trt_kvcache.importer.check.caches import CacheTensor
-from trt_kvcache.importer.check.inputs import StepInputs
-from trt_kvcache.importer.check.runnable import with_exact_products
-from trt_kvcache.importer.check.schedule import Limits, Step
-from trt_kvcache.importer.extensions import define, for_cpu
+from trt_kvcache.importer.extensions import apart, define, for_cpu
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.steps.contents import CacheTensor
+from trt_kvcache.importer.steps.inputs import StepInputs
+from trt_kvcache.importer.steps.runnable import with_exact_products
+from trt_kvcache.importer.steps.schedule import Limits, Step
 from trt_kvcache.proof.contents import Contents, draws_digest, embedded
 from trt_kvcache.proof.file import Episode, Facts, Proof, Share, share_of
 from trt_kvcache.proof.places import LOGITS, places, rows_apart
@@ -38,7 +38,6 @@ from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.verify import schedule as verify_schedule
 from trt_kvcache.verify.decode import Ran, Verification
 from trt_kvcache.verify.inline import moved_out
-from trt_kvcache.verify.normalized import NormalizedVerification
 from trt_kvcache.verify.record import Tape, Written
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
@@ -46,7 +45,6 @@ from trt_kvcache.verify.twin import TwinFolder, has_bfloat16
 __all__ = ["MOST_ROWS", "record_proof"]
 
 Array = npt.NDArray[Any]
-Arrays = dict[str, Array]
 
 MOST_ROWS = 3
 """Rows of the batch in a step."""
@@ -86,10 +84,11 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
     rows = rows if rows_apart(imported.plan) else 1
     with moved_out(imported) as (light, folder), _original(light, folder) as (model, place, twin), exact_experts():
         dtype = rounding_dtype(light.source.proto, twin=twin)
-        decoder = _decoder(light, most, rows, steps, model, place, twin=twin)
+        ask = _Asked(most, rows, steps)
+        decoder = _Decoder(light, model, place, ask, twin=twin)
         exact = decoder.decode(_GARBAGE[dtype])
         moved = with_rounding(model, UNITS[dtype], _SEED + 1)
-        rounded = _decoder(light, most, rows, steps, moved, place, twin=twin).decode(exact.ran.garbage)
+        rounded = _Decoder(light, moved, place, ask, twin=twin).decode(exact.ran.garbage)
         proof = _proof(light, decoder, exact, rounded, dtype)
     if (size := sum(array.nbytes for array in proof.arrays.values())) > _MOST_BYTES - _HEADER:
         raise OptionError(
@@ -97,6 +96,15 @@ def record_proof(imported: ImportedModel, most: Most, *, rows: int = MOST_ROWS, 
             "give fewer steps"
         )
     return proof
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """See `record_proof`."""
+
+    most: Most
+    rows: int
+    steps: int | None
 
 
 @dataclass
@@ -134,11 +142,20 @@ class _Decoder(Verification):
     """`Verification` of which only the original runs, over the schedule of a proof.
 
     Attributes:
-        bounds, wanted: the engine's, and the number of steps; see `record_proof`.
+        bounds: of the engine.
+
+    Args:
+        light: the model and its plan.
+        model: what runs: the original, or a form of it.
+        folder: of its external data.
+        ask: what is recorded.
+        twin: it is the float32 twin of a bfloat16 model.
     """
 
-    bounds: Most
-    wanted: int | None
+    def __init__(self, light: ImportedModel, model: ModelProto, folder: Path, ask: _Asked, *, twin: bool) -> None:
+        self.bounds, self.wanted = ask.most, ask.steps
+        options = VerifyOptions(batch=min(ask.rows, ask.most.batch), tokens=0, seed=_SEED)
+        super().__init__(light, options, model, light.model, folder, twin=twin)
 
     def _read_limits(self) -> Limits:
         return within(super()._read_limits(), self.plan, self.bounds)
@@ -170,10 +187,6 @@ class _Decoder(Verification):
     def text_rows(self) -> dict[str, int]:
         """See `Facts.texts`."""
         return {name: text.update.capacity for name, text in self.texts.items() if text.update is not None}
-
-
-class _NormalizedDecoder(_Decoder, NormalizedVerification):
-    """The same for a model whose interface normalization changed."""
 
 
 class _Sampler(Tape):
@@ -231,21 +244,10 @@ class _Sampler(Tape):
                     self.rows[name][row, token] = value.values[order[row, place], width]
 
 
-def _decoder(
-    imported: ImportedModel, most: Most, rows: int, steps: int | None, model: ModelProto, folder: Path, *, twin: bool
-) -> _Decoder:
-    kind = _NormalizedDecoder if imported.plan.original else _Decoder
-    made = kind.__new__(kind)
-    made.bounds, made.wanted = most, steps
-    options = VerifyOptions(batch=min(rows, most.batch), tokens=0, seed=_SEED)
-    made.__init__(imported, options, model, imported.model, (folder, folder), twin=twin)  # type: ignore[misc]
-    return made
-
-
 @contextmanager
 def _original(imported: ImportedModel, folder: Path) -> Iterator[tuple[ModelProto, Path, bool]]:
     """The original as ONNX Runtime runs it, the folder of its data, and whether it is the twin of a bfloat16 model."""
-    model, _ = for_cpu(with_exact_products(define(imported.source.proto)))
+    model, _ = for_cpu(with_exact_products(define(apart(imported.source.proto, imported.plan))))
     if not has_bfloat16(model):
         yield model, folder, False
         return

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trt_kvcache.importer.check.inputs import ENCODER_TOKENS
-from trt_kvcache.importer.check.schedule import Limits, Step
 from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.importer.steps.inputs import ENCODER_TOKENS
+from trt_kvcache.importer.steps.schedule import Limits, Step
 from trt_kvcache.runtime.inputs import SPAN_BUCKET, StepInputs, linear_capacity
 from trt_kvcache.verify.report import VerifyOptions
 from trt_kvcache.verify.schedule import Episode, plan_schedule
