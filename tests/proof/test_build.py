@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from blake3 import blake3
 from decoders import DecoderConfig, write_decoder
@@ -70,6 +75,29 @@ def test_auto_ends_a_recording_that_takes_too_long(model: Path, monkeypatch: pyt
     assert manifest.proof is None
     assert "took more than 0 s on the CPU" in manifest.warnings[0]
     assert not list(scratch.iterdir())
+
+
+def test_an_interrupt_ends_the_recording(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch = model.parent / "scratch"
+    scratch.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(scratch))
+
+    def recorders() -> list[psutil.Process]:
+        return [p for p in psutil.Process().children() if "trt_kvcache.proof.worker" in p.cmdline()]
+
+    def interrupt() -> None:
+        while not recorders():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(model, model.with_name("model.engine"))
+    thread.join()
+    assert not recorders()
+    assert not list(scratch.iterdir())
+    assert {p.name for p in model.parent.iterdir()} == {"model.onnx", "scratch"}
 
 
 def test_no_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

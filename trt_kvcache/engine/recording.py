@@ -103,8 +103,6 @@ def record(
         TrtKvCacheError: steps are asked for, and it cannot be done.
     """
     auto = wanted == "auto"
-    if imported.model is imported.source.proto:
-        return _refused("the model was rewritten before: only the original's numbers are proof", auto=auto)
     slow = half and _CONVERTED * weights > free_memory()
     gigabytes = weights / 1e9 * (_ANEW if slow else 1)
 
