@@ -88,6 +88,7 @@ def test_an_interrupt_ends_the_recording(model: Path, monkeypatch: pytest.Monkey
     def interrupt() -> None:
         while not recorders():
             time.sleep(0.01)
+        time.sleep(0.5)  # the caller listens
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
