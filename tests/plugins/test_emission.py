@@ -14,13 +14,14 @@ from cases import decoder_attention, packed_model
 from graphs import Graph, scatter_model
 from harness import Feeds, imported, random_array, run, run_rewritten
 from onnx import TensorProto, helper
-from plugin_reference import CAPACITY
+from plugin_reference import CAPACITY, feeds_of, reference
 from reference import tensor_scatter
 
 from trt_kvcache.errors import UnsupportedModelError
-from trt_kvcache.importer import ImportedModel
+from trt_kvcache.importer import ImportedModel, plan_model
+from trt_kvcache.importer.extensions.plugin_route.functions import operator_function
 from trt_kvcache.importer.plan import PlanOptions, Route, Target
-from trt_kvcache.plugins.operators import NAMESPACE
+from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS, Operator
 
 FULL = PlanOptions(target=Target.TENSORRT)
 
@@ -30,6 +31,45 @@ def operators_of(result: ImportedModel) -> list[str]:
 
 
 # The function bodies: every operator against a reference in a few lines of numpy, refusals and wraps included.
+
+
+def function_model(operator: Operator, feeds: Feeds) -> onnx.ModelProto:
+    graph = Graph()
+    for name in operator.inputs:
+        dims: list[Any] = [f"{name}_{i}" for i in range(feeds[name].ndim)]
+        graph.input(name, helper.np_dtype_to_tensor_dtype(feeds[name].dtype), dims)
+    graph.node(operator.name, operator.inputs, operator.outputs, NAMESPACE, plugin_namespace=NAMESPACE, aot=1)
+    for name in operator.outputs:
+        graph.output(name, TensorProto.INT8, [f"{name}_{i}" for i in range(4)])
+    return graph.model(24, [NAMESPACE], [operator_function(operator, 24)])
+
+
+def test_a_model_that_has_the_node_already_is_refused(tmp_path: Path) -> None:
+    """Only rewritten models have it."""
+    graph = Graph()
+    for name, dims in (("cache_0", ["B", 2, 6, 4]), ("update_0", ["B", 2, "S", 4]), ("write_indices", ["B"])):
+        graph.input(name, TensorProto.INT64 if name == "write_indices" else TensorProto.INT8, dims)
+    graph.node("KVCacheUpdate", ["cache_0", "update_0", "write_indices"], ["present_0"], NAMESPACE)
+    graph.output("present_0", TensorProto.INT8, ["B", 2, 6, 4])
+    onnx.save(graph.model(24, [NAMESPACE]), tmp_path / "model.onnx")
+    with pytest.raises(UnsupportedModelError, match=r"node of this project's plugin \(KVCacheUpdate\).*without it"):
+        plan_model(tmp_path / "model.onnx")
+
+
+@pytest.mark.few(29)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_function_is_the_operator(name: str) -> None:
+    operator = OPERATORS[name]
+    rng = np.random.default_rng(list(name.encode()))
+    for trial in range(24):
+        feeds = feeds_of(operator, rng, trial)
+        model = function_model(operator, feeds)
+        if trial < 2:
+            onnx.checker.check_model(model, full_check=True)
+        got, expected = run(model, feeds), reference(operator, feeds)
+        assert list(got) == list(operator.outputs)
+        for output, value in expected.items():
+            np.testing.assert_array_equal(got[output], value, err_msg=f"{output} of trial {trial}")
 
 
 # The emission: models with TensorScatter, planned for full TensorRT.

@@ -42,8 +42,8 @@ def analyze(
     graph: gs.Graph,
     options: PlanOptions,
     inlined: tuple[str, ...],
-    findings: Findings | None = None,
-    path: Path | str = "the model",
+    findings: Findings,
+    path: Path,
 ) -> CachePlan:
     """Plan a prepared model.
 
@@ -70,10 +70,9 @@ def analyze(
             "decoders whose caches are inputs and outputs, each read as a whole: export with a past, and with outputs "
             "that give Concat(past, new), or what is joined so"
         )
-    if findings is not None:
-        caches = tuple(_with_findings(c, findings) for c in caches)
+    caches = tuple(_with_findings(c, findings) for c in caches)
     attention = analyze_attention(graph, caches, options)
-    if findings is not None and findings.original:
+    if findings.original:
         states, roles = findings.states, kept_roles(findings.roles, model)
     else:
         states = find_states(graph, {name for c in caches for name in (c.past, c.present)})
@@ -91,9 +90,9 @@ def analyze(
         warnings=(*_warnings(caches), *attention.warnings),
         inlined=inlined,
         states=states,
-        notes=(*(findings.notes if findings is not None else ()), *_planes(roles), *((kept,) if kept else ())),
-        changes=(*findings.changes, *_changes(roles, logits)) if findings is not None else (),
-        original=findings.original if findings is not None else (),
+        notes=(*findings.notes, *_planes(roles), *((kept,) if kept else ())),
+        changes=(*findings.changes, *_changes(roles, logits)) if findings.idioms else (),  # canonical models have none
+        original=findings.original,
         logits_span=logits,
     )
     return replace(plan, warnings=(*plan.warnings, *_short_tables(model, plan)))

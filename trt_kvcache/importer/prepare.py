@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import onnx
 
-from trt_kvcache.errors import InvalidModelError, NoCapacityError, OptionError
+from trt_kvcache.errors import NoCapacityError, OptionError
 from trt_kvcache.importer import extensions
 from trt_kvcache.importer.normalize import normalize
 from trt_kvcache.importer.normalize.findings import Findings
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
-from trt_kvcache.importer.simplify import inline_functions, name_nodes, simplify
+from trt_kvcache.importer.simplify import infer_shapes, inline_functions, name_nodes, simplify
 from trt_kvcache.importer.weights import detached, stand_in
 
 UPDATE_OPS = ("TensorScatter", "TRT_KVCacheUpdate")
@@ -34,7 +35,7 @@ class Prepared:
         model: the working copy; its large inline weights are stand-ins until `attach_weights`.
         weights: the detached weights by name, as they stand in the source proto (not copied).
         inlined: names of functions and control-flow nodes that were inlined.
-        findings: what normalization did; None where the caches were canonical already.
+        findings: what normalization did; nothing where the caches were canonical already.
         finishes: what extensions add to the plan.
     """
 
@@ -42,8 +43,8 @@ class Prepared:
     model: onnx.ModelProto
     weights: dict[str, onnx.TensorProto]
     inlined: tuple[str, ...]
-    findings: Findings | None = None
-    finishes: tuple[Callable[[CachePlan], CachePlan], ...] = ()
+    findings: Findings
+    finishes: tuple[Callable[[CachePlan], CachePlan], ...]
 
 
 def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
@@ -60,7 +61,7 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
         raise OptionError(f"--capacity is {capacity}; it must be at most {_MOST_TOKENS} tokens")
     model, weights = detach_weights(source)
     fix_digit_dims(model.graph)
-    model, chosen = extensions.choose(model)
+    model, chosen = extensions.edit("choose", model)
     if chosen:  # its weights were inside of branches
         model, more = detach_weights(model)
         weights |= more
@@ -70,17 +71,15 @@ def prepare(source: onnx.ModelProto, options: PlanOptions) -> Prepared:
     reference.CopyFrom(model)
     model, branches, notes = flatten(model)
     inlined = (*functions, *branches)
-    model, finishes = extensions.rewrite(model)
+    model, finishes = extensions.edit("rewrite", model)
     normalized = normalize(model, weights, options)
     model = normalized.model
     if normalized.findings is not None:
         name_nodes(model.graph)
     # Normalization has compared the capacity with the model's; circular windows are shorter than it.
     bind_capacity(model.graph, capacity, fits=normalized.findings is not None)
-    findings = normalized.findings
-    if notes:
-        findings = findings if findings is not None else Findings({})
-        findings = replace(findings, notes=(*notes, *findings.notes))
+    findings = normalized.findings or Findings({})
+    findings = replace(findings, notes=(*notes, *findings.notes))
     return Prepared(reference, infer_shapes(model), weights, inlined, findings, (*finishes, *chosen))
 
 
@@ -94,8 +93,8 @@ def flatten(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...], t
         The model, names of what was inlined, and notes for the plan.
     """
     model, inlined = simplify(model)
-    model, notes = extensions.standardize(model)
-    return model, inlined, notes
+    model, notes = extensions.edit("standardize", model)
+    return model, inlined, tuple(chain(*notes))
 
 
 def detach_weights(source: onnx.ModelProto) -> tuple[onnx.ModelProto, dict[str, onnx.TensorProto]]:
@@ -202,19 +201,3 @@ def _sequence_dim(value: onnx.ValueInfoProto, node: onnx.NodeProto) -> onnx.Tens
     shape = value.type.tensor_type.shape.dim
     axis = next((a.i for a in node.attribute if a.name == "axis"), -2) if node.op_type == "TensorScatter" else -2
     return shape[axis] if -len(shape) <= axis < len(shape) else None
-
-
-def infer_shapes(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the shapes of its intermediates, as far as ONNX shape inference finds them.
-
-    Raises:
-        InvalidModelError: the shapes that the model states contradict each other.
-    """
-    try:
-        return onnx.shape_inference.infer_shapes(model, check_type=False, strict_mode=False, data_prop=True)
-    except (onnx.shape_inference.InferenceError, RuntimeError) as error:
-        raise InvalidModelError(f"ONNX shape inference failed: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -18,7 +18,7 @@ converting its operators, and graphsurgeon's `fold_constants` (0.6.1) reads `Sha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,6 @@ from trt_kvcache.importer.protos import (
     opset_version,
     shape_of,
 )
-from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 OPSET = 24
 """The version that the canonical form needs at least: TensorScatter, Attention with `nonpad_kv_seqlen`."""
@@ -90,14 +89,23 @@ def simplify(model: ModelProto) -> tuple[ModelProto, tuple[str, ...]]:
     drop_unused_outputs(model.graph)
     if not any(node.op_type == "TRT_KVCacheUpdate" for node in all_nodes(model.graph)):
         model = raise_opset(model)
-    try:
-        model, branches = _fold(model)
-    except (onnx.shape_inference.InferenceError, RuntimeError) as error:
-        raise InvalidModelError(f"ONNX shape inference failed: {(str(error).splitlines() or [''])[0]}") from error
+    model, branches = _fold(model)
     for node in model.graph.node:
         _refuse_hidden(node)
     name_nodes(model.graph)
     return model, (*inlined, *branches)
+
+
+def infer_shapes(model: ModelProto) -> ModelProto:
+    """The model with the shapes of its intermediates, as far as ONNX shape inference finds them.
+
+    Raises:
+        InvalidModelError: the shapes that the model states contradict each other.
+    """
+    try:
+        return onnx.shape_inference.infer_shapes(model, data_prop=True)
+    except (onnx.shape_inference.InferenceError, RuntimeError) as error:
+        raise InvalidModelError(f"ONNX shape inference failed: {(str(error).splitlines() or [''])[0]}") from error
 
 
 def name_nodes(graph: GraphProto) -> None:
@@ -129,12 +137,12 @@ def inline_functions(model: ModelProto) -> tuple[ModelProto, list[str]]:
     """The model without functions: TensorRT's parser prefers an operator of its own to a function of the same name.
 
     A function ``my::Relu`` that squares is built as a ReLU, without a word (measured, TensorRT for RTX 1.7.1).
-    Functions that only say what an update of the caches means stay.
+    A function that only says what TensorRT's own update of the caches means stays.
     """
     known = {entry.domain: entry.version for entry in model.opset_import}
     done = []
     for function in model.functions:
-        if function.name == TENSORRT_UPDATE or (function.domain == NAMESPACE and function.name in OPERATORS):
+        if function.name == TENSORRT_UPDATE:
             continue
         done.append((function.domain, function.name))
         for entry in function.opset_import:  # ONNX's inliner knows no operators of two versions
@@ -196,7 +204,7 @@ def raise_opset(model: ModelProto) -> ModelProto:
             node.ClearField("domain")
         if (kept := metadata.get(tuple(node.output))) is not None and not node.metadata_props:
             node.metadata_props.extend(kept)
-    _replace(result.graph.node, converted.graph.node)
+    replace_field(result.graph.node, converted.graph.node)
     own = {tensor.name for tensor in model.graph.initializer}
     result.graph.initializer.extend(t for t in converted.graph.initializer if t.name not in own)
     for entry in result.opset_import:
@@ -246,7 +254,7 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
     taken: list[str] = []
     stated = list(model.graph.output)  # what they say is a promise to callers; inference would write over it
     for _ in range(_MOST_ROUNDS):
-        model = lower(onnx.shape_inference.infer_shapes(model, data_prop=True))
+        model = lower(infer_shapes(model))
         graph = model.graph
         constants = _take_constants(graph)
         made = _known_sizes(model, constants)
@@ -254,15 +262,15 @@ def _fold(model: ModelProto) -> tuple[ModelProto, list[str]]:
         gone = [n for n in graph.node if n.output[0] in made]
         for name in (name for node in gone for name in node.output if name in made):
             graph.initializer.append(numpy_helper.from_array(made[name], name))
-        _replace(graph.node, [n for n in graph.node if n.output[0] not in made])
-        branches = _take_branches(graph, constants | made)
+        replace_field(graph.node, [n for n in graph.node if n.output[0] not in made])
+        branches = take_branches(graph, constants | made)
         _merge_equal(graph)
-        _drop_dead(graph)
+        drop_dead(graph)
         taken += branches
         if not (gone or branches):
             break
     found = {v.name: v for v in model.graph.output}
-    _replace(model.graph.output, [v if _has_rank_of(v, found[v.name]) else found[v.name] for v in stated])
+    replace_field(model.graph.output, [v if _has_rank_of(v, found[v.name]) else found[v.name] for v in stated])
     return model, taken
 
 
@@ -283,7 +291,7 @@ def _take_constants(graph: GraphProto) -> dict[str, Any]:
         else:
             graph.initializer.append(tensor)
     if len(kept) < len(graph.node):
-        _replace(graph.node, kept)
+        replace_field(graph.node, kept)
         _drop_shapes(graph)  # of constants, of which onnxruntime-genai states wrong ones
     inputs = {v.name for v in graph.input}  # an initializer that is also an input is only a default
     return {
@@ -338,7 +346,7 @@ def _known_sizes(model: ModelProto, constants: dict[str, Any]) -> dict[str, Any]
         twin.graph.node.append(helper.make_node("ConstantOfShape", [sizes], [_PREFIX + name]))
     if not probed:
         return {}
-    found = {v.name: shape_of(v) for v in onnx.shape_inference.infer_shapes(twin, data_prop=True).graph.value_info}
+    found = {v.name: shape_of(v) for v in infer_shapes(twin).graph.value_info}
     return {
         probe.removeprefix(_PREFIX): np.array(sizes, np.int64).reshape([len(sizes)] if shape else [])
         for probe, shape in probed.items()
@@ -396,7 +404,7 @@ def _shapes(model: ModelProto) -> dict[str, Any]:
     return {v.name: (v.type.tensor_type.elem_type, shape_of(v)) for v in model.graph.value_info}
 
 
-def _take_branches(graph: GraphProto, constants: dict[str, Any]) -> list[str]:
+def take_branches(graph: GraphProto, constants: Mapping[str, Any]) -> list[str]:
     """Replace each If of a constant by its branch; returns the names of what was replaced."""
     done = []
     while (index := next((i for i, n in enumerate(graph.node) if is_op(n, "If") and n.input[0] in constants), -1)) >= 0:
@@ -420,7 +428,7 @@ def splice_body(graph: GraphProto, index: int, body: GraphProto) -> None:
         elif name:  # passed through, or given twice
             copies.append(helper.make_node("Identity", [names.get(value.name, value.name)], [name]))
     inner = compose.add_prefix_graph(body, prefix, rename_inputs=False, rename_outputs=False, name_map=names)
-    _replace(graph.node, [*graph.node[:index], *inner.node, *copies, *graph.node[index + 1 :]])
+    replace_field(graph.node, [*graph.node[:index], *inner.node, *copies, *graph.node[index + 1 :]])
     graph.initializer.extend(inner.initializer)
     own = set(names.values())
     graph.value_info.extend(v for v in inner.value_info if v.name in own)
@@ -451,10 +459,10 @@ def _merge_equal(graph: GraphProto) -> None:
         else:
             renamed |= dict(zip(node.output, other.output, strict=True))
     if renamed:
-        _replace(graph.node, kept)
+        replace_field(graph.node, kept)
 
 
-def _drop_dead(graph: GraphProto) -> None:
+def drop_dead(graph: GraphProto) -> None:
     """Remove what no output needs: nodes, initializers and the shapes of what went."""
     used = {v.name for v in graph.output}
     kept = []
@@ -462,14 +470,16 @@ def _drop_dead(graph: GraphProto) -> None:
         if used & set(node.output):
             kept.append(node)
             used |= names_read(node)
-    _replace(graph.node, kept[::-1])
-    _replace(graph.initializer, [t for t in graph.initializer if t.name in used])
+    replace_field(graph.node, kept[::-1])
+    for index in reversed(range(len(graph.initializer))):  # weights may be large: no copies
+        if graph.initializer[index].name not in used:
+            del graph.initializer[index]
     _drop_shapes(graph)
 
 
 def _drop_shapes(graph: GraphProto) -> None:
     made = {name for node in graph.node for name in node.output}
-    _replace(graph.value_info, [v for v in graph.value_info if v.name in made])
+    replace_field(graph.value_info, [v for v in graph.value_info if v.name in made])
 
 
 def _refuse_hidden(node: NodeProto) -> None:
@@ -492,7 +502,8 @@ def _refuse_hidden(node: NodeProto) -> None:
     )
 
 
-def _replace(field: Any, values: Sequence[Any]) -> None:
+def replace_field(field: Any, values: Sequence[Any]) -> None:
+    """Let a repeated field hold these, some of which it may hold already."""
     kept = list(values)
     del field[:]
     field.extend(kept)

@@ -1,6 +1,7 @@
 """Families of models that few exports need. Each has a module of its own, loaded only for a model of that family.
 
-To add a family: write a record below, and a module with a function for each station at which it has something to do.
+To add a family: write into `EXTENSIONS`, below, a test for each station at which it has something to do, and a module
+with a function of that name for each.
 
     read(model)                 edits a file's model before it is checked            -> whether it did
     choose(model)               takes one branch of a decoder, before inlining       -> the model, Finish or None
@@ -13,18 +14,17 @@ To add a family: write a record below, and a module with a function for each sta
     unround(model)              a model without rounding, for `verify`               -> another model, how it rounds
     apart(model, plan)          gives each cache an input and an output of its own   -> another model
 
-`folder` is that of the external data. Planning and rewriting ask for `plugin_route` where a cache takes the plugin's
-route. Four families have no record, since no cheap test tells: a build and a session ask for `encoders` where there is
-an encoder beside the decoder; `normalize` asks for `latent_attention` where no attention reads a cache as it is, or
-tokens meet what is made of positions, for `rounded_attention` where a decoder has QuantizeLinear, and for
-`ring_windows` with ``--sliding circular`` or where a model writes a circular cache.
+`folder` is that of the external data. Rewriting asks for `plugin_route` where a cache takes the plugin's route. Four
+families have no record, since no cheap test tells: a build and a session ask for `encoders` where there is an encoder
+beside the decoder; `normalize` asks for `latent_attention` where no attention reads a cache as it is, or tokens meet
+what is made of positions, for `rounded_attention` where a decoder has QuantizeLinear, and for `ring_windows` with
+``--sliding circular`` or where a model writes a circular cache.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
-from dataclasses import dataclass
 from importlib import import_module
 from itertools import chain
 from pathlib import Path
@@ -42,48 +42,23 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXTENSIONS",
-    "Extension",
     "apart",
     "check_roundings",
-    "choose",
     "define",
+    "edit",
     "for_cpu",
     "for_tensorrt",
     "is_update_outside_onnx",
     "load",
     "notes",
     "read",
-    "rewrite",
-    "standardize",
     "unround",
 ]
 
-Test = Callable[[onnx.ModelProto], bool]
+Test = Callable[[Any], bool]
+"""Of a model; of a plan where caches are taken apart. It loads nothing, and is cheap."""
 Finish = Callable[[CachePlan], CachePlan]
 """Adds to a plan what the edited model does not say."""
-
-
-@dataclass(frozen=True)
-class Extension:
-    """One family: at each station where it has something to do, a cheap test, which loads nothing.
-
-    Where a test says yes, the function of the station's name is called in the module.
-
-    Attributes:
-        name: of the module in this folder.
-    """
-
-    name: str
-    read: Test | None = None
-    choose: Test | None = None
-    standardize: Test | None = None
-    define: Test | None = None
-    rewrite: Test | None = None
-    note: Test | None = None
-    for_tensorrt: Test | None = None
-    for_cpu: Test | None = None
-    unround: Test | None = None
-    apart: Callable[[CachePlan], bool] | None = None
 
 
 def load(name: str) -> Any:
@@ -93,20 +68,23 @@ def load(name: str) -> Any:
 
 def _at(station: str, given: object) -> Iterator[Callable[..., Any]]:
     """The function of every extension that applies at a station, one after the other: each sees what others edited."""
-    for extension in EXTENSIONS:
-        applies = getattr(extension, station)
-        if applies is not None and applies(given):
-            yield getattr(load(extension.name), station)
+    for name, stations in EXTENSIONS.items():
+        if station in stations and stations[station](given):
+            yield getattr(load(name), station)
 
 
-def _edited(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Any]]:
-    """The model after every extension that applies at a station, one after the other, and what else these return."""
+def edit(station: str, model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Any]]:
+    """The model after every extension that applies at a station, and what else these return, see above.
+
+    Args:
+        station: "choose", "standardize", "define", "rewrite", "for_cpu" or "unround".
+        model: at the first two it may be changed.
+    """
     more = []
-    for extension in EXTENSIONS:
-        applies = getattr(extension, station)
-        if applies is not None and applies(model):
-            model, said = getattr(load(extension.name), station)(model)
-            more.append(said)
+    for name, stations in EXTENSIONS.items():
+        if station in stations and stations[station](model):
+            model, said = getattr(load(name), station)(model)
+            more += [] if said is None else [said]
     return model, more
 
 
@@ -120,45 +98,9 @@ def read(model: onnx.ModelProto) -> bool:
     return any(edited)
 
 
-def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Take the branch of a decoder that decodes.
-
-    Args:
-        model: as read; large inline weights of the main graph are stand-ins. May be changed.
-
-    Returns:
-        The model, and what finishes its plan; nothing where no branch was taken.
-    """
-    model, finishes = _edited("choose", model)
-    return model, [finish for finish in finishes if finish is not None]
-
-
-def standardize(model: onnx.ModelProto) -> tuple[onnx.ModelProto, tuple[str, ...]]:
-    """The model in operators that the importer knows, and notes for the plan.
-
-    Args:
-        model: without functions, of opset 13 at least; may be changed.
-    """
-    model, notes = _edited("standardize", model)
-    return model, tuple(chain(*notes))
-
-
 def define(model: onnx.ModelProto) -> onnx.ModelProto:
     """The model with a function for each of its operators that updates caches and that ONNX does not know."""
-    return _edited("define", model)[0]
-
-
-def rewrite(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[Finish]]:
-    """Edit a decoder before its caches are looked for.
-
-    Args:
-        model: flat, with named nodes and without functions; large inline weights are stand-ins. Not changed.
-
-    Returns:
-        The model, and what finishes its plan.
-    """
-    model, finishes = _edited("rewrite", model)
-    return model, [finish for finish in finishes if finish is not None]
+    return edit("define", model)[0]
 
 
 def notes(model: onnx.ModelProto, folder: Path) -> tuple[str, ...]:
@@ -190,13 +132,13 @@ def check_roundings(model: onnx.ModelProto, folder: Path) -> None:
 
 def for_cpu(model: onnx.ModelProto) -> tuple[onnx.ModelProto, list[str]]:
     """The model in operators that ONNX Runtime runs, and notes on what it does not do there."""
-    model, notes = _edited("for_cpu", model)
+    model, notes = edit("for_cpu", model)
     return model, [*chain(*notes)]
 
 
 def unround(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Counter[Hashable]]:
     """The model without rounding what it computes to few bits, and how it is rounded, and by how many nodes."""
-    model, steps = _edited("unround", model)
+    model, steps = edit("unround", model)
     return model, sum(steps, Counter())
 
 
@@ -310,18 +252,18 @@ def _holds_integers(model: onnx.ModelProto) -> bool:
     return any(t.data_type in _SIGNS for t in model.graph.initializer) and "DequantizeLinear" in _operators(model)
 
 
-EXTENSIONS = (
-    Extension("tool_repairs", read=_breaks_rules, choose=_chooses_branch, rewrite=_is_in_parts),
-    Extension(
-        "quantizers",
-        read=_by_quantizer,
-        standardize=_multiplies_integers,
-        note=_rounds,
-        for_tensorrt=_rounds,
-        for_cpu=_only_on_tensorrt,
-        unround=_rounds,
-    ),
-    Extension("plugin_route", define=_updates_outside_onnx),
-    Extension("signed_weights", for_tensorrt=_holds_integers),
-    Extension("stacked_caches", rewrite=_stacks_caches, apart=lambda plan: bool(plan.stacks)),
-)
+EXTENSIONS: dict[str, dict[str, Test]] = {
+    "tool_repairs": {"read": _breaks_rules, "choose": _chooses_branch, "rewrite": _is_in_parts},
+    "quantizers": {
+        "read": _by_quantizer,
+        "standardize": _multiplies_integers,
+        "note": _rounds,
+        "for_tensorrt": _rounds,
+        "for_cpu": _only_on_tensorrt,
+        "unround": _rounds,
+    },
+    "plugin_route": {"define": _updates_outside_onnx},
+    "signed_weights": {"for_tensorrt": _holds_integers},
+    "stacked_caches": {"rewrite": _stacks_caches, "apart": lambda plan: bool(plan.stacks)},
+}
+"""By the name of a module, tests by station."""

@@ -19,6 +19,7 @@ from onnx import numpy_helper
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.files.flipped import Flipped, flip
 from trt_kvcache.importer.protos import all_nodes, byte_size, is_op
+from trt_kvcache.importer.simplify import drop_dead
 from trt_kvcache.importer.weights import raw_bytes
 
 __all__ = ["for_tensorrt"]
@@ -48,7 +49,7 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         for name in node.input:
             readers.setdefault(name, []).append(node)
     kept = {value.name for value in model.graph.output}
-    flipped, freed = [], set()
+    flipped = []
     for name, weight in weights.items():
         nodes = readers.get(name, [])
         if weight.data_type == onnx.TensorProto.INT8:
@@ -65,16 +66,12 @@ def for_tensorrt(model: onnx.ModelProto, folder: Path) -> tuple[Flipped, ...]:
         for node in nodes:
             if weight.data_type == onnx.TensorProto.INT8:
                 _check_scales(node, weights, folder)
-            freed.add(node.input[2])
             del node.input[2:]
         if weight.data_location == onnx.TensorProto.EXTERNAL:
             flipped.append(_flipped(weight, mask))
         else:
             weight.raw_data = flip(raw_bytes(weight), mask)
-    unread = freed - {name for node in all_nodes(model.graph) for name in node.input} - kept
-    for index in reversed(range(len(model.graph.initializer))):
-        if model.graph.initializer[index].name in unread:
-            del model.graph.initializer[index]
+    drop_dead(model.graph)  # the zero points
     return tuple(flipped)
 
 

@@ -1,16 +1,14 @@
-"""The rules that a graph must keep to before anything is planned: those of ONNX, and those of TensorScatter.
+"""The rules of ONNX that a graph must keep to before anything is planned.
 
 Weights are left out of every check: large initializers are replaced by typed inputs, so the checks cost what the graph
 costs. Shapes come from ONNX's own shape inference, through If and Loop bodies and model-local functions.
-
-Rules of TensorScatter: https://onnx.ai/onnx/operators/onnx__TensorScatter.html
 """
 
 from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator
 
 import onnx
 import onnx.inliner
@@ -18,10 +16,9 @@ from google.protobuf.message import Message
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.files.element_types import check_element_types
 from trt_kvcache.importer.protos import (
     DEFAULT_DOMAINS,
-    attribute_graphs,
+    all_nodes,
     byte_size,
     describe,
     dtype_name,
@@ -43,6 +40,20 @@ _FLAGS = {
     "is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "interleaved", "is_packed_batching",
     "sliding_window_cache",
 }  # fmt: skip
+_TYPE_ADVICE = (
+    "ONNX Runtime does not load it either; convert the model again with another tool, such as "
+    "onnxruntime.transformers.float16, or export it in the wanted type"
+)
+_QUANTIZED_ADVICE = (
+    "ONNX Runtime does not load it either; quantize the export in float32: quantize_dynamic of onnxruntime leaves such "
+    "types of float16, and NVIDIA ModelOpt quantizes ONNX files of float32 (high_precision_dtype='fp16' makes the rest "
+    "float16); a torch model that ModelOpt quantized is exported as model.half()"
+)
+_FUSED: dict[str, tuple[int, ...]] = {
+    "RotaryEmbedding": (0, 2, 3), "SkipLayerNormalization": (0, 1, 2), "SkipSimplifiedLayerNormalization": (0, 1, 2),
+    "BiasGelu": (0, 1), "FastGelu": (0, 1), "FusedMatMul": (0, 1),
+}  # fmt: skip
+"""Of ONNX Runtime's own operators, the operands of one type: its optimizers make caches of float32 for float16."""
 _ONNX_ERRORS = (
     onnx.checker.ValidationError,
     onnx.shape_inference.InferenceError,
@@ -67,7 +78,7 @@ def check_graph(model: ModelProto, source: str) -> None:
     """
     _check_are_tensors(model.graph, source)
     _check_types(model, source)
-    _check_opset(model, source)
+    _check_updates(model, source)
     _check_flags(model, source)
     skeleton = _skeleton(model, source)
     try:
@@ -77,8 +88,7 @@ def check_graph(model: ModelProto, source: str) -> None:
     try:
         flat = onnx.inliner.inline_local_functions(skeleton)
         inferred = onnx.shape_inference.infer_shapes(flat, data_prop=True)
-        check_element_types(inferred.graph, opset_version(inferred), source)
-        _check_scatters(inferred.graph, {}, source)
+        _check_element_types(inferred.graph, opset_version(inferred), source)
         onnx.shape_inference.infer_shapes(_without_stated_shapes(flat), strict_mode=True, data_prop=True)
     except _ONNX_ERRORS as error:
         said = next((m for m in _RULE.findall(_one_line(error)) if not m[2].startswith("Inference")), None)
@@ -86,14 +96,19 @@ def check_graph(model: ModelProto, source: str) -> None:
         raise InvalidModelError(f"{source}: {what}; export the model again") from None
 
 
-def _check_opset(model: ModelProto, source: str) -> None:
-    """TensorScatter exists from opset 24 on; a function may import another version than the model does."""
+def _check_updates(model: ModelProto, source: str) -> None:
+    """TensorScatter exists from opset 24 on, a function may import another version than the model; its two modes."""
     for top, version in [(model.graph, opset_version(model)), *((f, opset_version(f)) for f in model.functions)]:
-        for node in (node for scope in nested_scopes(top) for node in scope.node):
-            if is_op(node, "TensorScatter") and (version is None or version < TENSOR_SCATTER_OPSET):
+        for node in (node for node in all_nodes(top) if is_op(node, "TensorScatter")):
+            if version is None or version < TENSOR_SCATTER_OPSET:
                 raise InvalidModelError(
                     f"{source}: {describe(node)} needs opset {TENSOR_SCATTER_OPSET}, but the model imports opset "
                     f"{version or '(none)'}; export it again with opset {TENSOR_SCATTER_OPSET} or newer"
+                )
+            mode = next((a.s.decode(errors="replace") for a in node.attribute if a.name == "mode"), "linear")
+            if mode not in ("linear", "circular"):
+                raise InvalidModelError(
+                    f"{source}: {describe(node)} has mode '{mode}'; ONNX defines 'linear' and 'circular'"
                 )
 
 
@@ -264,32 +279,50 @@ def _is_elem_type(attribute: AttributeProto) -> bool:
     return bool(attribute.ref_attr_name) or attribute.i in types
 
 
-def _check_scatters(graph: GraphProto, infos: Mapping[str, ValueInfoProto], source: str) -> None:
-    """Refuse what ONNX's own inference does not see of a TensorScatter, in bodies of control flow, too."""
-    infos = {**infos, **{info.name: info for info in (*graph.value_info, *graph.output, *graph.input)}}
+def _check_element_types(graph: GraphProto, version: int | None, source: str) -> None:
+    """Refuse element types that contradict each other, which ONNX's checker lets pass and ONNX Runtime does not load.
+
+    Converters to float16 leave such models: onnxconverter-common (1.16) and what is built on it keep a Cast to float32
+    and state its result as float16, or add float32 to float16.
+    """
+    is_quantized = any("QuantizeLinear" in n.op_type or n.domain == "trt" for n in graph.node)
+    advice = _QUANTIZED_ADVICE if is_quantized else _TYPE_ADVICE
+    infos = (*graph.value_info, *graph.output, *graph.input)
+    types = {info.name: kind for info in infos if (kind := elem_type_of(info))}
+    types |= {tensor.name: tensor.data_type for tensor in graph.initializer}
     for node in graph.node:
-        if is_op(node, "TensorScatter"):
-            _check_scatter(node, infos, f"{source}: {describe(node)}")
-        for attribute in node.attribute:
-            for body in attribute_graphs(attribute):
-                _check_scatters(body, infos, source)
+        to = next((a.i for a in node.attribute if a.name == "to"), 0) if is_op(node, "Cast") else 0
+        stated = types.get(node.output[0], to) if to else 0
+        if to != stated:
+            raise InvalidModelError(
+                f"{source}: {describe(node)} casts to {dtype_name(to)}, and the model states {dtype_name(stated)} for "
+                f"its result; {advice}"
+            )
+        for first, other in _operands(node, version):
+            one, two = types.get(first, 0), types.get(other, 0)
+            if one and two and one != two:
+                whose = "ONNX" if node.domain in DEFAULT_DOMAINS else "ONNX Runtime"
+                raise InvalidModelError(
+                    f"{source}: {describe(node)} reads '{first}' of {dtype_name(one)} and '{other}' of "
+                    f"{dtype_name(two)}, where {whose} demands one type; {advice}"
+                )
 
 
-def _check_scatter(node: NodeProto, infos: Mapping[str, ValueInfoProto], where: str) -> None:
-    attributes = {attribute.name: attribute for attribute in node.attribute}
-    mode = attributes["mode"].s.decode(errors="replace") if "mode" in attributes else "linear"
-    axis = attributes["axis"].i if "axis" in attributes else -2
-    if mode not in ("linear", "circular"):
-        raise InvalidModelError(f"{where} has mode '{mode}'; ONNX defines 'linear' and 'circular'")
-    past, update = (shape_of(infos.get(name)) for name in node.input[:2])
-    if past is None or update is None or not -min(len(past), len(update)) <= axis < min(len(past), len(update)):
+def _operands(node: NodeProto, version: int | None) -> Iterator[tuple[str, str]]:
+    """Pairs of operands that must be of one type."""
+    if node.domain == "com.microsoft":
+        names = [node.input[i] for i in _FUSED.get(node.op_type, ()) if i < len(node.input) and node.input[i]]
+        yield from ((names[0], name) for name in names[1:])
         return
-    length, capacity = update[axis], past[axis]
-    if isinstance(length, int) and isinstance(capacity, int) and length > capacity:
-        raise InvalidModelError(
-            f"{where} writes an update of {length} tokens into a cache of {capacity}; "
-            "enlarge the cache or shorten the update"
-        )
+    if version is None or node.domain not in DEFAULT_DOMAINS or not onnx.defs.has(node.op_type, version, ""):
+        return
+    formal = onnx.defs.get_schema(node.op_type, version, "").inputs
+    firsts: dict[str, str] = {}
+    for index, name in enumerate(node.input):
+        what = formal[min(index, len(formal) - 1)] if formal else None
+        if what is None or not name or not what.is_homogeneous or "(" in what.type_str:
+            continue
+        yield firsts.setdefault(what.type_str, name), name
 
 
 def _one_line(error: Exception) -> str:

@@ -15,10 +15,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from onnx import GraphProto, TensorProto
+from onnx import GraphProto
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer.protos import elem_type_of, shape_of
+from trt_kvcache.importer.protos import FLOATS, elem_type_of, shape_of
 
 # The better file, and what it makes superfluous: of optimum, of transformers' own exporter.
 _INSTEAD_OF = {
@@ -26,7 +26,6 @@ _INSTEAD_OF = {
     "decoder_model_merged.onnx": ("decoder_model.onnx",),
     "decode.onnx": ("prefill.onnx", "language_model.onnx", "lm_head.onnx"),
 }
-_FLOATS = {TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE}
 _BEFORE = ("encoder", "vision", "audio", "embed_tokens", "embedding")
 _WANTED = "give the path of an .onnx file"
 _CACHE_NAME = re.compile(r"present|past|cache|key|value", re.IGNORECASE)
@@ -62,9 +61,10 @@ def check_takes_past(graph: GraphProto, path: Path) -> None:
     Raises:
         UnsupportedModelError: with the name of the file to take instead, where it lies beside this one.
     """
-    if any(elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
+    if any(elem_type_of(v) in FLOATS and len(shape_of(v) or ()) >= _CACHE_RANK for v in graph.input):
         return  # of more axes: the caches of several layers
-    made = [v.name for v in graph.output if _is_cache(elem_type_of(v), shape_of(v)) and _CACHE_NAME.search(v.name)]
+    floats = [v for v in graph.output if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK]
+    made = [v.name for v in floats if _CACHE_NAME.search(v.name)]
     if len(made) < 2:
         return
     better = [name for name, others in _INSTEAD_OF.items() if path.name in others and (path.parent / name).is_file()]
@@ -72,7 +72,3 @@ def check_takes_past(graph: GraphProto, path: Path) -> None:
         f"{path}: caches come out ('{made[0]}' and {len(made) - 1} more) and none go in: the first step alone; "
         + (f"take {path.parent / better[0]}, which does every step" if better else "export the decoder with past")
     )
-
-
-def _is_cache(elem_type: int, shape: tuple[int | str, ...] | None) -> bool:
-    return elem_type in _FLOATS and len(shape or ()) == _CACHE_RANK

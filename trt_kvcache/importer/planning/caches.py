@@ -9,7 +9,6 @@ import numpy as np
 import onnx_graphsurgeon as gs
 
 from trt_kvcache.errors import InvalidModelError, UnsupportedModelError
-from trt_kvcache.importer import extensions
 from trt_kvcache.importer.graph import (
     consumers,
     contains,
@@ -31,14 +30,14 @@ from trt_kvcache.importer.plan import (
     UpdateForm,
     UpdateMode,
 )
-from trt_kvcache.importer.planning.routes import Decision, UpdateFacts, decide
+from trt_kvcache.importer.planning.routes import UpdateFacts, decide
 from trt_kvcache.importer.planning.rows_in_use import is_cut
 from trt_kvcache.importer.protos import TENSORRT_UPDATE
 from trt_kvcache.plugins.operators import NAMESPACE, OPERATORS
 
 
 @dataclass(frozen=True)
-class Found:
+class _Found:
     """One cache that a node updates.
 
     Attributes:
@@ -67,12 +66,7 @@ class Found:
 
 def is_update(node: gs.Node) -> bool:
     """Whether a node updates a cache."""
-    return is_op(node, "TensorScatter") or node.op == TENSORRT_UPDATE or is_plugin_node(node)
-
-
-def is_plugin_node(node: gs.Node) -> bool:
-    """Whether a node is one of the plugin's own operators, as a model may have them that was written for it."""
-    return node.domain == NAMESPACE and node.op in OPERATORS
+    return is_op(node, "TensorScatter") or node.op == TENSORRT_UPDATE
 
 
 def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, ...]:
@@ -82,12 +76,13 @@ def analyze_caches(graph: gs.Graph, options: PlanOptions) -> tuple[CacheUpdate, 
         InvalidModelError: an update breaks a rule of its operator.
         UnsupportedModelError: an update has no route on the target.
     """
-    found: list[CacheUpdate] = []
     for node in graph.nodes:
-        if is_plugin_node(node):
-            found += extensions.load("plugin_route").plan_node(graph, node, options)
-        elif is_update(node):
-            found.append(_plan(graph, node, options))
+        if node.domain == NAMESPACE and node.op in OPERATORS:
+            raise UnsupportedModelError(
+                f"'{node.name}' is a node of this project's plugin ({node.op}), which rewritten models have; supported "
+                "are TensorScatter and the caches of exporters: give the model without it"
+            )
+    found = [_plan(graph, node, options) for node in graph.nodes if is_update(node)]
     places = {tensor.name: place for place, tensor in enumerate(graph.inputs)}
     return tuple(sorted(found, key=lambda cache: places.get(cache.past, len(places))))
 
@@ -105,7 +100,8 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
     length = found.update_length
     if found.form is UpdateForm.PADDED and isinstance(length, int) and length > capacity:
         raise InvalidModelError(
-            f"'{node.name}' writes {length} tokens into cache '{found.past.name}', which holds {capacity}"
+            f"'{node.name}' writes an update of {length} tokens into a cache of {capacity} ('{found.past.name}'): "
+            "enlarge the cache or shorten the update"
         )
     facts = UpdateFacts(
         node=node.name,
@@ -116,20 +112,12 @@ def _plan(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> CacheUpdate:
         update_length=found.update_length,
         capacity=capacity,
         has_write_indices=found.write_indices is not None,
-        obstacle=find_obstacle(graph, found),
+        obstacle=_find_obstacle(graph, found),
     )
     decision = decide(facts, options)
     if decision.route is Route.FUNCTIONAL and options.target is Target.TENSORRT_RTX and facts.dtype == "int8":
         _check_one_reader(found)
-    return planned_update(graph, found, decision, *_physical(found, decision.route, options))
-
-
-def planned_update(
-    graph: gs.Graph, found: Found, decision: Decision, layout: PhysicalLayout, physical: tuple[Dim, ...]
-) -> CacheUpdate:
-    """The plan of an update, once its route is decided."""
-    capacity = found.shape[found.axis]
-    assert isinstance(capacity, int)
+    layout, physical = _physical(found, decision.route, options)
     return CacheUpdate(
         node=found.node.name,
         past=found.past.name,
@@ -155,7 +143,7 @@ def planned_update(
     )
 
 
-def _find(node: gs.Node) -> Found:
+def _find(node: gs.Node) -> _Found:
     past, present = node.inputs[0], node.outputs[0]
     shape = dims(past) or dims(present)
     if shape is None:
@@ -172,7 +160,7 @@ def _find(node: gs.Node) -> Found:
     lengths = node.inputs[3] if form is UpdateForm.PACKED_NHD else None
     mode = UpdateMode(node.attrs.get("mode", "linear"))
     indices = input_or_none(node, 2)
-    return Found(node, past, present, node.inputs[1], indices, lengths, shape, axis % len(shape), form, mode)
+    return _Found(node, past, present, node.inputs[1], indices, lengths, shape, axis % len(shape), form, mode)
 
 
 def _form(node: gs.Node) -> UpdateForm:
@@ -212,7 +200,7 @@ def _check_packed(node: gs.Node) -> None:
         )
 
 
-def _check_rows(found: Found) -> None:
+def _check_rows(found: _Found) -> None:
     """Refuse as many write indices as no batch but one has."""
     write_indices = found.write_indices
     if write_indices is None:
@@ -226,7 +214,7 @@ def _check_rows(found: Found) -> None:
         )
 
 
-def _check_zero_points(found: Found) -> None:
+def _check_zero_points(found: _Found) -> None:
     """Refuse rounding around another number than 0 on the way into a cache or out of it: it has no layer for that."""
     for node in (*found.node.inputs[1].inputs, *consumers(found.present)):
         if is_op(node, "QuantizeLinear", "DequantizeLinear"):
@@ -238,7 +226,7 @@ def _check_zero_points(found: Found) -> None:
                 )
 
 
-def _check_one_reader(found: Found) -> None:
+def _check_one_reader(found: _Found) -> None:
     """Refuse int8 keys or values of two attentions: the builder of TensorRT for RTX 1.7.1 dies of SIGSEGV."""
     readers = _readers(found.present, "DequantizeLinear")
     if len(readers) > 1:
@@ -249,7 +237,7 @@ def _check_one_reader(found: Found) -> None:
         )
 
 
-def find_obstacle(graph: gs.Graph, found: Found) -> str:
+def _find_obstacle(graph: gs.Graph, found: _Found) -> str:
     """Why past and present cannot be one buffer, or an empty string."""
     node, past, present = found.node, found.past, found.present
     if not contains(graph.inputs, past):
@@ -299,7 +287,7 @@ VIEW_OPS = ("Transpose", "Reshape", "Unsqueeze", "Squeeze", "Flatten", "Slice", 
 """What may stand between a cache and the attention that reads it."""
 
 
-def _physical(found: Found, route: Route, options: PlanOptions) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
+def _physical(found: _Found, route: Route, options: PlanOptions) -> tuple[PhysicalLayout, tuple[Dim, ...]]:
     shape, axis = found.shape, found.axis
     if route is Route.FUNCTIONAL or found.form is UpdateForm.PACKED_NHD:
         return PhysicalLayout.AS_IS, shape

@@ -15,7 +15,7 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT32, INT64, Emitter, consumers, elem_type, input_or_none, is_op, replace_uses
 from trt_kvcache.importer.plan import CachePlan, CacheUpdate, PhysicalLayout, Route, UpdateForm, UpdateMode
-from trt_kvcache.importer.planning.caches import is_plugin_node, split_heads, to_heads_major
+from trt_kvcache.importer.planning.caches import split_heads, to_heads_major
 from trt_kvcache.plugins.operators import NAMESPACE
 
 
@@ -42,10 +42,6 @@ def rewrite_caches(emitter: Emitter, plan: CachePlan) -> dict[str, CacheView]:
     views: dict[str, CacheView] = {}
     for cache in plan.caches:
         node = nodes[cache.node]
-        if is_plugin_node(node):
-            present = next(t for t in node.outputs if t.name == cache.present)
-            views[cache.present] = CacheView(present, 2, None, 2)
-            continue
         if node.op == "TRT_KVCacheUpdate" and cache.form is UpdateForm.PADDED:
             _to_tensor_scatter(emitter, node)
         if cache.form is UpdateForm.PACKED_NHD:

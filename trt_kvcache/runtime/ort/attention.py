@@ -25,7 +25,8 @@ import onnx_graphsurgeon as gs
 
 from trt_kvcache.importer.graph import INT32, Emitter, consumers, contains, dims, is_op, producer, small_constant
 from trt_kvcache.importer.plan import AttentionPlan, CachePlan, CacheUpdate, MaskGeometry, Role, UpdateMode
-from trt_kvcache.importer.prepare import attach_weights, detach_weights, infer_shapes
+from trt_kvcache.importer.prepare import attach_weights, detach_weights
+from trt_kvcache.importer.simplify import infer_shapes
 
 __all__ = ["DOMAIN", "OPERATOR", "fuse_attention"]
 

@@ -18,6 +18,7 @@ from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.tool_repairs.merged import take_first_branch as take_first_branch
 from trt_kvcache.importer.plan import Stack, TensorRole
 from trt_kvcache.importer.protos import elem_type_of, names_read, shape_of
+from trt_kvcache.importer.simplify import drop_dead, replace_field
 
 __all__ = [
     "HIDDEN",
@@ -125,17 +126,12 @@ def part_outputs(graph: onnx.GraphProto, stacks: Sequence[Stack]) -> None:
 
 def cut_to(graph: onnx.GraphProto, wanted: Collection[str]) -> list[str]:
     """Leave what leads to the wanted outputs; returns those that are there. `graph` is changed."""
-    outputs = [v for v in graph.output if v.name in wanted]
-    nodes, read = _leading_to({v.name for v in outputs}, graph)
-    held = [t for t in graph.initializer if t.name in read]
-    constants = {t.name for t in held}
-    inputs = [v for v in graph.input if v.name in read and v.name not in constants]
-    del graph.node[:], graph.initializer[:], graph.input[:], graph.output[:], graph.value_info[:]
-    graph.node.extend(nodes)
-    graph.initializer.extend(held)
-    graph.input.extend(inputs)
-    graph.output.extend(outputs)
-    return [v.name for v in outputs]
+    replace_field(graph.output, [v for v in graph.output if v.name in wanted])
+    drop_dead(graph)
+    read = {v.name for v in graph.output}.union(*map(names_read, graph.node)) - {t.name for t in graph.initializer}
+    replace_field(graph.input, [v for v in graph.input if v.name in read])
+    del graph.value_info[:]
+    return [v.name for v in graph.output]
 
 
 def _find_hidden(made: Mapping[str, int], path: Path) -> str:
@@ -151,13 +147,3 @@ def _find_hidden(made: Mapping[str, int], path: Path) -> str:
 def _among(made: Collection[str], constant: str) -> str | None:
     """The output that gives a constant."""
     return next((name for name in present_names(constant) if name in made), None)
-
-
-def _leading_to(names: set[str], graph: onnx.GraphProto) -> tuple[list[onnx.NodeProto], set[str]]:
-    """The nodes that `names` need, in order, and all that these read."""
-    read, nodes = set(names), []
-    for node in reversed(graph.node):
-        if read & {*node.output}:
-            nodes.append(node)
-            read |= names_read(node)
-    return nodes[::-1], read

@@ -22,7 +22,7 @@ import onnx
 import onnx_graphsurgeon as gs
 from onnx import helper
 
-from trt_kvcache.errors import InvalidModelError, OptionError, UnsupportedModelError
+from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions import is_update_outside_onnx
 from trt_kvcache.importer.extensions.plugin_route.functions import operator_function
 from trt_kvcache.importer.graph import (
@@ -43,14 +43,10 @@ from trt_kvcache.importer.plan import (
     CachePlan,
     CacheUpdate,
     PhysicalLayout,
-    PlanOptions,
     Route,
-    Target,
     UpdateForm,
     UpdateMode,
 )
-from trt_kvcache.importer.planning.caches import Found, find_obstacle, is_plugin_node, planned_update
-from trt_kvcache.importer.planning.routes import Decision
 from trt_kvcache.importer.protos import TENSORRT_UPDATE, opset_version
 from trt_kvcache.importer.rewrite.caches import first_rows
 from trt_kvcache.importer.simplify import OPSET
@@ -89,10 +85,7 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
         UnsupportedModelError: rows of 4-bit elements that do not end on a byte; types that one definition cannot cover.
     """
     nodes = {node.name: node for node in graph.nodes}
-    for node in filter(is_plugin_node, graph.nodes):  # the model's own
-        _check_rows([c for c in plan.caches if c.node == node.name])
-        node.attrs = dict(_ATTRIBUTES)
-    planned = [c for c in plan.caches if c.route is Route.PLUGIN and not is_plugin_node(nodes[c.node])]
+    planned = [c for c in plan.caches if c.route is Route.PLUGIN]
     _check_rows(planned)
     updates = [_update(emitter, nodes[c.node], c) for c in planned]
     while updates:
@@ -102,44 +95,6 @@ def rewrite_updates(graph: gs.Graph, emitter: Emitter, plan: CachePlan) -> None:
             updates.remove(partner)
         _emit(graph, emitter, [update] if partner is None else [update, partner])
     _check_types(_cache_types(graph))
-
-
-def plan_node(graph: gs.Graph, node: gs.Node, options: PlanOptions) -> list[CacheUpdate]:
-    """The caches of a node of the plugin that the model itself has: there is no other way to do what it says."""
-    operator = OPERATORS[node.op]
-    if options.target is Target.TENSORRT_RTX:
-        raise UnsupportedModelError(
-            f"'{node.name}' is a node of the plugin ({node.op}), and TensorRT for RTX has no plugins: plan for "
-            "TensorRT (--target tensorrt), or export with TensorScatter"
-        )
-    if len(node.inputs) != len(operator.inputs) or len(node.outputs) != len(operator.outputs):
-        raise InvalidModelError(
-            f"'{node.name}' has {len(node.inputs)} inputs and {len(node.outputs)} outputs; {node.op} takes "
-            f"{', '.join(operator.inputs)} and gives {', '.join(operator.outputs)}"
-        )
-    tensors = dict(zip(operator.inputs, node.inputs, strict=True))
-    try:
-        operator.config({name: dtype_name(tensor) for name, tensor in tensors.items()})
-        shapes = {name: shape for name, tensor in tensors.items() if (shape := dims(tensor)) is not None}
-        operator.check_shapes({n: [d if isinstance(d, int) else None for d in shape] for n, shape in shapes.items()})
-    except OptionError as error:
-        raise InvalidModelError(f"'{node.name}': {error}") from None
-    lengths = tensors["lengths"] if operator.form is UpdateForm.PACKED_NHD else None
-    decision = Decision(Route.PLUGIN, "the model itself has the plugin's node")
-    caches = []
-    for i, (past, present) in enumerate(zip(node.inputs[: operator.caches], node.outputs, strict=False)):
-        shape = dims(past)
-        if shape is None or len(shape) != 4 or any(not isinstance(d, int) for d in shape[1:]):
-            raise UnsupportedModelError(
-                f"cache '{past.name}' of '{node.name}' is {list(shape or ())}; the plugin takes [B, N, S_max, H] with "
-                "all sizes but the batch fixed"
-            )
-        found = Found(node, past, present, tensors[f"update_{i}"], tensors["write_indices"], lengths, shape, 2,
-                       operator.form, operator.mode)  # fmt: skip
-        if obstacle := find_obstacle(graph, found):
-            raise UnsupportedModelError(f"'{node.name}' cannot be done in place: {obstacle}")
-        caches.append(planned_update(graph, found, decision, PhysicalLayout.AS_IS, shape))
-    return caches
 
 
 def define(model: onnx.ModelProto) -> tuple[onnx.ModelProto, None]:

@@ -19,7 +19,7 @@ with the `accuracy_level` of MatMulNBits; the plan says so.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +28,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.protos import DEFAULT_DOMAINS, attribute_graphs, describe, is_op, iter_scopes
+from trt_kvcache.importer.simplify import drop_dead, replace_field
 
 NOTE = (
     "what products with 8-bit weights read is not rounded to 8 bits, as the original does while it runs "
@@ -38,8 +39,6 @@ _CONTRIB = "com.microsoft"
 _NONE = TensorProto(data_type=TensorProto.UINT8, raw_data=b"\0")
 _SMALL = 1 << 12  # numbers of a table
 _MOVES = {"Transpose", "Reshape", "Squeeze", "Unsqueeze"}
-_PARTS = {"DynamicQuantizeLinear", "DequantizeLinear", "MatMulInteger", "Cast", "Mul", "Gather", *_MOVES}
-"""Operators that may be left over, read by nothing."""
 _INTEGER = {"DynamicQuantizeLinear", "MatMulInteger", "ConvInteger", "QLinearMatMul", "QLinearConv"}
 _INTEGER_CONTRIB = {"QAttention", "QGemm", "DynamicQuantizeMatMul", "MatMulIntegerToFloat", "DynamicQuantizeLSTM"}
 
@@ -120,9 +119,8 @@ class _Editor:
                 self.edit(body, makers, weights)
             self._makers, self._weights = makers, weights
             nodes += self._replaced(node)
-        nodes = _alive(nodes, {value.name for value in graph.output})
-        del graph.node[:]
-        graph.node.extend(nodes)
+        replace_field(graph.node, nodes)
+        drop_dead(graph)
 
     def _replaced(self, node: NodeProto) -> list[NodeProto]:
         """The nodes that take the place of a node: itself where it is none of these."""
@@ -315,21 +313,3 @@ class _Editor:
 
 def _is_to_float(cast: NodeProto) -> bool:
     return any(a.name == "to" and a.i == TensorProto.FLOAT for a in cast.attribute)
-
-
-def _alive(nodes: list[NodeProto], outputs: set[str]) -> list[NodeProto]:
-    """Nodes without those that only rounding needed."""
-    while True:
-        read = outputs | {name for node in nodes for name in _reads(node)}
-        kept = [node for node in nodes if node.op_type not in _PARTS or read & {*node.output}]
-        if len(kept) == len(nodes):
-            return kept
-        nodes = kept
-
-
-def _reads(node: NodeProto) -> Iterator[str]:
-    yield from node.input
-    for body in (body for attribute in node.attribute for body in attribute_graphs(attribute)):
-        yield from (value.name for value in body.output)
-        for inner in body.node:
-            yield from _reads(inner)

@@ -23,6 +23,7 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper, numpy_h
 
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.protos import all_nodes, describe, dtype_name, is_op, nested_scopes
+from trt_kvcache.importer.simplify import drop_dead, replace_field
 from trt_kvcache.importer.weights import is_stand_in
 
 __all__ = ["note_roundings", "spell_biases", "spell_roundings"]
@@ -103,9 +104,7 @@ def spell_roundings(model: ModelProto, folder: Path) -> None:
         UnsupportedModelError: something else than DequantizeLinear reads what is rounded so, or there are many scales.
     """
     constants, spelled = _Constants(model.graph), dict[int, list[NodeProto]]()
-    found = list(_roundings(model, folder))
-    freed = {name for rounding in found for node, _ in rounding.each for name in node.input[1:]}
-    for rounding in found:
+    for rounding in list(_roundings(model, folder)):
         if rounding.is_signed:
             for node, numbers in rounding.each:
                 node.input[2] = constants.add(np.zeros(numbers.zeros.shape, np.int8))
@@ -113,16 +112,9 @@ def spell_roundings(model: ModelProto, folder: Path) -> None:
             continue
         spelled[id(rounding.node)] = _quantized(rounding, constants)
         spelled |= {id(node): _dequantized(node, numbers, constants) for node, numbers in rounding.readers}
-    for scope in nested_scopes(model.graph) if spelled else ():
-        nodes = [made for node in scope.node for made in spelled.get(id(node), [node])]
-        copies = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
-        del scope.node[:]
-        scope.node.extend(copies)
-    freed -= {name for node in all_nodes(model.graph) for name in node.input}
-    freed -= {value.name for scope in nested_scopes(model.graph) for value in scope.output}
-    for index in reversed(range(len(model.graph.initializer))):  # TensorRT reads them all, those of 16 bits too
-        if model.graph.initializer[index].name in freed:
-            del model.graph.initializer[index]
+    for scope in nested_scopes(model.graph):
+        replace_field(scope.node, [made for node in scope.node for made in spelled.get(id(node), [node])])
+    drop_dead(model.graph)  # zero points: TensorRT reads all initializers, those of 16 bits too
 
 
 def spell_biases(graph: GraphProto) -> bool:
@@ -153,9 +145,7 @@ def spell_biases(graph: GraphProto) -> bool:
         ]
     if len(nodes) == len(graph.node):
         return False
-    nodes = [NodeProto.FromString(node.SerializeToString()) for node in nodes]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    replace_field(graph.node, nodes)
     return True
 
 

@@ -20,10 +20,9 @@ import onnx
 
 from trt_kvcache.importer.extensions import Finish
 from trt_kvcache.importer.plan import CachePlan, InterfaceChange, OriginalRole, OriginalTensor
-from trt_kvcache.importer.protos import captured_names, dtype_name, elem_type_of, shape_of
-from trt_kvcache.importer.simplify import splice_body
+from trt_kvcache.importer.protos import FLOATS, captured_names, dtype_name, elem_type_of, shape_of
+from trt_kvcache.importer.simplify import replace_field, take_branches
 
-_FLOATS = {onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16, onnx.TensorProto.DOUBLE}
 _CACHE_RANK = 4
 _FIRST_ONLY = "only the branch without a past computes it: run the export as it is once for it"
 
@@ -35,19 +34,20 @@ def choose(model: onnx.ModelProto) -> tuple[onnx.ModelProto, Finish | None]:
     chosen = _choices(graph)
     if not chosen:
         return model, None
-    inlined, other = _take(graph, chosen)
+    before = captured_names(graph)
+    inlined = _take(graph, chosen)
     read = captured_names(graph)
     changes = [_gone(inputs[name], "input", f"always {str(value).lower()}: the branch with a past does every step")
                for name, value in chosen.items()]  # fmt: skip
-    dead = [n for n in inputs if n in other and n not in read]
+    dead = [n for n in inputs if n in before - read - {*chosen}]
     changes += [_gone(inputs[n], "input", "only the branch without a past reads it") for n in dead]
     tensors = [replace(_tensor(inputs[n], "input", OriginalRole.SWITCH), on=on) for n, on in chosen.items()]
     tensors += [_tensor(inputs[n], "input", OriginalRole.SWITCH) for n in dead]
     empty = [v for v in graph.output if _is_empty(graph, v.name)]
     changes += [_gone(v, "output", _FIRST_ONLY) for v in empty]
     tensors += [_tensor(v, "output", OriginalRole.OTHER) for v in empty]
-    _keep(graph.input, {*chosen, *dead})
-    _keep(graph.output, {v.name for v in empty})
+    replace_field(graph.input, [v for v in graph.input if v.name not in (*chosen, *dead)])
+    replace_field(graph.output, [v for v in graph.output if v not in empty])
     return model, partial(_finish, inlined, changes, tensors)
 
 
@@ -70,33 +70,22 @@ def _choices(graph: onnx.GraphProto) -> dict[str, bool]:
     return {name: value for node in graph.node if (choice := _choice(node, inputs)) for name, value in [choice]}
 
 
-def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> tuple[list[str], set[str]]:
-    """Put the chosen branches in place; returns what they replaced, and what the others read."""
+def _take(graph: onnx.GraphProto, chosen: dict[str, bool]) -> list[str]:
+    """Put the chosen branches in place; returns what they replaced."""
     inputs = {v.name: v for v in graph.input}
-    inlined: list[str] = []
-    other: set[str] = set()
-    while (index := _next_if(graph, chosen)) is not None:
-        node = graph.node[index]
-        value = chosen[node.input[0]]
-        inlined.append(f"If '{node.name or node.output[0]}'")
-        other |= captured_names(_branch(node, not value))
-        splice_body(graph, index, _branch(node, value))
-    for name, value in chosen.items():
-        graph.initializer.append(onnx.numpy_helper.from_array(np.full(_size(inputs[name]), value), name))
-    return inlined, other
+    values = {name: np.full(_size(inputs[name]), value) for name, value in chosen.items()}
+    inlined = take_branches(graph, values)
+    graph.initializer.extend(onnx.numpy_helper.from_array(value, name) for name, value in values.items())
+    return inlined
 
 
 def _choice(node: onnx.NodeProto, inputs: dict[str, onnx.ValueInfoProto]) -> tuple[str, bool] | None:
     """The input that decides between a branch with and one without a past, and the value that takes the former."""
     if node.op_type != "If" or node.input[0] not in inputs:
         return None
-    caches = {n for n, v in inputs.items() if elem_type_of(v) in _FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
+    caches = {n for n, v in inputs.items() if elem_type_of(v) in FLOATS and len(shape_of(v) or ()) == _CACHE_RANK}
     reads = {value: bool(caches & captured_names(_branch(node, value))) for value in (True, False)}
     return (node.input[0], reads[True]) if reads[True] != reads[False] else None
-
-
-def _next_if(graph: onnx.GraphProto, chosen: dict[str, bool]) -> int | None:
-    return next((i for i, n in enumerate(graph.node) if n.op_type == "If" and n.input[0] in chosen), None)
 
 
 def _branch(node: onnx.NodeProto, value: bool) -> onnx.GraphProto:
@@ -117,12 +106,6 @@ def _is_empty(graph: onnx.GraphProto, name: str) -> bool:
                 return _is_empty(graph, node.input[0])
             return node.op_type == "Constant" and any(0 in a.t.dims for a in node.attribute if a.name == "value")
     return any(t.name == name and 0 in t.dims for t in graph.initializer)
-
-
-def _keep(values: object, gone: set[str]) -> None:
-    kept = [v for v in values if v.name not in gone]  # type: ignore[attr-defined]
-    del values[:]  # type: ignore[attr-defined]
-    values.extend(kept)  # type: ignore[attr-defined]
 
 
 def _gone(value: onnx.ValueInfoProto, io: str, why: str) -> InterfaceChange:
