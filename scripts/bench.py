@@ -4,7 +4,7 @@
     python scripts/bench.py NAME --help
 
 CPU:  build    `trt-kvcache build` against TensorRT's bare parser and builder: time and memory
-      decode   tokens per second against bare loops, onnxruntime-genai and transformers
+      decode   tokens per second against bare loops and other people's: onnxruntime-genai, CTranslate2, ...
       host     what the host adds to a decode step
       idioms   models as exporters write them against their rewritten form
       latents  latent attention, absorbed against expanded

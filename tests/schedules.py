@@ -24,7 +24,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -530,9 +530,15 @@ def run_schedules(seeds: Sequence[int], only: Sequence[str], folder: Path, show:
             report.failures.append(f"seed {seed}, {name}: {traceback.format_exc()}")
             del benches[name]
         if show and len(report.failures) + len(report.ties) > known:
-            sys.stdout.write("\n".join([*report.failures[-1:], *report.ties[-1:]]) + "\n")
-            sys.stdout.flush()
+            _say([*report.failures[-1:], *report.ties[-1:]])
+        if show and report.counts["schedules"] % 100 == 0:
+            _say(report.lines())
     return report
+
+
+def _say(lines: Iterable[str]) -> None:
+    sys.stdout.write("\n".join(lines) + "\n")  # in one go: processes share it
+    sys.stdout.flush()
 
 
 def _in_folder(seeds: Sequence[int], only: Sequence[str], show: bool) -> Report:
@@ -548,7 +554,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:100", metavar="A:B", help="one schedule each")
     parser.add_argument("--only", nargs="+", choices=[*ARCHITECTURES], default=[*ARCHITECTURES], metavar="NAME")
-    parser.add_argument("--show", action="store_true", help="print what differs at once")
+    parser.add_argument(
+        "--show", action="store_true", help="print what differs at once, and now and then what was found so far"
+    )
     parser.add_argument("-j", type=int, default=1, metavar="N", help="processes")
     given = parser.parse_args()
     first, last = map(int, given.seeds.split(":"))
@@ -563,7 +571,7 @@ def main() -> None:
         with ProcessPoolExecutor(given.j, get_context("spawn")) as pool:
             for part in pool.map(partial(_in_folder, only=given.only, show=given.show), shares):
                 report.add(part)
-    sys.stdout.write("\n".join([*report.lines(), f"{time.perf_counter() - start:.0f} s"]) + "\n")
+    _say([*report.lines(), f"{time.perf_counter() - start:.0f} s"])
     raise SystemExit(1 if report.failures else 0)
 
 

@@ -6,14 +6,17 @@ Ways to decode one sequence with one model, random weights, 200 tokens in the ca
     rewritten             a bare loop over IOBinding and the rewritten graph: what the session costs on top shows here
     original              the same bare loop over the model as exported: what the rewrite gains shows here
     onnxruntime-genai     its own export and its own loop
+    CTranslate2           its own conversion and its own loop
+    openvino-genai        the same weights in OpenVINO's own representation, and its own loop
     transformers          `generate`, with the default cache, which grows
     transformers, static  `generate`, with a static cache
     products alone        no decoder: one row times each weight matrix, which is less than any of them has to do
 
-The model as exported comes from mobius-onnx where it is installed, else from scripts/decoders.py. Peers are the extra
-`bench`; a peer that is not installed is named on stderr and left out. All but transformers' default hold each cache in
-one buffer of the whole capacity. Each has a process of its own; all take turns of a few steps, in random order, so that
-a machine that slows down slows all of them, and the medians of their step times are compared.
+The model as exported comes from mobius-onnx where it is installed, else from scripts/decoders.py. Peers are the extras
+`bench` and `bench-more`; a peer that is not installed is named on stderr and left out. The first four and transformers'
+static cache hold each cache in one buffer of the whole capacity, the others let it grow. Each has a process of its own;
+all take turns of a few steps, in random order, so that a machine that slows down slows all of them, and the medians of
+their step times are compared.
 """
 
 from __future__ import annotations
@@ -33,7 +36,17 @@ import numpy as np
 from decoders import DecoderConfig, write_decoder
 
 from benchmarks.loops import Loop, Products
-from benchmarks.peers import GenaiPeer, TransformersPeer, export_genai, export_mobius, save_llama
+from benchmarks.openvino_llama import export_openvino
+from benchmarks.peers import (
+    CTranslatePeer,
+    GenaiPeer,
+    OpenVinoPeer,
+    TransformersPeer,
+    export_ctranslate,
+    export_genai,
+    export_mobius,
+    save_llama,
+)
 from benchmarks.report import Report, quartiles
 from benchmarks.turns import Steps, Worker, take_turns
 from trt_kvcache import DecodeSession, GenerationConfig
@@ -70,6 +83,16 @@ def run_genai(folder: Path, capacity: int, threads: int, prompt: list[int], coun
     return GenaiPeer(folder, capacity, threads).steps(prompt, count)
 
 
+def run_ctranslate(folder: Path, threads: int, prompt: list[int], count: int) -> Steps:
+    """See `CTranslatePeer`."""
+    return CTranslatePeer(folder, threads).steps(prompt, count)
+
+
+def run_openvino(folder: Path, threads: int, prompt: list[int], count: int) -> Steps:
+    """See `OpenVinoPeer`."""
+    return OpenVinoPeer(folder, threads).steps(prompt, count)
+
+
 def run_transformers(llama: Path, capacity: int | None, threads: int, prompt: list[int], count: int) -> Steps:
     """See `TransformersPeer`."""
     return TransformersPeer(llama, threads, capacity).steps(prompt, count)
@@ -95,6 +118,9 @@ def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, 
     model = write_decoder(folder / "decoder.onnx", config, 1024)
     exporter, capacity = "scripts/decoders.py", config.capacity
     peers: dict[str, Callable[..., Steps]] = {}
+    openvino = attempt("openvino-genai", lambda: export_openvino(folder / "decoder.onnx", config, folder / "openvino"))
+    if openvino is not None:
+        peers["openvino-genai"] = partial(run_openvino, openvino)
     llama = attempt("transformers", lambda: save_llama(model, config, folder / "llama"))
     if llama is not None:
         exported = attempt("mobius-onnx", lambda: export_mobius(llama, capacity, folder / "exported.onnx"))
@@ -103,10 +129,14 @@ def compare(config: DecoderConfig, prompt: list[int], count: int, threads: int, 
         genai = attempt("onnxruntime-genai", lambda: export_genai(llama, folder / "genai"))
         if genai is not None:
             peers["onnxruntime-genai"] = partial(run_genai, genai, capacity)
+        ctranslate = attempt("CTranslate2", lambda: export_ctranslate(llama, folder / "ctranslate"))
+        if ctranslate is not None:
+            peers["CTranslate2"] = partial(run_ctranslate, ctranslate)
         peers["transformers"] = partial(run_transformers, llama, None)
         peers["transformers, static"] = partial(run_transformers, llama, capacity)
     else:
-        print("mobius-onnx and onnxruntime-genai are left out: they start from transformers' files", file=sys.stderr)
+        others = "mobius-onnx, onnxruntime-genai and CTranslate2"
+        print(f"{others} are left out: they start from transformers' files", file=sys.stderr)
     ways: dict[str, Callable[..., Steps]] = {
         "session": partial(run_session, model),
         "rewritten": partial(run_bare, model, True),

@@ -7,8 +7,12 @@ Everything starts from one decoder of scripts/decoders.py, which is Llama's arch
     TransformersPeer  `generate` of transformers
     export_genai      onnxruntime-genai's own export of it
     GenaiPeer         onnxruntime-genai over that
+    export_ctranslate CTranslate2's own conversion of it
+    CTranslatePeer    CTranslate2 over that
+    OpenVinoPeer      openvino-genai over what openvino_llama.py writes
 
-The packages are the extra `bench`. Each function raises ImportError where one that it needs is not installed.
+The packages are the extra `bench`, CTranslate2 and openvino-genai the extra `bench-more`. Each function raises
+ImportError where one that it needs is not installed.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -143,39 +147,56 @@ class TransformersPeer:
             self._options["past_key_values"] = StaticCache(config=self._model.config, max_cache_len=capacity)
 
     def steps(self, prompt: list[int], count: int) -> Iterator[int]:
-        """The tokens after a prompt: `generate` runs in a thread, and waits until a token is asked for."""
-        asked, given = threading.Semaphore(0), queue.SimpleQueue[int | BaseException]()
+        """The tokens after a prompt, one per step."""
         inputs = self._torch.tensor([prompt])
 
-        class Streamer:
-            prompt_seen = False
+        def generate(put: Callable[[int], None]) -> None:
+            class Streamer:
+                prompt_seen = False
 
-            def put(self, value: object) -> None:
-                if self.prompt_seen:
-                    given.put(int(value))  # type: ignore[call-overload]
-                    asked.acquire()
-                self.prompt_seen = True
+                def put(self, value: object) -> None:
+                    if self.prompt_seen:
+                        put(int(value))  # type: ignore[call-overload]
+                    self.prompt_seen = True
 
-            def end(self) -> None: ...
+                def end(self) -> None: ...
 
-        def work() -> None:
-            asked.acquire()
-            try:
-                with self._torch.inference_mode():
-                    self._model.generate(
-                        inputs, attention_mask=self._torch.ones_like(inputs), do_sample=False, max_new_tokens=count,
-                        streamer=Streamer(), **self._options,
-                    )  # fmt: skip
-            except BaseException as error:  # noqa: BLE001 - it is raised where the token is missed
-                given.put(error)
+            with self._torch.inference_mode():
+                self._model.generate(
+                    inputs, attention_mask=self._torch.ones_like(inputs), do_sample=False, max_new_tokens=count,
+                    streamer=Streamer(), **self._options,
+                )  # fmt: skip
 
-        threading.Thread(target=work, daemon=True).start()
-        for _ in range(count):
-            asked.release()
-            token = given.get()
-            if isinstance(token, BaseException):
-                raise token
-            yield token
+        return paced(generate, count)
+
+
+def paced(generate: Callable[[Callable[[int], None]], object], count: int) -> Iterator[int]:
+    """The tokens of a loop that belongs to somebody else, one per step.
+
+    Args:
+        generate: calls what it is given with every token; it runs in a thread, and waits there until one is asked for.
+        count: of the tokens.
+    """
+    asked, given = threading.Semaphore(0), queue.SimpleQueue[int | BaseException]()
+
+    def put(token: int) -> None:
+        given.put(token)
+        asked.acquire()
+
+    def work() -> None:
+        asked.acquire()
+        try:
+            generate(put)
+        except BaseException as error:  # noqa: BLE001 - it is raised where the token is missed
+            given.put(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    for _ in range(count):
+        asked.release()
+        token = given.get()
+        if isinstance(token, BaseException):
+            raise token
+        yield token
 
 
 def export_genai(llama: Path, folder: Path) -> Path:
@@ -231,3 +252,94 @@ class GenaiPeer:
         for _ in range(count):
             generator.generate_next_token()
             yield int(generator.get_next_tokens()[0])
+
+
+def export_ctranslate(llama: Path, folder: Path) -> Path:
+    """Convert a folder of transformers to CTranslate2's format in `folder`.
+
+    Raises:
+        ImportError: CTranslate2 is not installed.
+    """
+    from ctranslate2.converters import TransformersConverter
+
+    TransformersConverter(str(llama)).convert(str(folder))
+    path = folder / "config.json"  # the tokenizer names no tokens of its own, and CTranslate2 reads no null
+    named = {name: "<pad>" if value is None else value for name, value in json.loads(path.read_text()).items()}
+    path.write_text(json.dumps(named))
+    return folder
+
+
+class CTranslatePeer:
+    """CTranslate2 in float32, greedy; its caches grow.
+
+    Args:
+        folder: what `export_ctranslate` made.
+        threads: of one sequence.
+
+    Raises:
+        ImportError: CTranslate2 is not installed.
+    """
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        import ctranslate2
+
+        self._generator = ctranslate2.Generator(
+            str(folder), device="cpu", compute_type="float32", inter_threads=1, intra_threads=threads
+        )
+        self._words: list[str] = json.loads((folder / "vocabulary.json").read_text())
+
+    def steps(self, prompt: list[int], count: int) -> Iterator[int]:
+        """The tokens after a prompt, one per step."""
+
+        def generate(put: Callable[[int], None]) -> None:
+            self._generator.generate_batch(
+                [[self._words[token] for token in prompt]], max_length=count, sampling_topk=1, end_token=[],
+                include_prompt_in_result=False, callback=lambda result: put(result.token_id),
+            )  # fmt: skip
+
+        return paced(generate, count)
+
+
+class OpenVinoPeer:
+    """openvino-genai in float32, greedy; its caches grow.
+
+    Args:
+        folder: what `export_openvino` made.
+        threads: of OpenVINO.
+
+    Raises:
+        ImportError: openvino-genai is not installed.
+    """
+
+    def __init__(self, folder: Path, threads: int) -> None:
+        import openvino_genai
+
+        self._genai = openvino_genai
+        # Its other loop, over pages of a cache, takes no model of this form.
+        self._pipeline = openvino_genai.LLMPipeline(
+            str(folder), "CPU", ATTENTION_BACKEND="SDPA", INFERENCE_PRECISION_HINT="f32", KV_CACHE_PRECISION="f32",
+            INFERENCE_NUM_THREADS=threads,
+        )  # fmt: skip
+
+    def steps(self, prompt: list[int], count: int) -> Iterator[int]:
+        """The tokens after a prompt, one per step."""
+        import numpy as np
+        from openvino import Tensor
+
+        genai, pipeline = self._genai, self._pipeline
+
+        def generate(put: Callable[[int], None]) -> None:
+            class Streamer(genai.StreamerBase):  # type: ignore[misc]
+                def write(self, tokens: int | list[int]) -> Any:
+                    for token in [tokens] if isinstance(tokens, int) else tokens:
+                        put(token)
+                    return genai.StreamingStatus.RUNNING
+
+                def end(self) -> None: ...
+
+            config = genai.GenerationConfig(
+                max_new_tokens=count, ignore_eos=True, do_sample=False, eos_token_id=0, stop_token_ids={0}
+            )
+            pipeline.generate(Tensor(np.array([prompt], np.int64)), config, Streamer())
+
+        return paced(generate, count)
