@@ -190,8 +190,7 @@ class StepInputs:
             case Role.POSITIONS if batch.positions is not None and len(tensor.shape) == 3:
                 return _positions(batch.positions, tensor)
             case Role.POSITIONS:
-                counted = np.add.outer(batch.starts, np.arange(batch.length))
-                values, names = _by_token(counted if batch.positions is None else batch.positions[:, 0], tensor)
+                values, names = _by_token(_counted(batch) if batch.positions is None else batch.positions[:, 0], tensor)
             case Role.WRITE_INDICES:
                 values, names = batch.starts, ("batch",)
             case Role.VALID_LENGTHS:
@@ -356,6 +355,12 @@ def _positions(given: Array, tensor: TensorRole) -> Array:
     if "tokens" in tensor.axes:
         given, names = given.transpose(1, 0, 2).reshape(given.shape[1], -1), ("planes", "tokens")
     return _place(given, names, axes_with_planes(tensor), mask=False)
+
+
+def _counted(batch: StepBatch) -> Array:
+    """Positions ``[R, S]`` of tokens that follow one another."""
+    starts = batch.starts[:, np.newaxis]
+    return starts if batch.length == 1 else starts + np.arange(batch.length)
 
 
 def _by_token(values: Array, tensor: TensorRole) -> tuple[Array, tuple[str, ...]]:
