@@ -9,7 +9,8 @@ The same numbers, but for the order of sums; it writes in place where past and p
 rows in use where they lie, where Slice copies them. It takes updates of several tokens for one sequence at a time,
 unless all start at row 0 (1.31.1: "batch_size must be 1 when sequence_length > 1 and past context is given").
 Q, K and V go to it as they came from their projections, [B, S, N*H], rotated in that form where they are rotated. Its
-own rotation is not for sessions: it counts positions itself, and callers may give others.
+own rotation is not for sessions: it counts positions itself, and callers may give others. Of positions that it is given
+it reads the first one alone where a step of several tokens starts at row 0 (1.32.0).
 Semantics: https://github.com/microsoft/onnxruntime/blob/main/docs/ContribOperators.md; that rows beyond a sequence's
 length are never read, whatever they hold, tests/runtime/test_ort_attention.py sees.
 """
