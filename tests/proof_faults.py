@@ -33,7 +33,8 @@ from trt_kvcache.errors import SessionError, TrtKvCacheError
 from trt_kvcache.importer import ImportedModel, import_model
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
 from trt_kvcache.importer.planning.index_limits import index_limits
-from trt_kvcache.importer.protos import iter_tensors
+from trt_kvcache.importer.protos import iter_scopes, iter_tensors
+from trt_kvcache.importer.steps.element_types import state_type
 from trt_kvcache.proof.file import Proof
 from trt_kvcache.proof.record import record_proof
 from trt_kvcache.proof.replay import Replay, replay
@@ -42,7 +43,7 @@ from trt_kvcache.proof.schedule import Most
 from trt_kvcache.runtime.ort import runner as ort_runner
 from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 from trt_kvcache.runtime.runner import Array, StepBatch
-from trt_kvcache.verify.twin import TwinFolder, _dtype_attributes, _types
+from trt_kvcache.verify.twin import TwinFolder
 
 MODELS = Path(__file__).parent / "models"
 DTYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16}
@@ -121,13 +122,10 @@ def retyped(model: ModelProto, dtype: str) -> ModelProto:
     made = ModelProto()
     made.CopyFrom(model)
     target, floats = DTYPES[dtype], set(DTYPES.values())
-    for kind in floats:
-        for attribute in _dtype_attributes(made, kind):
-            if attribute.name != "stash_type":
-                attribute.i = target
-    for type_ in _types(made):
-        if type_.tensor_type.elem_type in floats:
-            type_.tensor_type.elem_type = target
+    stashes = [a for scope in iter_scopes(made) for n in scope.node for a in n.attribute if a.name == "stash_type"]
+    state_type(made, floats, target)
+    for attribute in stashes:
+        attribute.i = TensorProto.FLOAT
     for tensor in iter_tensors(made):
         if tensor.data_type in floats:
             with np.errstate(over="ignore"):

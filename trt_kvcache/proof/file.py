@@ -111,6 +111,7 @@ class Facts:
         garbage: magnitude of what lies in cache rows without a token.
         encoder: length of an encoder's output, where it is open.
         texts: rows of the caches that the original holds whole, and the engine as rings, by name.
+        chooses: the model chooses experts: where two are nearly equal, rounding decides, and a row comes out otherwise.
         digest: of what the seed gives: another version of NumPy could give something else.
         tolerances: what an output may differ by, by name.
         rounding: the difference that rounding made, by name.
@@ -124,6 +125,7 @@ class Facts:
     encoder: int
     episodes: tuple[Episode, ...]
     texts: dict[str, int]
+    chooses: bool
     digest: str
     tolerances: dict[str, Share]
     rounding: dict[str, Share]

@@ -23,6 +23,7 @@ from trt_kvcache.importer.extensions import apart, define, for_cpu
 from trt_kvcache.importer.plan import Role
 from trt_kvcache.importer.planning.experts import exact_experts
 from trt_kvcache.importer.planning.index_limits import index_limits
+from trt_kvcache.importer.protos import iter_scopes
 from trt_kvcache.importer.steps.contents import CacheTensor
 from trt_kvcache.importer.steps.inputs import StepInputs
 from trt_kvcache.importer.steps.runnable import with_exact_products
@@ -298,11 +299,15 @@ def _proof(imported: ImportedModel, decoder: _Decoder, exact: _Heard, rounded: _
             arrays[f"{at}/{number}/tokens"] = ids.astype(np.int32)
     facts = Facts(
         recorded_on=exact.ran.engine, dtype=dtype, vocab=vocab, seed=_SEED, garbage=exact.ran.garbage,
-        encoder=decoder.bounds.encoder,
+        encoder=decoder.bounds.encoder, chooses=_chooses(imported.source.proto),
         episodes=tuple(exact.episodes), texts=decoder.text_rows, digest=draws_digest(_SEED),
         tolerances=tolerances, rounding=rounding,
     )  # fmt: skip
     return Proof(facts, {name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+
+def _chooses(model: ModelProto) -> bool:
+    return any(node.op_type in ("TopK", "MoE", "QMoE") for scope in iter_scopes(model) for node in scope.node)
 
 
 def _rounding(exact: _Heard, rounded: _Heard) -> dict[str, Share]:

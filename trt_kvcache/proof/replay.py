@@ -30,6 +30,8 @@ __all__ = ["Difference", "Finding", "Replay", "replay"]
 
 Array = npt.NDArray[Any]
 
+_CHOSEN = 0.25  # of the rows of an output, at most, that chosen experts may change
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -135,17 +137,26 @@ class _Replay:
         self._planes = PositionInput(runner.plan).planes
         self._embedded = embedded(runner.plan)
         self._count = 0
+        self._apart: dict[str, tuple[int, int]] = {}  # rows of each output that differ, and all
 
     def run(self) -> Replay:
         for at, episode in enumerate(self._proof.facts.episodes):
             self._episode(at, episode)
-            if self._findings:
+            if self._findings and not self._proof.facts.chooses:
                 break
+        if self._proof.facts.chooses:
+            self._leave_out_choices()
         outputs = tuple(
             Difference(name, worst if math.isfinite(worst.largest) else None, self._proof.facts.tolerances[name])
             for name, worst in self._worst.items()
         )
         return Replay(self._count, tuple(self._findings.values()), outputs)
+
+    def _leave_out_choices(self) -> None:
+        """Forget what chosen experts explain: few rows of an output, in which a near tie went the other way."""
+        for name, (apart, rows) in self._apart.items():
+            if apart <= _CHOSEN * rows and math.isfinite(self._worst[name].largest):
+                self._findings.pop(name, None)
 
     def _misfit(self) -> str:
         """Why a proof cannot be of this engine, as far as sizes say; empty if it can."""
@@ -260,6 +271,9 @@ class _Replay:
             self._note(buffer.past, episode, worst, row, share_of(wanted, found))
             kept = np.ones(buffer.capacity, bool)
             kept[where] = False
+            beyond = np.arange(buffer.capacity) >= start + total
+            # Where past and present are two buffers, rows without a token may come out as zeros.
+            was = np.where((beyond & ~now.any(-1))[:, None], now, was)
             self._compare_kept(buffer.past, episode, row, now[kept], was[kept])
         for row in {0, len(episode.starts)} - set(range(first, first + len(episode.starts))):
             if row < self._runner.max_batch:
@@ -275,6 +289,8 @@ class _Replay:
     def _note(self, name: str, episode: Episode, step: int, row: int, share: Share) -> None:
         self._worst[name] = self._worst[name].most(share)
         allowed = self._proof.facts.tolerances[name]
+        apart, rows = self._apart.get(name, (0, 0))
+        self._apart[name] = apart + (not share.within(allowed)), rows + 1
         if share.within(allowed):
             return
         if share.largest > allowed.largest and math.isfinite(share.largest):
