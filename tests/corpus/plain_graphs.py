@@ -19,7 +19,7 @@ from graphs import Dim, Graph
 from onnx import TensorProto, helper, numpy_helper
 
 from corpus import Entry, built
-from trt_kvcache.importer.plan import CacheLayout, Fallback, LogitPositions, Sliding, Target
+from trt_kvcache.importer.plan import CacheLayout, Fallback, LogitPositions, PlanOptions, Sliding, Target
 
 FLOAT, HALF, BFLOAT, DOUBLE = TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE
 INT8, UINT8, INT32, INT64 = TensorProto.INT8, TensorProto.UINT8, TensorProto.INT32, TensorProto.INT64
@@ -37,11 +37,47 @@ _LAYOUTS = ("bnsh", "bnsh", "bsnh", "bsd", "bsd", "bnhs", "b1nsh", "bnsxy")
 
 
 @dataclass(frozen=True)
-class Plain:
-    """A model, and the options of its plan."""
+class Mask:
+    """A mask that the caller gives: its type and shape."""
 
+    dtype: int
+    shape: tuple[Dim, ...]
+
+
+@dataclass
+class Plain:
+    """A model, and what a caller has to know to run it.
+
+    Attributes:
+        parts: of inputs by name: ``"ids"``, ``"values"``, ``"start"``, ``"valid"``, ``"mask"`` or ``"past"``.
+        sizes: of the symbols that a step does not set: capacity.
+        axes: the sequence axis of each past.
+        rows: of each past, as the model has it.
+        presents: present by past.
+        same: all rows start at one place.
+        short: rows may have fewer valid tokens than a step brings.
+        faint: rows that hold no token are hidden by a number, or not in all outputs: large garbage would count.
+        room: the most tokens that a sequence may have; of circular caches, what is valid at most.
+        circular: sequences may go on after the end.
+    """
+
+    seed: int
+    odd: tuple[str, ...]
     model: onnx.ModelProto
-    options: dict[str, Any]
+    options: PlanOptions
+    parts: dict[str, str]
+    masks: dict[str, Mask]
+    axes: dict[str, int]
+    presents: dict[str, str]
+    capacity: int
+    batch: int | None
+    length: int | None
+    indexed: bool
+    same: bool
+    short: bool
+    room: int
+    circular: bool
+    faint: bool
 
 
 def plain_model(seed: int, odd: Sequence[str] | None = None) -> Plain:
@@ -54,6 +90,7 @@ class _Maker(Graph):
         super().__init__()
         self.rng = rng = random.Random(seed)
         self.numbers = np.random.default_rng(seed)
+        self.seed = seed
         drawn = rng.sample(ODD, rng.choice((0, 1, 1, 1, 2, 2, 3)))
         self.odd = tuple(drawn if odd is None else odd)
         self.dtype = rng.choice((FLOAT, FLOAT, FLOAT, FLOAT, HALF, HALF, BFLOAT))
@@ -81,9 +118,12 @@ class _Maker(Graph):
         self.sliding, self.chunk = Sliding.LINEAR, 3
         self.open_capacity = False
         self.short_mask = 0
-        self.caller_mask = False
+        self.parts: dict[str, str] = {}
+        self.masks: dict[str, Mask] = {}
         self.axes: dict[str, int] = {}
+        self.presents: dict[str, str] = {}
         self.layers = rng.choice((1, 1, 2))
+        self.faint = False
         for name in self.odd:
             self._make_odd(name)
         if self.window >= 0 or self.right >= 0:
@@ -163,27 +203,31 @@ class _Maker(Graph):
         axis = 2 if self.front == "direct" and self.layout != "bsd" else 1
         return self.node("Shape", [self.given], start=axis, end=axis + 1)
 
+    def take(self, name: str, part: str, dtype: int, shape: Sequence[Dim]) -> str:
+        self.parts[name] = part
+        return self.input(name, dtype, shape)
+
     def take_start(self) -> None:
         self.write = ""
         batch = self.batch
         if self.indices == "input":
-            self.write = self.input("write_indices", INT64, [batch])
+            self.write = self.take("write_indices", "start", INT64, [batch])
         elif self.indices == "symbol":
-            self.write = self.input("write_indices", INT64, ["W"])
+            self.write = self.take("write_indices", "start", INT64, ["W"])
         elif self.indices == "int32":
-            self.write = self.node("Cast", [self.input("write_indices", INT32, [batch])], to=INT64)
+            self.write = self.node("Cast", [self.take("write_indices", "start", INT32, [batch])], to=INT64)
         elif self.indices == "one":
-            self.write = self.input("write_indices", INT64, [1])
+            self.write = self.take("write_indices", "start", INT64, [1])
         elif self.indices == "expanded":
-            one = self.input("write_indices", INT64, [1])
+            one = self.take("write_indices", "start", INT64, [1])
             self.write = self.node("Expand", [one, self.rows_of_batch()])
 
     def take_valid(self) -> None:
         self.valid = ""
         if self.lengths in ("input", "bounded"):
-            self.valid = self.input("nonpad_kv_seqlen", INT64, [self.batch])
+            self.valid = self.take("nonpad_kv_seqlen", "valid", INT64, [self.batch])
         elif self.lengths == "int32":
-            self.valid = self.node("Cast", [self.input("nonpad_kv_seqlen", INT32, [self.batch])], to=INT64)
+            self.valid = self.node("Cast", [self.take("nonpad_kv_seqlen", "valid", INT32, [self.batch])], to=INT64)
         if self.lengths == "bounded":
             self.valid = self.node("Min", [self.valid, self.constant(self.capacity)])
         if self.lengths == "computed":
@@ -208,9 +252,8 @@ class _Maker(Graph):
         if kind == "none":
             return ""
         if not kind.startswith(("made", "constant")):
-            if self.caller_mask:
+            if "attn_mask" in self.parts:
                 return "attn_mask"
-            self.caller_mask = True
             last: Dim = "T" if kind.startswith("open") else keys
             last = "L" if self.open_capacity and last == self.capacity else last
             shape: list[Dim] = [rng.choice((1, self.batch)), rng.choice((1, 1, self.heads)), self.length, last]
@@ -221,7 +264,8 @@ class _Maker(Graph):
             dtype = {"bool": BOOL, "open bool": BOOL, "int64": INT64, "int32": INT32, "other": other}.get(
                 kind, rng.choice((BOOL, self.dtype)) if kind == "flat" else self.dtype
             )
-            return self.input("attn_mask", dtype, shape)
+            self.masks["attn_mask"], self.faint = Mask(dtype, tuple(shape)), dtype != BOOL
+            return self.take("attn_mask", "mask", dtype, shape)
         if kind.startswith("constant"):
             shape = [1, 1, 1, keys] if rng.random() < 0.5 else [1, keys]
             values = self.numbers.random([keys] if kind == "constant flat" else shape) < 0.7
@@ -237,7 +281,7 @@ class _Maker(Graph):
         self.visible = visible
         if kind == "made" and rng.random() < 0.5:
             return visible
-        dtype, hidden = self.dtype, -1e4
+        dtype, hidden, self.faint = self.dtype, -1e4, True
         if kind == "made int64":
             return self.node("Where", [visible, self.constant(0), self.constant(-20)])
         if kind == "made other":
@@ -298,12 +342,12 @@ class _Maker(Graph):
         """Past, update and present; returns K or V ``[B, N, L, H]``, or ``[B, L, N * H]`` of the layout bsd."""
         rows: Dim = "L" if self.open_capacity else self.capacity
         shape, axis = self.shape_of(layout, heads, size, rows)
-        past = self.input(f"past_{name}", self.cache_dtype, shape)
+        past = self.take(f"past_{name}", "past", self.cache_dtype, shape)
         if x:
             new = self.laid(self.project(x, heads, size), layout, heads, size)
         else:
             update, _ = self.shape_of(layout, heads, size, self.length)
-            new = self.input(f"new_{name}", self.dtype, update)
+            new = self.take(f"new_{name}", "values", self.dtype, update)
             self.given = new if not self.given else self.given
         if self.cache_dtype != self.dtype:
             scale = self.constant(0.05, helper.tensor_dtype_to_np_dtype(self.dtype))
@@ -319,7 +363,7 @@ class _Maker(Graph):
             inputs = [first, new] + ([self.write] if self.write else [])
         self.node("TensorScatter", inputs, present, **attributes)
         self.output(present, self.cache_dtype, shape)
-        self.axes[past] = axis
+        self.axes[past], self.presents[past] = axis, present
         if name == "k0":
             self._outputs_beside(past, present, shape)
         read = present
@@ -427,19 +471,19 @@ class _Maker(Graph):
             self.mask = "none"
         self.given = ""
         if self.front == "ids":
-            ids = self.input("input_ids", INT64, [self.batch, self.length])
+            ids = self.take("input_ids", "ids", INT64, [self.batch, self.length])
             table = self.numbers.standard_normal((VOCABULARY, HIDDEN))
             self.given = ids
             x = self.node("Gather", [self.constant(table, helper.tensor_dtype_to_np_dtype(self.dtype)), ids])
         elif self.front == "hidden":
-            x = self.given = self.input("inputs_embeds", self.dtype, [self.batch, self.length, HIDDEN])
+            x = self.given = self.take("inputs_embeds", "values", self.dtype, [self.batch, self.length, HIDDEN])
         else:
             x = ""
             shape: list[Dim] = [self.batch, self.length, self.heads * self.size]
             flat = self.layout == "bsd"
             if not flat:
                 shape = [self.batch, self.heads, self.length, self.size]
-            self.given = self.input("query", self.dtype, shape)
+            self.given = self.take("query", "values", self.dtype, shape)
             self.layers = 1
         self.take_start()
         self.take_valid()
@@ -465,9 +509,8 @@ class _Maker(Graph):
         made = []
         for number in range(2 if "shared cache" in self.odd else 1):
             if self.front == "direct":
-                query = self.given
-                if number and rng.random() >= 0.5:
-                    query = self.input(f"query_{number}", self.dtype, self._query_shape(flat))
+                query = self.given if number == 0 or rng.random() < 0.5 else self.take(
+                    f"query_{number}", "values", self.dtype, self._query_shape(flat))  # fmt: skip
             else:
                 query = self.project(x, self.heads, self.size)
                 if not flat:
@@ -510,17 +553,30 @@ class _Maker(Graph):
                 opset.domain = "ai.onnx"
             for node in model.graph.node:
                 node.domain = rng.choice(("", "ai.onnx"))
-        options = {
-            "target": self.target,
-            "capacity": self.capacity if self.open_capacity else None,
-            "cache_layout": rng.choice((CacheLayout.AUTO, CacheLayout.AUTO, CacheLayout.PRESERVE)),
-            "attention_span": rng.random() < 0.75,
-            "fallback": rng.choice((Fallback.AUTO, Fallback.AUTO, Fallback.FUNCTIONAL, Fallback.CONTRACT)),
-            "sliding": self.sliding,
-            "window_chunk": self.chunk,
-            "logits": rng.choice((LogitPositions.LAST, LogitPositions.ALL)),
-        }
-        return Plain(model, options)
+        options = PlanOptions(
+            target=self.target,
+            capacity=self.capacity if self.open_capacity else None,
+            cache_layout=rng.choice((CacheLayout.AUTO, CacheLayout.AUTO, CacheLayout.PRESERVE)),
+            attention_span=rng.random() < 0.75,
+            fallback=rng.choice((Fallback.AUTO, Fallback.AUTO, Fallback.FUNCTIONAL, Fallback.CONTRACT)),
+            sliding=self.sliding,
+            window_chunk=self.chunk,
+            logits=rng.choice((LogitPositions.LAST, LogitPositions.ALL)),
+        )
+        room = (
+            min(self.keys, self.capacity - self.short_mask)
+            if self.lengths != "none" or self.mask != "none"
+            else self.capacity
+        )
+        return Plain(
+            seed=self.seed, odd=self.odd, model=model, options=options, parts=self.parts, masks=self.masks,
+            axes=self.axes, presents=self.presents, capacity=self.capacity,
+            batch=self.batch if isinstance(self.batch, int) else None,
+            length=self.length if isinstance(self.length, int) else None,
+            indexed=bool(self.write), same=self.indices in ("one", "expanded", "none"),
+            short=self.lengths in ("input", "int32", "bounded") and not self.faint,
+            room=room, circular=self.mode == "circular", faint=self.faint or self.mode_of_scores in (0, 1),
+        )  # fmt: skip
 
     def _rename(self, model: onnx.ModelProto) -> None:
         """Line breaks, control characters and other signs in the names of inputs, outputs and nodes."""
@@ -534,12 +590,16 @@ class _Maker(Graph):
             node.name = f"{node.name}{sign}" if self.rng.random() < 0.3 else node.name
         for value in (*model.graph.input, *model.graph.output, *model.graph.initializer):
             value.name = some.get(value.name, value.name)
+        for table in (self.parts, self.masks, self.axes, self.presents):
+            for name in [n for n in table if n in some]:
+                table[some[name]] = table.pop(name)  # type: ignore[attr-defined]
+        self.presents = {past: some.get(present, present) for past, present in self.presents.items()}
 
 
 def drawn(name: str, seed: int, odd: Sequence[str] | None = None, **options: Any) -> Iterator[Entry]:
     """The model of a seed, and its options."""
     plain = plain_model(seed, odd)
-    yield from built("plain", {name: lambda: plain.model}, **plain.options | options)
+    yield from built("plain", {name: lambda: plain.model}, **(vars(plain.options) | options))
 
 
 def entries() -> Iterator[Entry]:
