@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
@@ -22,7 +20,7 @@ from google.protobuf.message import EncodeError
 from onnx import ModelProto, TensorProto
 
 from trt_kvcache.errors import OutputError
-from trt_kvcache.files import check_output
+from trt_kvcache.files import check_output, publish, sync, temporary_file
 from trt_kvcache.importer.files.flipped import Flipped
 from trt_kvcache.importer.protos import byte_size, iter_tensors
 
@@ -133,34 +131,53 @@ def _same_content(copy: Path, data: _Data) -> bool:
     if not copy.is_file() or copy.stat().st_size != data.original.stat().st_size:
         return False
     if data.ranges is not None:
-        return all(a == b for a, b in zip(_pieces(copy, data.ranges), _pieces(data.original, data.ranges), strict=True))
+        with copy.open("rb") as a, data.original.open("rb") as b:
+            return all(x == y for x, y in zip(_pieces(a, data.ranges), _pieces(b, data.ranges), strict=True))
     digests = [blake3.blake3(max_threads=blake3.blake3.AUTO).update_mmap(f).digest() for f in (copy, data.original)]
     return digests[0] == digests[1]
 
 
 def _copy(data: _Data, file: BinaryIO) -> None:
-    """By the operating system; what is not needed becomes a hole, which takes no space on most file systems."""
-    if data.ranges is None:
-        shutil.copyfile(data.original, file.name)
+    """Copy a data file. What is not needed, and what is a hole there, becomes a hole, which takes no space."""
+    found = data.original.stat()
+    holes = getattr(found, "st_blocks", found.st_size) * 512 < found.st_size
+    if data.ranges is None and not holes:
+        shutil.copyfile(data.original, file.name)  # by the operating system
         return
-    file.truncate(data.original.stat().st_size)
-    pieces = _pieces(data.original, data.ranges)
-    for start, stop in data.ranges:
+    file.truncate(found.st_size)
+    with data.original.open("rb", buffering=0) as original:  # a buffer would not know of the seeks past it
+        for needed in data.ranges or ((0, found.st_size),):
+            for start, stop in _extents(original.fileno(), *needed):
+                file.seek(start)
+                file.writelines(_pieces(original, ((start, stop),)))
+
+
+def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The parts of a range of an open file that are no holes, where the system tells."""
+    if not hasattr(os, "SEEK_DATA"):
+        yield start, stop
+        return
+    while start < stop:
+        try:
+            first = os.lseek(descriptor, start, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno != errno.ENXIO:
+                raise
+            return  # a hole up to the end
+        start = os.lseek(descriptor, first, os.SEEK_HOLE)
+        if first < stop:
+            yield first, min(start, stop)
+
+
+def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
+    """The bytes of an open file in these ranges, a piece at a time."""
+    for start, stop in ranges:
         file.seek(start)
-        while file.tell() < stop:
-            file.write(next(pieces))
-
-
-def _pieces(path: Path, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
-    """The bytes of a file in these ranges, a piece at a time."""
-    with path.open("rb") as file:
-        for start, stop in ranges:
-            file.seek(start)
-            while (left := stop - file.tell()) > 0:
-                data = file.read(min(left, _BLOCK))
-                if not data:
-                    raise OSError(errno.EIO, "ends before its weights do", str(path))
-                yield data
+        while (left := stop - file.tell()) > 0:
+            data = file.read(min(left, _BLOCK))
+            if not data:
+                raise OSError(errno.EIO, "ends before its weights do", file.name)
+            yield data
 
 
 def _refer(proto: ModelProto, flipped: Sequence[Flipped], location: str) -> None:
@@ -187,33 +204,29 @@ Place = Callable[[Path, "_Data | bytes | Iterator[bytes]"], None]
 @contextmanager
 def _placing() -> Iterator[Place]:
     """Hand out a function that prepares new files; all are renamed into place at the end, or removed on any error."""
-    undo: list[Callable[[], None]] = []  # noted before what it undoes: an interrupt may fall between the two
+    folders: list[Path] = []
     pending: list[tuple[Path, Path]] = []
+    with ExitStack() as stack:
 
-    def place(target: Path, content: _Data | bytes | Iterator[bytes]) -> None:
-        for folder in reversed([f for f in (target.parent, *target.parent.parents) if not f.exists()]):
-            folder.mkdir()
-            undo.append(folder.rmdir)
-        # Not tempfile: its files are private to the user, and these are ordinary files that follow the umask.
-        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-        undo.append(partial(temporary.unlink, missing_ok=True))
-        with temporary.open("xb") as file:
-            if isinstance(content, _Data):
-                _copy(content, file)
-            else:
-                file.writelines((content,) if isinstance(content, bytes) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        pending.append((temporary, target))
+        def place(target: Path, content: _Data | bytes | Iterator[bytes]) -> None:
+            for folder in reversed([f for f in (target.parent, *target.parent.parents) if not f.exists()]):
+                folders.append(folder)  # before it is there: an interrupt may fall between the two
+                folder.mkdir()
+            temporary = stack.enter_context(temporary_file(target))
+            with temporary.open("wb") as file:
+                if isinstance(content, _Data):
+                    _copy(content, file)
+                else:
+                    file.writelines((content,) if isinstance(content, bytes) else content)
+                sync(file)
+            pending.append((temporary, target))
 
-    try:
-        yield place
-        for temporary, target in pending:
-            if not target.exists():
-                undo.append(target.unlink)
-            temporary.replace(target)
-    except BaseException:
-        for step in reversed(undo):
-            with suppress(OSError):
-                step()
-        raise
+        try:
+            yield place
+            publish(pending)
+        except BaseException:
+            stack.close()
+            for folder in reversed(folders):
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
