@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -154,19 +155,19 @@ def _copy(data: _Data, file: BinaryIO) -> None:
 
 def _extents(descriptor: int, start: int, stop: int) -> Iterator[tuple[int, int]]:
     """The parts of a range of an open file that are no holes, where the system tells."""
-    if not hasattr(os, "SEEK_DATA"):
+    if sys.platform == "win32":
         yield start, stop
-        return
-    while start < stop:
-        try:
-            first = os.lseek(descriptor, start, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno != errno.ENXIO:
-                raise
-            return  # a hole up to the end
-        start = os.lseek(descriptor, first, os.SEEK_HOLE)
-        if first < stop:
-            yield first, min(start, stop)
+    else:
+        while start < stop:
+            try:
+                first = os.lseek(descriptor, start, os.SEEK_DATA)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                return  # a hole up to the end
+            start = os.lseek(descriptor, first, os.SEEK_HOLE)
+            if first < stop:
+                yield first, min(start, stop)
 
 
 def _pieces(file: BinaryIO, ranges: Sequence[tuple[int, int]]) -> Iterator[bytes]:
