@@ -62,6 +62,7 @@ from trt_kvcache.importer.normalize.residual import (
     free_positions,
     free_shapes,
 )
+from trt_kvcache.importer.normalize.views import is_view
 from trt_kvcache.importer.plan import Dim, PlanOptions, Sliding, StateUpdate
 
 if TYPE_CHECKING:
@@ -243,13 +244,25 @@ def _may_be_state(cache: Candidate) -> bool:
     """Whether what looks like a cache may be state: `find_states` says.
 
     Of a convolution, like a rolling cache whose next value nothing reads, or like new rows behind a past of a fixed
-    length; of linear attention, like a cache written by masked addition that cannot be one.
+    length; of linear attention, like a cache written by masked addition.
     """
     if cache.idiom == "rolling":
         return not consumers(cache.present)
     if cache.room is not None:
         return True
-    return bool(cache.reason) and cache.node is not None and is_op(cache.node, "Add")
+    return cache.node is not None and is_op(cache.node, "Add") and (bool(cache.reason) or _is_read_before(cache))
+
+
+def _is_read_before(cache: Candidate) -> bool:
+    """Whether more than its update reads the numbers of a past, as linear attention by the delta rule does."""
+    own, pending = {id(node) for node in cache.region}, [cache.past]
+    while pending:
+        for node in consumers(pending.pop()):
+            if is_view(node):
+                pending.extend(node.outputs)
+            elif id(node) not in own and not is_op(node, "Shape", "Size", "Slice"):
+                return True
+    return False
 
 
 def _rewrite(exported: _Exported, options: PlanOptions) -> Normalized:
