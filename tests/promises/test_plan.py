@@ -16,19 +16,20 @@ from trt_kvcache.importer import plan_model, rewrite_model
 from trt_kvcache.importer.plan import PlanOptions
 
 ENTRIES = entries()
-GENERATED = ("mutant/", "node/", "odd/", "case/", "plain/", "overflow/", "route, ", "edited/", "latent")
+STORED = [e for e in ENTRIES if e[0].startswith("stored/")]
+BUILT = [e for e in ENTRIES if not e[0].startswith("stored/")]
 RECORD = net.load()
 
 
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if not e[0].startswith(GENERATED)], ids=lambda entry: entry[0])
+@pytest.mark.parametrize("entry", STORED, ids=lambda entry: entry[0])
 def test_the_plan_is_the_recorded_one(entry: Entry) -> None:
     """If this fails on purpose: ``python tests/net.py --write PATTERN``."""
     assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]
 
 
-@pytest.mark.few(80)
-@pytest.mark.parametrize("entry", [e for e in ENTRIES if e[0].startswith(GENERATED)], ids=lambda entry: entry[0])
-def test_the_plan_of_a_generated_model_is_the_recorded_one(entry: Entry) -> None:
+@pytest.mark.few(330)
+@pytest.mark.parametrize("entry", BUILT, ids=lambda entry: entry[0])
+def test_the_plan_of_a_model_in_code_is_the_recorded_one(entry: Entry) -> None:
     assert net.treat(entry, verify=False)[1] == RECORD["plans"][entry[0]]
 
 
@@ -39,7 +40,7 @@ PLAIN = [e for e in TAKEN if e[0].startswith(("concat/", "slopes/", "sinks/"))]
 @pytest.mark.few(10)
 @pytest.mark.parametrize("entry", TAKEN, ids=lambda entry: entry[0])
 def test_a_plan_is_the_dry_run_of_a_rewrite(entry: Entry, tmp_path: Path) -> None:
-    """The same plan, which the rewritten model carries; its bytes are the same each time, and the source's stay."""
+    """The same plan; its bytes are the same each time, and the source's stay."""
     _, make, given = entry
     (tmp_path / "made").mkdir()
     path, options = make(tmp_path), PlanOptions(**given)
@@ -50,7 +51,6 @@ def test_a_plan_is_the_dry_run_of_a_rewrite(entry: Entry, tmp_path: Path) -> Non
     one, two = (output.read_bytes() for output in outputs)
     assert one.replace(b"one.onnx", b"two.onnx") == two
     assert path.read_bytes() == before
-    assert plan_model(outputs[0]) == plan
     inputs = [v.name for v in onnx.load(outputs[0], load_external_data=False).graph.input]
     assert [c.past for c in plan.caches if c.past in inputs] == [
         n for n in inputs if n in {c.past for c in plan.caches}
