@@ -11,7 +11,7 @@ from corpus import Entry, entries
 
 from trt_kvcache import BuildOptions, build_engine
 from trt_kvcache.importer import plan_model
-from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.importer.plan import PlanOptions, Target
 
 SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
     "extras": {"bias": (2, 4)},
@@ -22,10 +22,13 @@ SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def _distinct() -> list[Entry]:
-    """One model for each plan with caches; single nodes are built by ``tests/conformance``."""
+    """One model for each plan with caches for TensorRT for RTX; single nodes are built by ``tests/conformance``."""
     record, first = net.load()["plans"], {}
     for entry in entries():
-        if not entry[0].startswith(("mutant/", "node/", "case/", "beside/")) and "cache " in record[entry[0]][0]:
+        other = (
+            entry[0].startswith(("mutant/", "node/", "case/", "beside/")) or entry[2].get("target") is Target.TENSORRT
+        )
+        if not other and "cache " in record[entry[0]][0]:
             first.setdefault(tuple(record[entry[0]]), entry)
     return [entry for entry in first.values() if "Error: " not in record[entry[0]][0]]
 

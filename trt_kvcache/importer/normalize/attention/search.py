@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from math import prod
 
 import numpy as np
@@ -108,19 +109,25 @@ class _Finder:
 
     def _cache(self, tensor: gs.Tensor) -> tuple[Write, float] | None:
         """The cache that a tensor is made of by moving, repeating and scaling numbers, and the factor."""
-        factor = 1.0
+        factor, kept = 1.0, Fraction(1)
         while tensor.name not in self._presents:
             node = producer(tensor)
             if node is None:
                 return None
             if is_op(node, *_MOVES) or is_float_cast(node):
+                if is_op(node, "Slice"):
+                    kept *= Fraction(prod(self._shape(tensor)), prod(self._shape(node.inputs[0])) or 1)
                 tensor = node.inputs[0]
             elif is_op(node, "Mul", "Div") and (pair := self._factor(node)) is not None:
                 tensor = pair[0]
                 factor *= pair[1]
             else:
                 return None
-        return self._presents[tensor.name], factor
+        write = self._presents[tensor.name]
+        rows = 0 if write.growing else (self._small.probe.shape(write.past.name) or (0,) * 9)[write.axis]
+        # Rows in use may be cut out of a fixed cache. A part of each row is computed from it: see `latent_attention`.
+        whole = write.kept is not None or kept in (1, Fraction(self._small.total, rows or 1))
+        return (write, factor) if whole else None
 
     def _factor(self, node: gs.Node) -> tuple[gs.Tensor, float] | None:
         """The varying operand of a Mul or Div, and the factor that the other one is."""
