@@ -102,6 +102,8 @@ def test_a_product_is_that_of_the_numbers_before_rounding(
     x, weight = (rng.standard_normal(shape).astype(np.float32) for shape in ((2, 3, K), (K, N)))
     fixed = {"middle": 128 if kind is np.uint8 else 0, "absent": 0}.get(zero or "")
     numbers, scale, zeros = quantized(weight + 0.3, kind, columns, fixed)
+    if kind is np.int8:  # of 7 bits: ONNX Runtime cuts larger products off on processors without VNNI
+        numbers, zeros = numbers // 2, zeros // 2
     bias = rng.standard_normal(N).astype(np.float32) if columns else None
     model = product(form, numbers, scale, None if zero == "absent" else zeros, bias)
     rounded = run(model, x=x)
@@ -203,6 +205,7 @@ def test_other_integers_are_refused_by_name(op: str, domain: str) -> None:
     graph.input("x", FLOAT, [K])
     graph.node("DynamicQuantizeLinear", ["x"], ["q", "s", "z"])
     graph.node(op, ["q"], "y", domain=domain)
+    graph.output("y", FLOAT, [K])
     with pytest.raises(UnsupportedModelError, match=rf"{op} 'node_y'.*op_types_to_quantize=\['MatMul'\].*QDQ"):
         standardize(graph.model(21))
 

@@ -104,7 +104,8 @@ def spell_roundings(model: ModelProto, folder: Path) -> None:
         UnsupportedModelError: something else than DequantizeLinear reads what is rounded so, or there are many scales.
     """
     constants, spelled = _Constants(model.graph), dict[int, list[NodeProto]]()
-    for rounding in list(_roundings(model, folder)):
+    found = list(_roundings(model, folder))  # as long as it holds the nodes, they keep their ids
+    for rounding in found:
         if rounding.is_signed:
             for node, numbers in rounding.each:
                 node.input[2] = constants.add(np.zeros(numbers.zeros.shape, np.int8))
