@@ -18,4 +18,5 @@ def test_the_main_jobs_need_nothing_that_windows_lacks(tmp_path: Path) -> None:
     command = [sys.executable, windows_stand_in.__file__, model, tmp_path / "out"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["model.engine", "model.engine.json", "rewritten.onnx", "saved.safetensors"]
+    made = ["model.engine", "model.engine.json", "model.engine.proof", "rewritten.onnx", "saved.safetensors"]
+    assert done.stdout.split() == made

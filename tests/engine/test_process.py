@@ -68,9 +68,13 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def children() -> list[psutil.Process]:
-    """Build processes. The process that checks rewritten models stays, and so do those of other tests' pools."""
+    """Build processes. Those that check models and render templates stay, and so do those of other tests' pools."""
     found = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
-    return [p for p in found if not re.search("importer.check.worker|multiprocessing", " ".join(p.cmdline()))]
+    return [
+        p
+        for p in found
+        if not re.search("importer.check.worker|template_process|multiprocessing", " ".join(p.cmdline()))
+    ]
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

@@ -167,7 +167,7 @@ def test_definitions_of_its_own_are_refused(tmp_path: Path) -> None:
     plain = plain_model(3, ("ring",))
     source, made = tmp_path / "m.onnx", tmp_path / "out.onnx"
     onnx.save(plain.model, source)
-    rewrite_model(source, made, PlanOptions(**plain.options))
+    rewrite_model(source, made, plain.options)
     _verify(source, made).check()
 
     def edit(model: ModelProto) -> None:

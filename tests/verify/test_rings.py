@@ -13,7 +13,7 @@ from onnx import ModelProto, helper, numpy_helper
 from plain_graphs import plain_model
 
 from trt_kvcache.importer import ImportedModel, import_model
-from trt_kvcache.importer.plan import PlanOptions, UpdateMode
+from trt_kvcache.importer.plan import UpdateMode
 from trt_kvcache.verify import VerifyOptions, verify_import
 
 CAPACITY = 12
@@ -22,7 +22,7 @@ CAPACITY = 12
 def _imported(folder: Path, seed: int) -> ImportedModel:
     plain = plain_model(seed, ("ring",))
     onnx.save(plain.model, folder / "model.onnx")
-    imported = import_model(folder / "model.onnx", PlanOptions(**plain.options))
+    imported = import_model(folder / "model.onnx", plain.options)
     assert {c.mode for c in imported.plan.caches} == {UpdateMode.CIRCULAR}
     assert not imported.plan.original
     return imported
