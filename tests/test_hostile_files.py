@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,8 @@ from types import FrameType
 
 import pytest
 from decoders import DecoderConfig, write_decoder
+from hostile.files import NO_FILES
+from hostile.texts import PATTERNS, TEMPLATES
 
 from trt_kvcache import DecodeSession, GenerationConfig
 from trt_kvcache.engine.generation import settings_beside
@@ -46,23 +49,6 @@ def _limit() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
-def pipe(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def endless(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def folder(path: Path) -> None:
-    path.mkdir()
-
-
-def huge(path: Path) -> None:
-    with path.open("wb") as file:
-        file.truncate(1 << 40)
-
-
 def _saved_tokenizer(where: Path) -> Path:
     byte_level().save(str(where / "tokenizer.json"))
     return where
@@ -91,7 +77,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.few(12)
-@pytest.mark.parametrize("make", [pipe, endless, folder, huge], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("make", NO_FILES, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("name", READERS)
 def test_a_file_that_is_none_or_has_no_end(tmp_path: Path, name: str, make: Callable[[Path], None]) -> None:
     make(tmp_path / name)
@@ -123,18 +109,6 @@ def test_names_in_configs_stay_in_the_folder(name: str, inside: bool) -> None:
     assert is_inside(name) is inside
 
 
-TEMPLATES = {
-    "never ends": "{% for a in range(99999) %}{% for b in range(99999) %}{{ '' }}{% endfor %}{% endfor %}",
-    "text without end": "{{ 'x' * 10**10 }}",
-    "grows by itself": "{% set n = namespace(t='x') %}"
-    "{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}{{ n.t }}",
-    "a large number": "{{ 10**(10**9) }}",
-    "by a filter": "{{ 'x' | center(10**11) }}",
-    "by a format": "{{ '%99999999999d' % 1 }}",
-    "long": "{{ 'x' * (2 ** 24 + 1) }}",
-}
-
-
 @pytest.mark.parametrize("kind", TEMPLATES)
 def test_templates_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     (_saved_tokenizer(tmp_path) / "chat_template.jinja").write_text(TEMPLATES[kind])
@@ -149,7 +123,19 @@ def test_templates_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     assert Tokenizer.load(tmp_path).render_chat([{"role": "user", "content": "hi"}]) == "hi!"
 
 
-@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(" * 10_000 + ")" * 10_000, "(a?){500}a{500}"])
+def test_onnx_runtime_writes_and_tells_nothing_on_its_own(tmp_path: Path) -> None:
+    model = write_decoder(tmp_path / "model.onnx", DecoderConfig(layers=1, head_size=16, capacity=16))
+    home = tmp_path / "home"
+    home.mkdir()
+    code = f"from trt_kvcache import DecodeSession; DecodeSession.open({str(model)!r}).close()"
+    given = {
+        name: value for name, value in os.environ.items() if name not in ("ORT_DISABLE_TELEMETRY", "XDG_CACHE_HOME")
+    }
+    subprocess.run([sys.executable, "-c", code], check=True, env=given | {"HOME": str(home), "TMPDIR": str(home)})
+    assert not list(home.rglob("*"))
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
 def test_patterns_of_names_match_in_linear_time(tmp_path: Path, pattern: str) -> None:
     (tmp_path / "roles.yaml").write_text(f"roles: {{tokens: '{pattern}'}}")
     try:

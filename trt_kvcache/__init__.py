@@ -14,10 +14,15 @@ Names load on first use, so that ``import trt_kvcache`` needs neither TensorRT n
 
 from __future__ import annotations
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
+
+# Read when onnxruntime is imported. Seen of 1.32.0 on Linux without it: a name for the machine and a database under
+# ~/.cache/Microsoft, a file .ses in TMPDIR, and within half a minute a look-up of mobile.events.data.microsoft.com.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from trt_kvcache.engine.build import ProgressEvent, build_engine
