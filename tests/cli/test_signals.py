@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import onnx
 import pytest
 from decoders import DecoderConfig, write_decoder
+from hostile.models import SMALL, TRIGGER, endless_at
 
 PAUSING = """
 import importlib, sys, time
@@ -28,14 +31,15 @@ def pause(*given, **named):
     done = found(*given, **named) if after == "after" else None
     print("here", flush=True)
     time.sleep(60)
-    return done
+    return found(*given, **named) if after == "at" else done
 
 setattr(place, name, pause)
 sys.argv[1:] = arguments
 from trt_kvcache.__main__ import main
 main()
 """
-"""The command line, which says where it is and waits there: before or after a function, given as ``module:name``."""
+"""The command line, which says where it is and waits there: before or after a function, given as ``module:name``, in
+its place, or ``at`` it: then it goes on."""
 
 LONG = """
 import sys
@@ -68,6 +72,20 @@ try:
 except KeyboardInterrupt:
     print("interrupted")
 """
+
+DECODING = """
+import sys, threading, time
+from trt_kvcache import DecodeSession, GenerationConfig
+session = DecodeSession.open(sys.argv[1], max_batch=1, threads=1)
+def decode():
+    while True:
+        for event in session.stream([[*map(int, sys.argv[2].split(","))]], GenerationConfig(max_new_tokens=9)):
+            pass
+threading.Thread(target=decode, daemon=True).start()
+time.sleep(0.5)
+print("ends")
+"""
+"""A program that ends while a thread of its still decodes."""
 
 LOADING = """
 import os, sys, time
@@ -172,6 +190,41 @@ def test_a_long_run_ends_soon(number: signal.Signals, tmp_path: Path) -> None:
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=30)
     assert (process.returncode, stdout, stderr) == (0, "interrupted\n", "")
+
+
+@pytest.fixture(scope="module")
+def endless(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with one prompt after which it never ends."""
+    path = write_decoder(tmp_path_factory.mktemp("endless") / "model.onnx", SMALL)
+    proto = onnx.load(path)
+    endless_at(proto, random.Random(0))
+    onnx.save(proto, path)
+    return path
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("number", ENDING, ids=lambda s: s.name)
+def test_generate_ends_in_a_step_that_does_not(number: signal.Signals, endless: Path, tmp_path: Path) -> None:
+    tokens = ",".join(map(str, TRIGGER))
+    at = "trt_kvcache.runtime.ort.calls:CpuSession.run_bound"
+    arguments = ["generate", str(endless), "--tokens", tokens, "--max-new-tokens", "2"]
+    process = start([PAUSING.replace("sleep(60)", "sleep(0)"), at, "at", *arguments], tmp_path)
+    wait_until_there(process)
+    time.sleep(0.5)  # into the run
+    process.send_signal(number)
+    stdout, stderr = process.communicate(timeout=30)
+    if number is signal.SIGINT:  # as in any other step: the tokens so far
+        assert (process.returncode, stdout) == (130, "\n")
+        assert stderr.startswith("7 prompt tokens, 0 new (cancelled)")
+    else:
+        assert (process.returncode, stdout, stderr) == (128 + number, "", f"error: ended by {number.name}\n")
+
+
+@pytest.mark.parametrize("tokens", [[1, 2], TRIGGER], ids=["short steps", "one that does not end"])
+def test_a_thread_that_decodes_does_not_abort_the_process(tokens: list[int], endless: Path, tmp_path: Path) -> None:
+    process = start([DECODING, str(endless), ",".join(map(str, tokens))], tmp_path)
+    stdout, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stdout) == (0, "ends\n"), stderr
 
 
 @pytest.mark.few(1)

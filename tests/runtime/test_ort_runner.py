@@ -62,14 +62,13 @@ def test_nothing_is_copied_behind_our_back(tmp_path: Path) -> None:
     """ONNX Runtime warns at each TensorScatter whose past and present are two buffers: with its warnings on, none."""
     path = write_decoder(tmp_path / "model.onnx", replace(BASE, head_size=12))  # GroupQueryAttention copies silently
     code = (
-        "import sys, numpy as np, onnxruntime\n"
+        "import sys, numpy as np\n"
         "from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner\n"
         "from trt_kvcache.runtime.runner import StepBatch\n"
         f"r = OnnxRuntimeRunner({str(path)!r}, max_batch=3)\n"
         "if sys.argv[1] == 'apart':\n"
         "    r._present = {n: np.zeros_like(a) for n, a in r._past.items()}\n"
-        "r._run_options = onnxruntime.RunOptions()\n"
-        "r._run_options.log_severity_level = 2\n"
+        "r._session._options.log_severity_level = 2\n"
         "r.step(StepBatch(1, np.array([[1], [2]]), np.zeros(2, np.int64)))\n"
     )
     found = {}

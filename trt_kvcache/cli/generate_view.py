@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from trt_kvcache.cli.output import print_json, visible
+from trt_kvcache.errors import SessionError
 from trt_kvcache.runtime.events import FinishReason, TokenEvent
 from trt_kvcache.runtime.generation.config import GenerationConfig
 from trt_kvcache.runtime.generation.speculation import SpeculationStats
@@ -93,16 +94,20 @@ def run(
         opened = time.perf_counter()
         made = Run(session.name, config, [Generation(list(prompt)) for prompt in prompts], opened - start)
         with _interruptible() as interrupted, closing(_events(session, prompts, config, beside(session))) as events:
-            for event in events:
-                made.total = time.perf_counter() - opened
-                if made.first is None:
-                    made.first = made.total
-                made.sequences[event.sequence].take(event)
-                if event.speculation is not None:
-                    made.speculation.add(event.speculation)
-                view.show(event, made)
-                if interrupted.is_set():
-                    break
+            try:
+                for event in events:
+                    made.total = time.perf_counter() - opened
+                    if made.first is None:
+                        made.first = made.total
+                    made.sequences[event.sequence].take(event)
+                    if event.speculation is not None:
+                        made.speculation.add(event.speculation)
+                    view.show(event, made)
+                    if interrupted.is_set():
+                        break
+            except SessionError:  # a step that would not end was ended
+                if not interrupted.is_set():
+                    raise
         for sequence in made.sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = FinishReason.CANCELLED

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 from importlib.machinery import ExtensionFileLoader
 from types import FrameType
+
+from trt_kvcache.native import calls_under_way, end_calls
 
 INTERRUPTED = 128
 """The exit code of an interrupted command is this, plus the number of the signal."""
@@ -16,6 +20,7 @@ _NUMBERS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGBREAK") 
 """Windows has no SIGHUP; Linux has no SIGBREAK, which Ctrl-Break sends."""
 
 _LATER = 0.02  # seconds
+_PATIENCE = 2.0  # seconds, for a call into native code to return by itself
 
 
 class Ended(KeyboardInterrupt):
@@ -37,6 +42,18 @@ def end_by_unwinding() -> None:
             signal.signal(number, _end)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _interrupt)
+    ours, theirs = socket.socketpair()  # Windows takes nothing else
+    theirs.setblocking(False)
+    signal.set_wakeup_fd(theirs.detach(), warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(ours,), name="signals", daemon=True).start()
+
+
+def _watch(arrived: socket.socket) -> None:
+    """After each signal, end the calls into native code in which the main thread would never come to handle it."""
+    while arrived.recv(64):
+        calls = calls_under_way()
+        time.sleep(_PATIENCE)
+        end_calls(calls)
 
 
 def last_words(error: KeyboardInterrupt) -> tuple[str, int]:

@@ -22,7 +22,7 @@ from trt_kvcache.importer.protos import elem_type_of, shape_of
 from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.embeddings import check_range, check_width
 from trt_kvcache.runtime.given import Array, Indices
-from trt_kvcache.runtime.ort.calls import ORT_ERRORS, bind, one_line, open_on_cpu
+from trt_kvcache.runtime.ort.calls import bind, open_on_cpu
 
 __all__ = ["ModelEmbeddings"]
 
@@ -129,15 +129,12 @@ class ModelEmbeddings:
             SessionError: it failed.
         """
         ids = np.ascontiguousarray(tokens, helper.tensor_dtype_to_np_dtype(self._ids.type.tensor_type.elem_type))
-        binding = self._session.io_binding()
+        binding = self._session.binding()
         for name, array in ((self._ids.name, ids), *others.items()):
             bind(binding.bind_input, name, array)
         made = np.empty((*ids.shape, self._table.shape[1]), self._made)
         bind(binding.bind_output, self._output, made)
-        try:
-            self._session.run_with_iobinding(binding)
-        except (*ORT_ERRORS, RuntimeError) as error:
-            raise SessionError(f"{self._path} failed: {one_line(error)}") from None
+        self._session.run_bound(binding)
         return made
 
     def _find_ids(self, inputs: Sequence[onnx.ValueInfoProto]) -> onnx.ValueInfoProto:

@@ -19,7 +19,7 @@ from trt_kvcache.runtime.dtypes import array_dtype
 from trt_kvcache.runtime.encoders.first_step import BY_HAND, FirstStep
 from trt_kvcache.runtime.encoders.source_reader import IDS, Source, SourceInput, SourceReader
 from trt_kvcache.runtime.guard import Guard
-from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu, run_on_cpu
+from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 from trt_kvcache.runtime.runner import Runner
 
 __all__ = ["Encoder", "OnnxEncoder", "Source", "Sources", "open_encoder"]
@@ -161,10 +161,10 @@ class OnnxEncoder:
         self.where = where
         self._path = path
         self._session = open_on_cpu(str(path), path, BY_HAND, spinning=False)
-        inputs = self._session.get_inputs()
+        inputs = self._session.inputs
         self._reader = SourceReader(path, [SourceInput(v.name, input_dtype(v), tuple(v.shape)) for v in inputs])
         self._constants = list(constants)
-        made = {v.name: len(v.shape) for v in self._session.get_outputs()}
+        made = {v.name: len(v.shape) for v in self._session.outputs}
         self._stacks = [s for s in stacks if s.io == "input" and made.get(s.name) == len(s.shape)]
         for stack in self._stacks:
             del made[stack.name]
@@ -185,7 +185,7 @@ class OnnxEncoder:
             raise PromptError(f"'{IDS}' has the token id {wrong[0]}; ids count from 0")
         wanted = [*parts.own.values(), *([parts.hidden] if parts.hidden else [])]
         names = list(dict.fromkeys(self._whole.get(name, name) for name in wanted))
-        made = dict(zip(names, run_on_cpu(self._session, self._path, names, feed), strict=True))
+        made = dict(zip(names, self._session.run(names, feed), strict=True))
         for stack in (s for s in self._stacks if s.name in made):
             if not stack.fits(made[stack.name].shape):
                 raise UnsupportedModelError(

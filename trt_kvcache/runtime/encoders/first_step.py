@@ -16,7 +16,7 @@ import numpy as np
 from trt_kvcache.errors import UnsupportedModelError
 from trt_kvcache.importer.extensions.encoders.outputs import HIDDEN, IDS, MASK, cut_to, take_first_branch
 from trt_kvcache.importer.files.source import load_source
-from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu, run_on_cpu
+from trt_kvcache.runtime.ort.calls import input_dtype, open_on_cpu
 
 __all__ = ["BY_HAND", "FirstStep"]
 
@@ -53,7 +53,7 @@ class FirstStep:
                 f"{HIDDEN} and {MASK}: compute them yourself, and give them as constants"
             )
         self._session = open_on_cpu(model, path, BY_HAND, spinning=False)
-        self._inputs = {v.name: input_dtype(v) for v in self._session.get_inputs()}
+        self._inputs = {v.name: input_dtype(v) for v in self._session.inputs}
         self._tried = False
 
     def run(self, hidden: Array) -> list[Array]:
@@ -76,4 +76,4 @@ class FirstStep:
     def _run(self, hidden: Array, token: int) -> list[Array]:
         given = {IDS: np.array([[token]]), HIDDEN: hidden, MASK: np.ones(hidden.shape[:2])}
         feed = {name: np.ascontiguousarray(given[name], dtype) for name, dtype in self._inputs.items()}
-        return run_on_cpu(self._session, self.path, self.outputs, feed)
+        return self._session.run(self.outputs, feed)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -13,10 +13,12 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_errors
 
 from trt_kvcache.errors import SessionError, UnsupportedModelError
 from trt_kvcache.importer.files.links import without_links
+from trt_kvcache.native import Endable
 
-__all__ = ["ORT_ERRORS", "bind", "input_dtype", "one_line", "open_on_cpu", "run_on_cpu", "type_name"]
+__all__ = ["ORT_ERRORS", "CpuSession", "bind", "input_dtype", "one_line", "open_on_cpu", "type_name"]
 
 Array = np.ndarray[Any, np.dtype[Any]]
+_T = TypeVar("_T")
 
 ORT_ERRORS = (
     ort_errors.EPFail, ort_errors.Fail, ort_errors.InvalidArgument, ort_errors.InvalidGraph,
@@ -42,9 +44,66 @@ def bind(side: Any, name: str, array: Array) -> None:
     side(name, "cpu", 0, helper.np_dtype_to_tensor_dtype(array.dtype), list(array.shape), array.ctypes.data)
 
 
+class CpuSession:
+    """A model that ONNX Runtime runs on the CPU. Whoever waits for it, a signal and the end of the interpreter end it.
+
+    Args:
+        session: of ONNX Runtime.
+        name: of what fails, for messages.
+    """
+
+    def __init__(self, session: Any, name: str) -> None:
+        self._session, self._name = session, name
+        self._options = ort.RunOptions()
+        self._options.log_severity_level = 4  # the session's own does not count where a run has options
+        # The default. Where it is not set, onnxruntime asks for it at each run, and takes 40 us to see that (1.32.0).
+        self._options.add_run_config_entry("gpu_graph_id", "0")
+        self._endable = Endable(self._end)
+        self.inputs: list[Any] = session.get_inputs()
+        self.outputs: list[Any] = session.get_outputs()
+
+    def binding(self) -> Any:
+        """An IOBinding."""
+        return self._session.io_binding()
+
+    def run(self, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
+        """The outputs of these names.
+
+        Raises:
+            SessionError: it failed.
+        """
+        return self._call(lambda: self._session.run(list(names), dict(feed), self._options))
+
+    def run_bound(self, binding: Any) -> None:
+        """Run with the memory that was bound.
+
+        Raises:
+            SessionError: it failed.
+        """
+        self._call(lambda: self._session.run_with_iobinding(binding, self._options))
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        try:
+            with self._endable:
+                return call()
+        except (*ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
+            raise SessionError(f"{self._name} failed: {one_line(error)}") from None
+        except MemoryError:
+            raise SessionError(f"{self._name} failed: out of memory") from None
+
+    def _end(self) -> None:
+        self._options.terminate = True
+
+
 def open_on_cpu(
-    model: str | ModelProto, path: Path, advice: str, *, threads: int | None = None, spinning: bool = True
-) -> Any:
+    model: str | ModelProto,
+    path: Path,
+    advice: str,
+    *,
+    threads: int | None = None,
+    spinning: bool = True,
+    name: str | None = None,
+) -> CpuSession:
     """Open a model.
 
     Args:
@@ -53,6 +112,7 @@ def open_on_cpu(
         advice: what to do where ONNX Runtime cannot run it.
         threads: None: one per core.
         spinning: threads spin while they wait, which makes short steps shorter, and takes the processor from others.
+        name: of what fails, for messages; None: the path.
 
     Raises:
         UnsupportedModelError: ONNX Runtime cannot run it.
@@ -71,24 +131,13 @@ def open_on_cpu(
     else:
         source = model
     try:
-        return ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-    except ORT_ERRORS as error:
+        with Endable(lambda: options.set_load_cancellation_flag(True)):
+            session = ort.InferenceSession(source, options, providers=["CPUExecutionProvider"])
+    except (*ORT_ERRORS, MemoryError) as error:
         raise UnsupportedModelError(
             f"{path}: ONNX Runtime {ort.__version__} cannot run it on the CPU: {one_line(error)}; {advice}"
         ) from None
-
-
-def run_on_cpu(session: Any, path: Path, names: Sequence[str], feed: Mapping[str, Array]) -> list[Array]:
-    """Run a model that stands before a decoder.
-
-    Raises:
-        SessionError: it failed.
-    """
-    try:
-        made: list[Array] = session.run(list(names), dict(feed))
-    except (*ORT_ERRORS, RuntimeError) as error:
-        raise SessionError(f"{path} failed: {one_line(error)}") from None
-    return made
+    return CpuSession(session, name or str(path))
 
 
 def type_name(value: Any) -> str:

@@ -26,7 +26,7 @@ from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
 from trt_kvcache.runtime.ort.attention import OPERATOR, fuse_attention
-from trt_kvcache.runtime.ort.calls import ORT_ERRORS, bind, one_line, open_on_cpu
+from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.experts import keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.ort.memory import admit_weights
@@ -114,11 +114,11 @@ class OnnxRuntimeRunner:
         per_row = sum(_bytes(b) * (1 if n in in_place else 2) for n, b in self._carried.items())
         self._max_batch = _admit(per_row, self._inputs.batch(max_batch))
         admit_weights(model_run)
-        self._session: Any = _open(imported, model_run, threads)
+        session = _open(imported, model_run, threads, self.name)
+        self._session: CpuSession | None = session
         imported.source.check_unchanged()
         # What GroupQueryAttention cannot do; see `fuse_attention`.
         self._one_by_one = any(node.op_type == OPERATOR for node in model_run.graph.node)
-        self._run_options: ort.RunOptions | None = None  # looking into one costs 30 us per step (1.31.1)
         self._past = {name: self._zeros(buffer) for name, buffer in self._carried.items()}
         # State, and a cache that is not updated in place, ONNX Runtime writes anew; the rows are copied back.
         self._present = {n: a if n in in_place else np.zeros_like(a) for n, a in self._past.items()}
@@ -127,7 +127,7 @@ class OnnxRuntimeRunner:
             self._spans[imported.plan.logits_span.name] = np.arange(self._inputs.fixed_length or self._max_chunk)
         self._bindings: OrderedDict[tuple[int, ...], _Bound] = OrderedDict()
         if not self._logits.known:
-            self._logits.settle(self._look_for_vocabulary())
+            self._logits.settle(self._look_for_vocabulary(session))
         self._vocab = min([self._logits.vocab, *limits.tokens.values()])
 
     @property
@@ -203,12 +203,10 @@ class OnnxRuntimeRunner:
         if session is None:
             raise SessionError("the runner is closed; open the model again")
         try:
-            bound = self._bound(batch)
+            bound = self._bound(session, batch)
             self._inputs.fill(batch, bound.inputs)
             bound.give(batch.constants)
-            session.run_with_iobinding(bound.binding, self._run_options)
-        except (*ORT_ERRORS, RuntimeError) as error:  # a plain RuntimeError where a node fails (measured on 1.31.1)
-            raise SessionError(f"{self.name} failed: {one_line(error)}") from None
+            session.run_bound(bound.binding)
         except MemoryError:
             raise SessionError(
                 f"out of memory for a step of {batch.rows} x {batch.length} tokens; lower max_chunk or max_batch"
@@ -256,7 +254,7 @@ class OnnxRuntimeRunner:
     def _zeros(self, buffer: Carried) -> Array:
         return np.zeros((self._max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)
 
-    def _look_for_vocabulary(self) -> int:
+    def _look_for_vocabulary(self, session: CpuSession) -> int:
         """The last size of the logits of a step over empty caches, which stay empty."""
         rows = self._inputs.max_rows or 1
         length = self._inputs.fixed_length or 1
@@ -266,19 +264,16 @@ class OnnxRuntimeRunner:
             return 0  # nothing to give it yet
         spans = {n: self._spans[n][:size] for n, size in self._inputs.span_sizes(batch).items()}
         feeds = self._inputs.arrays(batch) | spans | {n: a[:rows] for n, a in self._past.items()}
-        try:
-            (logits,) = self._session.run([self._logits.name], feeds)
-        except (*ORT_ERRORS, RuntimeError) as error:
-            raise SessionError(f"{self.name} failed: {one_line(error)}") from None
+        (logits,) = session.run([self._logits.name], feeds)
         return int(logits.shape[-1])
 
-    def _bound(self, batch: StepBatch) -> _Bound:
+    def _bound(self, session: CpuSession, batch: StepBatch) -> _Bound:
         """The binding for this row range and shape; made once."""
         key = (batch.first_row, *self._inputs.signature(batch))
         if key in self._bindings:
             self._bindings.move_to_end(key)
             return self._bindings[key]
-        binding = self._session.io_binding()
+        binding = session.binding()
         spans = self._inputs.span_sizes(batch)
         inputs = self._inputs.arrays(batch)
         held = batch.constants[0].arrays if batch.constants else {}
@@ -310,10 +305,10 @@ def _fastest(imported: ImportedModel, inputs: StepInputs) -> onnx.ModelProto:
     return keep_experts(model, imported.source.proto)
 
 
-def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None) -> Any:
+def _open(imported: ImportedModel, model: onnx.ModelProto, threads: int | None, name: str) -> CpuSession:
     advice = "build an engine and run that on a GPU, or export the model in float32 or float16"
     with huge_pages(), exact_experts():
-        return open_on_cpu(model, imported.source.path, advice, threads=threads)
+        return open_on_cpu(model, imported.source.path, advice, threads=threads, name=name)
 
 
 def _updated_in_place(model: onnx.ModelProto, carried: Iterable[Carried]) -> set[str]:
