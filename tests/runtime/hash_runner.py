@@ -7,7 +7,7 @@ token. Like the real runners' engines they drop what they may not write, but say
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from trt_kvcache.errors import SessionError
 from trt_kvcache.importer.plan import CachePlan, Role, TensorRole, UpdateMode
-from trt_kvcache.runtime.runner import Array, StepBatch
+from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, StepBatch
 
 VOCAB = 97
 
@@ -51,6 +51,7 @@ class HashRunner:
 
     Attributes:
         steps: every batch that was run.
+        host: bytes of host memory that are held.
         fail: tokens whose presence in a step makes it fail before anything is written.
     """
 
@@ -70,6 +71,7 @@ class HashRunner:
         }  # fmt: skip
         self.steps: list[StepBatch] = []
         self.fail: set[int] = set()
+        self.host: dict[int, int] = {}
         self.closed = False
         self.model = "00"
 
@@ -128,6 +130,27 @@ class HashRunner:
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         self.buffers[name][row, :, : data.shape[1]] = data
+
+    def host_memory(self, size: int) -> HostMemory:
+        data = np.full(size, 0xFF, np.uint8)
+        self.host[id(data)] = size
+        return HostMemory(data, lambda: self.host.pop(id(data), None))
+
+    def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
+        for rows, data in self._packed(row, start, stop, into):
+            data[...] = rows
+
+    def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
+        for rows, held in self._packed(row, start, stop, data):
+            rows[...] = held
+
+    def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
+        at = 0
+        for buffer in self.buffers.values():
+            rows = buffer[row, :, start:stop]
+            yield rows, data[at : at + rows.nbytes].view(np.float32).reshape(rows.shape)
+            at += rows.nbytes
+        assert at <= data.nbytes
 
     def view(self, name: str) -> Array:
         return self.buffers[name]

@@ -162,7 +162,7 @@ def test_files_that_are_refused_change_nothing(tmp_path: Path) -> None:
     path.write_bytes(whole)
     for _ in range(3):
         session.cache.load(path)
-    with pytest.raises(SlotError, match=r"holds 1 sequence\(s\), and 0 of 4 rows are free"):
+    with pytest.raises(SlotError, match=r"holds 1 sequence\(s\), and there is room for 0 of 4"):
         session.cache.load(path)
     assert follow(session, slot) == continued(session._runner, [1, 2, 3, 4, 7], 5)  # type: ignore[arg-type]
 

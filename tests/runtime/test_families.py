@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -199,3 +199,37 @@ def test_models_whose_caches_grow_verify_and_build(corpus: Corpus, name: str, tm
     states = {"past_conv.1", "past_recurrent.2"} if "hybrid" in name else set()
     assert {state.past for state in manifest.plan.states} == set(manifest.double_buffered.values()) == states
     assert set(manifest.aliases.values()) == {cache.past for cache in manifest.plan.caches}
+
+
+@pytest.mark.few(6)
+@EACH
+def test_what_was_offloaded_comes_back(corpus: Corpus, name: str, device: str, tmp_path: Path) -> None:
+    """Through memory and through a file, with other sequences in the rows meanwhile; saved from there, too."""
+    given = corpus.made(name).given
+    with corpus.open(name, device) as session:
+        cache, runner = session.cache, cast("Any", session._runner)
+        pinned = runner.module.machine.pinned if device != "cpu" else {}
+        before = len(pinned)
+        one, two = (session.add(PROMPTS[i], GenerationConfig(max_new_tokens=4), keep=True, **given(i)) for i in (3, 1))
+        drain(session)
+        twin = cache.fork(one)
+        cache.offload(one)
+        cache.offload(two, tmp_path / "two")
+        assert cache.offloaded == (one, two)
+        assert len(pinned) == before + (device != "cpu")
+        cache.save(tmp_path / "both", [one, two])
+        beside = {kind: [value] * 2 for kind, value in given(2).items()}
+        session.generate([PROMPTS[2]] * 2, GenerationConfig(max_new_tokens=6), **beside)
+        cache.restore(one)
+        check_same(session, one, twin)
+        session.remove(twin)
+        session.remove(one)
+        loaded = cache.load(tmp_path / "both")
+        session.remove(loaded[one])
+        check_same(session, two, loaded[two])
+        assert len(pinned) == before
+
+
+def check_same(session: DecodeSession, one: int, other: int) -> None:
+    mine, its = (session.update({slot: [7]})[slot] for slot in (one, other))
+    np.testing.assert_array_equal(mine, its)

@@ -7,6 +7,7 @@ text. Whoever moves rows therefore says which *tokens* he means, and state goes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,18 @@ class Carried:
         if self.axis is not None:
             sizes[self.axis - 1] = min(tokens, self.capacity)
         return tuple(sizes)
+
+    def range_shape(self, start: int, stop: int) -> tuple[int, ...]:
+        """Of `places` of one batch row."""
+        sizes = [int(d) for d in self.shape[1:]]
+        first, last = self.places(start, stop)
+        along = 0 if self.axis is None else self.axis - 1
+        sizes[along] = last - first if self.axis is not None else sizes[0] * last
+        return tuple(sizes)
+
+    def range_bytes(self, start: int, stop: int) -> int:
+        """Of an array of `range_shape`."""
+        return prod(self.range_shape(start, stop)) * self.array_dtype.itemsize
 
     def index(self, start: int, stop: int) -> tuple[slice, ...]:
         """Where `places` is in an array that holds one batch row."""

@@ -7,7 +7,8 @@ slot holds is a list of token ids, of which the first `length` are in the cache;
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from trt_kvcache.errors import CapacityError, OptionError, SlotError
@@ -19,6 +20,7 @@ from trt_kvcache.runtime.encoders.constants import ConstantInputs, Constants
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.inputs import carried_caches
 from trt_kvcache.runtime.limits import SequenceLimits
+from trt_kvcache.runtime.offload import FileRows, HostRows
 from trt_kvcache.runtime.rows import Rows
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
@@ -31,23 +33,27 @@ class KVCache:
     Rows that hold no sequence may hold anything finite, but never what a former sequence left: a row is zeroed before
     it is given to another sequence, because one NaN in a masked row would poison attention (0 * NaN is NaN).
 
+    Where a slot is used that has no row, because it was offloaded, it gets one first. Where no row is free, a cache of
+    more sequences than rows offloads the slot that was used longest ago, before others one that does not run.
+
     Args:
         runner: owns the buffers.
         guard: of the session.
+        max_sequences: most slots, which take turns in the rows; None: as many as rows, besides what is offloaded.
 
     Attributes:
         limits: how long a sequence may become.
     """
 
-    def __init__(self, runner: Runner, guard: Guard | None = None) -> None:
-        self._runner = runner
+    def __init__(self, runner: Runner, guard: Guard | None = None, max_sequences: int | None = None) -> None:
+        self._runner, self._max_sequences = runner, max_sequences
         self._guard = guard or Guard()
         self._caches = carried_caches(runner.plan)
         self._rings = sorted({c.capacity for c in self._caches if c.mode is UpdateMode.CIRCULAR})
         self.limits = SequenceLimits(runner)
         self._constants = ConstantInputs(runner.plan, runner.home)
         self._slots: dict[int, Slot] = {}
-        self._next = 0
+        self._next = self._clock = 0
         self._rows = Rows(runner)
 
     @property
@@ -68,13 +74,26 @@ class KVCache:
 
     @property
     def free(self) -> int:
-        """Sequences that still find a row."""
+        """Slots that can still be acquired."""
         with self._guard.lock, self._guard.open:
-            return self._runner.max_batch - len(self._slots)
+            if self._max_sequences is not None:
+                return self._max_sequences - len(self._slots)
+            return self._runner.max_batch - len(self._used())
+
+    @property
+    def offloaded(self) -> tuple[int, ...]:
+        """Slots that have no row now."""
+        with self._guard.lock, self._guard.open:
+            return tuple(name for name, slot in self._slots.items() if slot.row < 0)
+
+    @property
+    def max_sequences(self) -> int:
+        """Most slots that are acquired at a time: `rows`, unless they take turns."""
+        return self._max_sequences or self.rows
 
     @property
     def rows(self) -> int:
-        """Of every buffer: most sequences at a time."""
+        """Of every buffer: most sequences in a step."""
         return self._runner.max_batch
 
     @property
@@ -159,14 +178,14 @@ class KVCache:
         return found
 
     def acquire(self, tokens: Iterable[int] = (), constants: Mapping[str, Array] | Constants | None = None) -> int:
-        """A new slot in a zeroed row. The tokens wait: nothing is written yet.
+        """A new slot, in a zeroed row once it is written. The tokens wait: nothing is written yet.
 
         Args:
             tokens: ids.
             constants: of a model that is given something once per sequence: an array ``[1, ...]`` for each input.
 
         Raises:
-            SlotError: every row holds a sequence.
+            SlotError: none is `free`.
             PromptError: `tokens` are no ids of the model's, or `constants` are not what it takes.
         """
         taken: list[int] = []
@@ -192,7 +211,7 @@ class KVCache:
         """
         with self._guard.lock, self._guard.open:
             self.idle(slot)
-            del self._slots[slot]
+            self._drop(slot)
 
     def reset(self, slot: int) -> None:
         """Empty a slot: no tokens, and zeros in its row of every cache. Its constants stay.
@@ -202,8 +221,10 @@ class KVCache:
         """
         with self._guard.lock, self._guard.idle:
             found = self.idle(slot)
-            self._slots[slot] = Slot(found.row, constants=found.constants)
-            self._rows.clean(found.row, 0)
+            self._slots[slot] = Slot(found.row, constants=found.constants, used=found.used)
+            if found.row >= 0:
+                self._rows.clean(found.row, 0)
+            _close(found)
 
     def fork(self, source: int) -> int:
         """A new slot with the same tokens and the same cache contents: sequences that share a prefix compute it once.
@@ -214,8 +235,14 @@ class KVCache:
         taken: list[int] = []
         try:
             with self._guard.lock, self._guard.idle:
-                found, row = self.slot(source), self._free_row()
-                self._rows.copy(found.row, row)
+                self.slot(source)
+                self._check_free()
+                row = self._free_row()
+                found = self.slot(source)  # may be the one that was offloaded for the row
+                if found.row >= 0:
+                    self._rows.copy(found.row, row)
+                else:
+                    self._fill(found, row)
                 return self._name(found.copy(row), taken)
         except BaseException:
             self.give_back(taken)
@@ -237,8 +264,8 @@ class KVCache:
             if not 0 <= length <= len(found.tokens):
                 raise CapacityError(f"slot {slot} has {len(found.tokens)} tokens; it cannot be cropped to {length}")
             check_crop(self._runner.plan, slot, found, length)
-            self._forget(found, length)  # first: what an interrupt leaves of the tokens waits to be written again
-            found.cut(length)
+            self._forget(slot, length)  # first: what an interrupt leaves of the tokens waits to be written again
+            self.slot(slot).cut(length)
 
     def reorder(self, indices: Sequence[int], slots: Sequence[int] | None = None) -> None:
         """Give each slot the contents that another one has now: the step between two steps of a beam search.
@@ -255,7 +282,8 @@ class KVCache:
         """
         with self._guard.lock, self._guard.idle:
             names = list(self._slots) if slots is None else given_list(slots, "slots", "slots", SlotError)
-            held = [self.idle(name) for name in names]
+            for name in names:
+                self.idle(name)
             indices = given_list(indices, "indices", "numbers", OptionError)
             if not all(is_whole(i) for i in indices):
                 raise OptionError(f"indices is {shown(indices)}; give whole numbers")
@@ -265,6 +293,7 @@ class KVCache:
                 )
             if any(not 0 <= i < len(names) for i in indices):
                 raise OptionError(f"reorder takes indices 0 to {len(names) - 1}, not {list(indices)}")
+            held = [self._with_row(name, names) for name in names]
             dropped = sorted(set(range(len(names))) - set(indices))
             lost = {names[i] for i in dropped}
             before, after = self._slots, {}
@@ -277,7 +306,7 @@ class KVCache:
                     row = held[dropped.pop()].row
                     self._rows.copy(source.row, row)
                 taken.add(index)
-                after[name] = source.copy(row)
+                after[name] = replace(source.copy(row), used=self._tick())
             self._slots = {name: after.get(name, slot) for name, slot in before.items()}
 
     def move(self, slot: int, row: int) -> None:
@@ -287,7 +316,7 @@ class KVCache:
             SlotError: see `slot`; or the row is in use or does not exist.
         """
         with self._guard.lock, self._guard.idle:
-            found = self.slot(slot)
+            found = self._with_row(slot)
             if is_whole(row) and found.row == row:
                 return
             if (
@@ -304,11 +333,10 @@ class KVCache:
     def compact(self) -> None:
         """Move slots so that n of them lie in rows 0 to n - 1, and a step over all of them is one row range."""
         with self._guard.lock, self._guard.idle:
-            count = len(self._slots)
-            if all(slot.row < count for slot in self._slots.values()):
-                return
-            holes = sorted(set(range(count)) - {s.row for s in self._slots.values()})
-            for name, slot in self._slots.items():
+            used = self._used()
+            count = len(used)
+            holes = sorted(set(range(count)) - used)
+            for name, slot in self._slots.items() if holes else ():
                 if slot.row >= count:
                     self.move(name, holes.pop(0))
 
@@ -318,12 +346,13 @@ class KVCache:
         """`crop` without its checks, for a slot that runs: one that an interrupt leaves with fewer tokens is torn."""
         found = self._slots[slot]
         found.cut(length)
-        self._forget(found, length)
+        self._forget(slot, length)
 
-    def _forget(self, found: Slot, length: int) -> None:
+    def _forget(self, slot: int, length: int) -> None:
         """Drop the cache rows of a slot from `length` on."""
-        if length >= found.length:
+        if length >= self._slots[slot].length:
             return
+        found = self._with_row(slot)
         found.length = length
         # Rows of a circular cache that has wrapped stay: the next token overwrites the only one that is stale.
         if not any(found.written > rows for rows in self._rings):
@@ -336,6 +365,7 @@ class KVCache:
         found.length += tokens
         found.written = max(found.written, found.length)
         found.embeds = found.embeds.within(found.length)
+        found.used = self._tick()
         self._rows.touch(found.row, found.length)
 
     def note_touched(self, slot: int, stop: int) -> None:
@@ -380,15 +410,16 @@ class KVCache:
             with self._guard.lock, self._guard.idle, open_slots(path, self._runner) as saved:
                 if len(saved.slots) > self.free:
                     raise SlotError(
-                        f"{path} holds {len(saved.slots)} sequence(s), and {self.free} of {self._runner.max_batch} "
-                        "rows are free; remove sequences first, or open the session with a larger max_batch"
+                        f"{path} holds {len(saved.slots)} sequence(s), and there is room for {self.free} of "
+                        f"{self.max_sequences}; remove sequences first, or open the session with a larger max_batch or "
+                        "max_sequences"
                     )
                 for old, slot in saved.slots.items():
                     name = self.take(taken, constants=slot.constants)
-                    row = self._slots[name].row
+                    row = self._with_row(name).row
                     self._rows.touch(row, slot.written)
                     saved.read(old, row)
-                    self._slots[name] = slot.copy(row)
+                    self._slots[name] = replace(slot.copy(row), used=self._tick())
                 saved.check()
                 return dict(zip(saved.slots, taken, strict=True))
         except BaseException:
@@ -413,23 +444,141 @@ class KVCache:
         with self._guard.lock, self._guard.idle:
             ids = read_ids(tokens, self._runner.vocab)
             given = self.read_constants(constants)
-            row = self._free_row()
-            self._rows.clean(row, 0)
-            return self._name(Slot(row, ids, constants=given), taken)
+            self._check_free()
+            row = self._rows.free(self._used())
+            if row is not None:
+                self._rows.clean(row, 0)
+            return self._name(Slot(-1 if row is None else row, ids, constants=given), taken)
 
     def give_back(self, taken: Sequence[int]) -> None:
         """Give up those of these slots that there are. A step that continues one ends it."""
         if taken:
             with self._guard.lock:
                 for name in taken:
-                    self._slots.pop(name, None)
+                    self._drop(name)
 
     def _name(self, slot: Slot, taken: list[int]) -> int:
         name = self._next
         self._next += 1
         taken.append(name)
+        slot.used = self._tick()
         self._slots[name] = slot
         return name
 
-    def _free_row(self) -> int:
-        return self._rows.free({slot.row for slot in self._slots.values()})
+    def _drop(self, name: int) -> None:
+        slot = self._slots.pop(name, None)
+        if slot is not None:
+            _close(slot)
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # --- rows
+
+    def offload(self, slot: int, path: str | os.PathLike[str] | None = None) -> None:
+        """Move what the caches hold of a slot to host memory, or to a file, and give up its row; the slot stays.
+
+        Host memory is page-locked where the caches lie on a GPU. A file is one that `load` reads, too; it stays when
+        the slot is restored. A slot that is offloaded already moves if a path is given.
+
+        Raises:
+            SlotError: see `idle`.
+            SessionError: too little memory is free.
+            OutputError: the file cannot be written. In all cases, nothing has changed.
+        """
+        with self._guard.lock, self._guard.idle:
+            found = self.idle(slot)
+            if path is None and found.row < 0:
+                return
+            held = self._host(found) if path is None else FileRows(path, self._runner, slot, found)
+            self._slots[slot] = replace(found, row=-1, offloaded=held)
+            _close(found)
+
+    def restore(self, slot: int) -> None:
+        """Bring an offloaded slot back to a row. Whatever else needs the row does so, too.
+
+        Raises:
+            SlotError: see `slot`; or no row can be had.
+            CacheFileError: the file is gone or damaged, or holds something else. The slot stays offloaded.
+        """
+        with self._guard.lock, self._guard.idle:
+            self._with_row(slot)
+
+    def seat(self, slot: int) -> bool:
+        """`restore` at the cost of slots that do not run; False: others run in all rows."""
+        with self._guard.lock, self._guard.idle:
+            if self.slot(slot).row < 0:
+                idle = any(s.row >= 0 and not s.running for s in self._slots.values())
+                if self._max_sequences is not None and not idle and self._rows.free(self._used()) is None:
+                    return False
+                self._with_row(slot)
+            return True
+
+    def seat_together(self, slots: Sequence[int]) -> None:
+        """Give all of these slots a row, at the cost of any others.
+
+        Raises:
+            SlotError: there are not enough.
+        """
+        with self._guard.lock, self._guard.idle:
+            for slot in slots:
+                self._with_row(slot, slots)
+
+    def _with_row(self, slot: int, keep: Collection[int] = ()) -> Slot:
+        """A slot once it has a row, which is none of those that are to be kept."""
+        found = self.slot(slot)
+        if found.row < 0:
+            row = self._free_row(keep)
+            self._fill(found, row)
+            self._slots[slot] = replace(found, row=row, offloaded=None, used=self._tick())
+            _close(found)
+        return self._slots[slot]
+
+    def _fill(self, found: Slot, row: int) -> None:
+        """Write to a row what a slot without one holds, and zeros behind it."""
+        self._rows.clean(row, found.written)
+        self._rows.touch(row, found.written)
+        if found.offloaded is not None:
+            found.offloaded.fill(row)
+
+    def _free_row(self, keep: Collection[int] = ()) -> int:
+        """A row that no slot has, if need be after offloading one."""
+        row = self._rows.free(self._used())
+        if row is not None:
+            return row
+        others = {name: slot for name, slot in self._slots.items() if slot.row >= 0 and name not in keep}
+        if self._max_sequences is None or not others:
+            raise SlotError(_full(self._runner.max_batch))
+        name, found = min(others.items(), key=lambda item: (item[1].running, item[1].used))
+        self._slots[name] = replace(found, row=-1, offloaded=self._host(found))
+        return found.row
+
+    def _host(self, found: Slot) -> HostRows | None:
+        return HostRows(self._runner, found.row, found.written) if found.written else None
+
+    def _used(self) -> set[int]:
+        return {slot.row for slot in self._slots.values() if slot.row >= 0}
+
+    def _check_free(self) -> None:
+        if self.free > 0:
+            return
+        if self._max_sequences is None:
+            raise SlotError(_full(self._runner.max_batch))
+        raise SlotError(
+            f"there are {len(self._slots)} sequences, and max_sequences is {self._max_sequences}; remove one, or open "
+            "the session with a larger max_sequences"
+        )
+
+
+def _close(slot: Slot) -> None:
+    """Give back what holds the contents of a slot that has them elsewhere now, or is gone."""
+    if slot.offloaded is not None:
+        slot.offloaded.close()
+
+
+def _full(rows: int) -> str:
+    return (
+        f"all {rows} rows hold a sequence; remove or offload one, or open the session with a larger max_batch, or with "
+        "max_sequences"
+    )

@@ -48,23 +48,30 @@ class SavedSlots:
 
     Attributes:
         slots: by their former names; their rows mean nothing.
+        digest: of all that was saved; None of a file that lacks it.
     """
 
     slots: dict[int, Slot]
+    digest: str | None
     _file: _Tensors
     _runner: Runner
-    _digest: str | None
 
-    def read(self, slot: int, row: int) -> None:
-        """Write the saved contents of a slot to a row of every cache.
+    def contents(self, slot: int) -> dict[str, Array]:
+        """The saved contents of a slot, by cache.
 
         Raises:
             CacheFileError: a tensor is missing, or of another dtype or shape.
         """
+        written, found = self.slots[slot].written, {}
         for buffer in carried_buffers(self._runner.plan):
-            shape = buffer.row_shape(self.slots[slot].written)
-            data = self._file.read(f"{slot}/{buffer.past}", buffer.array_dtype, shape)
-            self._runner.write_row(buffer.past, row, data)
+            name = f"{slot}/{buffer.past}"
+            found[buffer.past] = self._file.read(name, buffer.array_dtype, buffer.row_shape(written))
+        return found
+
+    def read(self, slot: int, row: int) -> None:
+        """Write the saved contents of a slot to a row of every cache; see `contents` for what it raises."""
+        for past, data in self.contents(slot).items():
+            self._runner.write_row(past, row, data)
 
     def check(self) -> None:
         """Compare all that was read with what was saved.
@@ -72,7 +79,7 @@ class SavedSlots:
         Raises:
             CacheFileError: it is something else.
         """
-        if self._digest != _digest_of(self._file.digests, self.slots):
+        if self.digest != _digest_of(self._file.digests, self.slots):
             raise CacheFileError(f"{self._file.path}: not what was saved: the file is damaged; save the cache again")
 
 
@@ -112,17 +119,16 @@ class _Tensors:
         return data.view(dtype) if dtype else data
 
 
-def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Slot]) -> None:
-    """Write slots to a file, all or nothing; see `KVCache.save`."""
+def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Slot]) -> str:
+    """Write slots to a file, all or nothing, and return the digest of what was written; see `KVCache.save`."""
     final = check_output(path)
     tensors: dict[str, Array] = {}
     for name, slot in slots.items():
         tensors[f"{name}/tokens"] = np.array(slot.tokens, np.int64)
         for constant, array in slot.constants.arrays.items():
             tensors[f"{name}/{constant}"] = np.ascontiguousarray(_plain(np.asarray(array)))
-        for buffer in carried_buffers(runner.plan):
-            data = runner.read_row(buffer.past, slot.row, min(slot.written, buffer.capacity))
-            tensors[f"{name}/{buffer.past}"] = np.ascontiguousarray(_plain(data))
+        for past, data in _contents(runner, slot).items():
+            tensors[f"{name}/{past}"] = np.ascontiguousarray(_plain(data))
         if slot.positions:
             tensors[f"{name}/given_positions"] = np.ascontiguousarray(slot.positions.given)
         if len(slot.embeds.at):
@@ -131,12 +137,13 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
     digests = {name: _digest(data) for name, data in tensors.items()}
     given = any(slot.positions or len(slot.embeds.at) for slot in slots.values())
     lengths = {str(name): (slot.length, slot.written) for name, slot in slots.items()}
+    digest = _digest_of(digests, slots)
     metadata = {
         "format": _GIVEN_FORMAT if given else _FORMAT,
         "model": runner.identity(),
         "caches": _layout(runner),
         "slots": msgspec.json.encode(lengths).decode(),
-        "digest": _digest_of(digests, slots),
+        "digest": digest,
     }
     with temporary_file(final) as temporary:
         try:
@@ -146,6 +153,17 @@ def save_slots(path: str | os.PathLike[str], runner: Runner, slots: dict[int, Sl
         except (OSError, SafetensorError) as error:
             raise OutputError(f"{final}: cannot be written: {error}") from error
         publish([(temporary, final)])
+    return digest
+
+
+def _contents(runner: Runner, slot: Slot) -> Mapping[str, Array]:
+    """By cache, wherever they are."""
+    if slot.offloaded is not None:
+        return slot.offloaded.arrays()
+    if slot.row < 0:
+        return {b.past: np.zeros(b.row_shape(0), b.array_dtype) for b in carried_buffers(runner.plan)}
+    written = {b.past: min(slot.written, b.capacity) for b in carried_buffers(runner.plan)}
+    return {past: runner.read_row(past, slot.row, rows) for past, rows in written.items()}
 
 
 @contextmanager
@@ -180,7 +198,7 @@ def open_slots(path: str | os.PathLike[str], runner: Runner) -> Iterator[SavedSl
                 "options (capacity, cache layout) that it was saved with"
             )
         tensors = _Tensors(file, path)
-        yield SavedSlots(_slots(tensors, metadata, runner), tensors, runner, metadata.get("digest"))
+        yield SavedSlots(_slots(tensors, metadata, runner), metadata.get("digest"), tensors, runner)
 
 
 def _slots(file: _Tensors, metadata: Mapping[str, str], runner: Runner) -> dict[int, Slot]:

@@ -109,10 +109,19 @@ class DecodeLoop:
         del self._runs[slot]
         return run
 
-    def step(self) -> None:
-        """Advance every sequence by a piece of its prompt or by a token, or by several where a draft was right.
+    def seat(self) -> None:
+        """Give rows to as many sequences as there are, in the order in which they joined."""
+        for run in [run for run in self._runs.values() if run.slot in self._cache]:
+            try:
+                if not self._cache.seat(run.slot):
+                    return
+            except TrtKvCacheError as error:
+                self._end(run.slot, error)
 
-        It takes the fewest steps of the runner where the cache is compact.
+    def step(self) -> None:
+        """Advance every sequence that has a row by a piece of its prompt or by a token.
+
+        By several where a draft was right. It takes the fewest steps of the runner where the cache is compact.
 
         A sequence whose step fails ends with that error; the others go on. After an interrupt, such as Ctrl-C, the next
         step goes on where it came; a sequence that it left in between ends.
@@ -121,7 +130,8 @@ class DecodeLoop:
         for run in [run for run in self._runs.values() if self._is_told(run)]:
             self._let_go(run.slot)
         self._end_torn([slot for slot in self._runs if self._cache.slot(slot).pending < 1])
-        for group in self._groups([self._next_piece(run) for run in self._runs.values()]):
+        seated = [run for run in self._runs.values() if self._cache.slot(run.slot).row >= 0]
+        for group in self._groups([self._next_piece(run) for run in seated]):
             slots = [piece.slot for piece in group]
             try:
                 logits = self._write(group, highest=self._looks_at(group))
@@ -150,17 +160,21 @@ class DecodeLoop:
         try:
             for name, more in tokens.items():
                 more.append_to(self._cache.slot(name))
-            self._cache.compact()
-            while pieces := [self._piece(name, keep) for name in tokens if self._cache.slot(name).pending]:
-                for group in self._groups(pieces):
-                    for piece, scores in zip(group, self._write(group), strict=True):
-                        found[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
+            names, rows = list(tokens), self._cache.rows
+            for together in (names[at : at + rows] for at in range(0, len(names), rows)):
+                self._cache.seat_together(together)
+                self._cache.compact()
+                while pieces := [self._piece(name, keep) for name in together if self._cache.slot(name).pending]:
+                    for group in self._groups(pieces):
+                        for piece, scores in zip(group, self._write(group), strict=True):
+                            found[piece.slot].append(scores[len(scores) - piece.keep :].astype(np.float32))
         except BaseException:
             for name, held in before.items():
                 slot = self._cache.slot(name)
                 slot.cut(slot.length)
                 with suppress(CapacityError):  # a circular cache that has wrapped meanwhile cannot go back
                     self._cache.crop(name, held.length)
+                    slot = self._cache.slot(name)
                     slot.tokens, slot.embeds, slot.positions = held.tokens, held.embeds, held.positions
             raise
         return {name: np.concatenate(parts) for name, parts in found.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from trt_kvcache.errors import SlotError
 from trt_kvcache.runtime.runner import Runner
 
 __all__ = ["Rows"]
@@ -21,19 +20,9 @@ class Rows:
         self._runner = runner
         self._dirty = [0] * runner.max_batch
 
-    def free(self, used: Collection[int]) -> int:
-        """The first row that is not in use.
-
-        Raises:
-            SlotError: there is none.
-        """
-        row = next((r for r in range(self._runner.max_batch) if r not in used), None)
-        if row is None:
-            raise SlotError(
-                f"all {self._runner.max_batch} rows hold a sequence; remove one, or open the session with a larger "
-                "max_batch"
-            )
-        return row
+    def free(self, used: Collection[int]) -> int | None:
+        """The first row that is not in use."""
+        return next((row for row in range(self._runner.max_batch) if row not in used), None)
 
     def touch(self, row: int, stop: int) -> None:
         """Cache rows up to `stop` may be written."""

@@ -8,7 +8,7 @@ update's contract) the session has checked: a runner may rely on it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -19,11 +19,26 @@ import numpy.typing as npt
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.encoders.constants import Constants
 
-__all__ = ["Array", "Logits", "Runner", "StepBatch"]
+__all__ = ["Array", "HostBytes", "HostMemory", "Logits", "Runner", "StepBatch"]
 
 Array = npt.NDArray[Any]
 Logits = npt.NDArray[Any]
 """Scores of tokens in the model's own float type: converting them costs more than choosing from them."""
+
+HostBytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class HostMemory:
+    """Some host memory.
+
+    Attributes:
+        data: uint8 ``[size]``, garbage at first.
+        close: gives it back; nobody may use `data` then. Calling it again does nothing.
+    """
+
+    data: HostBytes
+    close: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,6 +190,30 @@ class Runner(Protocol):
 
     def write_row(self, name: str, row: int, data: Array) -> None:
         """Overwrite the first cache rows of a batch row with what `read_row` gave."""
+        ...
+
+    def host_memory(self, size: int) -> HostMemory:
+        """Host memory for `pack_rows`, page-locked where the caches lie on a GPU.
+
+        Raises:
+            SessionError: there is none.
+        """
+        ...
+
+    def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
+        """Copy what tokens ``start .. stop - 1`` left in one batch row to host memory, and wait for it.
+
+        Args:
+            row: of the batch.
+            start: first token; state goes along with the first of all.
+            stop: behind the last token.
+            into: of `host_memory`; takes the buffers one after the other, each as a contiguous array of
+                `Carried.range_shape`.
+        """
+        ...
+
+    def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
+        """Write to a batch row what `pack_rows` gave for these tokens."""
         ...
 
     def view(self, name: str) -> Any:

@@ -62,6 +62,7 @@ class DecodeSession:
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
         embeddings: of token ids, for a model that takes embeddings; see `open`.
         encoder: opens the model's encoder, when one is asked for; it is given the session's lock.
+        max_sequences: see `open`.
 
     Attributes:
         cache: the caches, and what may be done to them.
@@ -73,6 +74,8 @@ class DecodeSession:
         tokenizer: Any = None,
         embeddings: GivenEmbeddings = None,
         encoder: Callable[[Guard], Encoder] | None = None,
+        *,
+        max_sequences: int | None = None,
     ) -> None:
         if not hasattr(runner, "plan"):
             raise OptionError(f"runner is {shown(runner)}; open models and engines with DecodeSession.open")
@@ -81,10 +84,15 @@ class DecodeSession:
             raise OptionError(
                 f"tokenizer is {shown(tokenizer)}; give an object that encodes and decodes, or open a path"
             )
+        if max_sequences is not None and given_whole(max_sequences, "max_sequences") < runner.max_batch:
+            raise OptionError(
+                f"max_sequences is {max_sequences}, and max_batch is {runner.max_batch}; give as many or more, or a "
+                "smaller max_batch"
+            )
         self._guard = Guard()
         self._runner = runner
         self._tokenizer = tokenizer
-        self.cache = KVCache(runner, self._guard)
+        self.cache = KVCache(runner, self._guard, max_sequences)
         made = open_embeddings(embeddings, runner.plan, runner.vocab)
         self._reader = PromptReader(runner, self.cache, made, tokenizer)
         self._loop = DecodeLoop(runner, self.cache, made)
@@ -102,6 +110,7 @@ class DecodeSession:
         encoder: str | os.PathLike[str] | None = None,
         max_batch: int | None = None,
         max_chunk: int | None = None,
+        max_sequences: int | None = None,
         check: str = "first",
         **options: Any,
     ) -> DecodeSession:
@@ -117,7 +126,11 @@ class DecodeSession:
             encoder: of an encoder-decoder, for `encode`: the encoder's engine, or its ``.onnx`` file, which runs on the
                 CPU, or the folder of that. None: the engine that was built with the decoder's; else the exporter's
                 model beside `path`.
-            max_batch: most sequences at a time; None: what the engine was built for, or what fits.
+            max_batch: rows of the caches, and most sequences in a step; None: what the engine was built for, or what
+                fits.
+            max_sequences: most sequences at a time, `max_batch` or more: they take turns in the rows. Where one needs a
+                row, one that does not run is offloaded to host memory; those that run keep theirs, and others wait.
+                None: `max_batch`.
             max_chunk: most tokens of one sequence per step (CPU); None: what the engine was built for, or 512.
             check: when an engine is compared with its proof, a decode of the original model that was recorded when it
                 was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
@@ -137,7 +150,8 @@ class DecodeSession:
         try:
             if embeddings is None and embedded_input(runner.plan) is not None:
                 embeddings = find_embeddings(Path(path))
-            return cls(runner, reader, embeddings, partial(open_encoder, beside, Path(path), runner))
+            encode = partial(open_encoder, beside, Path(path), runner)
+            return cls(runner, reader, embeddings, encode, max_sequences=max_sequences)
         except BaseException:
             runner.close()
             raise
@@ -164,7 +178,7 @@ class DecodeSession:
 
     @property
     def max_batch(self) -> int:
-        """Most sequences at a time."""
+        """Most sequences in a step."""
         return self._runner.max_batch
 
     @property
@@ -331,6 +345,8 @@ class DecodeSession:
                 continuation = Continuation(name, after.tokens, config, self._tokenizer, index=index)
                 if slot is None:
                     name = continuation.sequence = self.cache.take(taken, constants=constants)
+                else:
+                    self.cache.seat(name)
                 new.append_to(self.cache.slot(name))
                 self._loop.add(name, continuation, self._streams.added, keep_slot=keep)
                 return name

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from trt_kvcache.runtime.encoders.constants import NO_CONSTANTS, Constants
 from trt_kvcache.runtime.given import IN_ORDER, NO_EMBEDS, Array, Embeds, Indices, Positions
+from trt_kvcache.runtime.offload import Offloaded
 
 __all__ = ["Slot"]
 
@@ -16,7 +17,7 @@ class Slot:
     """One sequence in the cache.
 
     Attributes:
-        row: of every cache buffer.
+        row: of every cache buffer; -1: it has none now.
         tokens: all token ids; the first `length` are in the cache.
         length: tokens in the cache, in total: circular caches hold the last of them.
         written: the longest that the sequence has been since it was last cropped: how far a circular cache has been
@@ -25,6 +26,8 @@ class Slot:
         constants: what it was given beside its text.
         embeds: of tokens that wait and were given as embeddings.
         positions: where its tokens stand.
+        offloaded: what the cache held, of a slot without a row; None where it held nothing.
+        used: grows with each use: the lowest was used longest ago.
     """
 
     row: int
@@ -35,6 +38,8 @@ class Slot:
     constants: Constants = NO_CONSTANTS
     embeds: Embeds = NO_EMBEDS
     positions: Positions = IN_ORDER
+    offloaded: Offloaded | None = None
+    used: int = 0
 
     @property
     def pending(self) -> int:

@@ -106,13 +106,14 @@ class Streams:
             raise
         if waiting and not self._loop.slots:
             raise SlotError(
-                f"all {self._cache.rows} rows hold sequences that do not run, so no row will ever be free for the "
-                f"{len(waiting)} prompt(s) that wait; remove some, or open the session with a larger max_batch"
+                f"{self._cache.max_sequences} sequences that do not run leave no room for the {len(waiting)} prompt(s) "
+                "that wait, and never will; remove some, or open the session with a larger max_batch or max_sequences"
             )
 
     def _advance(self) -> None:
         """One step of the loop."""
         self._end_left()
+        self._loop.seat()
         self._cache.compact()
         with self._guard.stepping, self._guard.open:  # what is raised on the way out of the second gives back the first
             self._loop.step()

@@ -60,6 +60,8 @@ def beam_events(session: _Updater, prompts: Sequence[ReadPrompt], config: Genera
         SlotError: fewer rows are free than the search has beams.
         SessionError: a step failed.
     """
+    if config.num_beams > session.cache.rows:
+        raise SlotError(_few_rows(session.cache, config.num_beams, session.cache.free))
     for index, prompt in enumerate(prompts):
         slots: list[int] = []
         try:
@@ -82,7 +84,11 @@ def _acquire(session: _Updater, beams: int, slots: list[int], given: Constants) 
     try:
         session.cache.take(slots, constants=given)
     except SlotError:
-        raise SlotError(
-            f"beam search with num_beams={beams} needs as many rows, and {have} of {session.cache.rows} are free; "
-            f"remove sequences, or open the session with a max_batch of {beams} or more"
-        ) from None
+        raise SlotError(_few_rows(session.cache, beams, have)) from None
+
+
+def _few_rows(cache: KVCache, beams: int, free: int) -> str:
+    return (
+        f"beam search with num_beams={beams} needs as many rows, and {min(free, cache.rows)} of {cache.rows} are free; "
+        f"remove sequences, or open the session with a max_batch of {beams} or more"
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ from trt_kvcache.runtime.ort.calls import CpuSession, bind, open_on_cpu
 from trt_kvcache.runtime.ort.experts import keep_experts
 from trt_kvcache.runtime.ort.huge_pages import huge_pages
 from trt_kvcache.runtime.ort.memory import admit_weights
-from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
 
 __all__ = ["OnnxRuntimeRunner"]
 
@@ -237,6 +237,23 @@ class OnnxRuntimeRunner:
         axis = self._carried[name].axis
         self._rows(name, row, 0, 1 if axis is None else data.shape[axis - 1])[...] = data
 
+    def host_memory(self, size: int) -> HostMemory:
+        """See `Runner.host_memory`."""
+        try:
+            return HostMemory(np.empty(size, np.uint8))
+        except MemoryError:
+            raise SessionError(f"{size / 1e9:.3f} GB of memory cannot be had; remove sequences") from None
+
+    def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
+        """See `Runner.pack_rows`."""
+        for rows, data in self._packed(row, start, stop, into):
+            data[...] = rows
+
+    def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
+        """See `Runner.unpack_rows`."""
+        for rows, held in self._packed(row, start, stop, data):
+            rows[...] = held
+
     def view(self, name: str) -> Array:
         """The whole buffer of one cache, without a copy."""
         return self._past[name]
@@ -250,6 +267,14 @@ class OnnxRuntimeRunner:
     def _rows(self, name: str, row: int, start: int, stop: int) -> Array:
         view: Array = self._past[name][row][self._carried[name].index(start, stop)]
         return view
+
+    def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[Array, Array]]:
+        """Cache rows of each buffer, and their places in packed memory."""
+        at = 0
+        for name in self._carried:
+            rows = self._rows(name, row, start, stop)
+            yield rows, data[at : at + rows.nbytes].view(rows.dtype).reshape(rows.shape)
+            at += rows.nbytes
 
     def _zeros(self, buffer: Carried) -> Array:
         return np.zeros((self._max_batch, *buffer.row_shape(buffer.capacity)), buffer.array_dtype)

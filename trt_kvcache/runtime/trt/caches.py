@@ -7,6 +7,7 @@ contents.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -16,7 +17,7 @@ import numpy as np
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.buffers import Carried, carried_buffers
-from trt_kvcache.runtime.runner import Array
+from trt_kvcache.runtime.runner import Array, HostBytes
 from trt_kvcache.runtime.trt.cuda import ALIGNMENT, Cuda, taken
 
 __all__ = ["CacheBuffer", "DeviceCaches"]
@@ -178,6 +179,18 @@ class DeviceCaches:
             self._cuda.upload_rows(address, self._staging.address, buffer.pitch, width, buffer.planes)
             self._cuda.sync()  # the next piece goes through the same pinned memory
 
+    def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
+        """See `Runner.pack_rows`."""
+        for host, address, width, buffer in self._packed(row, start, stop, into):
+            self._cuda.download_rows(host, address, buffer.pitch, width, buffer.planes)
+        self._cuda.sync()
+
+    def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
+        """See `Runner.unpack_rows`."""
+        for host, address, width, buffer in self._packed(row, start, stop, data):
+            self._cuda.upload_rows(address, host, buffer.pitch, width, buffer.planes)
+        self._cuda.sync()  # the caller may write to this memory again
+
     def view(self, name: str, owner: object) -> Any:
         """See `Runner.view`. Of two buffers, the one that holds the first row's newest contents."""
         buffer = self.buffers[name]
@@ -189,6 +202,16 @@ class DeviceCaches:
         buffer = self.buffers[name]
         side = self._side_of(buffer, row) if side is None or buffer.carried.in_place else side
         return self._addresses[name][side] + row * buffer.row_bytes
+
+    def _packed(self, row: int, start: int, stop: int, data: HostBytes) -> Iterator[tuple[int, int, int, CacheBuffer]]:
+        """Addresses of the tokens of each buffer in packed memory and in the cache, and bytes in each plane."""
+        host = data.ctypes.data
+        for name, buffer in self.buffers.items():
+            first, last = buffer.carried.places(start, stop)
+            width = (last - first) * buffer.width
+            if width:
+                yield host, self._row(name, row) + first * buffer.width, width, buffer
+            host += buffer.planes * width
 
     def _side_of(self, buffer: CacheBuffer, row: int) -> int:
         return 0 if buffer.carried.in_place else int(self._sides[row])

@@ -189,6 +189,13 @@ class Cuda:
         self._pinned.add(address)
         return Pinned(address, np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address)))
 
+    def free_pinned(self, memory: Pinned) -> None:
+        """Give page-locked memory back before the end; giving it back again does nothing."""
+        if memory.address in self._pinned:
+            self.sync()
+            self._check("cuMemFreeHost", self._driver.cuMemFreeHost(memory.address))
+            self._pinned.remove(memory.address)
+
     def upload(self, target: int, source: int, size: int) -> None:
         """Copy bytes from pinned host memory to the GPU."""
         self._check("cuMemcpyHtoDAsync", self._driver.cuMemcpyHtoDAsync(target, source, size, self.stream))

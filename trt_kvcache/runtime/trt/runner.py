@@ -25,11 +25,11 @@ from trt_kvcache.importer.plan import CachePlan
 from trt_kvcache.runtime.fixed_sizes import asked_logits, whole_step
 from trt_kvcache.runtime.inputs import StepInputs, model_identity
 from trt_kvcache.runtime.logits import StepLogits
-from trt_kvcache.runtime.runner import Array, Logits, StepBatch
+from trt_kvcache.runtime.runner import Array, HostBytes, HostMemory, Logits, StepBatch
 from trt_kvcache.runtime.trt.admission import Need, admit
 from trt_kvcache.runtime.trt.caches import DeviceCaches
 from trt_kvcache.runtime.trt.context import Context, ContextFactory
-from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, cuda_bindings, taken
+from trt_kvcache.runtime.trt.cuda import Cuda, CudaBindings, Pinned, cuda_bindings, taken
 from trt_kvcache.runtime.trt.function import EngineFunction
 from trt_kvcache.runtime.trt.graphs import StepGraphs
 from trt_kvcache.runtime.trt.held import Held
@@ -266,6 +266,22 @@ class TensorRTRunner:
         with self.running():
             self._caches.write_row(name, row, data)
 
+    def host_memory(self, size: int) -> HostMemory:
+        """See `Runner.host_memory`."""
+        with self.running():
+            pinned = self._cuda.allocate_pinned(size)
+        return HostMemory(pinned.data[:size], partial(self._give_back, pinned))
+
+    def pack_rows(self, row: int, start: int, stop: int, into: HostBytes) -> None:
+        """See `Runner.pack_rows`."""
+        with self.running():
+            self._caches.pack_rows(row, start, stop, into)
+
+    def unpack_rows(self, row: int, start: int, stop: int, data: HostBytes) -> None:
+        """See `Runner.unpack_rows`."""
+        with self.running():
+            self._caches.unpack_rows(row, start, stop, data)
+
     def read_output(self, name: str) -> Array:
         """A copy of an output of the last step that is neither logits nor a cache; not of steps that were recorded."""
         with self.running():
@@ -322,6 +338,11 @@ class TensorRTRunner:
             raise
         finally:
             self._held.in_use = False
+
+    def _give_back(self, pinned: Pinned) -> None:
+        if self._end.alive:  # else all went with the runner
+            with self.running():
+                self._cuda.free_pinned(pinned)
 
     def _kernel_file(self, engine: Path) -> Path:
         return kernel_cache_path(engine, self._cuda.compute_capability, self._kernels)

@@ -1,0 +1,123 @@
+"""Contents of a sequence outside of the caches: in host memory, or in a file."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from trt_kvcache.errors import CacheFileError, SessionError
+from trt_kvcache.machine import free_memory
+from trt_kvcache.runtime.buffers import carried_buffers
+from trt_kvcache.runtime.runner import Array, Runner
+
+if TYPE_CHECKING:
+    from trt_kvcache.runtime.slot import Slot
+
+__all__ = ["FileRows", "HostRows", "Offloaded"]
+
+
+class Offloaded(Protocol):
+    """What the cache rows of one sequence held."""
+
+    def fill(self, row: int) -> None:
+        """Write it to a row of every cache."""
+        ...
+
+    def arrays(self) -> Mapping[str, Array]:
+        """The same by cache, as `Runner.read_row` gives it."""
+        ...
+
+    def close(self) -> None:
+        """Give back what holds it. Calling it again does nothing."""
+        ...
+
+
+class HostRows:
+    """In host memory, page-locked where the caches lie on a GPU.
+
+    Args:
+        runner: of the caches.
+        row: of every cache.
+        tokens: that were written there.
+
+    Raises:
+        SessionError: too little memory is free. Nothing has changed.
+    """
+
+    def __init__(self, runner: Runner, row: int, tokens: int) -> None:
+        self._runner, self._tokens = runner, tokens
+        self._buffers = carried_buffers(runner.plan)
+        size, free = sum(buffer.range_bytes(0, tokens) for buffer in self._buffers), free_memory()
+        if size > free:
+            raise SessionError(
+                f"{tokens} tokens take {size / 1e9:.3f} GB of host memory to be offloaded, and {free / 1e9:.3f} GB are "
+                "free; offload to a file (cache.offload(slot, path)), or remove sequences"
+            )
+        self._memory = runner.host_memory(size)
+        runner.pack_rows(row, 0, tokens, self._memory.data)
+
+    def fill(self, row: int) -> None:
+        """See `Offloaded`."""
+        self._runner.unpack_rows(row, 0, self._tokens, self._memory.data)
+
+    def arrays(self) -> Mapping[str, Array]:
+        """See `Offloaded`."""
+        found, start = {}, 0
+        for buffer in self._buffers:
+            stop = start + buffer.range_bytes(0, self._tokens)
+            flat = self._memory.data[start:stop].view(buffer.array_dtype)
+            found[buffer.past] = flat.reshape(buffer.range_shape(0, self._tokens))
+            start = stop
+        return found
+
+    def close(self) -> None:
+        """See `Offloaded`."""
+        self._memory.close()
+
+
+class FileRows:
+    """In a file that `KVCache.load` reads, too. It stays when the sequence comes back.
+
+    Args:
+        path: of the file.
+        runner: of the caches.
+        name: of the slot.
+        slot: what it holds.
+
+    Raises:
+        OutputError: the file cannot be written. Nothing has changed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], runner: Runner, name: int, slot: Slot) -> None:
+        from trt_kvcache.runtime.cache_file import save_slots
+
+        self._digest = save_slots(path, runner, {name: slot})
+        self._path, self._runner, self._name = Path(path).absolute(), runner, name
+
+    def fill(self, row: int) -> None:
+        """See `Offloaded`.
+
+        Raises:
+            CacheFileError: the file is gone, damaged, or no longer the one that was written.
+        """
+        for past, data in self.arrays().items():
+            self._runner.write_row(past, row, data)
+
+    def arrays(self) -> Mapping[str, Array]:
+        """See `Offloaded`; and `fill` for what it raises."""
+        from trt_kvcache.runtime.cache_file import open_slots
+
+        with open_slots(self._path, self._runner) as saved:
+            if saved.digest != self._digest:
+                raise CacheFileError(
+                    f"{self._path}: another cache was written to this file since slot {self._name} was offloaded to "
+                    "it; put the first one back, or remove the slot"
+                )
+            found = saved.contents(self._name)
+            saved.check()
+            return found
+
+    def close(self) -> None:
+        """See `Offloaded`: the file is the caller's."""
