@@ -122,7 +122,9 @@ def treat(entry: Entry, verify: bool) -> tuple[str, list[str], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
 
         def said(error: Exception) -> list[str]:
-            words = re.sub(r"\S*/(?=[^/\s]*\.onnx)", "", str(error).replace(f"{folder}/", ""))
+            words = re.sub(
+                r"\S*/(?=[^/\s]*\.onnx)", "", str(getattr(error, "message", error)).replace(f"{folder}/", "")
+            )
             return [f"{type(error).__name__}: {line}" for line in words.splitlines()[:3]] or [type(error).__name__]
 
         try:

@@ -82,7 +82,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Path, Any], object], str]] = {
         for name, taken in {
             "device": "", "encoder": "None, text, path",
             "max_batch": "None, int, NumPy int", "max_chunk": "None, int, NumPy int", "threads": "None, int, NumPy int",
-            "capacity": "None", "plan_options": "None", "nothing": "None",
+            "capacity": "None", "plan_options": "None",
+            "default_capacity": "None, int, huge, NumPy int", "gpu": "None", "cuda_graphs": "None",
         }.items()
     },
 }  # fmt: skip
@@ -117,18 +118,21 @@ def test_options(kind: Any) -> None:
 
 SLOT = "NumPy int"
 SESSION: dict[str, tuple[Callable[[DecodeSession, Any], object], str]] = {
-    "generate": (lambda s, v: s.generate(v), "empty list"),
-    "generate of one": (lambda s, v: s.generate([v], BRIEF), "list, tuple, set, range, generator"),
-    "generate config": (lambda s, v: s.generate([[1]], v), ""),
+    "generate": (lambda s, v: s.generate(v, BRIEF), "list, empty list, tuple, range"),
+    "generate of one": (lambda s, v: s.generate([v], BRIEF), "int, NumPy int, list, tuple, set, range, generator"),
+    "generate config": (lambda s, v: s.generate([[1]], v, max_new_tokens=2), "None"),
+    "generate a setting": (lambda s, v: s.generate([[1]], max_new_tokens=v), "int, huge, NumPy int"),
+    "chat": (lambda s, v: s.chat(v), ""),
+    "render_chat": (lambda s, v: s.render_chat(v), ""),
     "generate constants": (lambda s, v: s.generate([[1]], BRIEF, v), "None"),
     "generate constants of one": (lambda s, v: s.generate([[1]], BRIEF, [v]), "None, dict"),
     "generate inputs_embeds": (lambda s, v: s.generate([[1]], BRIEF, inputs_embeds=v), "None"),
     "generate inputs_embeds of one": (lambda s, v: s.generate([[1]], BRIEF, inputs_embeds=[v]), "None"),
     "generate positions": (lambda s, v: s.generate([[1]], BRIEF, positions=v), "None"),
     "generate positions of one": (lambda s, v: s.generate([[1]], BRIEF, positions=[v]), "None"),
-    "stream": (lambda s, v: s.stream(v), "empty list"),
+    "stream": (lambda s, v: s.stream(v, BRIEF), "list, empty list, tuple, range"),
     "add": (lambda s, v: s.add(v, BRIEF), "list, tuple, set, range, generator"),
-    "add config": (lambda s, v: s.add([1], v), ""),
+    "add config": (lambda s, v: s.add([1], v, max_new_tokens=2), "None"),
     "add slot": (lambda s, v: s.add([1], BRIEF, slot=v), f"None, {SLOT}"),
     "add keep": (lambda s, v: s.add([1], BRIEF, keep=v), "True"),
     "add index": (lambda s, v: s.add([1], BRIEF, index=v), "int, huge, NumPy int"),

@@ -7,7 +7,7 @@
     inspect_engine  a built engine against its manifest
     load_manifest   the manifest of a built engine
     diagnose        what this machine can do
-    DecodeSession   an engine or a model, decoding
+    DecodeSession   an engine or a model, decoding: ``DecodeSession.open("my-export/").generate("Hello")``
 
 Names load on first use, so that ``import trt_kvcache`` needs neither TensorRT nor CUDA and takes no time.
 """
@@ -26,8 +26,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 if TYPE_CHECKING:
     from trt_kvcache.engine.build import ProgressEvent, build_engine
-    from trt_kvcache.engine.doctor import Diagnosis, diagnose
-    from trt_kvcache.engine.inspect import EngineReport, inspect_engine
+    from trt_kvcache.engine.doctor import BackendStatus, Diagnosis, Gpu, PackageStatus, RouteStatus, diagnose
+    from trt_kvcache.engine.inspect import EngineReport, EngineTensor, EngineView, inspect_engine
     from trt_kvcache.engine.manifest import FileIdentity, Manifest, Profile, ShapeRange, load_manifest
     from trt_kvcache.engine.options import BuildOptions
     from trt_kvcache.errors import (
@@ -56,30 +56,68 @@ if TYPE_CHECKING:
         CacheLayout,
         CachePlan,
         CacheUpdate,
+        Dim,
         Fallback,
+        InterfaceChange,
+        LatentAttention,
+        LogitPositions,
+        LogitsSpan,
         MaskGeometry,
+        OriginalRole,
+        OriginalTensor,
         PhysicalLayout,
         PlanOptions,
         Role,
         Route,
+        Sliding,
         SpanInput,
+        Stack,
+        StackPart,
+        StateUpdate,
         Target,
         TensorRole,
         UpdateContract,
         UpdateForm,
         UpdateMode,
     )
+    from trt_kvcache.runtime.cache import KVCache
+    from trt_kvcache.runtime.embeddings import GivenEmbeddings
+    from trt_kvcache.runtime.encoders.encoder import Source
     from trt_kvcache.runtime.events import FinishReason, TokenEvent
-    from trt_kvcache.runtime.generation.config import GenerationConfig
-    from trt_kvcache.runtime.requests import Generation
+    from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
+    from trt_kvcache.runtime.generation.settings import Settings
+    from trt_kvcache.runtime.generation.speculation import SpeculationStats
+    from trt_kvcache.runtime.requests import EmbedsAll, Generation, Given, GivenAll, PositionsAll, Prompt
+    from trt_kvcache.runtime.runner import Runner, StepBatch
     from trt_kvcache.runtime.session import DecodeSession
-    from trt_kvcache.verify import VerifyOptions, VerifyReport, verify_model
+    from trt_kvcache.verify import OutputDifference, VerifyOptions, VerifyReport, VerifyStep, verify_model
 
 _HOMES = {
-    "trt_kvcache.engine.build": ("ProgressEvent", "build_engine"),
-    "trt_kvcache.engine.doctor": ("Diagnosis", "diagnose"),
-    "trt_kvcache.engine.inspect": ("EngineReport", "inspect_engine"),
-    "trt_kvcache.engine.manifest": ("FileIdentity", "Manifest", "Profile", "ShapeRange", "load_manifest"),
+    "trt_kvcache.engine.build": (
+        "ProgressEvent",
+        "build_engine",
+    ),
+    "trt_kvcache.engine.doctor": (
+        "BackendStatus",
+        "Diagnosis",
+        "Gpu",
+        "PackageStatus",
+        "RouteStatus",
+        "diagnose",
+    ),
+    "trt_kvcache.engine.inspect": (
+        "EngineReport",
+        "EngineTensor",
+        "EngineView",
+        "inspect_engine",
+    ),
+    "trt_kvcache.engine.manifest": (
+        "FileIdentity",
+        "Manifest",
+        "Profile",
+        "ShapeRange",
+        "load_manifest",
+    ),
     "trt_kvcache.engine.options": ("BuildOptions",),
     "trt_kvcache.errors": (
         "AmbiguousRoleError",
@@ -100,31 +138,73 @@ _HOMES = {
         "UnsupportedModelError",
         "VerificationError",
     ),
-    "trt_kvcache.importer": ("plan_model", "rewrite_model"),
+    "trt_kvcache.importer": (
+        "plan_model",
+        "rewrite_model",
+    ),
     "trt_kvcache.importer.plan": (
         "AttentionKind",
         "AttentionPlan",
         "CacheLayout",
         "CachePlan",
         "CacheUpdate",
+        "Dim",
         "Fallback",
+        "InterfaceChange",
+        "LatentAttention",
+        "LogitPositions",
+        "LogitsSpan",
         "MaskGeometry",
+        "OriginalRole",
+        "OriginalTensor",
         "PhysicalLayout",
         "PlanOptions",
         "Role",
         "Route",
+        "Sliding",
         "SpanInput",
+        "Stack",
+        "StackPart",
+        "StateUpdate",
         "Target",
         "TensorRole",
         "UpdateContract",
         "UpdateForm",
         "UpdateMode",
     ),
-    "trt_kvcache.runtime.generation.config": ("GenerationConfig",),
-    "trt_kvcache.runtime.events": ("FinishReason", "TokenEvent"),
-    "trt_kvcache.runtime.requests": ("Generation",),
+    "trt_kvcache.runtime.cache": ("KVCache",),
+    "trt_kvcache.runtime.embeddings": ("GivenEmbeddings",),
+    "trt_kvcache.runtime.encoders.encoder": ("Source",),
+    "trt_kvcache.runtime.events": (
+        "FinishReason",
+        "TokenEvent",
+    ),
+    "trt_kvcache.runtime.generation.config": (
+        "GenerationConfig",
+        "LogitsProcessor",
+    ),
+    "trt_kvcache.runtime.generation.settings": ("Settings",),
+    "trt_kvcache.runtime.generation.speculation": ("SpeculationStats",),
+    "trt_kvcache.runtime.requests": (
+        "EmbedsAll",
+        "Generation",
+        "Given",
+        "GivenAll",
+        "PositionsAll",
+        "Prompt",
+    ),
+    "trt_kvcache.runtime.runner": (
+        "Runner",
+        "StepBatch",
+    ),
     "trt_kvcache.runtime.session": ("DecodeSession",),
-    "trt_kvcache.verify": ("VerifyOptions", "VerifyReport", "verify_model"),
+    "trt_kvcache.verify": (
+        "OutputDifference",
+        "VerifyOptions",
+        "VerifyReport",
+        "VerifyStep",
+        "verify_model",
+    ),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -133,6 +213,7 @@ __all__ = [
     "AttentionKind",
     "AttentionPlan",
     "BackendError",
+    "BackendStatus",
     "BuildError",
     "BuildOptions",
     "CacheFileError",
@@ -142,31 +223,61 @@ __all__ = [
     "CapacityError",
     "DecodeSession",
     "Diagnosis",
+    "Dim",
+    "EmbedsAll",
     "EngineReport",
+    "EngineTensor",
+    "EngineView",
     "Fallback",
     "FileIdentity",
     "FinishReason",
     "Generation",
     "GenerationConfig",
+    "Given",
+    "GivenAll",
+    "GivenEmbeddings",
+    "Gpu",
+    "InterfaceChange",
     "InvalidModelError",
+    "KVCache",
+    "LatentAttention",
+    "LogitPositions",
+    "LogitsProcessor",
+    "LogitsSpan",
     "Manifest",
     "ManifestError",
     "MaskGeometry",
     "ModelError",
     "NoCapacityError",
     "OptionError",
+    "OriginalRole",
+    "OriginalTensor",
+    "OutputDifference",
     "OutputError",
+    "PackageStatus",
     "PhysicalLayout",
     "PlanOptions",
+    "PositionsAll",
     "Profile",
     "ProgressEvent",
+    "Prompt",
     "PromptError",
     "Role",
     "Route",
+    "RouteStatus",
+    "Runner",
     "SessionError",
+    "Settings",
     "ShapeRange",
+    "Sliding",
     "SlotError",
+    "Source",
     "SpanInput",
+    "SpeculationStats",
+    "Stack",
+    "StackPart",
+    "StateUpdate",
+    "StepBatch",
     "Target",
     "TensorRole",
     "TokenEvent",
@@ -178,6 +289,7 @@ __all__ = [
     "VerificationError",
     "VerifyOptions",
     "VerifyReport",
+    "VerifyStep",
     "__version__",
     "build_engine",
     "diagnose",
@@ -199,5 +311,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """Every public name, loaded or not."""
-    return sorted({*globals(), *__all__})
+    """Every public name, loaded or not, and none of the modules."""
+    return sorted(__all__)

@@ -19,14 +19,25 @@
         └── CacheFileError         a saved cache that is unreadable or of another model
 
 Messages say what was found, what is supported, and what to do. The commands print them on one line and exit with 1;
-anything else that escapes is a bug and keeps its trace.
+anything else that escapes is a bug and keeps its trace. Messages name options as flags; ``str`` of an error has them as
+arguments of Python (`trt_kvcache.words`).
 """
 
 from __future__ import annotations
 
+from trt_kvcache.words import as_arguments
+
 
 class TrtKvCacheError(Exception):
     """Base of every error that this package raises on purpose."""
+
+    @property
+    def message(self) -> str:
+        """The text with options as flags, as the commands print it."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return as_arguments(self.message)
 
 
 class ModelError(TrtKvCacheError):

@@ -80,7 +80,7 @@ def test_which_encoder(model: Path, tmp_path: Path) -> None:
         model.with_name(name).rename(folder / name)
     assert found() == []
     assert found(encoder=str(folder)) == ["elsewhere/encoder_model.onnx", "elsewhere/decoder_model.onnx"]
-    with pytest.raises(OptionError, match=r"--encoder names an encoder, and there is none at .*nowhere"):
+    with pytest.raises(OptionError, match=r"encoder names an encoder, and there is none at .*nowhere"):
         found(encoder=str(tmp_path / "nowhere"))
     alone = plan_model(write(tmp_path / "alone.onnx", hybrid_model()), PlanOptions(target=Target.TENSORRT_RTX))
     with pytest.raises(OptionError, match="takes nothing from one; leave it out"):
@@ -110,7 +110,7 @@ def test_what_tensorrt_refuses_runs_on_the_cpu(tmp_path: Path) -> None:
     assert warning.startswith("the encoder becomes no engine, and runs on the CPU: ")
     assert "NonZero" in warning
     assert not any("encoder.engine" in p.name for p in tmp_path.iterdir())
-    with pytest.raises(BuildError, match="NonZero.*; with --encoder none the encoder runs on the CPU"):
+    with pytest.raises(BuildError, match='NonZero.*; with encoder="none" the encoder runs on the CPU'):
         build(model, encoder=str(tmp_path / "encoder_model.onnx"), **shapes)
 
 
@@ -266,7 +266,7 @@ def test_pairs_of_positions(tmp_path: Path) -> None:
     onnx.save(g.model(), tmp_path / "encoder_model.onnx")
     plan, _ = constants(model)
     assert find_job(model, plan, BuildOptions(max_encoder=1100)) is not None
-    with pytest.raises(OptionError, match=r"takes 25000000 rows, too many to look at, .*--max-encoder"):
+    with pytest.raises(OptionError, match=r"takes 25000000 rows, too many to look at, .*max_encoder"):
         find_job(model, plan, BuildOptions(max_encoder=5000))
 
 

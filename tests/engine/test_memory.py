@@ -47,7 +47,7 @@ def test_nothing_is_started(external: int | None, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(build_module, "run_worker", None)
     little(monkeypatch, GB // 2)
     before = set(tmp_path.iterdir())
-    with pytest.raises(OptionError, match=r"--no-memory-check skips this check"):
+    with pytest.raises(OptionError, match=r"memory_check=False skips this check"):
         build_engine(model, tmp_path / "model.engine")
     done = CliRunner().invoke(app, ["build", str(model), "-o", str(tmp_path / "model.engine")])
     assert (done.exit_code, done.stdout, done.stderr.count("\n")) == (1, "", 1)

@@ -100,13 +100,11 @@ def test_updates_of_a_fixed_length_may_end_anywhere() -> None:
 
 
 def test_logits_that_cannot_be_asked_for() -> None:
-    with pytest.raises(OptionError, match="--max-logits is 3, and the plan leaves the model's logits as they are"):
+    with pytest.raises(OptionError, match="max_logits is 3, and the plan leaves the model's logits as they are"):
         resolve_limits(PLAN, BuildOptions(max_logits=3))
-    with pytest.raises(OptionError, match="--max-logits is 9, and a step has at most 8 positions"):
+    with pytest.raises(OptionError, match="max_logits is 9, and a step has at most 8 positions"):
         resolve_limits(with_logits(PLAN), BuildOptions(max_chunk=8, max_logits=9))
-    with pytest.raises(
-        OptionError, match=r"'logits_span' 4 in dimension 0 \(kept\); it must be 16 \(from --max-logits"
-    ):
+    with pytest.raises(OptionError, match=r"'logits_span' 4 in dimension 0 \(kept\); it must be 16 \(from max_logits"):
         profiles(with_logits(PLAN), BuildOptions(max_batch=4, max_shapes={"logits_span": (4,)}))
     own = profiles(with_logits(PLAN), BuildOptions(max_batch=4, opt_shapes={"logits_span": (4,)}))
     assert own["prefill"].shapes["logits_span"] == ShapeRange((1,), (4,), (16,))
@@ -210,13 +208,13 @@ def test_limits_and_profiles_follow_the_model() -> None:
 @pytest.mark.parametrize(
     ("plan", "build", "message"),
     [
-        (PLAN, BuildOptions(max_chunk=257), "--max-chunk is 257, but cache 'key_cache.0' holds 256 tokens"),
-        (PLAN, BuildOptions(max_batch=2, opt_batch=3), r"--opt-batch is 3, more than the largest batch \(2\)"),
-        (with_fixed("batch", 3), BuildOptions(max_batch=4), "--max-batch is 4, but the model's batch is fixed at 3"),
+        (PLAN, BuildOptions(max_chunk=257), "max_chunk is 257, but cache 'key_cache.0' holds 256 tokens"),
+        (PLAN, BuildOptions(max_batch=2, opt_batch=3), r"opt_batch is 3, more than the largest batch \(2\)"),
+        (with_fixed("batch", 3), BuildOptions(max_batch=4), "max_batch is 4, but the model's batch is fixed at 3"),
         (
             with_fixed("seq", 1),
             BuildOptions(max_chunk=8),
-            "--max-chunk is 8, but the model's update length is fixed at 1",
+            "max_chunk is 8, but the model's update length is fixed at 1",
         ),
         (replace(PLAN, caches=()), BuildOptions(), "the model has no KV cache to build for"),
     ],
@@ -231,7 +229,7 @@ def test_the_longest_update_of_a_circular_cache_bounds_the_chunk(chunk: int) -> 
     plan = replace(PLAN, caches=(with_contract(PLAN.caches[0]), PLAN.caches[1]))
     assert resolve_limits(plan, BuildOptions()).max_chunk == 16
     assert resolve_limits(plan, BuildOptions(max_chunk=16)).max_chunk == 16
-    with pytest.raises(OptionError, match=r"at most 16 tokens .* give --max-chunk 16 or less, or .* --window-chunk"):
+    with pytest.raises(OptionError, match=r"at most 16 tokens .* give max_chunk=16 or less, or .* window_chunk"):
         resolve_limits(plan, BuildOptions(max_chunk=chunk))
 
 
@@ -241,8 +239,8 @@ def test_an_unknown_axis_needs_shapes() -> None:
         profiles(plan, BuildOptions(max_batch=2))
     message = str(caught.value)
     assert "input 'image' [batch, 3, patches, width]: the largest patches, width is unknown" in message
-    assert "--minShapes, --optShapes and --maxShapes" in message
-    assert "--maxShapes image:1x3x1x1" in message
+    assert "min_shapes, opt_shapes and max_shapes" in message
+    assert "max_shapes image:1x3x1x1" in message
 
     build = BuildOptions(max_batch=2, min_shapes={"image": (1, 3, 0, 8)}, max_shapes={"image": (2, 3, 64, 8)})
     for profile in profiles(plan, build).values():
@@ -270,30 +268,30 @@ def test_shapes_narrow_known_axes() -> None:
     [
         (
             BuildOptions(min_shapes={"ids": (1,)}),
-            "--minShapes names 'ids', which is no input of the model; inputs: input_i",
+            "min_shapes names 'ids', which is no input of the model; inputs: input_i",
         ),
         (
             BuildOptions(max_shapes={"input_ids": (1, 2, 3)}),
-            r"--maxShapes gives 'input_ids' the shape \[1, 2, 3\]; .*: give",
+            r"max_shapes gives 'input_ids' the shape \[1, 2, 3\]; .*: give",
         ),
         (BuildOptions(max_shapes={"key_cache.0": (1, 4, 512, 64)}), "dimension 2 is fixed at 256"),
         (
             BuildOptions(max_shapes={"input_ids": (8, 64)}),
-            r"'input_ids' 8 in dimension 0 \(batch\); .* 4 \(from --max-b",
+            r"'input_ids' 8 in dimension 0 \(batch\); .* 4 \(from max_batch",
         ),
         (
             BuildOptions(max_shapes={"input_ids": (2, 64)}),
-            r"'input_ids' 2 in dimension 0 \(batch\); .* 4 \(from --max-b",
+            r"'input_ids' 2 in dimension 0 \(batch\); .* 4 \(from max_batch",
         ),
-        (BuildOptions(max_shapes={"input_ids": (4, 65)}), r"65 in dimension 1 \(sequence\); .* 64 \(from --max-chunk"),
+        (BuildOptions(max_shapes={"input_ids": (4, 65)}), r"65 in dimension 1 \(sequence\); .* 64 \(from max_chunk"),
         (
             BuildOptions(max_shapes={"attention_span": (257,)}),
             r"257 in dimension 0 \(span\); .* at most 256 \(the capac",
         ),
-        (BuildOptions(min_shapes={"input_ids": (0, 1)}), r"--minShapes gives 'input_ids' 0 in dimension 0"),
+        (BuildOptions(min_shapes={"input_ids": (0, 1)}), r"min_shapes gives 'input_ids' 0 in dimension 0"),
         (
             BuildOptions(min_shapes={"attention_span": (99,)}, opt_shapes={"attention_span": (98,)}),
-            "must grow from --minShapes over --optShapes to --maxShapes; dimension 0 is 99, 98, 256",
+            "must grow from min_shapes over opt_shapes to max_shapes; dimension 0 is 99, 98, 256",
         ),
     ],
 )

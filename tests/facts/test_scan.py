@@ -61,7 +61,7 @@ def test_attention_before_a_scan_of_a_fixed_length(tmp_path: Path) -> None:
 
 def test_what_still_fails_before_a_scan_is_named(tmp_path: Path) -> None:
     onnx.save(decoder(computed=True), tmp_path / "model.onnx")
-    words = r"the model has a Scan over the tokens of an update \('node_new_state'\).*try --max-chunk 1"
+    words = r"the model has a Scan over the tokens of an update \('node_new_state'\).*try max_chunk=1"
     with pytest.raises(BuildError, match=words):
         build_engine(tmp_path / "model.onnx", tmp_path / "model.engine", build=BuildOptions(max_chunk=8))
     build_engine(tmp_path / "model.onnx", tmp_path / "model.engine", build=BuildOptions(max_chunk=1))

@@ -260,7 +260,7 @@ def test_another_numpy_that_draws_other_numbers(own: Path, monkeypatch: pytest.M
 def test_no_memory_for_the_replay(own: Path) -> None:
     engine = write_proved(own)
     gpu = Gpu(Machine(total=2 << 20))
-    with pytest.raises(BackendError, match="^the proof cannot be replayed: .*--check off") as refused:
+    with pytest.raises(BackendError, match='^the proof cannot be replayed: .*check="off"') as refused:
         gpu.open(engine)
     assert "\n" not in str(refused.value)
     assert gpu.machine.used == 0

@@ -235,7 +235,7 @@ def test_embeddings_that_do_not_fit(forms: dict[str, Forms], tmp_path: Path) -> 
     headless = identity(tmp_path / "headless.onnx", "pixels", TensorProto.FLOAT, ["n", 4])
     mute = identity(tmp_path / "mute.onnx", "ids", TensorProto.INT64, ["batch", "length"])
     cases: list[tuple[Any, type[Exception], str]] = [
-        (None, OptionError, r"takes embeddings \(input 'inputs_embeds', float .* --embeddings: an .onnx model"),
+        (None, OptionError, r"takes embeddings \(input 'inputs_embeds', float .* embeddings: an .onnx model"),
         (tmp_path / "none.npy", OptionError, "none.npy: there is no such file of embeddings"),
         (tmp_path / "weights.bin", OptionError, "weights.bin: cannot be read as embeddings; supported: an .onnx"),
         (tmp_path / "broken.npy", OptionError, "cannot be read as an .npy table"),

@@ -164,5 +164,5 @@ def test_what_does_not_fit_is_refused() -> None:
         session.add([1], inputs_embeds=one)
     with pytest.raises(OptionError, match="embeddings are given, and the model takes token ids"):
         DecodeSession(HashRunner(), embeddings=TABLE)
-    with pytest.raises(OptionError, match=r"the model takes embeddings \(input 'inputs_embeds', float .*--embeddings"):
+    with pytest.raises(OptionError, match=r"the model takes embeddings \(input 'inputs_embeds', float .*embeddings"):
         DecodeSession(EmbeddedRunner())

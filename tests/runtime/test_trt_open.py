@@ -44,7 +44,8 @@ def test_no_driver_and_no_such_gpu(engine: Path) -> None:
     check_refused(BackendError, "there is no GPU number 0: the driver finds 0", engine, Machine(devices=0))
 
 
-HERE = "build it again on this machine with --compute-capabilities current, which is sm90"  # sm90 is no name for it
+# sm90 is no name for it
+HERE = r'build it again on this machine with compute_capabilities=\["current"\], which is sm90'
 NEVER = "TensorRT-RTX does not support this compute capability, so the engine cannot be rebuilt for it."
 UPDATE = r"update the NVIDIA driver, which is for CUDA 12\.8"
 TOO_NEW = "Cuda Runtime (cudaError 222: the provided PTX was compiled with an unsupported toolchain.)"
@@ -58,7 +59,7 @@ FOREIGN: list[tuple[str, tuple[str, ...], dict[str, Any], dict[str, Any]]] = [
     (HERE, (), {}, {}),
     (f"{NEVER}; other backends may know this GPU", (), {}, {"refuse": NEVER}),
     ("other backends may know this GPU .*, and the CPU runs", ("sm90",), {}, {}),
-    ("again with --compute-capabilities sm89", ("sm90",), {"capability": (8, 9)}, {}),
+    (r'again with compute_capabilities=\["sm89"\]', ("sm90",), {"capability": (8, 9)}, {}),
     (UPDATE, (), {"driver": 12_080}, {"refuse": "?", "diagnostics": Invalidity.OLD_CUDA_DRIVER}),
     # What TensorRT for RTX 1.7.1 says then, and diagnoses nothing: CUDA fails before it reads the engine.
     (UPDATE, (), {"driver": 12_080}, {"refuse": "Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is "
@@ -97,7 +98,7 @@ def test_memory_is_admitted_before_it_is_taken(engine: Path, monkeypatch: pytest
     words = (
         r"NVIDIA Fake 90 has 128\.\d MiB of 128\.\d MiB free, and 128\.\d MiB are needed: weights .*, caches for 3 "
         r"sequences 96\.0 KiB, reserve 128\.0 MiB; open it with max_batch 2 instead of 3, build the engine again with "
-        r"a smaller --capacity or --max-chunk, or free memory"
+        r"a smaller capacity or max_chunk, or free memory"
     )
     check_refused(BackendError, words, engine, machine)
     assert machine.allocations == 0
@@ -251,7 +252,7 @@ def test_inputs_that_a_step_cannot_fill(engine: Path) -> None:
     ("limit", "words"),
     [({"max_batch": 4}, "max_batch is 4; this engine was built for 1 to 3: build it again with"),
      ({"max_batch": 0}, "max_batch is 0; it must be at least 1"),
-     ({"max_chunk": 9}, "max_chunk is 9; .* 1 to 8: build it again with --max-chunk 9")],
+     ({"max_chunk": 9}, "max_chunk is 9; .* 1 to 8: build it again with max_chunk=9")],
     ids=str,
 )  # fmt: skip
 def test_more_than_the_engine_was_built_for(engine: Path, limit: dict[str, int], words: str) -> None:

@@ -44,7 +44,7 @@ def _in_one_line() -> Iterator[None]:
     try:
         yield
     except TrtKvCacheError as error:
-        print_error(str(error))
+        print_error(error.message)
         raise typer.Exit(1) from None
     except OSError as error:
         # Paths that cannot even be looked up: too long, or in a folder without permission.

@@ -123,7 +123,7 @@ class GenerationFlags:
                 config = GenerationConfig.from_file(file, **given)
         print_warnings(str(warning.message) for warning in said)
         if ignore_eos:
-            config = replace(config, eos_token_id=None, forced_eos_token_id=None)
+            config = replace(config, eos_token_id=(), forced_eos_token_id=None)
         elif not config.eos_token_ids and tokenizer is not None:
             config = replace(config, eos_token_id=tokenizer.eos_token_id)
         if "seed" in given and not config.do_sample:
@@ -161,7 +161,7 @@ def generate(
     json: JsonOption = False,
 ) -> None:
     """Continue prompts; text comes as it is made. Ctrl-C ends it with the text so far, a second Ctrl-C at once."""
-    from trt_kvcache.errors import NoCapacityError, OptionError
+    from trt_kvcache.errors import OptionError
 
     if generation.output_logprobs and not json:
         raise OptionError("--logprobs are shown by --json; add it")
@@ -183,31 +183,21 @@ def generate(
     session_of = partial(
         DecodeSession.open,
         model,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer or False,
         embeddings=text.embeddings,
         encoder=encoded.encoder,
         **given_flags(running),
     )
 
     def open_session() -> DecodeSession:
-        session = open_any()
+        longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
+        session = session_of(**options, default_capacity=longest)
         if unknown := [token for token in generation.eos_token_id or [] if token >= session.vocab]:
             session.close()
             raise OptionError(
                 f"--eos is {unknown[0]}, which never comes: the model has tokens 0 to {session.vocab - 1}"
             )
         return session
-
-    def open_any() -> DecodeSession:
-        try:
-            return session_of(**options)
-        except NoCapacityError:  # caches grow: as long as these texts can become
-            longest = max(len(prompt) for prompt in prompts) + config.max_new_tokens
-            try:
-                return session_of(**replace(planning, capacity=longest).session_options(model))
-            except OptionError as error:
-                derived = f"{longest} are the longest prompt and --max-new-tokens"
-                raise OptionError(f"{error} ({derived}, where --capacity is left out)") from None
 
     before = [None] * (len(prompts) - len(embedded))
     if run(

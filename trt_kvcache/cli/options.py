@@ -10,9 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
+import click
 import typer
 
-from trt_kvcache.errors import InvalidModelError, OptionError
+from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import (
     CacheLayout,
     Fallback,
@@ -22,6 +23,7 @@ from trt_kvcache.importer.plan import (
     Sliding,
     Target,
 )
+from trt_kvcache.words import as_flags
 
 run_flag = partial(typer.Option, rich_help_panel="How it runs")
 _plan_flag = partial(typer.Option, rich_help_panel="How the model is planned")
@@ -42,6 +44,7 @@ EmbeddingsOption = Annotated[
     ),
 ]
 AllOption = Annotated[bool, typer.Option("--all", help="One row per layer, nothing shortened.")]
+TablesOption = Annotated[bool, typer.Option("--all", help="Every table, with a row for each group of layers.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="JSON on stdout, and nothing else there.")]
 
 
@@ -255,10 +258,24 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
             parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
 
     def run(**values: Any) -> None:
-        made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
-        command(**values, **made)
+        try:
+            made = {name: kind(**{f.name: values.pop(f.name) for f in fields(kind)}) for name, kind in groups.items()}
+            command(**values, **made)
+        except TrtKvCacheError as error:
+            error.args = (as_flags(error.message, _flags_of_this_command()),)
+            raise
 
     run.__name__, run.__doc__ = command.__name__, command.__doc__
     run.__annotations__ = {p.name: p.annotation for p in parameters}
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     return run
+
+
+def _flags_of_this_command() -> dict[str, tuple[str, str]]:
+    """The long flags of the command that runs, by argument, each with the one that says no."""
+    context = click.get_current_context(silent=True)
+    options = [p for p in context.command.params if isinstance(p, click.Option) and p.name] if context else []
+    return {
+        str(option.name): (max(option.opts, key=len), max(option.secondary_opts, key=len, default=""))
+        for option in options
+    }

@@ -12,6 +12,7 @@ import sys
 from typing import IO, TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
+from trt_kvcache.words import human_bytes as human_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -53,14 +54,19 @@ def console(stream: IO[str] | None = None) -> Console:
 
 
 def table(*columns: str, title: str = "") -> Table:
-    """Return an empty table: a line under its header, cells folded, never cut."""
+    """Return an empty table: a line under its header, cells folded as by `wrapped`, never cut."""
     from rich import box
+    from rich.containers import Lines
     from rich.table import Table
     from rich.text import Text
 
+    class Cell(Text):
+        def wrap(self, console: Console, width: int, *args: Any, **how: Any) -> Lines:
+            return Lines(Text(line) for part in self.plain.split("\n") for line in wrapped(part, width))
+
     class Escaping(Table):
         def add_row(self, *cells: Any, **how: Any) -> None:
-            super().add_row(*(visible(cell, "\n") if isinstance(cell, str) else cell for cell in cells), **how)
+            super().add_row(*(Cell(visible(cell, "\n")) if isinstance(cell, str) else cell for cell in cells), **how)
 
     made = Escaping(
         box=box.SIMPLE_HEAD,
@@ -74,6 +80,23 @@ def table(*columns: str, title: str = "") -> Table:
     for column in columns:
         made.add_column(column, overflow="fold")
     return made
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of a text. A name that is longer than a line breaks at a dot, slash or underscore."""
+    words = []
+    for word in text.split():
+        while len(word) > width:
+            cut = max((found.end() for found in re.finditer(r"(?<!\.)\.(?!\.)|[/_,]", word[:width])), default=width)
+            words.append(word[:cut])
+            word = word[cut:]
+        words.append(word)
+    lines = [""]
+    for word in words:
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append("")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return lines
 
 
 def print_json(data: Any) -> None:
@@ -102,16 +125,6 @@ def print_warnings(messages: Iterable[str]) -> None:
 def one_line(message: str) -> str:
     """Join the lines of a message (TensorRT's own words come in several) into one, without control characters."""
     return visible(" ".join(message.split()))
-
-
-def human_bytes(count: int) -> str:
-    """Return ``count`` bytes in the largest binary unit that leaves at least 1: ``"1.5 GiB"``."""
-    size = float(count)
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while size >= 1024 and len(units) > 1:
-        size /= 1024
-        del units[0]
-    return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
 
 
 def shape_text(shape: Iterable[int | str]) -> str:

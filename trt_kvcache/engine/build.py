@@ -132,7 +132,7 @@ def _build_engine(
         limits = resolve_limits(plan, own)
         profiles = make_profiles(plan, own, limits, quantized=quantized)
     except OptionError as error:
-        raise OptionError("; ".join([str(error), *said])) from None
+        raise OptionError("; ".join([error.message, *said])) from None
     plan = _bound_contracts(plan, limits.max_chunk)
     positions = min(tables.positions.values(), default=None)
     most = limits.max_batch, limits.max_chunk, limits.max_logits, positions, _encoder_length(plan, profiles)
@@ -151,7 +151,7 @@ def _build_engine(
         except BuildError as error:
             if not scans or limits.max_chunk == 1:
                 raise
-            raise BuildError(f"{error}; {_about_scans(scans)}") from None
+            raise BuildError(f"{error.message}; {_about_scans(scans)}") from None
         manifest = replace(
             _manifest(setup, plan, profiles, built, engine_path),
             max_batch=limits.max_batch,
@@ -296,8 +296,8 @@ def _or_on_the_cpu(setup: _Setup, work: Callable[[], _T]) -> tuple[_T | None, tu
         if error is setup.progress.raised:
             raise
         if setup.build.encoder != "auto":
-            raise type(error)(f"{error}; with --encoder none the encoder runs on the CPU") from error
-        why = str(error)
+            raise type(error)(f"{error.message}; with --encoder none the encoder runs on the CPU") from error
+        why = error.message
     except Exception as error:
         named = setup.build.encoder != "auto"
         if error is setup.progress.raised or isinstance(error, TrtKvCacheError) or named:

@@ -62,7 +62,7 @@ class Profile:
     shapes: dict[str, ShapeRange]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Manifest:
     """The facts that running or auditing an engine needs.
 
@@ -106,6 +106,11 @@ class Manifest:
     proof: FileIdentity | None = None
     generation: dict[str, Any] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    def __repr__(self) -> str:
+        limits = "of an encoder" if self.is_encoder else f"batch {self.max_batch}, chunk {self.max_chunk}"
+        built = f"{self.engine.name}, {self.backend} {self.backend_version}"
+        return f"<Manifest: {built}, {self.plan.in_place_text}, {limits}>"
 
     @property
     def is_encoder(self) -> bool:

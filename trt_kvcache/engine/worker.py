@@ -47,7 +47,7 @@ def main() -> None:
             send(_build(job, model, send))
             watcher.join()
         except TrtKvCacheError as error:
-            send(Failed(type(error).__name__, str(error)))
+            send(Failed(type(error).__name__, error.message))
         except Exception:  # noqa: BLE001 - the caller raises it again, with this trace
             send(Bug(traceback.format_exc()))
     except OSError as error:  # the caller has ended, and the watcher may not have seen it yet
@@ -223,7 +223,7 @@ def _register_plugins(trt: Any, job: Job) -> list[TrtKvCacheError]:
     try:
         return register_for_this_gpu(trt, declare_aliases=job.build.declare_aliases).errors
     except TrtKvCacheError as error:
-        raise type(error)(f"{error}; {without_plugin(job.plan.caches)}") from error
+        raise type(error)(f"{error.message}; {without_plugin(job.plan.caches)}") from error
 
 
 def _with_refusals(job: Job, message: str, refusals: list[TrtKvCacheError]) -> str:

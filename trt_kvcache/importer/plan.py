@@ -6,6 +6,7 @@ decide again. Nothing here imports ONNX or TensorRT.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -23,6 +24,7 @@ from trt_kvcache.importer.plan_options import LogitPositions as LogitPositions
 from trt_kvcache.importer.plan_options import PlanOptions as PlanOptions
 from trt_kvcache.importer.plan_options import Sliding as Sliding
 from trt_kvcache.importer.plan_options import Target as Target
+from trt_kvcache.words import html_table, human_bytes
 
 
 class Route(str, Enum):
@@ -280,7 +282,7 @@ class TensorRole:
         return self.role is Role.TOKENS and "int" not in self.dtype
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CachePlan:
     """All that is done to one model.
 
@@ -312,6 +314,22 @@ class CachePlan:
     logits_span: LogitsSpan | None = None
     stacks: tuple[Stack, ...] = ()
     schema_version: int = field(default=1)
+
+    def __repr__(self) -> str:
+        return f"<CachePlan: {self.in_place_text}, {human_bytes(self.cache_bytes())} per sequence>"
+
+    def _repr_html_(self) -> str:
+        columns = ("caches", "shape", "dtype", "mode", "idiom", "route", "why")
+        alike = Counter(
+            (str(list(c.physical_shape)), c.dtype, c.mode.value, c.idiom, c.route.value, c.reason) for c in self.caches
+        )
+        return html_table(repr(self)[1:-1], columns, [(count, *cells) for cells, count in alike.items()])
+
+    @property
+    def in_place_text(self) -> str:
+        """How many caches are updated in place: ``"64 of 64 caches in place"``."""
+        count = sum(cache.in_place for cache in self.caches)
+        return f"{count} of {len(self.caches)} caches in place" if self.caches else "no caches"
 
     def cache_bytes(self, batch: int = 1) -> int:
         """Bytes of all carried caches and states for `batch` sequences; what is not in place counts twice."""

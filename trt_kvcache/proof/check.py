@@ -122,12 +122,14 @@ def check_engine_on_gpu(engine: Path, options: Mapping[str, Any], *, again: bool
     try:
         runner = TensorRTRunner(engine, max_batch=rows, max_chunk=chunk, **given)
     except BackendError as error:
-        raise type(error)(f"the proof cannot be replayed: {error}; --check off opens the engine without it") from error
+        raise type(error)(
+            f"the proof cannot be replayed: {error.message}; --check off opens the engine without it"
+        ) from error
     try:
         found = replay(runner, proof)
         ran_on = runner.name
     except SessionError as error:
-        raise type(error)(f"{engine}: the proof cannot be replayed: {error}") from error
+        raise type(error)(f"{engine}: the proof cannot be replayed: {error.message}") from error
     finally:
         runner.close()
     if found.passed:

@@ -44,7 +44,7 @@ def _answer(request: Request) -> Answer:
         proof = record_proof(request.imported, most, rows=request.rows, steps=request.steps)
         return Answer(encode_proof(proof, UNBOUND.decode()))
     except TrtKvCacheError as error:
-        return Answer(b"", str(error), type(error).__name__)
+        return Answer(b"", error.message, type(error).__name__)
     except Exception:  # noqa: BLE001 - the caller says it, with this trace
         return Answer(b"", traceback.format_exc(), "bug")
 

@@ -12,6 +12,7 @@ import numpy as np
 from trt_kvcache.errors import OptionError
 from trt_kvcache.machine import peak_memory
 from trt_kvcache.runtime.session import DecodeSession
+from trt_kvcache.words import html_table
 
 __all__ = ["BenchReport", "Timing", "bench_session", "default_sizes", "report"]
 
@@ -38,7 +39,7 @@ class Timing:
     tokens_per_second: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class BenchReport:
     """What was measured, and on what.
 
@@ -55,6 +56,19 @@ class BenchReport:
     cache_bytes: int
     peak_bytes: int
     timings: tuple[Timing, ...]
+
+    def __repr__(self) -> str:
+        capacity = "circular" if self.capacity is None else f"capacity {self.capacity}"
+        return f"<BenchReport: {self.runner}, {capacity}, {self.max_batch} rows, {len(self.timings)} timings>"
+
+    def _repr_html_(self) -> str:
+        columns = ("phase", "batch", "tokens", "median ms", "quartiles", "tokens/s")
+        rows = [
+            (t.phase, t.batch, t.tokens, f"{t.median_ms:.2f}", f"{t.low_ms:.2f} to {t.high_ms:.2f}",
+             f"{t.tokens_per_second:.1f}")
+            for t in self.timings
+        ]  # fmt: skip
+        return html_table(repr(self)[1:-1], columns, rows)
 
 
 def default_sizes(most: int, first: int = 16, factor: int = 4) -> list[int]:

@@ -25,6 +25,7 @@ from trt_kvcache.runtime.rows import Rows
 from trt_kvcache.runtime.runner import Array, Runner
 from trt_kvcache.runtime.slot import Slot
 from trt_kvcache.runtime.tokens import read_ids
+from trt_kvcache.words import html_table, human_bytes
 
 
 class KVCache:
@@ -55,6 +56,15 @@ class KVCache:
         self._slots: dict[int, Slot] = {}
         self._next = self._clock = 0
         self._rows = Rows(runner)
+
+    def __repr__(self) -> str:
+        limit = f"capacity {self.capacity}" if self.capacity is not None else f"window {self.window}"
+        return f"<KVCache: {len(self._slots)} of {self.rows} rows in use, {limit}, {human_bytes(self.bytes)}>"
+
+    def _repr_html_(self) -> str:
+        return html_table(
+            repr(self)[1:-1], ("slot", "row", "tokens"), [(n, s.row, s.length) for n, s in self._slots.items()]
+        )
 
     @property
     def slots(self) -> tuple[int, ...]:

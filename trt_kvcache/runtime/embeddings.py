@@ -112,7 +112,7 @@ def open_embeddings(given: GivenEmbeddings, plan: CachePlan, vocab: int) -> Embe
     if given is None:
         raise OptionError(
             f"the model takes embeddings (input '{tensor.name}', {tensor.dtype} {list(tensor.shape)}), and nothing "
-            f"says how token ids become these: give embeddings, on the command line --embeddings: {_WHAT}"
+            f"says how token ids become these: give --embeddings: {_WHAT}"
         )
     if not isinstance(given, (str, os.PathLike)):
         return TableEmbeddings(np.asarray(given), tensor)

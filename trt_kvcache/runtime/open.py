@@ -6,11 +6,13 @@ import inspect
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from trt_kvcache.errors import OptionError
+from trt_kvcache.errors import NoCapacityError, OptionError
 from trt_kvcache.given import given_options, given_path, shown
 from trt_kvcache.importer.plan import PlanOptions
+from trt_kvcache.runtime.beside import find_tokenizer, usual_capacity
 from trt_kvcache.runtime.runner import Runner
 
 __all__ = ["open_runner", "open_tokenizer"]
@@ -19,7 +21,14 @@ CHECKS = ("first", "always", "off")
 _DEVICES = ("auto", "cpu", "cuda")
 
 
-def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str, Any], check: str = "first") -> Runner:
+def open_runner(
+    path: str | os.PathLike[str],
+    device: str,
+    options: Mapping[str, Any],
+    check: str = "first",
+    *,
+    default_capacity: int | None = None,
+) -> Runner:
     """Open an ``.onnx`` file or a folder with one with ONNX Runtime, and everything else as an engine.
 
     Args:
@@ -27,6 +36,7 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         options: of the runner; those that are None are left to it.
         check: an engine against its proof: ``"first"``, ``"always"`` or ``"off"``; see `trt_kvcache.proof.check`.
+        default_capacity: of caches that grow, where ``capacity`` is not among the options; None: `usual_capacity`.
 
     Raises:
         OptionError: the file cannot run on that device, or the runner has no such option.
@@ -53,7 +63,14 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
         plan_options = given_options(given.pop("plan_options", PlanOptions()), PlanOptions, "plan_options")
         if "capacity" in given:
             plan_options = replace(plan_options, capacity=given.pop("capacity"))
-        return OnnxRuntimeRunner(path, plan_options, **given)
+        try:
+            return OnnxRuntimeRunner(path, plan_options, **given)
+        except NoCapacityError:  # caches grow
+            capacity = usual_capacity(path) if default_capacity is None else default_capacity
+        try:
+            return OnnxRuntimeRunner(path, replace(plan_options, capacity=capacity), **given)
+        except OptionError as error:
+            raise OptionError(f"{error.message} ({capacity} is the default where --capacity is left out)") from None
     from trt_kvcache.proof.check import prove
     from trt_kvcache.runtime.trt.runner import TensorRTRunner
 
@@ -64,8 +81,13 @@ def open_runner(path: str | os.PathLike[str], device: str, options: Mapping[str,
     return TensorRTRunner(path, **given)
 
 
-def open_tokenizer(tokenizer: str | os.PathLike[str] | Any) -> Any:
-    """Read a ``tokenizer.json``; other objects are taken as they are."""
+def open_tokenizer(tokenizer: str | os.PathLike[str] | Any, model: Path) -> Any:
+    """Read a ``tokenizer.json``: the given one, or for None the one beside the model. False is none at all.
+
+    Other objects are taken as they are.
+    """
+    if tokenizer is None or tokenizer is False:
+        return None if tokenizer is False else find_tokenizer(model)
     if not isinstance(tokenizer, (str, os.PathLike)):
         return tokenizer
     from trt_kvcache.runtime.text.tokenizer import Tokenizer

@@ -36,6 +36,7 @@ __all__ = [
     "ReadPrompt",
     "check_config",
     "for_each",
+    "is_one",
 ]
 
 Prompt = str | Sequence[int] | npt.NDArray[np.int64]
@@ -113,10 +114,13 @@ class PromptReader:
         cache: over it.
         embeddings: of token ids; None for models that take the ids.
         tokenizer: for texts, or None.
+        why: what is missing where there is no tokenizer.
     """
 
-    def __init__(self, runner: Runner, cache: KVCache, embeddings: Embeddings | None, tokenizer: Any) -> None:
-        self._vocab, self._cache, self._tokenizer = runner.vocab, cache, tokenizer
+    def __init__(
+        self, runner: Runner, cache: KVCache, embeddings: Embeddings | None, tokenizer: Any, why: str = ""
+    ) -> None:
+        self._vocab, self._cache, self._tokenizer, self._why = runner.vocab, cache, tokenizer, why
         self._embeddings = embeddings
         self._tensor = embedded_input(runner.plan)
         self._positions = PositionInput(runner.plan)
@@ -144,10 +148,7 @@ class PromptReader:
             CapacityError: see `after`.
         """
         entries = "prompts, each a text or a list of token ids"
-        one = isinstance(prompts, str)
-        prompts = [] if one else given_list(prompts, "prompts", entries, PromptError)
-        if one or any(isinstance(p, (int, np.integer)) for p in prompts):
-            raise PromptError(f"prompts is one prompt; give a list of {entries}")
+        prompts = given_list(prompts, "prompts", entries, PromptError)
         embeds = for_each(prompts, inputs_embeds, "inputs_embeds", "an array or None")
         places = for_each(prompts, positions, "positions", "an array or None")
         checked = [self.read(*given) for given in zip(prompts, embeds, places, strict=True)]
@@ -236,10 +237,18 @@ class PromptReader:
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise PromptError("a prompt is text, and there is no tokenizer; open the session with one, or give ids")
-            prompt = self._tokenizer.encode(prompt)
+            prompt = self.text_tokenizer("a prompt").encode(prompt)
         return read_ids(prompt, self._vocab)
+
+    def text_tokenizer(self, what: str) -> Any:
+        """The tokenizer.
+
+        Raises:
+            PromptError: there is none for `what`, which is text.
+        """
+        if self._tokenizer is None:
+            raise PromptError(f"{what} is text, and {self._why}; open the session with --tokenizer, or give token ids")
+        return self._tokenizer
 
     def _embeds(self, given: Any, count: int) -> Array:
         if self._tensor is None:
@@ -259,6 +268,15 @@ class PromptReader:
                 f"inputs_embeds hold NaN or infinity as {made.dtype}; give numbers that the model can read"
             )
         return made
+
+
+def is_one(prompts: object) -> bool:
+    """Whether it is one prompt, a text or a flat list of token ids, and no list of prompts."""
+    if isinstance(prompts, np.ndarray):
+        return prompts.ndim == 1 and prompts.dtype.kind in "iu"
+    if isinstance(prompts, Sequence) and not isinstance(prompts, (str, bytes)):
+        return any(isinstance(entry, (int, np.integer)) for entry in prompts)
+    return isinstance(prompts, str)
 
 
 def check_config(config: GenerationConfig, plan: CachePlan) -> None:

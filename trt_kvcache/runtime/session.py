@@ -5,17 +5,18 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack, cast, overload
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.errors import OptionError
-from trt_kvcache.given import given_path, given_switch, given_whole, shown
-from trt_kvcache.importer.plan import CachePlan
+from trt_kvcache.errors import OptionError, PromptError
+from trt_kvcache.given import given_list, given_path, given_switch, given_whole, shown
+from trt_kvcache.importer.plan import CachePlan, PlanOptions
+from trt_kvcache.runtime.beside import Unread, default_config
 from trt_kvcache.runtime.cache import KVCache
 from trt_kvcache.runtime.continuation import Continuation
 from trt_kvcache.runtime.embedding_files import find_embeddings
@@ -24,6 +25,7 @@ from trt_kvcache.runtime.encoders.encoder import Encoder, Source, Sources, open_
 from trt_kvcache.runtime.events import TokenEvent
 from trt_kvcache.runtime.generation.beam_slots import beam_events
 from trt_kvcache.runtime.generation.config import GenerationConfig
+from trt_kvcache.runtime.generation.settings import Settings, changed
 from trt_kvcache.runtime.guard import Guard
 from trt_kvcache.runtime.loop import DecodeLoop
 from trt_kvcache.runtime.open import open_runner, open_tokenizer
@@ -37,6 +39,7 @@ from trt_kvcache.runtime.requests import (
     PromptReader,
     ReadPrompt,
     check_config,
+    is_one,
 )
 from trt_kvcache.runtime.runner import Runner
 from trt_kvcache.runtime.streams import Streams, in_a_thread
@@ -49,8 +52,9 @@ _GREEDY = GenerationConfig()
 class DecodeSession:
     """Decodes with one model. Use it in a ``with`` block, or close it.
 
-        with DecodeSession.open("model.onnx") as session:
-            for event in session.stream([[1, 2, 3]], GenerationConfig(max_new_tokens=64)):
+        with DecodeSession.open("my-export/") as session:
+            print(session.generate("Hello", max_new_tokens=64).text)
+            for event in session.stream([[1, 2, 3]], max_new_tokens=64):
                 print(event.token)
 
     Any method may be called from any thread: one lock serializes the steps, and sequences of all threads share them. In
@@ -62,10 +66,13 @@ class DecodeSession:
         tokenizer: turns text into tokens and back, see `trt_kvcache.runtime.text.tokenizer`.
         embeddings: of token ids, for a model that takes embeddings; see `open`.
         encoder: opens the model's encoder, when one is asked for; it is given the session's lock.
+        config: how to generate where nothing else is said.
         max_sequences: see `open`.
 
     Attributes:
         cache: the caches, and what may be done to them.
+        config: how a generation runs that is given none: greedy, ended by the model's own tokens. A `GenerationConfig`
+            that names no ``eos_token_id`` gets that of this one; ``eos_token_id=()`` is none.
     """
 
     def __init__(
@@ -74,11 +81,15 @@ class DecodeSession:
         tokenizer: Any = None,
         embeddings: GivenEmbeddings = None,
         encoder: Callable[[Guard], Encoder] | None = None,
+        config: GenerationConfig = _GREEDY,
         *,
         max_sequences: int | None = None,
     ) -> None:
         if not hasattr(runner, "plan"):
             raise OptionError(f"runner is {shown(runner)}; open models and engines with DecodeSession.open")
+        why, tokenizer = (
+            (tokenizer.why, None) if isinstance(tokenizer, Unread) else ("there is no tokenizer", tokenizer)
+        )
         able = any(callable(getattr(tokenizer, name, None)) for name in ("encode", "decode"))
         if isinstance(tokenizer, (str, bytes)) or (tokenizer is not None and not able):
             raise OptionError(
@@ -92,9 +103,10 @@ class DecodeSession:
         self._guard = Guard()
         self._runner = runner
         self._tokenizer = tokenizer
+        self.config = config
         self.cache = KVCache(runner, self._guard, max_sequences)
         made = open_embeddings(embeddings, runner.plan, runner.vocab)
-        self._reader = PromptReader(runner, self.cache, made, tokenizer)
+        self._reader = PromptReader(runner, self.cache, made, tokenizer, why)
         self._loop = DecodeLoop(runner, self.cache, made)
         self._streams = Streams(self._guard, self.cache, self._loop)
         self._sources = Sources(encoder, self._guard, tokenizer)
@@ -111,15 +123,23 @@ class DecodeSession:
         max_batch: int | None = None,
         max_chunk: int | None = None,
         max_sequences: int | None = None,
+        capacity: int | None = None,
+        default_capacity: int | None = None,
+        plan_options: PlanOptions | None = None,
+        threads: int | None = None,
         check: str = "first",
-        **options: Any,
+        gpu: int | None = None,
+        cuda_graphs: bool | None = None,
+        kernel_cache: str | os.PathLike[str] | None = None,
+        bindings: Any = None,
     ) -> DecodeSession:
-        """Open an engine or a model.
+        """Open an engine or a model, and what lies beside it: tokenizer, tokens that end a text, embeddings, encoder.
 
         Args:
-            path: an engine that ``trt-kvcache build`` wrote, or an ``.onnx`` file, which runs on the CPU.
+            path: an engine that ``trt-kvcache build`` wrote, or an ``.onnx`` file or its folder, which run on the CPU.
             device: ``"cpu"``, ``"cuda"``, or ``"auto"``: what the file is for.
-            tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes; None: token ids only.
+            tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes. None: the file beside
+                `path`, if there is one; False: token ids only.
             embeddings: how token ids become embeddings, for a model that takes these: an ``.onnx`` model, which runs on
                 the CPU; or a table ``[V, H]``, as an array, ``.npy`` or ``.safetensors`` (``FILE:NAME`` names a tensor
                 in it), of any float type, scaled as the decoder takes them. None: the exporter's model beside `path`.
@@ -136,25 +156,48 @@ class DecodeSession:
                 was built. ``"first"``: once for each GPU, driver and version of TensorRT, which takes some seconds and
                 leaves a receipt beside the engine (or in ``kernel_cache``); ``"always"``; or ``"off"``. Engines without
                 a proof are refused by ``"always"``, models on the CPU need none.
-            options: for the runner: ``capacity`` (of caches that grow or have a symbolic length), ``plan_options``,
-                ``threads`` on the CPU; ``gpu``, ``cuda_graphs``, ``kernel_cache`` on a GPU.
+            capacity: tokens per sequence, of a model whose caches grow or have a symbolic length (CPU).
+            default_capacity: the same where `capacity` is None; no error for models that fix it. None: the longest text
+                that ``config.json`` beside the model names, at most 4096.
+            plan_options: how the model is planned (CPU).
+            threads: of ONNX Runtime (CPU); None: one per core.
+            gpu: number of the GPU; None: 0.
+            cuda_graphs: record decode steps as CUDA graphs (GPU); None: yes.
+            kernel_cache: folder for what TensorRT for RTX compiles (GPU); None: beside the engine.
+            bindings: stand-ins for TensorRT and CUDA, for tests.
 
         Raises:
-            OptionError: the file cannot run on that device, or an option is not known there.
+            OptionError: the file cannot run on that device, an option is not for that device, or a file beside it
+                cannot be used.
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
             VerificationError: the engine does not give the original's numbers on this GPU.
         """
-        reader = open_tokenizer(tokenizer)
+        model = given_path(path, "path")
         beside = None if encoder is None else given_path(encoder, "encoder")
-        runner = open_runner(path, device, {"max_batch": max_batch, "max_chunk": max_chunk, **options}, check)
+        options = {
+            "max_batch": max_batch, "max_chunk": max_chunk, "capacity": capacity, "plan_options": plan_options,
+            "threads": threads, "gpu": gpu, "cuda_graphs": cuda_graphs, "kernel_cache": kernel_cache,
+            "bindings": bindings,
+        }  # fmt: skip
+        if default_capacity is not None and given_whole(default_capacity, "default_capacity") < 1:
+            raise OptionError(f"default_capacity is {default_capacity}; it must be at least 1 token")
+        reader = open_tokenizer(tokenizer, model)
+        runner = open_runner(model, device, options, check, default_capacity=default_capacity)
         try:
             if embeddings is None and embedded_input(runner.plan) is not None:
-                embeddings = find_embeddings(Path(path))
-            encode = partial(open_encoder, beside, Path(path), runner)
-            return cls(runner, reader, embeddings, encode, max_sequences=max_sequences)
+                embeddings = find_embeddings(model)
+            config = default_config(model, reader)
+            encode = partial(open_encoder, beside, model, runner)
+            return cls(runner, reader, embeddings, encode, config, max_sequences=max_sequences)
         except BaseException:
             runner.close()
             raise
+
+    def __repr__(self) -> str:
+        if self._guard.open.closed:
+            return "<DecodeSession: closed>"
+        running = f"{len(self._loop.slots)} running" if self._loop.slots else "idle"
+        return f"<DecodeSession: {self.name}; {self.plan.in_place_text}, {running}; cache {self.cache!r}>"
 
     @property
     def name(self) -> str:
@@ -214,26 +257,53 @@ class DecodeSession:
 
     # --- whole generations
 
+    @overload
+    def generate(  # type: ignore[overload-overlap]
+        self,
+        prompts: Prompt,
+        config: GenerationConfig | None = None,
+        constants: Given | None = None,
+        *,
+        inputs_embeds: npt.NDArray[Any] | None = None,
+        positions: npt.ArrayLike | None = None,
+        **settings: Unpack[Settings],
+    ) -> Generation: ...
+
+    @overload
     def generate(
         self,
         prompts: Sequence[Prompt],
-        config: GenerationConfig = _GREEDY,
+        config: GenerationConfig | None = None,
         constants: GivenAll = None,
         *,
         inputs_embeds: EmbedsAll = None,
         positions: PositionsAll = None,
-    ) -> list[Generation]:
+        **settings: Unpack[Settings],
+    ) -> list[Generation]: ...
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerationConfig | None = None,
+        constants: GivenAll | Given = None,
+        *,
+        inputs_embeds: EmbedsAll | npt.NDArray[Any] = None,
+        positions: PositionsAll | npt.ArrayLike = None,
+        **settings: Unpack[Settings],
+    ) -> Generation | list[Generation]:
         """Continue every prompt to its end.
 
         Args:
-            prompts: texts or token ids; more than fit at a time take turns.
-            config: for all of them.
-            constants: what the model reads beside each prompt, see `Given`.
+            prompts: a list of texts or token ids, of which more than fit at a time take turns; or one prompt.
+            config: for all of them; None: `config` of the session.
+            constants: what the model reads beside each prompt, see `Given`; of one prompt: its own.
             inputs_embeds: of each prompt, see `add`.
             positions: of each prompt, see `add`.
+            settings: fields of `GenerationConfig`, such as ``max_new_tokens=20``, instead of the config's. Those of
+                sampling turn ``do_sample`` on.
 
         Returns:
-            One result per prompt, in order.
+            One result per prompt, in order; of one prompt that result.
 
         Raises:
             PromptError: a prompt is empty, or has token ids that the model does not know; or constants, embeddings or
@@ -243,27 +313,67 @@ class DecodeSession:
             SlotError: no row is free, and none will be.
             SessionError: the session is closed, or a step failed.
         """
-        checked = self._read(prompts, config, constants, inputs_embeds, positions)
+        config = self._configured(config, settings)
+        checked, one = self._read(prompts, constants, inputs_embeds, positions)
         results = [Generation(prompt.tokens) for prompt in checked]
         if config.num_beams > 1:
             for event in beam_events(self, checked, config):
                 results[event.sequence].take(event)
-            return results
+            return results[0] if one else results
         continuations = self._continuations(checked, config)
         for event in self._streams.stream(continuations, checked):
             results[event.sequence].take(event)
         for result, continuation in zip(results, continuations, strict=True):
             result.speculation = continuation.speculation
-        return results
+        return results[0] if one else results
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        config: GenerationConfig | None = None,
+        **settings: Unpack[Settings],
+    ) -> Generation:
+        """Answer the last message of a conversation.
+
+        The whole conversation is computed at each call. To keep it in the cache: `add` with `slot` and `keep`.
+
+        Args:
+            messages: ``{"role": "user", "content": "..."}`` and so on, as the tokenizer's chat template takes them.
+            config: see `generate`.
+            settings: see `generate`.
+
+        Raises:
+            PromptError: there is no tokenizer.
+            OptionError: there is no chat template, or it fails on the messages; and see `generate`.
+        """
+        return self.generate(self.render_chat(messages), config, **settings)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the token ids of a conversation, up to where the model's answer begins.
+
+        Raises:
+            PromptError, OptionError: see `chat`.
+        """
+        entries = "messages, such as {'role': 'user', 'content': 'Hello'}"
+        several = given_list(messages, "messages", entries, PromptError)
+        if not several or not all(isinstance(message, Mapping) for message in several):
+            raise PromptError(f"messages is {shown(messages)}; give a list of {entries}")
+        tokenizer = self._reader.text_tokenizer("a chat")
+        if not hasattr(tokenizer, "render_chat"):
+            raise PromptError(f"a chat needs a tokenizer with a chat template, and {shown(tokenizer)} renders none")
+        # The template writes the special tokens itself.
+        ids: list[int] = tokenizer.encode(tokenizer.render_chat(several), special_tokens=False)
+        return ids
 
     def stream(
         self,
-        prompts: Sequence[Prompt],
-        config: GenerationConfig = _GREEDY,
-        constants: GivenAll = None,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerationConfig | None = None,
+        constants: GivenAll | Given = None,
         *,
-        inputs_embeds: EmbedsAll = None,
-        positions: PositionsAll = None,
+        inputs_embeds: EmbedsAll | npt.NDArray[Any] = None,
+        positions: PositionsAll | npt.ArrayLike = None,
+        **settings: Unpack[Settings],
     ) -> Iterator[TokenEvent]:
         """Continue every prompt; events come as tokens do, `TokenEvent.sequence` is the index of the prompt.
 
@@ -273,22 +383,24 @@ class DecodeSession:
         Raises:
             See `generate`.
         """
-        checked = self._read(prompts, config, constants, inputs_embeds, positions)
+        config = self._configured(config, settings)
+        checked, _ = self._read(prompts, constants, inputs_embeds, positions)
         if config.num_beams > 1:  # which knows its tokens only at the end
             return beam_events(self, checked, config)
         return self._streams.stream(self._continuations(checked, config), checked)
 
     async def astream(
         self,
-        prompts: Sequence[Prompt],
-        config: GenerationConfig = _GREEDY,
-        constants: GivenAll = None,
+        prompts: Prompt | Sequence[Prompt],
+        config: GenerationConfig | None = None,
+        constants: GivenAll | Given = None,
         *,
-        inputs_embeds: EmbedsAll = None,
-        positions: PositionsAll = None,
+        inputs_embeds: EmbedsAll | npt.NDArray[Any] = None,
+        positions: PositionsAll | npt.ArrayLike = None,
+        **settings: Unpack[Settings],
     ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio: steps run in a thread. Cancelling the task ends its sequences after that step."""
-        events = self.stream(prompts, config, constants, inputs_embeds=inputs_embeds, positions=positions)
+        events = self.stream(prompts, config, constants, inputs_embeds=inputs_embeds, positions=positions, **settings)
         async with aclosing(in_a_thread(events)) as found:
             async for event in found:
                 yield event
@@ -298,7 +410,7 @@ class DecodeSession:
     def add(
         self,
         prompt: Prompt = (),
-        config: GenerationConfig = _GREEDY,
+        config: GenerationConfig | None = None,
         *,
         slot: int | None = None,
         keep: bool = False,
@@ -306,12 +418,13 @@ class DecodeSession:
         constants: Given | None = None,
         inputs_embeds: npt.NDArray[Any] | None = None,
         positions: npt.ArrayLike | None = None,
+        **settings: Unpack[Settings],
     ) -> int:
         """Let a sequence join: `step` advances it from now on, and its slot is freed at its end.
 
         Args:
             prompt: text or token ids; may be empty where `slot` holds tokens that are not in its cache yet.
-            config: how to continue it.
+            config: how to continue it; None: `config` of the session.
             slot: continue this one, which does not run: the prompt comes after its tokens. None: a new slot.
             keep: the slot stays when the sequence ends, with its tokens and caches.
             index: of its random numbers among sequences of one seed; with the same one, forks draw the same numbers.
@@ -322,6 +435,7 @@ class DecodeSession:
             positions: ints ``[S]``, or ``[planes, S]`` for a model with several per token (M-RoPE: time, height,
                 width): where the tokens of the prompt stand. What follows stands behind the largest of them, one by one
                 in all planes. None: they follow what the slot holds.
+            settings: see `generate`.
 
         Returns:
             The slot; `TokenEvent.sequence` of its events.
@@ -329,7 +443,7 @@ class DecodeSession:
         Raises:
             PromptError, CapacityError, OptionError, SlotError, SessionError: see `generate`; nothing has changed then.
         """
-        check_config(config, self.plan)
+        config = self._configured(config, settings)
         index, keep = given_whole(index, "index"), given_switch(keep, "keep")
         if index < 0:
             raise OptionError(f"index is {index}; it must be 0 or more")
@@ -434,11 +548,24 @@ class DecodeSession:
     ) -> None:
         self.close()
 
-    def _read(self, prompts: Sequence[Prompt], config: GenerationConfig, *given: Any) -> list[ReadPrompt]:
-        """All that is given, checked."""
+    def _configured(self, config: GenerationConfig | None, settings: Mapping[str, Any]) -> GenerationConfig:
+        """How to generate, checked: a config or the session's own, and what is given beside it."""
         with self._guard.lock, self._guard.open:  # a closed session says so at the call
-            check_config(config, self.plan)
-            return self._reader.read_all(prompts, *given)
+            made = self.config if config is None else config
+            check_config(made, self.plan)
+            made = changed(made, settings) if settings else made
+            if made.eos_token_id is None and self.config.eos_token_ids:
+                made = replace(made, eos_token_id=self.config.eos_token_id)
+            check_config(made, self.plan)
+            return made
+
+    def _read(self, prompts: Prompt | Sequence[Prompt], *given: Any) -> tuple[list[ReadPrompt], bool]:
+        """All that is given, checked; and whether it is one prompt, not a list of them."""
+        one = is_one(prompts)
+        several = [prompts] if one else prompts
+        beside = [[value] if one and value is not None else value for value in given]
+        with self._guard.lock, self._guard.open:
+            return self._reader.read_all(cast("Sequence[Prompt]", several), *beside), one
 
     def _continuations(self, prompts: Sequence[ReadPrompt], config: GenerationConfig) -> list[Continuation]:
         return [Continuation(i, prompt.tokens, config, self._tokenizer) for i, prompt in enumerate(prompts)]

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from trt_kvcache.errors import PromptError
+from trt_kvcache.given import shown
 
 __all__ = ["read_ids"]
 
@@ -34,6 +35,6 @@ def read_ids(given: object, vocab: int) -> list[int]:
         raise PromptError(f"a prompt is {array.dtype} {list(array.shape)}; token ids are a flat list of integers")
     wrong = array[(array < 0) | (array >= vocab)]
     if wrong.size:
-        raise PromptError(f"token id {int(wrong[0])} is out of range; the model has 0 to {vocab - 1}")
+        raise PromptError(f"token id {shown(int(wrong[0]))} is out of range; the model has 0 to {vocab - 1}")
     ids: list[int] = array.tolist()
     return ids

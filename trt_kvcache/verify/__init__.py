@@ -78,7 +78,7 @@ def verify_model(
     if rewritten is None:
         return verify_import(import_model(model, options, thorough=verify.thorough), verify)
     if verify.thorough:
-        raise OptionError("thorough compares a fresh rewrite of a model: leave 'rewritten' (--rewritten) out")
+        raise OptionError("thorough compares a fresh rewrite of a model: leave --rewritten out")
     options = given_options(options, PlanOptions, "options")
     file = load_source(rewritten)
     imported = import_model(model, recorded_options(file.proto, options, file.path))

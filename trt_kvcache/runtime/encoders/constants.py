@@ -96,8 +96,7 @@ class ConstantInputs:
             raise PromptError(
                 f"the model takes inputs that are given once per sequence, and {shown}{more} "
                 f"{'are' if len(missing) > 1 else 'is'} missing{self._wholes}; let the encoder make them "
-                "(session.encode, on the command line --source), or give them as constants={name: array} (--constants "
-                "FILE.npz)"
+                "(session.encode, on the command line --source), or give --constants"
             )
         if unknown := [name for name in given if name not in names]:
             takes = f"it takes {', '.join(names)}{self._wholes}" if names else "it takes none"

@@ -88,7 +88,7 @@ def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) 
     if path is None:
         raise OptionError(
             f"there is no encoder {f'beside {model}' if given is None else f'at {given}'}, such as encoder_model.onnx; "
-            "name it with encoder= or --encoder, or give what it makes as constants"
+            "name it with --encoder, or give what it makes as constants"
         )
     if missing:
         warnings.warn(f"the encoder {path} runs on the CPU: {missing}", RuntimeWarning, stacklevel=2)
@@ -99,9 +99,9 @@ def open_encoder(given: Path | None, model: Path, runner: Runner, guard: Guard) 
 
 def _with_way_out(error: TrtKvCacheError, model: Path | None) -> TrtKvCacheError:
     """The error of an engine, which others may not have: who wants the slower way has to say so, and is told how."""
-    if model is None or "encoder=" in str(error):
+    if model is None or "--encoder" in error.message:
         return error
-    return type(error)(f"{error}; or let the encoder run on the CPU: {model} as encoder= or --encoder")
+    return type(error)(f"{error.message}; or let the encoder run on the CPU: {model} as --encoder")
 
 
 class Sources:

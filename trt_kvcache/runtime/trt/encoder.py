@@ -78,7 +78,7 @@ class TensorRTEncoder:
                 raise PromptError(
                     f"'{name}' is {list(shape)}, and the engine of the encoder takes {list(range_.min)} to "
                     f"{list(range_.max)}: build it again with other sizes (--max-encoder, --maxShapes), or let the "
-                    "encoder run on the CPU (its .onnx file as encoder= or --encoder)"
+                    "encoder run on the CPU (its .onnx file as --encoder)"
                 )
         vocab = self._manifest.vocab
         for name, array in feed.items():
@@ -98,7 +98,7 @@ def _check(path: Path, manifest: Manifest, runner: TensorRTRunner, constants: Se
         with_it = "no encoder" if built is None else f"{built.name} (BLAKE3 {built.blake3[:12]})"
         raise ManifestError(
             f"{path} (BLAKE3 {found.blake3[:12]}) is not the encoder that the decoder's engine was built with: that is "
-            f"{with_it}; build both again, or let the encoder run on the CPU (its .onnx file as encoder= or --encoder)"
+            f"{with_it}; build both again, or let the encoder run on the CPU (its .onnx file as --encoder)"
         )
     made = {t.name: t for t in manifest.plan.tensors if t.io == "output"}
     for tensor in constants:

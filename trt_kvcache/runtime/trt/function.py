@@ -29,7 +29,7 @@ _STAGING = 8 << 20
 
 _LESS = (
     "open the decoder with a smaller max_batch, free memory that other programs hold, or let the encoder run on the "
-    "CPU (its .onnx file as encoder= or --encoder)"
+    "CPU (its .onnx file as --encoder)"
 )
 
 
@@ -107,8 +107,8 @@ class EngineFunction:
             block = DeviceBlock(self._cuda.allocate(size), self._gone)
         except BackendError as error:
             raise BackendError(
-                f"{error}, for what the encoder makes of one source; that of others stays on the GPU for as long as "
-                "anything holds it: let it go, or keep numpy.asarray of it"
+                f"{error.message}, for what the encoder makes of one source; that of others stays on the GPU for as "
+                "long as anything holds it: let it go, or keep numpy.asarray of it"
             ) from error
         outputs = {name: block.address + offset for name, (offset, _) in places.items()}
         self._context.prepare({}, self._addresses | outputs)

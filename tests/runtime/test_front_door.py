@@ -1,0 +1,215 @@
+"""A session finds what lies beside a model, as the command line does, and takes one prompt and settings by name."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import inspect
+import json
+import shutil
+import sys
+import typing
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("tokenizers", reason="the tokenizers library is not installed (extra: text)")
+
+import onnx
+from decoders import DecoderConfig, write_decoder
+from foreign_decoders import make_foreign
+from runtime.hash_runner import HashRunner
+from runtime.tokenizers_in_code import byte_level
+from typer.testing import CliRunner
+
+import trt_kvcache
+from trt_kvcache import DecodeSession, GenerationConfig, OptionError, PromptError, Settings
+from trt_kvcache.cli.app import app
+from trt_kvcache.runtime.generation.settings import SYNONYMS
+
+TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+HELLO = [{"role": "user", "content": "the cache"}]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    write_decoder(folder / "model.onnx", DecoderConfig(vocab=300, capacity=64, layers=1))
+    byte_level().save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def said_by_command(folder: Path, *arguments: str) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["generate", str(folder), *arguments, "--json"])
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout)["sequences"][0]
+    return found
+
+
+def test_text_in_text_out(folder: Path) -> None:
+    """The tokens and the text of the command, with the tokenizer beside the model."""
+    with DecodeSession.open(folder) as session:
+        made = session.generate("the cache", max_new_tokens=9)
+        (listed,) = session.generate(["the cache"], max_new_tokens=9)
+        answer = session.chat(HELLO, max_new_tokens=9)
+        assert session.config.eos_token_ids == (byte_level().token_to_id("</s>"),)
+    found = said_by_command(folder, "--prompt", "the cache", "--max-new-tokens", "9")
+    assert (made.tokens, made.text) == (listed.tokens, listed.text) == (found["tokens"], found["text"])
+    assert (
+        answer.tokens == said_by_command(folder, "--prompt", "the cache", "--chat", "--max-new-tokens", "9")["tokens"]
+    )
+
+
+def test_texts_end_where_the_model_says(folder: Path, tmp_path: Path) -> None:
+    """Without a config, with one that names no end, by stream and by add; ``()`` is no end."""
+    shutil.copy(folder / "model.onnx", tmp_path)
+    with DecodeSession.open(tmp_path) as session:
+        tokens = session.generate([5, 6, 7], max_new_tokens=8).tokens
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [tokens[2]]}))
+    ended = tokens[: tokens.index(tokens[2]) + 1]
+    config = GenerationConfig(max_new_tokens=8)
+    with DecodeSession.open(tmp_path) as session:
+        assert session.generate([5, 6, 7], max_new_tokens=8).tokens == ended
+        assert session.generate([5, 6, 7], config).tokens == ended
+        assert session.generate([[5, 6, 7]], config)[0].tokens == ended
+        assert [event.token for event in session.stream([5, 6, 7], config)] == ended
+
+        async def streamed() -> list[int | None]:
+            return [event.token async for event in session.astream([5, 6, 7], max_new_tokens=8)]
+
+        assert asyncio.run(streamed()) == ended
+        session.add([5, 6, 7], config)
+        assert [event.token for _ in ended for event in session.step()] == ended
+        assert session.running == ()
+        assert session.generate([5, 6, 7], config, eos_token_id=()).tokens == tokens
+        other = GenerationConfig(max_new_tokens=8, eos_token_id=299)
+        assert session.generate([5, 6, 7], other).tokens == tokens
+
+
+def test_a_tokenizer_that_is_not_there_is_named_where_text_needs_it(folder: Path, tmp_path: Path) -> None:
+    shutil.copy(folder / "model.onnx", tmp_path)
+    with DecodeSession.open(tmp_path) as session:
+        for call in (lambda: session.generate("text"), lambda: session.chat(HELLO)):
+            with pytest.raises(PromptError, match=r"is text, and there is no .*tokenizer\.json; open the session"):
+                call()
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with DecodeSession.open(tmp_path) as session:
+        with pytest.raises(PromptError, match=r"is text, and .*is not a tokenizer\.json that this"):
+            session.generate("text")
+        assert len(session.generate([1, 2], max_new_tokens=2).tokens) == 2
+    with DecodeSession.open(folder, tokenizer=False) as session, pytest.raises(PromptError, match="there is no token"):
+        session.generate("text")
+    with DecodeSession(HashRunner(), type("Other", (), {"encode": None, "decode": str})()) as session:
+        with pytest.raises(PromptError, match="needs a tokenizer with a chat template"):
+            session.chat(HELLO)
+        for messages in ("Hello", [], ["Hello"], None):
+            with pytest.raises(PromptError, match="give a list of messages, such as"):
+                session.chat(messages)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("config", "capacity"),
+    [
+        ({}, 4096),
+        ({"config.json": {"max_position_embeddings": 96}}, 96),
+        ({"config.json": {"text_config": {"n_positions": 80}}}, 80),
+        ({"genai_config.json": {"model": {"context_length": 72}}}, 72),
+        ({"config.json": {"max_position_embeddings": 131072}}, 4096),
+        (
+            {"config.json": {"max_position_embeddings": True, "n_positions": -1}, "genai_config.json": {"model": []}},
+            4096,
+        ),
+    ],
+)
+def test_caches_that_grow_get_a_capacity(tmp_path: Path, config: dict[str, Any], capacity: int) -> None:
+    onnx.save(make_foreign("concat", DecoderConfig(vocab=300, layers=1)), tmp_path / "model.onnx")
+    for name, content in config.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    with DecodeSession.open(tmp_path) as session:
+        assert session.cache.capacity == capacity
+    with DecodeSession.open(tmp_path, capacity=40, default_capacity=50) as session:
+        assert session.cache.capacity == 40
+
+
+def test_a_capacity_that_nobody_gave_is_explained(tmp_path: Path) -> None:
+    onnx.save(make_foreign("concat", DecoderConfig(layers=1)), tmp_path / "model.onnx")
+    with pytest.raises(OptionError, match=r"^capacity is 9999999999; .* \(9999999999 is the default where capacity is"):
+        DecodeSession.open(tmp_path, default_capacity=9999999999)
+
+
+def test_options_of_the_other_device_are_refused(folder: Path) -> None:
+    with pytest.raises(OptionError, match="'cuda_graphs' is no option of a model on the CPU"):
+        DecodeSession.open(folder, cuda_graphs=True)
+
+
+def test_settings_are_those_of_the_config() -> None:
+    hints = typing.get_type_hints(GenerationConfig)
+    assert typing.get_type_hints(Settings) == {field.name: hints[field.name] for field in fields(GenerationConfig)}
+    assert set(SYNONYMS.values()) <= {*hints}
+    assert not set(SYNONYMS) & {*hints}
+
+
+def test_settings_by_name() -> None:
+    with DecodeSession(HashRunner()) as session:
+        drawn = session.generate([1, 2], temperature=0.9, seed=4, max_new_tokens=8)
+        sampled = GenerationConfig(do_sample=True, temperature=0.9, seed=4, max_new_tokens=8)
+        assert drawn.tokens == session.generate([1, 2], sampled).tokens
+        with pytest.raises(OptionError, match="temperature=0.5 has no effect without do_sample=True"):
+            session.generate([1, 2], temperature=0.5, do_sample=False)
+        for wrong, right in {"max_tokens": "max_new_tokens", "temprature": "temperature"}.items():
+            with pytest.raises(OptionError, match=f"'{wrong}' is no setting of a generation; did you mean {right}"):
+                session.generate([1, 2], **{wrong: 4})  # type: ignore[misc]
+        with pytest.raises(OptionError, match="'xyzzy' is no setting of a generation; see GenerationConfig"):
+            session.add([1, 2], xyzzy=4)  # type: ignore[call-arg]
+
+
+def test_what_is_shown_is_short(folder: Path) -> None:
+    with DecodeSession.open(folder) as session:
+        session.add([1, 2, 3])
+        session.step()
+        shown = (session, session.cache, session.plan)
+        lines = [repr(value) for value in shown]
+        page = session.plan._repr_html_() + session.cache._repr_html_()
+    assert lines[0].startswith("<DecodeSession: ONNX Runtime ")
+    assert "2 of 2 caches in place, 1 running" in lines[0]
+    assert lines[1] == "<KVCache: 1 of 8 rows in use, capacity 64, 128.0 KiB>"
+    assert lines[2] == "<CachePlan: 2 of 2 caches in place, 16.0 KiB per sequence>"
+    assert page.count("<table>") == 2
+    assert "<td>2</td>" in page  # caches that are alike are one row
+    assert repr(session) == "<DecodeSession: closed>"
+    assert all(len(line) < 200 and "\n" not in line for line in lines)
+
+
+INTERNAL = {"Encoder", "Guard", "Slot", "Constants"}
+"""What sessions and caches are made of."""
+
+
+def test_names_in_annotations_are_public() -> None:
+    public = set(trt_kvcache.__all__)
+    assert dir(trt_kvcache) == sorted(public)
+    missing = set()
+    for kind in (getattr(trt_kvcache, name) for name in public):
+        if not (inspect.isclass(kind) or inspect.isfunction(kind)):
+            continue
+        module = sys.modules[kind.__module__]
+        for name in annotated(ast.parse(inspect.getsource(kind)).body[0]):
+            home = getattr(getattr(module, name, None), "__module__", "") or ""
+            if home.startswith("trt_kvcache") and name not in public | INTERNAL:
+                missing.add(f"{kind.__name__}: {name}")
+    assert not missing
+
+
+def annotated(node: ast.stmt) -> set[str]:
+    """Names in the annotations of what is public of a function or class."""
+    found = []
+    for part in [node, *(node.body if isinstance(node, ast.ClassDef) else [])]:
+        if isinstance(part, ast.AnnAssign):
+            found.append(part.annotation)
+        elif isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef)) and not part.name.startswith("_"):
+            arguments = [*part.args.args, *part.args.kwonlyargs]
+            found += [a.annotation for a in arguments if a.annotation] + ([part.returns] if part.returns else [])
+    return {name.id for part in found for name in ast.walk(part) if isinstance(name, ast.Name)}

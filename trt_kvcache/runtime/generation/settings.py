@@ -1,0 +1,75 @@
+"""The settings of `GenerationConfig` as keyword arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from typing import Any, Literal, TypedDict
+
+from trt_kvcache.errors import OptionError
+from trt_kvcache.runtime.generation.config import GenerationConfig, LogitsProcessor
+
+__all__ = ["Settings", "changed"]
+
+_SAMPLING = {"temperature", "top_k", "top_p", "min_p"}
+
+
+class Settings(TypedDict, total=False):
+    """Fields of `GenerationConfig`, which says what they mean."""
+
+    max_new_tokens: int
+    min_new_tokens: int
+    min_length: int
+    do_sample: bool
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float | None
+    repetition_penalty: float
+    no_repeat_ngram_size: int
+    sequence_bias: Mapping[int | tuple[int, ...], float]
+    bad_words_ids: Sequence[Sequence[int]]
+    suppress_tokens: Sequence[int]
+    begin_suppress_tokens: Sequence[int]
+    forced_bos_token_id: int | None
+    forced_eos_token_id: int | Sequence[int] | None
+    exponential_decay_length_penalty: tuple[int, float] | None
+    logits_processor: LogitsProcessor | Sequence[LogitsProcessor]
+    eos_token_id: int | Sequence[int] | None
+    stop_strings: str | Sequence[str] | None
+    seed: int | None
+    num_beams: int
+    length_penalty: float
+    early_stopping: bool | Literal["never"]
+    renormalize_logits: bool
+    output_logprobs: bool
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int
+
+
+def changed(config: GenerationConfig, settings: Mapping[str, Any]) -> GenerationConfig:
+    """Return a config with some settings changed. A setting of sampling turns sampling on, unless `do_sample` is given.
+
+    Raises:
+        OptionError: there is no such setting, a value is illegal, or two contradict each other.
+    """
+    known = [f.name for f in fields(GenerationConfig)]
+    for name in settings:
+        if name not in known:
+            near = SYNONYMS.get(name) or next(iter(get_close_matches(name, known, 1)), "")
+            raise OptionError(
+                f"'{name}' is no setting of a generation; {f'did you mean {near}?' if near else 'see GenerationConfig'}"
+            )
+    sampling = {"do_sample": True} if _SAMPLING & settings.keys() else {}
+    return replace(config, **{**sampling, **settings})
+
+
+SYNONYMS = {
+    "max_tokens": "max_new_tokens", "max_length": "max_new_tokens", "n_predict": "max_new_tokens",
+    "min_tokens": "min_new_tokens", "stop": "stop_strings", "logit_bias": "sequence_bias", "best_of": "num_beams",
+    "beam_width": "num_beams", "sample": "do_sample", "logprobs": "output_logprobs", "frequency_penalty":
+    "repetition_penalty", "presence_penalty": "repetition_penalty", "random_seed": "seed", "temp": "temperature",
+    "stop_token_ids": "eos_token_id", "end_id": "eos_token_id",
+}  # fmt: skip
+"""Names that vLLM, transformers, TensorRT-LLM and OpenAI's API have for settings."""

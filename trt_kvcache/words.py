@@ -1,0 +1,97 @@
+"""Options in messages: arguments in Python, flags on the command line. Sizes in words; tables for notebooks.
+
+Messages are written with flags, such as ``--capacity 256``: no other text looks like one. `as_arguments` makes
+``capacity=256`` of it. `as_flags` does the reverse, for messages that name arguments of their own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+
+__all__ = ["FLAGS", "as_arguments", "as_flags", "html_table", "human_bytes"]
+
+FLAGS = (
+    "backend", "cache-layout", "capacity", "check", "check-memory", "check-seconds", "compute-capabilities", "config",
+    "constants", "declare-aliases", "embeddings", "encoder", "fallback", "latent-attention", "logits", "max-batch",
+    "max-chunk", "max-encoder", "max-logits", "maxShapes", "memory-check", "minShapes", "opt-batch", "opt-level",
+    "optShapes", "proof", "refit", "rewritten", "sliding", "strip-plan", "target", "timing-cache", "tokenizer",
+    "tokens", "version-compatible", "window-chunk",
+)  # fmt: skip
+"""Flags that messages of the library name, without their dashes. A test compares them with the messages."""
+
+_LISTS = ("compute-capabilities",)
+_WORDS = (
+    "absorbed|all|always|any|auto|circular|contract|current|expanded|first|functional|identical|last|linear|none|off|on"
+    "|own|preserve|sm[0-9]+[a-z]?(?:,sm[0-9]+[a-z]?)*|tensorrt|tensorrt-rtx"
+)
+_COMMAND = r"'(?:trt-kvcache |build |check |generate |plan |rewrite |verify )[^']*'"
+_FLAG = re.compile(
+    rf"{_COMMAND}|--(?P<no>no-)?(?P<flag>{'|'.join(sorted(FLAGS, key=len, reverse=True))})(?![\w-])"
+    rf"(?:[ =](?P<value>(?:-?[0-9][\w.]*|[A-Z]+|{_WORDS})(?![\w-]))|\b)"
+)
+
+
+def as_arguments(message: str) -> str:
+    """Return a message with its flags as arguments of Python: ``--capacity 256`` becomes ``capacity=256``.
+
+    Commands in quotes stay as they are.
+    """
+
+    def argument(found: re.Match[str]) -> str:
+        flag, value = found["flag"], found["value"]
+        if flag is None:
+            return found[0]
+        name = re.sub("[A-Z]", lambda capital: f"_{capital[0].lower()}", flag.replace("-", "_"))
+        if found["no"]:
+            return f"{name}=False"
+        if value is None:
+            return name
+        plain = value[0].isupper() or value.lstrip("-")[0].isdigit()
+        text = value if plain else ", ".join(f'"{part}"' for part in value.split(","))
+        return f"{name}=[{text}]" if flag in _LISTS else f"{name}={text}"
+
+    return _FLAG.sub(argument, message)
+
+
+def as_flags(message: str, flags: Mapping[str, tuple[str, str]]) -> str:
+    """Return a message with its arguments as the flags of a command: ``max_batch is 0`` becomes ``--max-batch is 0``.
+
+    Names of one word are arguments only before ``is`` or ``=``. What a file says, ``FILE.json: ...``, stays.
+
+    Args:
+        message: one line.
+        flags: by argument: the flag, and the one that says no, or nothing.
+    """
+    if re.match(r"\S*\.json: ", message) or not flags:
+        return message
+    names = "|".join(sorted(map(re.escape, flags), key=len, reverse=True))
+
+    def flag(found: re.Match[str]) -> str:
+        name, value = found["name"], found["value"]
+        if value is None:
+            alone = "_" in name or message.startswith(" is ", found.end())
+            return flags[name][0] if alone else found[0]
+        if value in ("True", "False"):
+            return flags[name][value == "False"] or found[0]
+        return f"{flags[name][0]} {value.strip('[]').strip(chr(34))}"
+
+    return re.sub(rf"(?<![\w/.'\"-])(?P<name>{names})(?![\w/.'\"-])(?:=(?P<value>[^\s,;:()]+))?", flag, message)
+
+
+def human_bytes(count: int) -> str:
+    """Return ``count`` bytes in the largest binary unit that leaves at least 1: ``"1.5 GiB"``."""
+    size = float(count)
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{count} B" if units[0] == "B" else f"{size:.1f} {units[0]}"
+
+
+def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """Return a table for a notebook; names come from files, and are escaped."""
+    head = "".join(f"<th>{escape(column)}</th>" for column in columns)
+    body = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<p>{escape(title)}</p><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
