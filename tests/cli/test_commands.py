@@ -39,8 +39,12 @@ def run(*arguments: object) -> Result:
 
 def test_plan(model: Path) -> None:
     text = run("plan", model, "--max-batch", 4).stdout
-    for part in ("4 of 4 caches in place", "key_cache.0..1", "native x2", "write_indices", "for a batch of 4"):
+    for part in ("4 of 4 caches in place", "key_cache.0..1", "4 native", "for a batch of 4"):
         assert part in text
+    assert text.splitlines()[-1] == f"next       trt-kvcache build {model} -o model-engine/ --max-batch 4"
+    every = run("plan", model, "--all").stdout
+    for part in ("4 of 4 caches in place", "key_cache.0..1", "native x2", "write_indices", "\nnext       trt-kvcache"):
+        assert part in every
     assert "…" not in text
     data = run("plan", model, "--json").stdout
     assert msgspec.json.decode(data, type=CachePlan) == plan_model(model)
@@ -75,8 +79,11 @@ def test_caches_that_grow_need_a_capacity() -> None:
 
 def test_a_model_whose_caches_grow(tmp_path: Path) -> None:
     text = run("plan", GROWING, "--capacity", 48).stdout
-    for part in ("Concat", "attention_mask", "What changes for the caller", "4 of 4 caches in place"):
+    for part in ("from Concat", "inputs and outputs change for the caller", "4 of 4 caches in place", "--capacity 48"):
         assert part in text
+    every = run("plan", GROWING, "--capacity", 48, "--all").stdout
+    for part in ("attention_mask", "What changes for the caller"):
+        assert part in every
     run("rewrite", GROWING, "--capacity", 48, "-o", tmp_path / "rewritten.onnx")
     asked = ["--tokens", "1,2,3", "--max-new-tokens", 9, "--json"]
     (found,) = msgspec.json.decode(run("generate", GROWING, "--capacity", 48, *asked).stdout)["sequences"]
@@ -105,11 +112,18 @@ def test_build_and_inspect(model: Path, tmp_path: Path) -> None:
     data = run("build", model, "-o", engine, "--json", "--backend", "tensorrt-rtx").stdout
     assert msgspec.json.decode(data, type=Manifest) == load_manifest(engine)
     result = run("build", model, "-o", engine, "--max-batch", 4, "--max-chunk", 16, "--backend", "tensorrt-rtx")
-    for part in ("model.engine: ", "with tensorrt-rtx", "its manifest", "4 of 4 caches in place", "4x16", "prefill"):
+    for part in ("model.engine: ", "with tensorrt-rtx", "its manifest", "4 of 4 caches in place", "next  "):
         assert part in result.stdout
     assert result.stderr == ""
     manifest = load_manifest(engine)
     assert (manifest.max_batch, manifest.max_chunk, len(manifest.aliases)) == (4, 16, 4)
+    lines = run("inspect", engine).stdout.splitlines()
+    assert len(lines) <= 20
+    for label in ("backend", "engine", "model", "limits", "caches", "attention", "memory", "checked", "next"):
+        assert any(line.startswith(f"{label} ") for line in lines)
+    every = run("inspect", engine, "--all").stdout
+    for part in ("4x16", "prefill", "write_indices", "the hash is the manifest's"):
+        assert part in every
     report = msgspec.json.decode(run("inspect", engine, "--json").stdout, type=EngineReport)
     assert report.manifest == manifest
     assert {path.name for path in tmp_path.iterdir()} == {"model.engine", "model.engine.json", "model.engine.proof"}
@@ -148,7 +162,9 @@ def test_build_options_reach_the_build(model: Path, tmp_path: Path, monkeypatch:
 
 def test_rewrite(model: Path, tmp_path: Path) -> None:
     output = tmp_path / "rewritten.onnx"
-    assert run("rewrite", model, "-o", output).stdout == f"{output}: 4 of 4 caches in place\n"
+    done, following = run("rewrite", model, "-o", output).stdout.splitlines()
+    assert done == f"{output}: 4 of 4 caches in place"
+    assert following == f"next       trt-kvcache verify {model} --rewritten {output}"
 
 
 def test_verify(model: Path) -> None:

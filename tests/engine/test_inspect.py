@@ -53,7 +53,7 @@ def test_tokens_of_the_model_are_shown(engine: Path, manifest: Manifest) -> None
     tokens = {"eos_token_id": 2, "suppress_tokens": list(range(90))}
     save_manifest(replace(manifest, engine=identify(engine), generation=tokens), manifest_path(engine))
     shown = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["inspect", str(engine)]).output
-    assert "tokens      eos_token_id=2, suppress_tokens=[0, 1, 2, 3, 4, 5, 6, 7, ...] (90)" in shown
+    assert "tokens     eos_token_id=2, suppress_tokens=[0, 1, 2, 3, 4, 5, 6, 7, ...] (90)" in shown
 
 
 def changed(name: str, **changes: object) -> Callable[[EngineView], EngineView]:
@@ -107,10 +107,12 @@ def test_without_a_gpu_says_why_the_engine_was_not_opened(engine: Path, monkeypa
     assert (report.view, report.not_opened) == (None, "no NVIDIA driver that works: gone")
     result = CliRunner().invoke(app, ["inspect", str(engine)])
     assert result.exit_code == 0
-    assert "the engine itself was not opened: no NVIDIA driver that works: gone" in result.stdout
-    assert "the engine's hash is the manifest's" in result.stdout
-    for part in ("tensorrt-rtx 1.7.1.116", "key_cache.0..1", "4 with one buffer, 0 with two", "decode", "4x1"):
+    assert "checked    the hash is the manifest's; not opened: no NVIDIA driver that works: gone\n" in result.stdout
+    for part in ("tensorrt-rtx 1.7.1.116", "4 of 4 caches in place", "4 sequences, 64 tokens per update"):
         assert part in result.stdout
+    every = CliRunner().invoke(app, ["inspect", str(engine), "--all"]).stdout
+    for part in ("not opened: no NVIDIA driver", "key_cache.0..1", "decode", "4x1"):
+        assert part in every
     data = CliRunner().invoke(app, ["inspect", str(engine), "--json"])
     assert msgspec.json.decode(data.stdout, type=EngineReport) == report
 

@@ -193,7 +193,13 @@ class BuildFlags:
 def build(
     model: ModelArgument,
     output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="ENGINE", help="The manifest goes to ENGINE.json.", readable=False)
+        str,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="ENGINE|FOLDER/",
+            help="A file; or a folder, which ends with a slash and gets the tokenizer, too.",
+        ),
     ],
     engine: BuildFlags,
     flags: BuildPlanFlags,
@@ -212,31 +218,37 @@ def build(
     if json:
         print_json(manifest)
     else:
-        _print(output, manifest, seconds)
+        _print(Path(output), manifest, seconds)
 
 
 def _print(output: Path, manifest: Manifest, seconds: float) -> None:
-    from trt_kvcache.cli.manifest_view import print_profiles
     from trt_kvcache.cli.output import console, human_bytes
-    from trt_kvcache.cli.plan_view import batch_of, bytes_of, in_place_text
+    from trt_kvcache.cli.plan_view import batch_of, bytes_of
+    from trt_kvcache.cli.summary import command_line, print_next
+    from trt_kvcache.engine.folder import TEXTS, engine_in
 
     out = console()
     plan = manifest.plan
     batch = batch_of(plan, manifest.max_batch)
     sequence, total = bytes_of(plan, batch)
     size = human_bytes(manifest.engine.size)
+    beside = engine_in(output).with_name
     out.print(f"{output}: {size}, built in {seconds:.1f} s with {manifest.backend} {manifest.backend_version}")
-    out.print(f"{output}.json: its manifest")
+    out.print(f"{beside(manifest.engine.name + '.json')}: its manifest")
     if manifest.proof is not None:
-        out.print(f"{output}.proof: its proof, which it has to repeat on each GPU before it is used there")
+        proof = beside(manifest.proof.name)
+        out.print(f"{proof}: its proof, which it has to repeat on each GPU before it is used there")
     if manifest.encoder is not None:
-        encoder, encoder_size = output.with_name(manifest.encoder.name), human_bytes(manifest.encoder.size)
+        encoder, encoder_size = beside(manifest.encoder.name), human_bytes(manifest.encoder.size)
         out.print(f"{encoder}: {encoder_size}, the engine of its encoder; {encoder.name}.json: the manifest of that")
+    if output.is_dir():
+        texts = [path.name for path in sorted(output.iterdir()) if path.name in TEXTS]
+        out.print(f"{output}: for texts: {', '.join(texts) or 'nothing beside the model'}")
     out.print(
-        f"{in_place_text(plan)}; cache memory: {human_bytes(sequence)} per sequence, "
+        f"{plan.in_place_text}; cache memory: {human_bytes(sequence)} per sequence, "
         f"{human_bytes(total)} for a batch of {batch}"
     )
-    print_profiles(out, manifest)
+    print_next(out, command_line("generate", output, "--prompt", "Hello"))
 
 
 @contextmanager

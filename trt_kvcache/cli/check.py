@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    engine: Annotated[
-        Path, typer.Argument(metavar="ENGINE", help="Engine; manifest and proof lie beside it.", readable=False)
-    ],
+    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine or its folder.", readable=False)],
     locate: Annotated[
         Path | None,
         typer.Option(
@@ -31,8 +29,10 @@ def check(
 ) -> None:
     """Replay the engine's proof on the GPU: a decode of the original model, recorded when it was built."""
     from trt_kvcache.cli.output import print_json
+    from trt_kvcache.engine.folder import engine_in
     from trt_kvcache.proof.check import check_engine_on_gpu
 
+    engine = engine_in(engine)
     report = check_engine_on_gpu(engine, {})
     if locate is not None and not report.passed:
         from trt_kvcache.proof.locate import with_layer
@@ -48,6 +48,7 @@ def check(
 def _print(report: CheckReport, *, every_row: bool) -> None:
     from trt_kvcache.cli.grouping import group_rows
     from trt_kvcache.cli.output import console, table
+    from trt_kvcache.cli.summary import command_line, print_next
 
     out = console()
     out.print(f"{report.engine}: {report.steps} steps on {report.ran_on}, driver {report.driver}")
@@ -74,3 +75,5 @@ def _print(report: CheckReport, *, every_row: bool) -> None:
     if report.layer:
         out.print(report.layer)
     out.print(f"the engine gives the original's numbers; receipt: {report.receipt}" if report.passed else "REFUSED")
+    if report.passed:
+        print_next(out, command_line("generate", report.engine, "--prompt", "Hello"))

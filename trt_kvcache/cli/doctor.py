@@ -24,6 +24,7 @@ def doctor(json: JsonOption = False) -> None:
 
 def _print(diagnosis: Diagnosis) -> None:
     from trt_kvcache.cli.output import console, human_bytes, table
+    from trt_kvcache.cli.summary import print_next
 
     out = console()
     out.print(f"trt-kvcache {diagnosis.version}, Python {diagnosis.python}, {diagnosis.system}")
@@ -51,3 +52,4 @@ def _print(diagnosis: Diagnosis) -> None:
         out.print("\nfor more:")
         for line in diagnosis.advice:
             out.print(f"  {line}")
+    print_next(out, "trt-kvcache plan MODEL")

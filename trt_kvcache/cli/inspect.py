@@ -7,21 +7,20 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import AllOption, JsonOption
+from trt_kvcache.cli.options import JsonOption, TablesOption
 
 
 def inspect(
-    engine: Annotated[
-        Path, typer.Argument(metavar="ENGINE", help="Engine; its manifest lies beside it.", readable=False)
-    ],
-    every_row: AllOption = False,
+    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="Engine or its folder.", readable=False)],
+    tables: TablesOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show an engine's manifest and check it: the engine's hash, and with a GPU the engine's own I/O and aliases."""
     from trt_kvcache import inspect_engine
-    from trt_kvcache.cli.manifest_view import print_manifest
+    from trt_kvcache.cli.manifest_view import manifest_lines, print_manifest
     from trt_kvcache.cli.output import console, print_json
     from trt_kvcache.cli.plan_view import batch_of, print_plan
+    from trt_kvcache.cli.summary import command_line, plan_lines, print_lines, print_next
 
     report = inspect_engine(engine)
     if json:
@@ -29,11 +28,19 @@ def inspect(
         return
     out = console()
     manifest = report.manifest
-    print_manifest(out, manifest)
-    out.print()
-    print_plan(out, "plan", manifest.plan, batch_of(manifest.plan, manifest.max_batch), every_row=every_row)
-    out.print("\nthe engine's hash is the manifest's")
+    batch = batch_of(manifest.plan, manifest.max_batch)
+    checked = "the hash is the manifest's; "
     if report.view is None:
-        out.print(f"the engine itself was not opened: {report.not_opened}")
+        checked += f"not opened: {report.not_opened}"
     else:
-        out.print("the engine was opened: its inputs, outputs, profiles and aliases are the manifest's")
+        checked += "opened: inputs, outputs, profiles and aliases are the manifest's"
+    if tables:
+        print_manifest(out, manifest)
+        out.print()
+        print_plan(out, "plan", manifest.plan, batch)
+        out.print(f"\n{'checked':11}{checked}")
+    else:
+        lines = [*manifest_lines(manifest), *plan_lines(manifest.plan, batch, built=True), ("checked", checked)]
+        print_lines(out, f"{engine.name}: {manifest.plan.in_place_text}", lines)
+    if not manifest.is_encoder:
+        print_next(out, command_line("generate", engine, "--prompt", "Hello"))

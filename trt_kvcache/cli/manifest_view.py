@@ -17,27 +17,33 @@ _FEW = 8  # tokens of a setting that are shown
 
 def print_manifest(out: Console, manifest: Manifest) -> None:
     """Print the files, the backend, the options and the profiles of an engine, without the plan."""
-    built_for = ", ".join(manifest.compute_capabilities) or "the backend's default"
-    out.print(f"created by  {manifest.created_by}")
-    out.print(f"backend     {manifest.backend} {manifest.backend_version}, compute capabilities: {built_for}")
-    for title, file in [("engine", manifest.engine), *(("model", file) for file in manifest.model)]:
-        out.print(f"{title:12}{file_text(file)}")
-    if manifest.encoder is not None:
-        out.print(f"encoder     {file_text(manifest.encoder)}")
-    if manifest.proof is not None:
-        out.print(f"proof       {file_text(manifest.proof)}")
-    if manifest.is_encoder:
-        out.print("encoder     of one source at a time")
-    else:
-        out.print(f"batch       up to {manifest.max_batch} sequences")
-        out.print(f"chunk       up to {manifest.max_chunk} tokens per update")
-        out.print(f"caches      {len(manifest.aliases)} with one buffer, {len(manifest.double_buffered)} with two")
-    if manifest.generation:
-        out.print(f"tokens      {', '.join(f'{name}={_few(tokens)}' for name, tokens in manifest.generation.items())}")
+    for label, text in (("created by", manifest.created_by), *manifest_lines(manifest)):
+        out.print(f"{label:12}{text}")
     given = {name: value for name, value in manifest.options.items() if value not in (None, "", False)}
     if given:
         out.print(f"options     {', '.join(f'{name}={value}' for name, value in given.items())}")
     print_profiles(out, manifest)
+
+
+def manifest_lines(manifest: Manifest) -> list[tuple[str, str]]:
+    """Return the files, the backend and the limits of an engine, each with a label."""
+    built_for = ", ".join(manifest.compute_capabilities) or "the backend's default"
+    lines = [("backend", f"{manifest.backend} {manifest.backend_version}, compute capabilities: {built_for}")]
+    files = {"engine": manifest.engine, "encoder": manifest.encoder, "proof": manifest.proof}
+    lines += [(label, file_text(file)) for label, file in files.items() if file is not None]
+    if len(manifest.model) == 1:
+        lines.append(("model", file_text(manifest.model[0])))
+    elif manifest.model:
+        size = human_bytes(sum(file.size for file in manifest.model))
+        lines.append(("model", f"{manifest.model[0].name} and {len(manifest.model) - 1} more files, {size}"))
+    if manifest.is_encoder:
+        lines.append(("encoder", "of one source at a time"))
+    else:
+        lines.append(("limits", f"{manifest.max_batch} sequences, {manifest.max_chunk} tokens per update"))
+    if manifest.generation:
+        tokens = ", ".join(f"{name}={_few(tokens)}" for name, tokens in manifest.generation.items())
+        lines.append(("tokens", tokens))
+    return lines
 
 
 def _few(tokens: object) -> str:

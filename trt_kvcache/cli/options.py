@@ -13,6 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import click
 import typer
 
+from trt_kvcache.engine.folder import is_model
 from trt_kvcache.errors import InvalidModelError, OptionError, TrtKvCacheError
 from trt_kvcache.importer.plan import (
     CacheLayout,
@@ -33,7 +34,8 @@ ModelArgument = Annotated[
     typer.Argument(metavar="MODEL", help="ONNX decoder with KV caches, or the folder of its export.", readable=False),
 ]
 RunnableArgument = Annotated[
-    Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine, or a model for the CPU.", readable=False)
+    Path,
+    typer.Argument(metavar="ENGINE|MODEL", help="An engine or its folder; or a model, on the CPU.", readable=False),
 ]
 EmbeddingsOption = Annotated[
     str | None,
@@ -164,7 +166,7 @@ class SessionPlanFlags:
                 without another.
             InvalidModelError: there is no such model.
         """
-        if path.suffix.lower() == ".onnx" or path.is_dir():
+        if is_model(path):
             return self.options_for(path)
         given = [f.name for f in fields(self) if getattr(self, f.name) != f.default]
         if given:

@@ -6,14 +6,14 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.options import AllOption, JsonOption, ModelArgument, PlanFlags
+from trt_kvcache.cli.options import JsonOption, ModelArgument, PlanFlags, TablesOption
 
 
 def plan(
     model: ModelArgument,
     flags: PlanFlags,
     max_batch: Annotated[int, typer.Option(min=1, metavar="N", help="Batch size for the memory estimate.")] = 1,
-    every_row: AllOption = False,
+    tables: TablesOption = False,
     json: JsonOption = False,
 ) -> None:
     """Show what a build will do to every cache and every attention, without doing it."""
@@ -21,11 +21,20 @@ def plan(
     from trt_kvcache import plan_model
     from trt_kvcache.cli.output import console, print_json, print_warnings
     from trt_kvcache.cli.plan_view import batch_of, plan_data, print_plan
+    from trt_kvcache.cli.summary import build_line, plan_lines, print_lines, print_next
 
     made = plan_model(model, options)
     batch = batch_of(made, max_batch)
     if json:
         print_json(plan_data(made, batch))
     else:
-        print_plan(console(), model.absolute().name, made, batch, every_row=every_row)
+        out, name = console(), model.absolute().name
+        if tables:
+            print_plan(out, name, made, batch)
+            out.print()
+        else:
+            title = f"{name}: {made.in_place_text} (opset {made.opset}, target {made.options.target.value})"
+            print_lines(out, title, plan_lines(made, batch))
+        tensorrt = made.options.target.value == "tensorrt"
+        print_next(out, build_line(model, flags, max_batch if batch == max_batch else 1, tensorrt=tensorrt))
     print_warnings(made.warnings)

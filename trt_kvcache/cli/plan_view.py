@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache.cli.grouping import group_rows
@@ -20,11 +19,8 @@ from trt_kvcache.importer.plan import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-Grouped = list[tuple[tuple[str, ...], list[int]]]
-Group = Callable[[Iterable[Sequence[str]], int], Grouped]
 
-
-def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_row: bool = False) -> None:
+def print_plan(out: Console, model: str, plan: CachePlan, batch: int) -> None:
     """Print a plan: changes for the caller, caches, states, attention, masks, spans, inputs, outputs and bytes.
 
     Args:
@@ -32,25 +28,20 @@ def print_plan(out: Console, model: str, plan: CachePlan, batch: int, *, every_r
         model: the model's name, for the first line.
         plan: the plan.
         batch: batch size for the memory estimate.
-        every_row: one row per cache and node, instead of one per group of layers, and the full reason for each role.
     """
-
-    def group(rows: Iterable[Sequence[str]], names: int) -> Grouped:
-        return [(tuple(row), [at]) for at, row in enumerate(rows)] if every_row else group_rows(rows, names)
-
-    out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {in_place_text(plan)}")
+    out.print(f"{model}: opset {plan.opset}, target {plan.options.target.value}, {plan.in_place_text}")
     if plan.inlined:
         out.print(f"inlined: {', '.join(plan.inlined)}")
     for note in plan.notes:
         out.print(f"note: {note}")
-    _print_changes(out, plan, group)
-    _print_caches(out, plan, group)
-    _print_states(out, plan, group)
-    _print_attention(out, plan, group)
+    _print_changes(out, plan)
+    _print_caches(out, plan)
+    _print_states(out, plan)
+    _print_attention(out, plan)
     _print_masks(out, plan)
     _print_spans(out, plan)
     _print_logits_span(out, plan)
-    _print_tensors(out, plan, group, in_full=every_row)
+    _print_tensors(out, plan)
     if plan.caches:
         sequence, total = bytes_of(plan, batch)
         out.print(f"\ncache memory: {human_bytes(sequence)} per sequence, {human_bytes(total)} for a batch of {batch}")
@@ -79,26 +70,20 @@ def bytes_of(plan: CachePlan, batch: int) -> tuple[int, int]:
     return total // batch, total
 
 
-def in_place_text(plan: CachePlan) -> str:
-    """Return how many caches are updated in place: ``"64 of 64 caches in place"``."""
-    count = sum(cache.in_place for cache in plan.caches)
-    return f"{count} of {len(plan.caches)} caches in place" if plan.caches else "no caches"
-
-
-def _print_changes(out: Console, plan: CachePlan, group: Group) -> None:
+def _print_changes(out: Console, plan: CachePlan) -> None:
     if not plan.changes:
         return
     grid = table("", "as exported", "here", "why", title="What changes for the caller")
-    for (old, new, why, io), _ in group([(c.old, c.new, c.why, c.io) for c in plan.changes], 3):
+    for (old, new, why, io), _ in group_rows([(c.old, c.new, c.why, c.io) for c in plan.changes], 3):
         grid.add_row(io, old or "-", new or "-", why)
     out.print()
     out.print(grid)
 
 
-def _print_states(out: Console, plan: CachePlan, group: Group) -> None:
+def _print_states(out: Console, plan: CachePlan) -> None:
     if not plan.states:
         return
-    rows = group([(s.past, s.present, s.reason, shape_text(s.shape), s.dtype) for s in plan.states], 3)
+    rows = group_rows([(s.past, s.present, s.reason, shape_text(s.shape), s.dtype) for s in plan.states], 3)
     grid = table("past", "present", "shape", "dtype", title="States")
     for (past, present, _, shape, dtype), layers in rows:
         many = f" x{len(layers)}" if len(layers) > 1 else ""
@@ -108,10 +93,10 @@ def _print_states(out: Console, plan: CachePlan, group: Group) -> None:
     _print_notes(out, [("two buffers", row[0], row[2]) for row, _ in rows])
 
 
-def _print_caches(out: Console, plan: CachePlan, group: Group) -> None:
+def _print_caches(out: Console, plan: CachePlan) -> None:
     if not plan.caches:
         return
-    rows = group([_cache_row(cache) for cache in plan.caches], 3)
+    rows = group_rows([_cache_row(cache) for cache in plan.caches], 3)
     columns = ("past\npresent", "shape\nin the engine", "dtype\nmode", "idiom\nlayout", "route")
     grid = table(*columns, title="Caches")
     for (past, present, _, logical, physical, dtype, mode, idiom, layout, route), layers in rows:
@@ -141,10 +126,10 @@ def _cache_row(cache: CacheUpdate) -> tuple[str, ...]:
     )
 
 
-def _print_attention(out: Console, plan: CachePlan, group: Group) -> None:
+def _print_attention(out: Console, plan: CachePlan) -> None:
     if not plan.attention:
         return
-    rows = group([_attention_row(node) for node in plan.attention], 2)
+    rows = group_rows([_attention_row(node) for node in plan.attention], 2)
     grid = table("attention", "dtype", "heads", "size", "kind", "keys", "mask", title="Attention")
     for (node, _, dtype, heads, size, keys, mask, kind), layers in rows:
         many = f" x{len(layers)}" if len(layers) > 1 else ""
@@ -213,9 +198,9 @@ def _print_logits_span(out: Console, plan: CachePlan) -> None:
         )
 
 
-def _print_tensors(out: Console, plan: CachePlan, group: Group, *, in_full: bool) -> None:
+def _print_tensors(out: Console, plan: CachePlan) -> None:
     for io, title in (("input", "Inputs"), ("output", "Outputs")):
-        rows = group([_tensor_row(tensor, in_full) for tensor in plan.tensors if tensor.io == io], 2)
+        rows = group_rows([_tensor_row(tensor) for tensor in plan.tensors if tensor.io == io], 2)
         grid = table("name", "role", "dtype", "shape", "found by", title=title)
         for (name, found_by, role, dtype, shape), _ in rows:
             grid.add_row(name, role, dtype, shape, found_by)
@@ -223,7 +208,6 @@ def _print_tensors(out: Console, plan: CachePlan, group: Group, *, in_full: bool
         out.print(grid)
 
 
-def _tensor_row(tensor: TensorRole, in_full: bool) -> tuple[str, ...]:
+def _tensor_row(tensor: TensorRole) -> tuple[str, ...]:
     role = "" if tensor.role is Role.OTHER else "embeddings" if tensor.embedded else tensor.role.value
-    found_by = tensor.found_by if in_full else tensor.found_by.partition(":")[0]
-    return tensor.name, found_by, role, tensor.dtype, shape_text(tensor.shape)
+    return tensor.name, tensor.found_by.partition(":")[0], role, tensor.dtype, shape_text(tensor.shape)

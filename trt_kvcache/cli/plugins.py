@@ -31,6 +31,7 @@ def plugins(
     from fnmatch import fnmatchcase
 
     from trt_kvcache.cli.output import console, print_json
+    from trt_kvcache.cli.summary import build_line, command_line, print_next
     from trt_kvcache.errors import OptionError
 
     known = _kernels(model, flags)
@@ -53,6 +54,9 @@ def plugins(
         _print_list(chosen)
     if not known and not json:
         console().print(f"{model.name} needs no kernel beside TensorRT's own")
+    if not json:
+        built = flags.options_for_file(model) is None
+        print_next(console(), command_line("check", model) if built else build_line(model, flags, tensorrt=True))
 
 
 def _kernels(model: Path, flags: TensorRTPlanFlags) -> Sequence[Kernels]:

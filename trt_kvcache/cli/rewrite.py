@@ -21,8 +21,10 @@ def rewrite(
     options = flags.options_for(model)
     from trt_kvcache import rewrite_model
     from trt_kvcache.cli.output import console, print_warnings
-    from trt_kvcache.cli.plan_view import in_place_text
+    from trt_kvcache.cli.summary import command_line, print_next
 
     made = rewrite_model(model, output, options)
     print_warnings(made.warnings)
-    console().print(f"{output}: {in_place_text(made)}")
+    out = console()
+    out.print(f"{output}: {made.in_place_text}")
+    print_next(out, command_line("verify", model, "--rewritten", output, flags=flags))

@@ -13,6 +13,8 @@ from trt_kvcache.cli.options import AllOption, JsonOption, ModelArgument, PlanFl
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from rich.console import Console
+
     from trt_kvcache.verify import VerifyOptions, VerifyReport
 
 
@@ -75,21 +77,24 @@ def verify(
     """Run the original and the rewritten model side by side on ONNX Runtime over a decode; fail where they differ."""
     plan, options = flags.options_for(model), verification.options()
     from trt_kvcache import verify_model
-    from trt_kvcache.cli.output import print_json
+    from trt_kvcache.cli.output import console, print_json
+    from trt_kvcache.cli.summary import build_line, print_next
 
     report = verify_model(model, plan, options, rewritten)
     if json:
         print_json(report)
     else:
-        _print(model.absolute().name, report, every_row=every_row)
+        out = console()
+        _print(out, model.absolute().name, report, every_row=every_row)
+        if report.passed:
+            print_next(out, build_line(model, flags, tensorrt=plan.target.value == "tensorrt"))
     report.check()
 
 
-def _print(model: str, report: VerifyReport, *, every_row: bool) -> None:
+def _print(out: Console, model: str, report: VerifyReport, *, every_row: bool) -> None:
     from trt_kvcache.cli.grouping import group_rows
-    from trt_kvcache.cli.output import console, table
+    from trt_kvcache.cli.output import table
 
-    out = console()
     engines = report.original_engine
     if report.rewritten_engine != report.original_engine:
         engines += f" and {report.rewritten_engine}"

@@ -17,6 +17,7 @@ from trt_kvcache import __version__
 from trt_kvcache.engine.backend import Backend, check_build_options, choose_backend
 from trt_kvcache.engine.doctor import find_gpus
 from trt_kvcache.engine.encoder import EncoderJob, find_job, which_encoder
+from trt_kvcache.engine.folder import copy_texts, made_folders, output_engine
 from trt_kvcache.engine.manifest import Manifest, Profile, encode_manifest, encoder_path, manifest_path, proof_path
 from trt_kvcache.engine.memory import check_memory
 from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
@@ -59,7 +60,8 @@ def build_engine(
 
     Args:
         model: path of an ONNX decoder, opset 24 or later.
-        output: path of the engine.
+        output: path of the engine; or of a folder for it, which exists or ends with a slash, and gets tokenizer, chat
+            template and generation config, too. Folders are made.
         options: options of the plan; `target` and `packed_native` follow from the backend.
         build: options of the build.
         progress: called with every step; an exception from it ends the build.
@@ -75,8 +77,13 @@ def build_engine(
         BuildError: TensorRT refuses the model; the message quotes TensorRT.
     """
     watched = _Watched(progress)
+    engine, folder = output_engine(output)
     try:
-        return _build_engine(model, output, options, build, watched)
+        with made_folders(engine.parent):
+            manifest = _build_engine(model, engine, options, build, watched)
+            if folder is not None:
+                copy_texts(Path(model), folder)
+            return manifest
     except Exception:
         if watched.verdict is not None:
             watched.verdict.result()  # a refusal of the check says more than what comes of such a model

@@ -9,6 +9,7 @@ from typing import Any
 
 from trt_kvcache.engine.callbacks import make_recorder, native_logger
 from trt_kvcache.engine.doctor import find_gpus
+from trt_kvcache.engine.folder import engine_in
 from trt_kvcache.engine.manifest import Manifest, Profile, ShapeRange, check_engine, load_manifest
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.given import given_path
@@ -61,13 +62,13 @@ def inspect_engine(engine: str | Path) -> EngineReport:
     """Read an engine's manifest, check the engine's hash against it, and with a GPU the opened engine, too.
 
     Args:
-        engine: path of the engine; its manifest lies beside it as ``<engine>.json``.
+        engine: path of the engine, beside which its manifest lies as ``<engine>.json``; or of its folder.
 
     Raises:
         ManifestError: the manifest is missing, unreadable, of an unknown schema or of another engine; or the engine,
             opened, has other inputs, outputs, profiles or aliases than the manifest says.
     """
-    path = given_path(engine, "engine")
+    path = engine_in(given_path(engine, "engine"))
     manifest = load_manifest(path)
     check_engine(manifest, path)
     view, not_opened = _open(path, manifest.backend)

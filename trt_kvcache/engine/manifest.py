@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from trt_kvcache.engine.folder import engine_in
 from trt_kvcache.engine.network import DTYPES
 from trt_kvcache.errors import ManifestError
 from trt_kvcache.files import FileIdentity, atomic_file, identify, read_file
@@ -158,14 +159,14 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def load_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """Read the manifest of an engine, given the engine or the manifest itself.
+    """Read the manifest of an engine, given the engine, its folder or the manifest itself.
 
     The engine is not read: see `check_engine`.
 
     Raises:
         ManifestError: the file is missing, no manifest, or of an unknown schema version.
     """
-    path = given_path("." if isinstance(path, str) and not path else path, "engine")
+    path = engine_in(given_path("." if isinstance(path, str) and not path else path, "engine"))
     if path.is_dir():
         raise ManifestError(f"{path}: a folder; give the path of an engine")
     file = path if path.suffix == ".json" else manifest_path(path)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.engine.folder import engine_in, is_model
 from trt_kvcache.errors import NoCapacityError, OptionError
 from trt_kvcache.given import given_options, given_path, shown
 from trt_kvcache.importer.plan import PlanOptions
@@ -29,7 +30,7 @@ def open_runner(
     *,
     default_capacity: int | None = None,
 ) -> Runner:
-    """Open an ``.onnx`` file or a folder with one with ONNX Runtime, and everything else as an engine.
+    """Open an ``.onnx`` file or a folder with one with ONNX Runtime, an engine or its folder on a GPU.
 
     Args:
         path: of the file.
@@ -48,15 +49,16 @@ def open_runner(
     if not isinstance(device, str) or device not in _DEVICES:
         raise OptionError(f"device is {shown(device)}; it must be one of {', '.join(_DEVICES)}")
     path = given_path(path, "path")
-    is_model = path.suffix.lower() == ".onnx" or path.is_dir()
-    if is_model and device == "cuda":
+    path = engine_in(path)
+    model = is_model(path)
+    if model and device == "cuda":
         raise OptionError(
             f"{path} is a model, and a GPU runs engines; write one with 'trt-kvcache build' and open that"
         )
-    if not is_model and device == "cpu":
+    if not model and device == "cpu":
         raise OptionError(f"{path} is taken for an engine, and the CPU runs models; open the .onnx file instead")
     given = {name: value for name, value in options.items() if value is not None}
-    if is_model:
+    if model:
         from trt_kvcache.runtime.ort.runner import OnnxRuntimeRunner
 
         _check(OnnxRuntimeRunner, given, {"options": "plan_options"}, "a model on the CPU", ("capacity",))

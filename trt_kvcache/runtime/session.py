@@ -13,6 +13,7 @@ from typing import Any, Unpack, cast, overload
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.engine.folder import engine_in
 from trt_kvcache.errors import OptionError, PromptError
 from trt_kvcache.given import given_list, given_path, given_switch, given_whole, shown
 from trt_kvcache.importer.plan import CachePlan, PlanOptions
@@ -136,7 +137,8 @@ class DecodeSession:
         """Open an engine or a model, and what lies beside it: tokenizer, tokens that end a text, embeddings, encoder.
 
         Args:
-            path: an engine that ``trt-kvcache build`` wrote, or an ``.onnx`` file or its folder, which run on the CPU.
+            path: an engine that ``trt-kvcache build`` wrote, or its folder; or an ``.onnx`` file or its folder, which
+                run on the CPU.
             device: ``"cpu"``, ``"cuda"``, or ``"auto"``: what the file is for.
             tokenizer: path of a ``tokenizer.json``, or an object that encodes and decodes. None: the file beside
                 `path`, if there is one; False: token ids only.
@@ -172,7 +174,7 @@ class DecodeSession:
             ModelError, ManifestError, BackendError, SessionError: the model or engine cannot be used here.
             VerificationError: the engine does not give the original's numbers on this GPU.
         """
-        model = given_path(path, "path")
+        model = engine_in(given_path(path, "path"))
         beside = None if encoder is None else given_path(encoder, "encoder")
         options = {
             "max_batch": max_batch, "max_chunk": max_chunk, "capacity": capacity, "plan_options": plan_options,

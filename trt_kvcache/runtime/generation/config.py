@@ -184,11 +184,12 @@ class GenerationConfig:
             OptionError: a file is unreadable, or a value is out of range.
             ManifestError: that of an engine is unreadable.
         """
+        from trt_kvcache.engine.folder import engine_in, is_model
         from trt_kvcache.engine.generation import each_beside
         from trt_kvcache.engine.manifest import load_manifest, manifest_path
 
-        path = given_path(model, "model")
-        is_engine = path.suffix.lower() != ".onnx" and not path.is_dir() and manifest_path(path).is_file()
+        path = engine_in(given_path(model, "model"))
+        is_engine = not is_model(path) and manifest_path(path).is_file()
         sources = {manifest_path(path): dict(load_manifest(path).generation)} if is_engine else {}
         settings = dict(changes)
         for file, said in reversed((sources | each_beside(path)).items()):

@@ -1,0 +1,123 @@
+"""Answers of at most 20 lines at 80 columns, which end with the next command."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from sample_plans import sample_plan, with_contract
+
+from trt_kvcache.cli.options import PlanFlags
+from trt_kvcache.cli.output import table, wrapped
+from trt_kvcache.cli.summary import advice, build_line, command_line, plan_lines, print_lines, print_next
+from trt_kvcache.importer.plan import AttentionKind, CachePlan, Fallback, Route, StateUpdate, Target
+
+
+def shown(plan: CachePlan, width: int = 80, *, built: bool = False) -> list[str]:
+    out = Console(file=io.StringIO(), width=width, highlight=False, markup=False)
+    print_lines(out, f"model.onnx: {plan.in_place_text}", plan_lines(plan, 4, built=built))
+    print_next(out, "trt-kvcache build model.onnx -o model.engine")
+    text = out.file.getvalue()  # type: ignore[attr-defined]
+    return str(text).splitlines()
+
+
+def odd_plan() -> CachePlan:
+    """28 layers of all that can be said: five kinds of caches with long names, states, notes without end."""
+    plan = sample_plan(28)
+    prefix = "model/decoder/transformer/block_sparse_mixture/"
+    caches = [replace(c, past=prefix + c.past, reason=f"reason {at % 5} " * 9) for at, c in enumerate(plan.caches)]
+    caches[0] = replace(with_contract(caches[0]), route=Route.FUNCTIONAL)
+    nodes = [
+        replace(a, kind=list(AttentionKind)[at % 3], reason=f"why {at % 4}") for at, a in enumerate(plan.attention)
+    ]
+    states = (StateUpdate("conv.0", "new_conv.0", "float16", ("batch", 64, 4), "replaced whole"),)
+    notes = tuple(f"note {number} of many, with words that fill more than one line " * 3 for number in range(9))
+    return replace(
+        plan, caches=tuple(caches), attention=tuple(nodes), states=states, notes=notes, inlined=("Function",)
+    )
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+@pytest.mark.parametrize("built", [False, True])
+def test_28_layers_are_20_lines(width: int, built: bool) -> None:
+    for plan in (sample_plan(28), odd_plan()):
+        lines = shown(plan, width, built=built)
+        assert len(lines) <= 20
+        assert max(map(len, lines)) <= width
+        assert lines[-1] == "next       trt-kvcache build model.onnx -o model.engine"
+
+
+def test_what_a_plan_says() -> None:
+    assert shown(sample_plan(28)) == [
+        "model.onnx: 56 of 56 caches in place",
+        "caches     56 native: linear update of a float16 cache",
+        "           key_cache.0..27, value_cache.0..27: float16 [batch, 4, 256, 64] from",
+        "           TensorScatter",
+        "attention  28 fused: float16, head size 64",
+        "steps      attend to the rows in use; logits as exported",
+        "memory     7.0 MiB per sequence of 256 tokens, 28.0 MiB for a batch of 4",
+        "refused    nothing",
+        "next       trt-kvcache build model.onnx -o model.engine",
+    ]
+    odd = "\n".join(shown(odd_plan(), 1000))
+    for part in (
+        "1 functional: no update straddles",
+        "4 more kinds (--all)",
+        "states     1 in two buffers: replaced whole",
+        "note       inlined: Function",
+        "more (--all)",
+    ):
+        assert part in odd
+    assert "advice" not in odd
+    none = replace(sample_plan(1), caches=(), attention=(), masks=(), spans=())
+    assert [line.split()[0] for line in shown(none)] == ["model.onnx:", "refused", "next"]
+
+
+def test_notes_that_fit_are_shown() -> None:
+    plan = replace(sample_plan(28), notes=("circular windows save 3 MiB",))
+    assert "note       circular windows save 3 MiB" in shown(plan)
+    assert not any("--all" in line for line in shown(plan))
+
+
+def test_advice() -> None:
+    plan = sample_plan(3)
+    assert advice(plan) == []
+    half = replace(plan, caches=tuple(replace(cache, dtype="float") for cache in plan.caches))
+    assert advice(half) == ["export in float16 or bfloat16: float32 caches take twice the memory"]
+    masks = tuple(replace(plan.masks[0], name=f"mask_{at}", mask=f"own_{at}") for at in range(3))
+    nodes = tuple(replace(node, mask=f"mask_{at}") for at, node in enumerate(plan.attention))
+    assert advice(replace(plan, masks=masks, attention=nodes)) == [
+        "export with one mask for all layers: each layer computes its own in every step"
+    ]
+    assert advice(replace(plan, masks=masks[:1] * 3)) == []
+    window = replace(plan, masks=(replace(plan.masks[0], left_window=31),))
+    assert advice(window) == ["--sliding circular: 6 caches would hold their window, not the whole text"]
+    assert advice(replace(plan, masks=(replace(plan.masks[0], left_window=127),))) == []
+
+
+def test_the_next_command_has_the_flags_of_this_one() -> None:
+    flags = PlanFlags(capacity=48, fallback=Fallback.CONTRACT, target=Target.TENSORRT)
+    assert build_line(Path("my export/m.onnx"), flags, 4, tensorrt=True) == (
+        "trt-kvcache build 'my export/m.onnx' -o m-engine/ --backend tensorrt --max-batch 4 --capacity 48 "
+        "--fallback contract"
+    )
+    assert build_line(Path("exports/llama"), PlanFlags()) == "trt-kvcache build exports/llama -o llama-engine/"
+    assert command_line("generate", Path("a.engine"), "--prompt", "Hello") == (
+        "trt-kvcache generate a.engine --prompt Hello"
+    )
+
+
+def test_long_names_break_at_dots() -> None:
+    name = "past_key_values.0..27.decoder.key_states"
+    assert wrapped(f"{name} and more", 24) == ["past_key_values.0..27.", "decoder.key_states and", "more"]
+    assert wrapped("x" * 30, 12) == ["x" * 12, "x" * 12, "x" * 6]
+    assert wrapped("", 9) == [""]
+    grid = table("name", "shape")
+    grid.add_row(name, "[batch, 8, 4096, 128]")
+    out = Console(file=io.StringIO(), width=46)
+    out.print(grid)
+    rows = [line.split("  ")[0].strip() for line in out.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert rows[2:4] == ["past_key_values.0..27.", "decoder.key_states"]

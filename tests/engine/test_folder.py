@@ -1,0 +1,108 @@
+"""An engine as a folder: written by `build`, with what texts need, and taken wherever an engine is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from decoders import DecoderConfig, write_decoder
+from typer.testing import CliRunner
+
+from trt_kvcache import (
+    DecodeSession,
+    GenerationConfig,
+    ManifestError,
+    OptionError,
+    OutputError,
+    build_engine,
+    inspect_engine,
+    load_manifest,
+)
+from trt_kvcache.cli.app import app
+from trt_kvcache.engine import build as building
+from trt_kvcache.engine.folder import copy_texts, engine_in, is_model, output_engine
+
+TEXTS = {"tokenizer.json": "{}", "generation_config.json": '{"eos_token_id": 7}', "chat_template.jinja": "{{ a }}"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "export"
+    folder.mkdir()
+    for name, content in TEXTS.items():
+        (folder / name).write_text(content)
+    return write_decoder(folder / "model.onnx", DecoderConfig(layers=1, capacity=32))
+
+
+def test_build_writes_a_folder_that_commands_take(model: Path, tmp_path: Path) -> None:
+    output = tmp_path / "made" / "here"
+    options = ["--backend", "tensorrt-rtx", "--proof", "off"]
+    built = CliRunner().invoke(app, ["build", str(model), "-o", f"{output}/", *options])
+    assert built.exit_code == 0, built.output
+    assert {path.name for path in output.iterdir()} == {"model.engine", "model.engine.json", *TEXTS}
+    assert f"{output}: for texts: chat_template.jinja, generation_config.json, tokenizer.json\n" in built.stdout
+    assert built.stdout.splitlines()[-1] == f"next       trt-kvcache generate {output} --prompt Hello"
+    manifest = load_manifest(output)
+    assert manifest == load_manifest(output / "model.engine") == inspect_engine(output).manifest
+    assert GenerationConfig.for_model(output).eos_token_id == 7
+    for command in (["inspect", str(output)], ["plugins", str(output)]):
+        assert CliRunner().invoke(app, command).exit_code == 0
+    refused = CliRunner().invoke(app, ["generate", str(output), "--tokens", "1", "--capacity", "9"])
+    assert "was planned when it was built" in refused.stderr
+    with pytest.raises(OptionError, match=r"model\.engine is taken for an engine, and the CPU runs models"):
+        DecodeSession.open(output, device="cpu")
+
+
+def test_an_engine_in_a_model_folder_does_not_take_its_place(model: Path) -> None:
+    (model.parent / "model.engine").touch()
+    assert is_model(model.parent)
+    assert engine_in(model.parent) == model.parent
+    with pytest.raises(ManifestError, match="a folder; give the path of an engine"):
+        load_manifest(model.parent)
+
+
+def test_output_is_a_file_or_a_folder(tmp_path: Path) -> None:
+    assert output_engine(tmp_path / "x.engine") == (tmp_path / "x.engine", None)
+    assert output_engine("new/") == (Path("new/model.engine"), Path("new"))
+    assert output_engine(tmp_path) == (tmp_path / "model.engine", tmp_path)
+    (tmp_path / "model.onnx").touch()
+    with pytest.raises(OutputError, match=r"the folder of a model, model\.onnx; give another folder, or the name"):
+        output_engine(tmp_path)
+
+
+@pytest.mark.parametrize("output", ["a/b/", "a/b/c.engine"])
+def test_a_build_that_fails_leaves_no_folder(
+    model: Path, tmp_path: Path, output: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(model: object, engine: Path, *others: object) -> Any:
+        assert engine.parent.is_dir()
+        raise OptionError("no")
+
+    monkeypatch.setattr(building, "_build_engine", fail)
+    before = {*tmp_path.rglob("*")}
+    with pytest.raises(OptionError, match="no"):
+        build_engine(model, f"{tmp_path}/{output}")
+    assert {*tmp_path.rglob("*")} == before
+
+
+def test_a_folder_that_cannot_be_made(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match="this folder cannot be made: "):
+        build_engine(model, f"{tmp_path}/file/in/")
+
+
+def test_texts_of_another_model_go(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "mine.txt"):
+        (target / name).write_text("old")
+    copy_texts(model, target)
+    assert {path.name: path.read_text() for path in target.iterdir()} == {**TEXTS, "mine.txt": "old"}
+    (model.parent / "config.json").symlink_to("/dev/zero")
+    copy_texts(model, target)
+    assert not (target / "config.json").exists()
+    (model.parent / "tokenizer.json").write_text(json.dumps("x" * 100))
+    copy_texts(model.parent, target)
+    assert (target / "tokenizer.json").read_text() == json.dumps("x" * 100)

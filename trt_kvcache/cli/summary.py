@@ -1,0 +1,209 @@
+"""Answers of at most 20 lines: labelled lines that fit into 80 columns, and the one next command."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trt_kvcache.cli.grouping import group_rows
+from trt_kvcache.cli.output import human_bytes, shape_text, wrapped
+from trt_kvcache.cli.plan_view import bytes_of
+from trt_kvcache.importer.plan import CachePlan, CacheUpdate, MaskGeometry, UpdateForm, UpdateMode
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from trt_kvcache.cli.options import BuildPlanFlags
+
+__all__ = ["advice", "build_line", "command_line", "plan_lines", "print_lines", "print_next"]
+
+Lines = list[tuple[str, str]]
+
+_MOST = 20
+_FEW = 2
+_NEXT = 2  # lines of the next command
+_LABEL = 11
+
+
+def print_lines(out: Console, title: str, lines: Lines) -> None:
+    """Print a title, and lines with their labels: with the next command, at most 20 lines at 80 columns.
+
+    Texts are cut to as many lines as there is room for; of those labelled ``note``, some may be left out.
+
+    Args:
+        out: the console.
+        title: the first line.
+        lines: pairs of a label, or nothing where the line goes on with the label before it, and a text.
+    """
+    room = max(out.width, 40) - _LABEL
+    head = wrapped(title, out.width)
+    for most in (3, 2, 1):
+        folded = [(label, _cut(wrapped(text, room), most)) for label, text in lines]
+        left = _MOST - _NEXT - len(head) - sum(len(parts) for label, parts in folded if label != "note") - 1
+        if left >= 0:
+            break
+    shown, hidden = [], 0
+    for label, parts in folded:
+        if label == "note":
+            hidden += len(parts) > left
+            if len(parts) > left:
+                continue
+            left -= len(parts)
+        shown.append((label, parts))
+    if hidden:
+        shown.append(("note", [f"{hidden} more (--all)"]))
+    for line in head:
+        out.print(line)
+    for label, parts in shown:
+        for at, part in enumerate(parts):
+            out.print(f"{label if at == 0 else '':{_LABEL}}{part}")
+
+
+def _cut(lines: list[str], most: int) -> list[str]:
+    if len(lines) <= most:
+        return lines
+    last = lines[most - 1]
+    return [*lines[: most - 1], f"{last[: max(len(last) - 4, 1)]} ..."]
+
+
+def print_next(out: Console, command: str) -> None:
+    """Print the command that comes next."""
+    for at, part in enumerate(wrapped(command, max(out.width, 40) - _LABEL)):
+        out.print(f"{'next' if at == 0 else '':{_LABEL}}{part}")
+
+
+def command_line(command: str, *arguments: str | Path, flags: Any = None, leave: Sequence[str] = ()) -> str:
+    """Return a command as a shell takes it, with the flags that differ from their defaults.
+
+    Args:
+        command: such as ``"build"``.
+        arguments: words after it.
+        flags: a dataclass of flags that the user gave.
+        leave: fields that the command does not have.
+    """
+    words = ["trt-kvcache", command, *map(str, arguments)]
+    for field in fields(flags) if flags is not None else ():
+        value = getattr(flags, field.name)
+        if value != field.default and field.name not in leave:
+            words += [f"--{field.name.replace('_', '-')}", str(getattr(value, "value", value))]
+    return shlex.join(words)
+
+
+def build_line(model: Path, flags: BuildPlanFlags, max_batch: int = 1, *, tensorrt: bool = False) -> str:
+    """Return the build that follows a plan.
+
+    Args:
+        model: as given.
+        flags: of the plan.
+        max_batch: of the memory estimate.
+        tensorrt: the plan is for TensorRT, not for TensorRT for RTX.
+    """
+    name = model.absolute().stem if model.suffix == ".onnx" else model.absolute().name
+    more = ["--backend", "tensorrt"] if tensorrt else []
+    more += ["--max-batch", str(max_batch)] if max_batch > 1 else []
+    leave = ("target", "packed_native")
+    return command_line("build", model, "-o", f"{name}-engine/", *more, flags=flags, leave=leave)
+
+
+def plan_lines(plan: CachePlan, batch: int, *, built: bool = False) -> Lines:
+    """Return what a plan does: caches, attention, what a step reads, changes for the caller, memory, advice.
+
+    Args:
+        plan: the plan.
+        batch: sequences of the memory estimate.
+        built: there is an engine of it, and no advice on the export is of use.
+    """
+    lines = _labelled("caches", _cache_lines(plan, names=not built))
+    if plan.states:
+        lines.append(("states", f"{len(plan.states)} in two buffers: {plan.states[0].reason}"))
+    kinds = _counted((node.kind.value, node.reason) for node in plan.attention)
+    lines += _labelled("attention", [f"{count} {kind}: {reason}" for (kind, reason), count in kinds[:_FEW]])
+    if plan.attention:
+        lines.append(("steps", _steps(plan)))
+    if plan.changes and not built:
+        lines.append(("interface", f"{len(plan.changes)} inputs and outputs change for the caller (--all)"))
+    if plan.caches:
+        lines.append(("memory", _memory(plan, batch)))
+    if not built:
+        lines += _labelled("advice", advice(plan))
+        lines.append(("refused", "nothing"))
+    return [*lines, *(("note", note) for note in (*_inlined(plan), *plan.notes))]
+
+
+def advice(plan: CachePlan) -> list[str]:
+    """Return what would make the engine smaller or faster, and is up to the user."""
+    said = []
+    if any(cache.dtype == "float" for cache in plan.caches):
+        said.append("export in float16 or bfloat16: float32 caches take twice the memory")
+    masks = {mask.mask for mask in plan.masks if mask.mask}
+    if len(masks) > 1 and len(masks) == len(plan.attention):
+        said.append("export with one mask for all layers: each layer computes its own in every step")
+    windows = {mask.name: mask for mask in plan.masks if mask.left_window >= 0}
+    past = {cache.past: cache for cache in plan.caches}
+    held = [(past[n], windows[a.mask]) for a in plan.attention if a.mask in windows for n in a.caches if n in past]
+    if saved := sum(_longer(cache, mask) for cache, mask in held):
+        said.append(f"--sliding circular: {saved} caches would hold their window, not the whole text")
+    return said
+
+
+def _longer(cache: CacheUpdate, mask: MaskGeometry) -> bool:
+    return cache.mode is UpdateMode.LINEAR and cache.capacity > 2 * (mask.left_window + 1)
+
+
+def _labelled(label: str, texts: Iterable[str]) -> Lines:
+    return [(label if at == 0 else "", text) for at, text in enumerate(texts)]
+
+
+def _counted(values: Iterable[tuple[str, ...]]) -> list[tuple[tuple[str, ...], int]]:
+    counts: dict[tuple[str, ...], int] = {}
+    for value in values:
+        counts[value] = counts.get(value, 0) + 1
+    return list(counts.items())
+
+
+def _cache_lines(plan: CachePlan, *, names: bool) -> list[str]:
+    alike: dict[tuple[str, str], list[CacheUpdate]] = {}
+    for cache in plan.caches:
+        alike.setdefault((cache.route.value, cache.reason), []).append(cache)
+    said = []
+    for (route, reason), caches in list(alike.items())[:_FEW]:
+        said.append(f"{len(caches)} {route}: {reason}")
+        if names:
+            layers = [row[0] for row, _ in group_rows([(c.past,) for c in caches], 1)]
+            forms = list(dict.fromkeys(_form(cache) for cache in caches))
+            said.append(f"{_several(layers)}: {_several(forms)}")
+    if len(alike) > _FEW:
+        said.append(f"{len(alike) - _FEW} more kinds (--all)")
+    return said
+
+
+def _form(cache: CacheUpdate) -> str:
+    mode = "" if cache.mode is UpdateMode.LINEAR else f"{cache.mode.value} "
+    packed = "packed " if cache.form is UpdateForm.PACKED_NHD else ""
+    dtype = "float32" if cache.dtype == "float" else cache.dtype
+    return f"{mode}{packed}{dtype} {shape_text(cache.physical_shape)} from {cache.idiom}"
+
+
+def _several(texts: Sequence[str]) -> str:
+    more = f" and {len(texts) - 2} more" if len(texts) > 2 else ""
+    return ", ".join(texts[:2]) + more
+
+
+def _steps(plan: CachePlan) -> str:
+    rows = "the rows in use" if plan.spans else "the whole capacity"
+    logits = "of the last positions" if plan.logits_span is not None else "as exported"
+    return f"attend to {rows}; logits {logits}"
+
+
+def _memory(plan: CachePlan, batch: int) -> str:
+    sequence, total = bytes_of(plan, batch)
+    capacities = {cache.capacity for cache in plan.caches if cache.mode is UpdateMode.LINEAR}
+    tokens = f" of {capacities.pop()} tokens" if len(capacities) == 1 else ""
+    return f"{human_bytes(sequence)} per sequence{tokens}, {human_bytes(total)} for a batch of {batch}"
+
+
+def _inlined(plan: CachePlan) -> list[str]:
+    return [f"inlined: {', '.join(plan.inlined)}"] if plan.inlined else []

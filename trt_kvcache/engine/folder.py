@@ -1,0 +1,104 @@
+"""An engine as a folder: ``model.engine``, what belongs to it, and the files that turn text into tokens and back."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trt_kvcache.errors import OptionError, OutputError
+from trt_kvcache.files import atomic_file, read_file
+from trt_kvcache.given import given_path
+
+__all__ = ["ENGINE", "TEXTS", "copy_texts", "engine_in", "is_model", "made_folders", "output_engine"]
+
+ENGINE = "model.engine"
+"""The engine's name in its folder."""
+
+TEXTS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "generation_config.json",
+    "config.json",  # of encoder-decoders: the token that starts a text
+)
+"""Files beside a model that turn text into tokens and back."""
+_LARGEST = 1 << 28  # bytes
+
+
+def engine_in(path: Path) -> Path:
+    """Return the engine in an engine's folder; any other path as it is."""
+    engine = path / ENGINE
+    return engine if engine.is_file() and not _models_in(path) else path
+
+
+def is_model(path: Path) -> bool:
+    """Return True for an ``.onnx`` file, or the folder of one; everything else is taken for an engine."""
+    return path.suffix.lower() == ".onnx" or (path.is_dir() and engine_in(path) == path)
+
+
+def output_engine(output: str | os.PathLike[str]) -> tuple[Path, Path | None]:
+    """Return the path of an engine to be built, and its folder where it gets one of its own.
+
+    Args:
+        output: a file; or a folder, which exists or ends with a slash.
+
+    Raises:
+        OutputError: it is no path, or a folder with a model.
+    """
+    path = given_path(output, "output", OutputError).expanduser()
+    if not (os.fspath(output).endswith(("/", os.sep)) or path.is_dir()):
+        return path, None
+    if models := _models_in(path):
+        raise OutputError(
+            f"{path}: the folder of a model, {models[0].name}; give another folder, or the name of a file"
+        )
+    return path / ENGINE, path
+
+
+@contextmanager
+def made_folders(folder: Path) -> Iterator[None]:
+    """Make a folder, and those it lies in. Those that are new and empty go where the block fails.
+
+    Raises:
+        OutputError: it cannot be made.
+    """
+    missing = [place for place in (folder, *folder.parents) if not place.exists()]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OutputError(f"{folder}: this folder cannot be made: {error.strerror}") from None
+    try:
+        yield
+    except BaseException:
+        for place in missing:
+            with suppress(OSError):  # it holds something
+                place.rmdir()
+        raise
+
+
+def copy_texts(model: Path, folder: Path) -> None:
+    """Copy what lies beside a model and is for texts to an engine's folder: tokenizer, chat template, configs.
+
+    Files of these names that are there from another model go.
+
+    Raises:
+        OptionError: a file cannot be read.
+        OutputError: a file cannot be written.
+    """
+    source = model if model.is_dir() else model.parent
+    for name in TEXTS:
+        if not (source / name).is_file():
+            (folder / name).unlink(missing_ok=True)
+            continue
+        try:
+            content = read_file(source / name, _LARGEST)
+        except OSError as error:
+            raise OptionError(f"{source / name} cannot be copied: {error.strerror}") from None
+        with atomic_file(folder / name) as file:
+            file.write(content)
+
+
+def _models_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.onnx")) if folder.is_dir() else []
