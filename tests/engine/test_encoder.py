@@ -279,7 +279,7 @@ def test_lengths_that_nobody_says(model: Path, tmp_path: Path) -> None:
     g.output("last_hidden_state", FLOAT, ["batch", "length", WIDTH])
     onnx.save(g.model(), tmp_path / "encoder_model.onnx")
     plan, _ = constants(model)
-    with pytest.raises(OptionError, match="input 'pixels' .1, size, 32.: the largest size is unknown; .*maxShapes"):
+    with pytest.raises(OptionError, match="input 'pixels' .1, size, 32.: the largest size is unknown; .*max_shapes"):
         find_job(model, plan, BuildOptions(**SIZES))
     with pytest.raises(OptionError, match="names 'pixel', which is no input .*the largest size is unknown"):
         build(model, max_shapes={"pixel": (1, 24, WIDTH)})

@@ -60,7 +60,7 @@ def test_compute_capabilities_have_one_form() -> None:
 def test_the_gpu_at_hand_needs_one_and_is_written_down_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     here = BuildOptions(compute_capabilities=("current",))
     monkeypatch.setattr(backend_module, "driver_present", lambda: False)
-    with pytest.raises(OptionError, match="current builds for the GPU of this machine, and no NVIDIA GPU and driver"):
+    with pytest.raises(OptionError, match="current.* builds for the GPU of this machine, and no NVIDIA GPU and driver"):
         check_build_options(RTX, here)
     monkeypatch.setattr(backend_module, "driver_present", lambda: True)
     check_build_options(RTX, here)
