@@ -88,7 +88,6 @@ if TYPE_CHECKING:
     from trt_kvcache.runtime.generation.settings import Settings
     from trt_kvcache.runtime.generation.speculation import SpeculationStats
     from trt_kvcache.runtime.requests import EmbedsAll, Generation, Given, GivenAll, PositionsAll, Prompt
-    from trt_kvcache.runtime.runner import Runner, StepBatch
     from trt_kvcache.runtime.session import DecodeSession
     from trt_kvcache.verify import OutputDifference, VerifyOptions, VerifyReport, VerifyStep, verify_model
 
@@ -193,10 +192,6 @@ _HOMES = {
         "PositionsAll",
         "Prompt",
     ),
-    "trt_kvcache.runtime.runner": (
-        "Runner",
-        "StepBatch",
-    ),
     "trt_kvcache.runtime.session": ("DecodeSession",),
     "trt_kvcache.verify": (
         "OutputDifference",
@@ -265,7 +260,6 @@ __all__ = [
     "Role",
     "Route",
     "RouteStatus",
-    "Runner",
     "SessionError",
     "Settings",
     "ShapeRange",
@@ -277,7 +271,6 @@ __all__ = [
     "Stack",
     "StackPart",
     "StateUpdate",
-    "StepBatch",
     "Target",
     "TensorRole",
     "TokenEvent",
