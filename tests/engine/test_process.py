@@ -68,12 +68,15 @@ def child(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 def children() -> list[psutil.Process]:
-    """Build processes. Those that check models and render templates stay, and so do those of other tests' pools."""
+    """Build processes. Those that check models and render templates stay, and so do those of other tests' pools.
+
+    Those that record proofs end with the build, as tests/proof/test_build.py sees.
+    """
     found = [p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE]
     return [
         p
         for p in found
-        if not re.search("importer.check.worker|template_process|multiprocessing", " ".join(p.cmdline()))
+        if not re.search("importer.check.worker|template_process|multiprocessing|proof.worker", " ".join(p.cmdline()))
     ]
 
 

@@ -103,7 +103,7 @@ def test_an_interrupt_ends_the_recording(model: Path, monkeypatch: pytest.Monkey
 
 def test_no_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = recording.Answer(b"", "verification takes 9.0 GB of memory", "OptionError")
-    monkeypatch.setattr(recording, "_ask", lambda *_: answer)
+    monkeypatch.setattr(recording.Recording, "_ask", lambda *_: answer)
     manifest = build_engine(model, model.with_name("model.engine"))
     assert manifest.warnings == ("the engine has no proof: verification takes 9.0 GB of memory",)
     with pytest.raises(OptionError, match=r"the engine has no proof: verification takes 9\.0 GB"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from trt_kvcache.engine.options import CURRENT, BuildOptions, format_shapes
 from trt_kvcache.engine.process import run_worker
 from trt_kvcache.engine.profiles import make_profiles, resolve_limits, without_shapes
 from trt_kvcache.engine.protocol import Done, Job, ProgressEvent
-from trt_kvcache.engine.recording import PHASE, Most, bound, record
+from trt_kvcache.engine.recording import PHASE, Most, Recording, bound
 from trt_kvcache.errors import BuildError, ModelError, OptionError, OutputError, TrtKvCacheError
 from trt_kvcache.files import FileIdentity, check_output, identify, publish, sync, temporary_file
 from trt_kvcache.given import given_options, shown
@@ -145,10 +145,10 @@ def _build_engine(
     most = limits.max_batch, limits.max_chunk, limits.max_logits, positions, _encoder_length(plan, profiles)
     twice = build.decode_weights == "own" and limits.max_batch == 1 and not quantized
     _check_memory(part, setup, twice=twice)
-    # It takes the model, which is large if its weights are inside, and is not needed while TensorRT works.
-    proof, without = _record(kept.pop(), most, setup, part.weights, half=half)
-
     with ExitStack() as stack:
+        # It takes the model, which is large if its weights are inside, and is not needed while TensorRT works.
+        recording = _record(kept.pop(), most, setup, part.weights, half=half)
+        stack.callback(recording.close)
         ready: list[tuple[Manifest, Path, Path]] = []
         if encoder is not None:
             made, more = _or_on_the_cpu(setup, lambda: _build_encoder(stack, encoder, setup, engine_path))
@@ -159,6 +159,7 @@ def _build_engine(
             if not scans or limits.max_chunk == 1:
                 raise
             raise BuildError(f"{error.message}; {_about_scans(scans)}") from None
+        proof, without = _recorded(recording, setup)
         manifest = replace(
             _manifest(setup, plan, profiles, built, engine_path),
             max_batch=limits.max_batch,
@@ -176,16 +177,24 @@ def _build_engine(
     return manifest
 
 
-def _record(
-    imported: ImportedModel, most: Most, setup: _Setup, weights: int, *, half: bool
-) -> tuple[bytes, tuple[str, ...]]:
+def _record(imported: ImportedModel, most: Most, setup: _Setup, weights: int, *, half: bool) -> Recording:
+    """Begin to record the proof, and wait for it unless TensorRT may work meanwhile."""
+    wanted = "off" if setup.build.strip_plan else setup.build.proof
+    if wanted != "off":
+        setup.progress(ProgressEvent(PHASE, None, 0, 1))
+    recording = Recording(imported, most, wanted, weights, half=half)
+    setup.progress.recording = recording
+    if not recording.beside:
+        wait([recording.answer])
+    return recording
+
+
+def _recorded(recording: Recording, setup: _Setup) -> tuple[bytes, tuple[str, ...]]:
     """Return the proof, or nothing and a note."""
-    if setup.build.proof == "off" or setup.build.strip_plan:
-        return b"", ()
-    setup.progress(ProgressEvent(PHASE, None, 0, 1))
-    proof, why = record(imported, most, setup.build.proof, weights, half=half)
-    setup.progress(ProgressEvent(PHASE, None, 1, 1, finished=True))
-    return proof, (why,) if why else ()
+    found = recording.result()
+    if recording.wanted != "off":
+        setup.progress(ProgressEvent(PHASE, None, 1, 1, finished=True))
+    return found
 
 
 def _proof_identity(proof: bytes, built: _Built, engine: Path) -> FileIdentity | None:
@@ -196,9 +205,9 @@ def _proof_identity(proof: bytes, built: _Built, engine: Path) -> FileIdentity |
 
 
 class _Watched:
-    """The caller's `progress`, and the check, which runs meanwhile.
+    """The caller's `progress`, and what runs meanwhile: the check, and the recording of the proof.
 
-    It keeps the exception that either raised, because that ends the whole build.
+    It keeps the exception that one of them raised, because that ends the whole build.
     """
 
     def __init__(self, progress: Callable[[ProgressEvent], None] | None) -> None:
@@ -206,12 +215,15 @@ class _Watched:
             raise OptionError(f"progress is {shown(progress)}; give a function that takes a ProgressEvent")
         self._progress = progress
         self.verdict: Future[None] | None = None
+        self.recording: Recording | None = None
         self.raised: BaseException | None = None
 
     def __call__(self, event: ProgressEvent) -> None:
         try:
             if self.verdict is not None and self.verdict.done():
                 self.verdict.result()
+            if self.recording is not None and self.recording.answer.done():
+                self.recording.result()
             if self._progress is not None:
                 self._progress(event)
         except BaseException as error:

@@ -20,6 +20,11 @@ _FACTOR = 1.65  # of the bytes of all weights
 _FIXED = 500_000_000  # bytes
 
 
+def build_memory(weights: int) -> int:
+    """Bytes of memory that TensorRT takes to build an engine of `weights` bytes."""
+    return int(_FACTOR * weights) + _FIXED
+
+
 def check_memory(weights: int, flipped: int = 0, *, twice: bool = False) -> None:
     """Refuse a build that would run out of memory.
 
@@ -31,7 +36,7 @@ def check_memory(weights: int, flipped: int = 0, *, twice: bool = False) -> None
     Raises:
         OptionError: too little memory is free.
     """
-    need = int(_FACTOR * weights * (2 if twice else 1)) + flipped + _FIXED
+    need = build_memory(weights * (2 if twice else 1)) + flipped
     free = free_memory(swap=True)
     if need > free:
         raise OptionError(

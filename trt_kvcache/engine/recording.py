@@ -1,4 +1,4 @@
-"""The proof of an engine, recorded while it is built: how much it takes, and the process that does it.
+"""The proof of an engine, recorded while TensorRT builds it: how much it takes, and the process that does it.
 
 Each step of the original reads all of its weights. Assumed are 0.6 s a step and 1.5 s to open it for a GB of weights,
 and 2.5 times the time where weights of float16 are converted anew at each step; what was measured stands in
@@ -13,6 +13,8 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -20,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import trt_kvcache
 from trt_kvcache import errors
+from trt_kvcache.engine.memory import build_memory
 from trt_kvcache.engine.protocol import unless_ended
 from trt_kvcache.errors import TrtKvCacheError
 from trt_kvcache.machine import free_memory
@@ -27,7 +30,7 @@ from trt_kvcache.machine import free_memory
 if TYPE_CHECKING:
     from trt_kvcache.importer import ImportedModel
 
-__all__ = ["PHASE", "UNBOUND", "Answer", "Request", "bound", "record"]
+__all__ = ["PHASE", "UNBOUND", "Answer", "Recording", "Request", "bound"]
 
 PHASE = "recording the proof"
 UNBOUND = b"?" * 64
@@ -39,6 +42,7 @@ _SCHEDULES: tuple[tuple[int, int | None], ...] = ((3, None), (2, 6), (1, 5))
 _USUAL = 12  # steps, if nothing else is said
 _STEP, _OPEN, _ANEW = 0.6, 1.5, 2.5  # seconds for a GB; times
 _CONVERTED = 2.7  # of the bytes of float16 weights
+_HELD = 3.2, 1.3  # times the weights: memory of a recording that converts them, and of one that does not
 _PATIENCE = 3.0  # times the estimate, after which a recording ends
 _START = 180.0  # seconds
 Most = tuple[int, int, int | None, int | None, int]
@@ -79,113 +83,136 @@ class Answer:
     kind: str = ""
 
 
-def record(
-    imported: ImportedModel,
-    most: Most,
-    wanted: str | int,
-    weights: int,
-    *,
-    half: bool,
-) -> tuple[bytes, str]:
-    """Record the proof of an engine.
+class Recording:
+    """A proof that a process of its own records, beside TensorRT where memory is enough for both.
 
     Args:
-        imported: model and plan.
+        imported: model and plan. They are sent at once, and not kept.
         most: see `Request`.
-        wanted: ``"auto"``, or the number of steps.
+        wanted: ``"auto"``, ``"off"``, or the number of steps.
         weights: bytes of all weights.
         half: they are float16, which ONNX Runtime converts.
-
-    Returns:
-        The bytes of its file, in which `UNBOUND` stands for the engine; none with the reason.
 
     Raises:
         TrtKvCacheError: steps are asked for, and it cannot be done.
     """
-    auto = wanted == "auto"
-    slow = half and _CONVERTED * weights > free_memory()
-    gigabytes = weights / 1e9 * (_ANEW if slow else 1)
 
-    def seconds(rows: int, steps: int | None) -> float:
-        runs = 2 * ((steps or _USUAL) + 2) * (min(rows, most[0]) if imported.plan.original else 1)
-        return gigabytes * (2 * _OPEN + runs * _STEP)
+    def __init__(self, imported: ImportedModel, most: Most, wanted: str | int, weights: int, *, half: bool) -> None:
+        self.wanted = wanted
+        self._auto = wanted == "auto"
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._closed = False
+        self.answer: Future[Answer] = Future()
+        slow = half and _CONVERTED * weights > free_memory()
+        gigabytes = weights / 1e9 * (_ANEW if slow else 1)
+        held = _HELD[0 if half and not slow else 1] * weights
+        self.beside = held + build_memory(weights) <= free_memory()
+        """TensorRT may build meanwhile."""
 
-    schedules = _SCHEDULES if auto else ((_SCHEDULES[0][0], int(wanted)),)
-    fitting = [s for s in schedules if not auto or seconds(*s) <= _BUDGET]
-    if not fitting:
-        least = _SCHEDULES[-1]
-        why = f"{least[1]} steps of the original on the CPU take about {seconds(*least):.0f} s here"
-        return _refused(f"{why}, more than {_BUDGET:.0f}; --proof {least[1]} records them all the same", auto=auto)
-    rows, steps = fitting[0]
-    limit = _START + _PATIENCE * seconds(rows, steps) if auto else None
-    answer = _ask(Request(imported, most, rows, steps), limit)
-    if answer.proof:
-        return answer.proof, ""
-    if answer.kind == "bug":
-        if not auto:
+        def seconds(rows: int, steps: int | None) -> float:
+            runs = 2 * ((steps or _USUAL) + 2) * (min(rows, most[0]) if imported.plan.original else 1)
+            return gigabytes * (2 * _OPEN + runs * _STEP)
+
+        if wanted == "off":
+            self.answer.set_result(Answer(b""))
+            return
+        schedules = _SCHEDULES if self._auto else ((_SCHEDULES[0][0], int(wanted)),)
+        fitting = [s for s in schedules if not self._auto or seconds(*s) <= _BUDGET]
+        if not fitting:
+            least = _SCHEDULES[-1]
+            why = f"{least[1]} steps of the original on the CPU take about {seconds(*least):.0f} s here"
+            why = f"{why}, more than {_BUDGET:.0f}; --proof {least[1]} records them all the same"
+            self.answer.set_result(Answer(b"", why, "OptionError"))
+            return
+        rows, steps = fitting[0]
+        limit = _START + _PATIENCE * seconds(rows, steps) if self._auto else None
+        try:
+            sent = pickle.dumps(Request(imported, most, rows, steps))
+        except ValueError as error:  # a model of more than 2 GB, which has its weights inside
+            why = f"the model cannot be sent to the process that records: {error}"
+            self.answer.set_result(Answer(b"", why, "OptionError"))
+            return
+        thread = ThreadPoolExecutor(1, "proof")
+        self.answer = thread.submit(self._ask, sent, limit)
+        thread.shutdown(wait=False)
+
+    def result(self) -> tuple[bytes, tuple[str, ...]]:
+        """The bytes of the proof's file, in which `UNBOUND` stands for the engine; or none, and a note on why.
+
+        Raises:
+            TrtKvCacheError: steps are asked for, and it cannot be done.
+        """
+        answer = self.answer.result()
+        if answer.proof or not answer.why:
+            return answer.proof, ()
+        if answer.kind != "bug":
+            why, kind = answer.why, answer.kind
+        elif self._auto:
+            last = answer.why.strip().splitlines()[-1]
+            why, kind = f"{last}: a fault in trt_kvcache, please report it with the output of --proof 5", "BuildError"
+        else:
             raise RuntimeError(f"recording the proof failed:\n{answer.why}")
-        last = answer.why.strip().splitlines()[-1]
-        return _refused(f"{last}: a fault in trt_kvcache, please report it with the output of --proof 5", auto=auto)
-    return _refused(answer.why, auto=auto, kind=answer.kind)
+        said = f"the engine has no proof: {why}"
+        if self._auto:
+            return b"", (said,)
+        error = getattr(errors, kind)
+        assert issubclass(error, TrtKvCacheError)
+        raise error(f"{said}; leave --proof out, or give --proof off")
+
+    def close(self) -> None:
+        """End the process."""
+        self._closed = True
+        for child in self._children:
+            child.kill()
+        with suppress(Exception):  # said where it is asked for
+            self.answer.result()
+
+    def _ask(self, sent: bytes, limit: float | None) -> Answer:
+        """What the process answers, in `limit` seconds."""
+        # Its temporary files lie where they are removed, however it ends.
+        with TemporaryDirectory(prefix="trt-kvcache-proof-") as scratch:
+            return self._answer(sent, limit, {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)})
+
+    def _answer(self, sent: bytes, limit: float | None, environment: Mapping[str, str]) -> Answer:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "trt_kvcache.proof.worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
+            cwd=_ROOT, start_new_session=True, creationflags=_GROUP,
+        )  # fmt: skip
+        assert child.stdin is not None
+        assert child.stdout is not None
+        self._children.append(child)
+        if self._closed:
+            child.kill()
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            child.kill()
+
+        timer = threading.Timer(limit or 0, end)
+        try:
+            if limit is not None:
+                timer.start()
+            with unless_ended():
+                child.stdin.write(sent)
+                child.stdin.flush()
+            content = child.stdout.read()
+        finally:
+            timer.cancel()
+            child.kill()  # it is done, or nobody reads the answer
+            child.wait()
+            with unless_ended():
+                child.stdin.close()
+            child.stdout.close()
+        if content:
+            answer: Answer = pickle.loads(content)
+            return answer
+        if late.is_set():
+            return Answer(b"", f"the original took more than {limit:.0f} s on the CPU; --proof 5 waits", "OptionError")
+        return Answer(b"", "the process that records it died, as for want of memory", "OptionError")
 
 
 def bound(proof: bytes, engine: str) -> bytes:
     """A proof with the digest (BLAKE3, hex) of its engine."""
     return proof.replace(UNBOUND, engine.encode(), 1)
-
-
-def _refused(why: str, *, auto: bool, kind: str = "OptionError") -> tuple[bytes, str]:
-    said = f"the engine has no proof: {why}"
-    if auto:
-        return b"", said
-    error = getattr(errors, kind)
-    assert issubclass(error, TrtKvCacheError)
-    raise error(f"{said}; leave --proof out, or give --proof off")
-
-
-def _ask(request: Request, limit: float | None) -> Answer:
-    """What the process answers, in `limit` seconds."""
-    try:
-        sent = pickle.dumps(request)
-    except ValueError as error:  # a model of more than 2 GB, which has its weights inside
-        return Answer(b"", f"the model cannot be sent to the process that records: {error}", "OptionError")
-    # Its temporary files lie where they are removed, however it ends.
-    with TemporaryDirectory(prefix="trt-kvcache-proof-") as scratch:
-        return _answer(sent, limit, {**os.environ, **dict.fromkeys(("TMPDIR", "TEMP", "TMP"), scratch)})
-
-
-def _answer(sent: bytes, limit: float | None, environment: Mapping[str, str]) -> Answer:
-    child = subprocess.Popen(
-        [sys.executable, "-m", "trt_kvcache.proof.worker"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment,
-        cwd=_ROOT, start_new_session=True, creationflags=_GROUP,
-    )  # fmt: skip
-    assert child.stdin is not None
-    assert child.stdout is not None
-    late = threading.Event()
-
-    def end() -> None:
-        late.set()
-        child.kill()
-
-    timer = threading.Timer(limit or 0, end)
-    try:
-        if limit is not None:
-            timer.start()
-        with unless_ended():
-            child.stdin.write(sent)
-            child.stdin.flush()
-        content = child.stdout.read()
-    finally:
-        timer.cancel()
-        child.kill()  # it is done, or nobody reads the answer
-        child.wait()
-        with unless_ended():
-            child.stdin.close()
-        child.stdout.close()
-    if content:
-        answer: Answer = pickle.loads(content)
-        return answer
-    if late.is_set():
-        return Answer(b"", f"the original took more than {limit:.0f} s on the CPU; --proof 5 waits", "OptionError")
-    return Answer(b"", "the process that records it died, as for want of memory", "OptionError")

@@ -139,32 +139,45 @@ def first_contents(
     """
     dtype = numpy_dtype(cache.role.dtype, twin=twin)
     shape = cache.logical_shape(len(histories))
-    plausible = _values(shape, dtype, rng, lambda n: rng.uniform(-1, 1, n))
+    axis, capacity = (1, 0) if cache.update is None else (cache.update.sequence_axis, cache.update.capacity)
+    # Linear caches never hold more tokens than rows; circular ones keep the newest.
+    used = [min(tokens, capacity) for tokens in histories]
+    drawn = None if cache.update is None else (axis, max(used))
+    plausible = _values(shape, dtype, rng, lambda n: rng.uniform(-1, 1, n), drawn)
     if cache.role.dtype == "bfloat16":  # numbers that the cache itself can hold
         plausible = plausible.astype(ml_dtypes.bfloat16).astype(dtype)
     if cache.update is None:
         plausible[[tokens == 0 for tokens in histories]] = 0  # state starts from zeros
         return plausible
-    axis, capacity = cache.update.sequence_axis, cache.update.capacity
     contents = np.zeros(shape, dtype)
     if garbage:  # every other row stays 0, as sessions start: a division by its norm would show
         whole = _values(shape, dtype, rng, lambda n: rng.choice([-garbage, garbage], n))
         np.moveaxis(contents, axis, 1)[:, ::2] = np.moveaxis(whole, axis, 1)[:, ::2]
-    for row, tokens in enumerate(histories):
-        # Linear caches never hold more tokens than rows; circular ones keep the newest.
-        rows = slice(0, min(tokens, capacity))
+    for row, count in enumerate(used):
+        rows = slice(0, count)
         np.moveaxis(contents, axis, 1)[row, rows] = np.moveaxis(plausible, axis, 1)[row, rows]
     return contents
 
 
-def _values(shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator, draw: Any) -> Array:
+def _values(
+    shape: tuple[int, ...], dtype: np.dtype[Any], rng: np.random.Generator, draw: Any,
+    first: tuple[int, int] | None = None,
+) -> Array:  # fmt: skip
+    """Values of an array of this shape: of all of it, or of the first so many along an axis."""
     count = math.prod(shape)
     if dtype.kind in "iub":  # quantized and raw bytes: the whole range is both plausible and garbage
         low, high = (0, 2) if dtype.kind == "b" else (np.iinfo(dtype).min, np.iinfo(dtype).max)
         block = rng.integers(low, high, min(count, _BLOCK), dtype=np.int8 if dtype.kind == "b" else dtype)
     else:
         block = draw(min(count, _BLOCK))
-    return np.resize(block.astype(dtype), shape)
+    block = block.astype(dtype)
+    if first is None or count <= _BLOCK:
+        return np.resize(block, shape)
+    axis, rows = first
+    places = np.zeros((), np.int64)
+    for i, size in enumerate(shape):  # in the array as a whole, which repeats the block
+        places = places[..., None] + np.arange(rows if i == axis else size) * math.prod(shape[i + 1 :])
+    return block[places % block.size]
 
 
 def fixed_rows(plan: CachePlan, inputs: Iterable[onnx.ValueInfoProto]) -> dict[str, int]:
